@@ -1,0 +1,52 @@
+# Everything a developer runs. Needs Python 3.10 or newer and GNU make 3.81 or newer (the one of macOS), nothing else:
+# each target works in a virtual environment of its own, made on first use and again when the dependencies change.
+#
+# torch is pinned by constraints.txt like everything else (torch==2.13.0). On Linux, PyPI's build of it is the CUDA one
+# and brings several GB of libraries; where a CPU is all there is, the smaller build satisfies the same pin:
+#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+#
+# Another Python: `make clean test PYTHON=python3.12`, or beside the first one: `make test PYTHON=python3.12 VENV=.venv312`.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## say what there is to run
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
+
+demo: $(STAMP) ## train a small model with MemGuard (examples/quickstart.py)
+	$(BIN)/python examples/quickstart.py
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest -q --durations=10
+
+lint: $(STAMP) ## check rules, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## measure accuracy on the CPU, speed, and the built-in BatchSizeFinder beside us
+	$(BIN)/python benchmarks/cpu_truth.py
+	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/versus_batch_size_finder.py
+
+clean: ## remove the virtual environment, caches and what trainings left behind
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and alone: it is the large one, and an interrupted installation goes on from there.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "There is no '$(PYTHON)' here. Name a Python 3.10 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "lightning-memguard needs Python 3.10 or newer; '$(PYTHON)' is $$("$(PYTHON)" -V 2>&1)." >&2; \
+	  echo "Name a newer one, for example: make test PYTHON=python3.12" >&2; exit 1; }
+	"$(PYTHON)" -m venv "$(VENV)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,198 @@
+"""Predicted against measured, byte for byte, on the CPU: every case of the zoo, three batch sizes, its optimizers.
+
+Each prediction and each measurement is made in processes of their own, the first by lightning_memguard through a Trainer
+(`predicted.py`), the second by PyTorch's profiler around a real training (`truth.py`), which knows nothing of the first.
+
+    python benchmarks/cpu_truth.py                     # the table, then median, 90th percentile and worst
+    python benchmarks/cpu_truth.py --quick             # one batch size and one optimizer of each case
+    python benchmarks/cpu_truth.py --only unet lstm --json results.json
+    python benchmarks/cpu_truth.py --tight             # is the size chosen for a budget the largest that fits?
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from predicted import Predicted, predict_all
+from truth import Truth, measure_all
+from zoo import CASES, Case, case_named
+
+LARGE_ERROR_PERCENT = 0.3
+TIGHT_CASES = ("mlp", "cnn_batch_norm", "resnet", "unet", "transformer", "gpt", "gan", "contrastive")
+TIGHT_BUDGET = 1.5  # times the measured peak at the middle batch size
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One training, predicted and measured."""
+
+    predicted: Predicted
+    measured: Truth
+
+    @property
+    def error_percent(self) -> float:
+        return 100 * (self.predicted.peak_bytes / self.measured.peak_bytes - 1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The batch size chosen for a budget, and what it and the next larger one really take."""
+
+    case: str
+    optimizer: str
+    budget_bytes: int
+    batch_size: int
+    measured_bytes: int
+    larger_batch_size: int  # 10 % more
+    larger_measured_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.measured_bytes <= self.budget_bytes
+
+    @property
+    def larger_fits(self) -> bool:
+        return self.larger_measured_bytes <= self.budget_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        return self.fits and not self.larger_fits
+
+
+# Compare -------------------------------------------------------------------------------------------------------------
+
+
+def compare(case: Case, quick: bool, steps: int, threads: int | None) -> list[Comparison]:
+    """The case at all its optimizers and sizes: one process predicts them all, another measures them all."""
+    optimizers = case.optimizers[-1:] if quick else case.optimizers
+    sizes = case.batch_sizes[1:2] if quick else case.batch_sizes
+    predicted = predict_all(case, optimizers, sizes, threads)
+    measured = measure_all(case, optimizers, sizes, steps, threads)
+    return [Comparison(p, m) for p, m in zip(predicted, measured, strict=True)]
+
+
+def print_table(comparisons: Sequence[Comparison]) -> None:
+    print(
+        f"{'case':<23} {'optimizer':<9} {'batch':>5} {'predicted MiB':>13} {'measured MiB':>12} {'error %':>8}  "
+        f"{'method':<10} {'predicted in':<13} measured in"
+    )
+    for c in comparisons:
+        print(
+            f"{c.measured.case:<23} {c.measured.optimizer:<9} {c.measured.batch_size:>5} "
+            f"{c.predicted.peak_bytes / MIB:>13.3f} {c.measured.peak_bytes / MIB:>12.3f} {c.error_percent:>+8.3f}  "
+            f"{c.predicted.method:<10} {c.predicted.phase:<13} {c.measured.phase}"
+        )
+
+
+def print_summary(comparisons: Sequence[Comparison]) -> None:
+    errors = sorted(abs(c.error_percent) for c in comparisons)
+    ninetieth = errors[math.ceil(0.9 * len(errors)) - 1]
+    print(
+        f"\n{len(errors)} trainings: median error {statistics.median(errors):.3f} %, "
+        f"90th percentile {ninetieth:.3f} %, worst {errors[-1]:.3f} %"
+    )
+
+
+def print_large_errors(comparisons: Sequence[Comparison]) -> None:
+    """For each large error: what was predicted to be alive at the peak, beside what was."""
+    large = [c for c in comparisons if abs(c.error_percent) > LARGE_ERROR_PERCENT]
+    print(f"{len(large)} of them above {LARGE_ERROR_PERCENT} %")
+    for c in sorted(large, key=lambda c: -abs(c.error_percent)):
+        missing = c.measured.peak_bytes - c.predicted.peak_bytes
+        print(
+            f"\n{c.measured.case}, {c.measured.optimizer}, batch size {c.measured.batch_size}: {c.error_percent:+.3f} % "
+            f"({missing:+,} bytes measured over predicted), peak measured in {c.measured.phase} at {c.measured.operator}"
+        )
+        parts = [f"{size:>14,} {part}" for part, size in sorted(c.predicted.parts.items(), key=lambda item: -item[1])]
+        held = [f"{group.bytes:>14,} {group.count} x {group.operator}" for group in c.measured.held[:12]]
+        print(f"  {'predicted, by part':<40} measured, by operator")
+        for index in range(max(len(parts), len(held))):
+            left = parts[index] if index < len(parts) else ""
+            right = held[index] if index < len(held) else ""
+            print(f"  {left:<40} {right}")
+
+
+# Tight ---------------------------------------------------------------------------------------------------------------
+
+
+def choose(case: Case, steps: int, threads: int | None) -> Choice:
+    """Let MemGuard choose under a budget, then measure at its choice and at 10 % more."""
+    optimizer = case.optimizers[-1]
+    middle = case.batch_sizes[1]
+    budget = int(TIGHT_BUDGET * measure_all(case, [optimizer], [middle], steps, threads)[0].peak_bytes)
+    chosen = predict_all(case, [optimizer], [middle], threads, budget)[0].batch_size
+    larger = math.ceil(1.1 * chosen)
+    at_chosen, at_larger = measure_all(case, [optimizer], [chosen, larger], steps, threads)
+    return Choice(case.name, optimizer, budget, chosen, at_chosen.peak_bytes, larger, at_larger.peak_bytes)
+
+
+def print_choices(choices: Sequence[Choice]) -> None:
+    print(
+        f"{'case':<23} {'optimizer':<9} {'budget MiB':>10} {'chosen':>6} {'measured MiB':>12}  {'':<12} "
+        f"{'10 % more':>9} {'measured MiB':>12}"
+    )
+    for c in choices:
+        print(
+            f"{c.case:<23} {c.optimizer:<9} {c.budget_bytes / MIB:>10.2f} {c.batch_size:>6} "
+            f"{c.measured_bytes / MIB:>12.2f}  {'fits' if c.fits else 'DOES NOT FIT':<12} "
+            f"{c.larger_batch_size:>9} {c.larger_measured_bytes / MIB:>12.2f}  "
+            f"{'WOULD ALSO FIT' if c.larger_fits else 'would not fit'}"
+        )
+    print(f"\n{sum(c.is_tight for c in choices)} of {len(choices)} choices are tight")
+
+
+# Run -----------------------------------------------------------------------------------------------------------------
+
+
+def for_each(cases: Sequence[Case], work: Callable[[Case], object], jobs: int) -> list:
+    """The results of all cases that gave one; the others are named, and left out."""
+    results = []
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [(case, pool.submit(work, case)) for case in cases]
+        for case, future in futures:
+            try:
+                results.append(future.result())
+            except RuntimeError as error:
+                print(f"{case.name}: left out. {error}\n", flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these cases only")
+    parser.add_argument(
+        "--quick", action="store_true", help="the middle batch size and the last optimizer of each case"
+    )
+    parser.add_argument("--tight", action="store_true", help="check the sizes chosen under a budget instead")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps measured")
+    parser.add_argument("--threads", type=int, help="threads of PyTorch on both sides (default: PyTorch's own)")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here too")
+    arguments = parser.parse_args()
+    names = arguments.only or (TIGHT_CASES if arguments.tight else [case.name for case in CASES])
+    cases = [case_named(name) for name in names]
+    if arguments.tight:
+        choices = for_each(cases, lambda c: choose(c, arguments.steps, arguments.threads), arguments.jobs)
+        print_choices(choices)
+        results = [asdict(choice) for choice in choices]
+    else:
+        work = lambda c: compare(c, arguments.quick, arguments.steps, arguments.threads)  # noqa: E731
+        comparisons = [comparison for group in for_each(cases, work, arguments.jobs) for comparison in group]
+        if not comparisons:
+            raise SystemExit("Nothing could be compared.")
+        print_table(comparisons)
+        print_summary(comparisons)
+        print_large_errors(comparisons)
+        results = [{**asdict(c), "error_percent": c.error_percent} for c in comparisons]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

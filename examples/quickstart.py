@@ -1,0 +1,143 @@
+"""Train a small digit classifier at the batch size that MemGuard chooses.
+
+The data are 1,797 handwritten digits that come with scikit-learn: nothing is downloaded, no GPU is needed, and it takes
+less than a minute on two cores. From a copy of the repository, either of
+
+    make demo
+    .venv/bin/python examples/quickstart.py
+
+or, anywhere else, `pip install lightning-memguard scikit-learn` and
+
+    python quickstart.py                      # may take 512 MiB
+    python quickstart.py --budget 256MiB      # a smaller batch
+    python quickstart.py --budget 64GiB       # more than it can use: the whole dataset in one batch
+
+What is MemGuard's here is two lines: `guard = MemGuard(...)` and `callbacks=[guard]`. In a training of your own, leave
+`budget` out and MemGuard asks the device what is free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import TensorBoardLogger
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memguard import EpochRecord, MemGuard
+
+SIDE = 32  # pixels; the digits come as 8 x 8, too small for a convolution's activations to matter
+
+
+class Digits(Dataset[tuple[Tensor, Tensor]]):
+    """Handwritten digits, each scaled up to SIDE x SIDE when it is asked for."""
+
+    def __init__(self, *, train: bool) -> None:
+        images, labels = load_digits(return_X_y=True)
+        parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+        self.images = torch.tensor(parts[0 if train else 1], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+        self.labels = torch.tensor(parts[2 if train else 3])
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = F.interpolate(self.images[index].unsqueeze(0), size=(SIDE, SIDE), mode="bilinear")
+        return image.squeeze(0), self.labels[index]
+
+
+class DigitClassifier(pl.LightningModule):
+    """Two convolutions with batch norm, then a linear layer."""
+
+    def __init__(self, learning_rate: float = 2e-3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.network = nn.Sequential(
+            *self._block(1, 32),
+            *self._block(32, 64),
+            nn.Flatten(),
+            nn.Dropout(0.25),
+            nn.Linear(64 * (SIDE // 4) ** 2, 10),
+        )
+
+    @staticmethod
+    def _block(channels_in: int, channels_out: int) -> list[nn.Module]:
+        return [
+            nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels_out),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        correct = (self(images).argmax(dim=1) == labels).float().mean()
+        self.log("val/accuracy", correct, prog_bar=True)  # Lightning averages over the batches
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    pl.seed_everything(0)
+
+    guard = MemGuard(budget=options.budget)
+    trainer = pl.Trainer(
+        callbacks=[guard],
+        max_epochs=options.epochs,
+        accelerator="cpu",
+        logger=TensorBoardLogger(options.logdir, name="digits"),
+        log_every_n_steps=1,
+    )
+    trainer.fit(
+        DigitClassifier(),
+        train_dataloaders=DataLoader(Digits(train=True), batch_size=16, shuffle=True),
+        val_dataloaders=DataLoader(Digits(train=False), batch_size=60),
+    )
+
+    print(f"\nAccuracy on digits it has not seen: {float(trainer.callback_metrics['val/accuracy']):.1%}")
+    print_records(guard.records)
+    print(f"\nThe logs are in {trainer.log_dir}. To look at them:")
+    print(f"    {Path(sys.executable).with_name('tensorboard')} --logdir {options.logdir}")
+
+
+def print_records(records: Sequence[EpochRecord]) -> None:
+    """What MemGuard had predicted beside what it measured: the same numbers as in TensorBoard."""
+    print("\nepoch  batch size  predicted   measured   error")
+    for record in records:
+        predicted_mib = record.predicted.peak_device_bytes / 2**20
+        measured_mib = record.measured.peak_bytes / 2**20
+        print(
+            f"{record.epoch:5}  {record.batch_size:10}  {predicted_mib:5.0f} MiB  {measured_mib:5.0f} MiB  "
+            f"{record.error_ratio:+6.1%}"
+        )
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", default="512MiB", help="memory the training may take (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=5, help="times through the data (default: %(default)s)")
+    parser.add_argument("--logdir", default="lightning_logs", help="folder of the logs (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Predicts the memory of a PyTorch Lightning training step, and picks the batch size that fits.
+
+The public names are loaded on first use, so that importing this package imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_memguard.core.decision import Budget, Decision
+    from lightning_memguard.core.footprint import Footprint
+    from lightning_memguard.core.record import EpochRecord
+    from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError, DoesNotFitError, MemGuardError
+    from lightning_memguard.training.callback import MemGuard
+    from lightning_memguard.training.estimate import estimate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "CannotResizeLoaderError",
+    "CannotTraceError",
+    "Decision",
+    "DoesNotFitError",
+    "EpochRecord",
+    "Footprint",
+    "MemGuard",
+    "MemGuardError",
+    "estimate",
+]
+
+# Type checkers read the imports above; at run time this says the same.
+_HOMES = {
+    "Budget": "lightning_memguard.core.decision",
+    "CannotResizeLoaderError": "lightning_memguard.errors",
+    "CannotTraceError": "lightning_memguard.errors",
+    "Decision": "lightning_memguard.core.decision",
+    "DoesNotFitError": "lightning_memguard.errors",
+    "EpochRecord": "lightning_memguard.core.record",
+    "Footprint": "lightning_memguard.core.footprint",
+    "MemGuard": "lightning_memguard.training.callback",
+    "MemGuardError": "lightning_memguard.errors",
+    "estimate": "lightning_memguard.training.estimate",
+}
+
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspelt name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value  # from now on the name is found without asking here
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""How much memory a training step takes. Nothing in here imports Lightning."""

@@ -1,0 +1,254 @@
+"""Run one training step and watch every storage: what was allocated, when, for what, and when it died.
+
+A dispatch mode sees each operator's results; a weak reference's finalizer tells when a storage is gone. Both work alike on
+fake and on real tensors, so the same recorder serves every rung of the ladder in `lightning_memguard.core.estimate`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_memguard.core import fake, overheads
+from lightning_memguard.core.trace import Event, Method, Trace
+from lightning_memguard.errors import CannotTraceError
+
+# Checked on torch 2.9 to 2.13: -1 outside of autograd's engine, else the number of the running backward pass.
+_graph_task = torch._C._current_graph_task_id
+
+_ACTIVATION_PHASES = ("forward", "transfer")
+
+
+class Recorder(TorchDispatchMode):
+    """Watches the storages of one device type while a step runs under it.
+
+    Whoever runs the step says where it stands (`mark`) and whose a tensor is (`label`); the recorder does the rest.
+
+    Args:
+        device_type: only storages on this type of device are recorded.
+        worst_case: give operators whose result depends on values their largest result, instead of failing.
+    """
+
+    def __init__(self, device_type: str, *, worst_case: bool = False) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.worst_case = worst_case
+        self.assumptions: dict[str, None] = {}
+        self.phase = "setup"
+        self.step = 0
+        self.module = ""
+        self._rows: list[tuple[Any, ...]] = []
+        self._parts: dict[int, str] = {}
+        self._live: dict[int, int] = {}  # address of the storage -> its block
+        self._bytes: list[int] = []  # by block
+        self._finalizers: list[weakref.finalize[Any, Any]] = []
+        self._task = -1
+
+    # -- what the runner of the step tells
+
+    def mark(self, phase: str, step: int | None = None) -> None:
+        """Say where in the step the run stands now."""
+        if phase == "backward":
+            self._keep_activations()
+        self.phase = phase
+        self.step = self.step if step is None else step
+
+    def label(self, tensors: Iterable[Any], part: str) -> None:
+        """Say what these tensors are for; a block that already has a part keeps it."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                block = self._watch(tensor, "")
+                if block is not None:
+                    self._parts.setdefault(block, part)
+
+    # -- what torch tells
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        task = _graph_task()
+        if task != self._task:
+            self._task = task
+            if task != -1:
+                self._keep_activations()
+        known = fake.known_result(func, args)
+        if known is not None:
+            return known
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not self.worst_case:
+                raise
+            out = fake.worst_case_result(func, args, kwargs)
+            self.assumptions[fake.assumption(func)] = None
+        name = str(func)
+        if isinstance(out, torch.Tensor):
+            self._watch(out, name)
+        elif isinstance(out, (list, tuple)):
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self._watch(item, name)
+                elif isinstance(item, (list, tuple)):
+                    for inner in item:
+                        if isinstance(inner, torch.Tensor):
+                            self._watch(inner, name)
+        scratch = overheads.scratch_bytes(self.device_type, name, args, kwargs, out)
+        if scratch:
+            self._scratch(scratch, name)
+        return out
+
+    # -- the book
+
+    def _watch(self, tensor: torch.Tensor, operator: str) -> int | None:
+        if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        nbytes = storage.nbytes()
+        block = self._live.get(address)
+        if block is not None:
+            if nbytes == self._bytes[block]:
+                return block
+            self._forget(address, block)  # the storage was resized in place: a new allocation behind the same object
+        if not nbytes:
+            return None
+        block = self._take(nbytes, operator)
+        self._live[address] = block
+        self._finalizers.append(weakref.finalize(storage, self._forget, address, block))
+        return block
+
+    def _take(self, nbytes: int, operator: str) -> int:
+        block = len(self._bytes)
+        self._bytes.append(nbytes)
+        self._rows.append(("alloc", block, self._where(), self.step, self.module, operator))
+        return block
+
+    def _forget(self, address: int, block: int) -> None:
+        if self._live.get(address) == block:
+            del self._live[address]
+            self._rows.append(("free", block, self._where(), self.step, self.module, ""))
+
+    def _scratch(self, nbytes: int, operator: str) -> None:
+        block = self._take(nbytes, operator)
+        self._parts[block] = "workspaces"
+        self._rows.append(("free", block, self._where(), self.step, self.module, operator))
+
+    def _where(self) -> str:
+        return "backward" if self._task != -1 and self.phase in _ACTIVATION_PHASES else self.phase
+
+    def _keep_activations(self) -> None:
+        """What the forward pass made and the backward pass still finds alive is an activation."""
+        for block in self._live.values():
+            self._parts.setdefault(block, "activations")
+
+    def trace(self, batch_size: int, method: Method, notes: Iterable[str] = ()) -> Trace:
+        """Close the book: the events so far, each with its part."""
+        for finalizer in self._finalizers:
+            finalizer.detach()
+        parts, sizes = self._parts, self._bytes
+        events = tuple(
+            Event(action, block, sizes[block], parts.get(block, "temporaries"), phase, step, module, operator)
+            for action, block, phase, step, module, operator in self._rows
+        )
+        return Trace(batch_size, self.device_type, method, events, (*notes, *self.assumptions))
+
+
+class _ModulePaths(TorchFunctionMode):
+    """Tells the recorder which module runs, in the forward pass and, by hooks on graph nodes, in the backward pass."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = fake.call(func, args, kwargs or {})
+        node = getattr(out, "grad_fn", None) if isinstance(out, torch.Tensor) else None
+        if node is not None and self.recorder.module and "memguard" not in node.metadata:
+            node.metadata["memguard"] = self.recorder.module
+            node.register_prehook(self._enter(self.recorder.module))
+        return out
+
+    def _enter(self, path: str) -> Callable[[Any], None]:
+        def enter(grads: Any) -> None:
+            self.recorder.module = path
+
+        return enter
+
+
+@contextmanager
+def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
+    """Record everything that happens inside, with the paths of ``module``'s children.
+
+    The module's parameters and buffers count as allocated at the start.
+    """
+    paths = {id(child): name for name, child in module.named_modules()}
+    stack: list[str] = []
+
+    def enter(child: nn.Module, inputs: Any) -> None:
+        stack.append(recorder.module)
+        recorder.module = paths.get(id(child), recorder.module)
+
+    def leave(child: nn.Module, inputs: Any, output: Any) -> None:
+        recorder.module = stack.pop() if stack else ""
+
+    with ExitStack() as exits:
+        before = nn.modules.module.register_module_forward_pre_hook(enter)
+        exits.callback(before.remove)
+        after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
+        exits.callback(after.remove)
+        recorder.label(module.parameters(), "parameters")
+        recorder.label(module.buffers(), "buffers")
+        exits.enter_context(_ModulePaths(recorder))
+        exits.enter_context(recorder)
+        yield
+
+
+def gradients_of(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module) -> list[torch.Tensor]:
+    """The gradients that are alive now, of the module's parameters and of any others the optimizers hold."""
+    parameters = {id(p): p for p in module.parameters()}
+    for optimizer in optimizers:
+        parameters |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    return [p.grad for p in parameters.values() if p.grad is not None]
+
+
+def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """The tensors in the optimizers' states."""
+    leaves = [tree_leaves(dict(optimizer.state)) for optimizer in optimizers]
+    return [leaf for group in leaves for leaf in group if isinstance(leaf, torch.Tensor)]
+
+
+def part_bytes(parts: Mapping[str, Iterable[torch.Tensor]], device_type: str) -> dict[str, int]:
+    """Bytes of the storages behind these tensors, each storage counted once, on one type of device."""
+    seen: set[int] = set()
+    totals: dict[str, int] = {}
+    for part, tensors in parts.items():
+        totals[part] = 0
+        for tensor in tensors:
+            if tensor.device.type == device_type and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    totals[part] += storage.nbytes()
+    return totals
+
+
+def refuse_sparse(tensors: Iterable[torch.Tensor]) -> None:
+    """Sparse gradients have no size before their values are known."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise CannotTraceError(
+                f"A gradient of shape {tuple(tensor.shape)} has layout {tensor.layout}: its size depends on its values. "
+                "Use dense gradients (`sparse=False`) to have the step predicted."
+            )

@@ -1,0 +1,326 @@
+"""The stages joined: a program that can run one step -> its footprint at any batch size.
+
+The ladder of ways to capture a step lives here, best rung first; every trace says which rung it came from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from lightning_memguard.core.allocator import AllocatorSettings
+from lightning_memguard.core.batch import Batches, tensors_in
+from lightning_memguard.core.capture import Recorder, gradients_of, refuse_sparse, states_of, watching
+from lightning_memguard.core.fake import ValueNeededError, fake_twin, faking, isolated_rng, real_twin
+from lightning_memguard.core.footprint import Footprint, footprint
+from lightning_memguard.core.growth import Growth, grow
+from lightning_memguard.core.trace import Method, Trace
+from lightning_memguard.errors import CannotTraceError, MemGuardError
+
+# Powers of two, so that a step that divides its batch runs; above 2, so that batch norm and pairs do; small, since the
+# real rung allocates them. The fourth is asked only to check a square.
+FAKE_SIZES = (4, 8, 16, 32)
+REAL_SIZES = (2, 4, 8)
+
+_VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
+
+
+class Program(Protocol):
+    """A training that can run a few of its steps on a copy of itself, at any batch size."""
+
+    device: torch.device
+
+    def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
+        """Run two optimizer steps (or one inference) under the recorder, on fake or on real tensors."""
+
+    def run_states(self, recorder: Recorder) -> None:
+        """Only make what stays: parameters, buffers, gradients, optimizer state."""
+
+
+@dataclass
+class Prediction:
+    """What is known of a program's memory: its footprint at any size, or at the sizes that can be captured.
+
+    Attributes:
+        program: what runs.
+        settings: the allocator's rules.
+        method: the rung of the ladder that carried.
+        growth: how the events grow; None where the step runs differently at different sizes, so that each is captured.
+        context_bytes: what the process takes on its device outside the allocator.
+        scalable: False where nothing is known of other sizes than those in ``traces``.
+        notes: what had to be assumed, in plain words.
+        traces: those captured so far, by batch size.
+    """
+
+    program: Program
+    settings: AllocatorSettings
+    method: Method
+    growth: Growth | None
+    context_bytes: int = 0
+    scalable: bool = True
+    notes: tuple[str, ...] = ()
+    traces: dict[int, Trace] = field(default_factory=dict)
+    _footprints: dict[int, Footprint] = field(default_factory=dict)
+
+    def trace_at(self, batch_size: int) -> Trace:
+        """The step's events at one batch size."""
+        if self.method == "states":
+            return replace(next(iter(self.traces.values())), batch_size=batch_size)
+        if batch_size not in self.traces and self.growth is not None:
+            return self.growth.at(batch_size)
+        if batch_size not in self.traces:
+            self.traces[batch_size] = capture(self.program, batch_size, self.method)
+        return self.traces[batch_size]
+
+    def footprint_at(self, batch_size: int) -> Footprint:
+        """The memory of the step at one batch size."""
+        if batch_size not in self._footprints:
+            trace = self.trace_at(batch_size)
+            found = footprint(trace, self.settings, self.context_bytes)
+            self._footprints[batch_size] = replace(found, notes=(*dict.fromkeys((*self.notes, *found.notes)),))
+        return self._footprints[batch_size]
+
+    def proven_at(self, batch_size: int) -> Prediction:
+        """Capture the step at this very size and hold the growth against it.
+
+        Returns:
+            This prediction if the capture agrees, or had nothing to say; else one that captures every size it is asked for.
+        """
+        if self.growth is None or self.method not in ("fake", "worst-case") or batch_size in self.traces:
+            return self
+        proof = capture(self.program, batch_size, self.method)
+        if proof.events == self.growth.at(batch_size).events:
+            return self
+        note = f"the step at batch size {batch_size} did not grow as at {list(self.growth.sizes)}: each size was captured"
+        return replace(
+            self, growth=None, notes=(*self.notes, note), traces={**self.traces, batch_size: proof}, _footprints={}
+        )
+
+
+def capture(program: Program, batch_size: int, method: Method) -> Trace:
+    """Run the program once under a recorder.
+
+    Raises:
+        CannotTraceError: the recorder saw something whose size depends on values.
+        Exception: whatever the user's own code raised.
+    """
+    recorder = Recorder(program.device.type, worst_case=method == "worst-case")
+    if method == "states":
+        program.run_states(recorder)
+    else:
+        program.run(recorder, batch_size, fake=method != "real")
+    return recorder.trace(batch_size, method)
+
+
+def predict(
+    program: Program, batch_size: int, settings: AllocatorSettings, *, context_bytes: int = 0, scalable: bool = True
+) -> Prediction:
+    """Climb down the ladder until a rung carries: fake, worst case, real at small sizes, states alone.
+
+    Args:
+        program: what runs.
+        batch_size: the size asked for; it is the one captured where small sizes fail.
+        settings: the allocator's rules.
+        context_bytes: what the process takes on its device outside the allocator.
+        scalable: False to capture ``batch_size`` alone.
+
+    Raises:
+        CannotTraceError: not even the states could be made.
+    """
+    reasons: list[str] = []
+    methods: list[Method] = ["fake", "worst-case", "real"]
+    while methods:
+        method = methods.pop(0)
+        try:
+            traces, growth = _grow_at(program, batch_size, method, scalable)
+        except _VALUE_NEEDED as error:
+            reasons.append(_reason(method, error))
+        except Exception as error:
+            reasons.append(_reason(method, error))
+            if not _chain_holds(error, _VALUE_NEEDED):
+                methods = [later for later in methods if later == "real"]  # the worst case would fail alike
+        else:
+            known = {trace.batch_size: trace for trace in traces}
+            notes = tuple(reasons[-1:]) if method == "real" else ()
+            anywhere = scalable and (growth is not None or len(known) > 1)
+            return Prediction(program, settings, method, growth, context_bytes, anywhere, notes, known)
+    try:
+        states = capture(program, batch_size, "states")
+    except Exception as error:
+        reasons.append(_reason("states", error))
+        raise CannotTraceError("; ".join(reasons)) from error
+    return Prediction(
+        program, settings, "states", None, context_bytes, False, tuple(reasons[-1:]), {batch_size: states}
+    )
+
+
+def _grow_at(program: Program, asked: int, method: Method, scalable: bool) -> tuple[list[Trace], Growth | None]:
+    """Traces at a few sizes, and their growth where they agree; at the size asked for alone where no other runs."""
+    if not scalable:
+        return [capture(program, asked, method)], None
+    sizes = FAKE_SIZES if method != "real" else REAL_SIZES
+    try:
+        traces = [capture(program, size, method) for size in sizes[:3]]
+    except _VALUE_NEEDED:
+        raise
+    except Exception as error:
+        if _chain_holds(error, _VALUE_NEEDED) or method == "real":
+            raise
+        sizes = tuple(asked << doubling for doubling in range(4))
+        try:
+            traces = [capture(program, size, method) for size in sizes[:3]]
+        except Exception:
+            return [capture(program, asked, method)], None
+    try:
+        growth = grow(traces)
+        if growth.degree == 2 and len(sizes) > 3:
+            traces.append(capture(program, sizes[3], method))
+            growth = grow(traces)
+    except CannotTraceError:
+        if method == "real":
+            raise
+        return traces, None
+    return traces, growth
+
+
+def _reason(method: Method, error: BaseException) -> str:
+    ways = {
+        "fake": "the step could not run on fake tensors",
+        "worst-case": "the step could not run on fake tensors, nor with the largest result of each operator",
+        "real": "the step could not run on a copy",
+        "states": "the optimizer could not run on a copy",
+    }
+    text = str(error).strip().splitlines()
+    return f"{ways[method]} ({type(error).__name__}: {text[0][:200] if text else 'no message'})"
+
+
+def _chain_holds(error: BaseException | None, kinds: tuple[type[BaseException], ...]) -> bool:
+    while error is not None:
+        if isinstance(error, kinds):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+# -- a plain module in PyTorch's canonical loop
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_TRUE = {"32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+
+@dataclass(frozen=True)
+class LoopProgram:
+    """``zero_grad``, forward, backward, ``step``: the loop that PyTorch's tutorials write, over a plain module.
+
+    Attributes:
+        model: any module; only copies of it run.
+        batches: batches of any size.
+        step: ``(model, batch) -> loss``.
+        optimizer: ``(parameters) -> Optimizer``, or None to keep gradients only.
+        device: where it runs.
+        precision: one of Lightning's names, such as ``"bf16-mixed"``.
+        training: False for one forward under ``torch.no_grad``.
+    """
+
+    model: nn.Module
+    batches: Batches
+    step: Callable[[Any, Any], Any]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    device: torch.device
+    precision: str = "32-true"
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        known = sorted({*_AUTOCAST, *_TRUE})
+        if self.precision not in known:
+            raise MemGuardError(f"precision={self.precision!r} is unknown; choose one of {', '.join(known)}.")
+
+    def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
+        """See `Program.run`."""
+        with tensors(fake=fake) as mode:
+            twin = self._twin(mode)
+            optimizer = self.optimizer(twin.parameters()) if self.training and self.optimizer else None
+            with watching(recorder, twin):
+                recorder.label(states_of([optimizer] if optimizer else []), "optimizer_state")
+                if self.training:
+                    self._train(recorder, twin, optimizer, batch_size, fake)
+                else:
+                    twin.eval()
+                    with torch.no_grad():
+                        self._forward(recorder, twin, batch_size, fake)
+
+    def run_states(self, recorder: Recorder) -> None:
+        """See `Program.run_states`."""
+        with tensors(fake=True) as mode:
+            twin = self._twin(mode)
+            optimizers = [self.optimizer(twin.parameters())] if self.optimizer else []
+            with watching(recorder, twin):
+                step_states(recorder, twin, optimizers)
+
+    def _twin(self, mode: FakeTensorMode | None) -> nn.Module:
+        twin = fake_twin(self.model, mode, self.device) if mode else real_twin(self.model).to(self.device)
+        dtype = _TRUE.get(self.precision)
+        return twin.to(dtype) if dtype else twin
+
+    def _batch(self, batch_size: int, fake: bool) -> Any:
+        return self.batches.fake(batch_size, self.device) if fake else self.batches.real(batch_size, self.device)
+
+    def _forward(self, recorder: Recorder, twin: nn.Module, batch_size: int, fake: bool) -> Any:
+        recorder.mark("transfer")
+        batch = self._batch(batch_size, fake)
+        recorder.label(tensors_in(batch), "batch")
+        recorder.mark("forward")
+        dtype = _AUTOCAST.get(self.precision)
+        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
+            return self.step(twin, batch)
+
+    def _train(
+        self, recorder: Recorder, twin: nn.Module, optimizer: torch.optim.Optimizer | None, batch_size: int, fake: bool
+    ) -> None:
+        optimizers = [optimizer] if optimizer else []
+        for index in range(2):
+            recorder.mark("zero_grad", step=index)
+            twin.zero_grad()
+            loss = self._forward(recorder, twin, batch_size, fake)
+            recorder.mark("backward")
+            loss.backward()
+            gradients = gradients_of(optimizers, twin)
+            refuse_sparse(gradients)
+            recorder.label(gradients, "gradients")
+            del gradients
+            recorder.mark("optimizer")
+            if optimizer:
+                optimizer.step()
+                recorder.label(states_of(optimizers), "optimizer_state")
+
+
+def step_states(recorder: Recorder, twin: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Give every trainable parameter a gradient and step each optimizer once: all that a training keeps, and no step."""
+    recorder.mark("backward", step=0)
+    held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    for parameter in {id(p): p for p in (*twin.parameters(), *held)}.values():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    recorder.label(gradients_of(optimizers, twin), "gradients")
+    recorder.mark("optimizer")
+    for optimizer in optimizers:
+        optimizer.step()
+    recorder.label(states_of(optimizers), "optimizer_state")
+
+
+@contextlib.contextmanager
+def tensors(*, fake: bool) -> Iterator[FakeTensorMode | None]:
+    """Run what is inside on fake tensors, or on real ones; the random state is left as it was."""
+    with isolated_rng():
+        if not fake:
+            yield None
+            return
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with faking(mode):
+            yield mode

@@ -1,0 +1,293 @@
+"""A module's fake twin: the same module on tensors that have a shape, a dtype and a device, but no memory.
+
+The reason to change is torch's fake tensors. Checked on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memguard.errors import CannotTraceError
+
+_aten = torch.ops.aten
+
+
+class ValueNeededError(CannotTraceError):
+    """The step takes another way depending on a value, and a fake tensor has none."""
+
+
+class UnknownFloat(float):
+    """What ``.item()`` gives for a float that nobody knows: fit to be logged, printed and scaled, not to be compared."""
+
+    def _refuse(self, *_: object) -> bool:
+        raise ValueNeededError("The step compares the value of a tensor (`.item()`), which only a real run can give.")
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse  # type: ignore[assignment]
+    __hash__ = float.__hash__
+
+
+# -- the twin
+
+
+class _FakeCopy(TorchFunctionMode):
+    """While this is on, ``copy.deepcopy`` makes fake copies of tensors, those of ``moving`` storages on ``device``."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device, moving: set[int]) -> None:
+        super().__init__()
+        self.mode = mode
+        self.device = device
+        self.moving = moving
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._C.TensorBase.clone:  # how a Parameter is deep-copied
+            return self._fake(args[0])
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._fake(tensor).requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        moves = tensor.untyped_storage()._cdata in self.moving
+        return fake_like(tensor, self.mode, self.device if moves else tensor.device)
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """A fake tensor of the same shape, strides and dtype."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return mode.from_tensor(tensor, static_shapes=True)
+    with mode, torch.no_grad():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def fake_twin(
+    module: nn.Module, mode: FakeTensorMode, device: torch.device, instead: Mapping[int, object] | None = None
+) -> nn.Module:
+    """Copy a module without its memory: parameters and buffers become fake tensors on ``device``.
+
+    Datasets, loaders and arrays that hang on the module are shared, not copied; so is what cannot be copied at all.
+
+    Args:
+        module: any module; it is left as it was.
+        mode: the fake tensors' mode.
+        device: where the twin's parameters and buffers live.
+        instead: by ``id``, what the twin shall hold in place of an object that the module holds.
+
+    Returns:
+        The twin. Nothing done to its tensors, lists or counters reaches the module.
+    """
+    moving = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+    with _FakeCopy(mode, device, moving):
+        twin = real_twin(module, instead)
+    for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        theirs.__dict__.update({name: value for name, value in mine.__dict__.items() if name not in theirs.__dict__})
+    return twin
+
+
+def real_twin(module: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
+    """Deep-copy a module, but share its datasets and whatever refuses to be copied (locks, files, generators)."""
+    memo = {**{id(value): value for value in _data_attributes(module)}, **(instead or {})}
+    try:
+        return copy.deepcopy(module, dict(memo))
+    except Exception:
+        for child in module.modules():
+            memo |= {id(value): value for value in vars(child).values() if not _can_be_copied(value, memo)}
+        return copy.deepcopy(module, dict(memo))
+
+
+def _data_attributes(module: nn.Module) -> Iterator[object]:
+    for child in module.modules():
+        for value in vars(child).values():
+            items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+            yield from (item for item in items if isinstance(item, (Dataset, DataLoader, np.ndarray)))
+
+
+def _can_be_copied(value: object, memo: dict[int, object]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True
+
+
+# -- running under fake tensors
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Give Python's, NumPy's and torch's random generators back as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@contextmanager
+def faking(mode: FakeTensorMode) -> Iterator[None]:
+    """Run what is inside on fake tensors, compiled modules eagerly."""
+    with ExitStack() as exits:
+        exits.enter_context(torch.compiler.set_stance("force_eager"))
+        exits.enter_context(_modules_can_move())
+        exits.enter_context(mode)
+        yield
+
+
+@contextmanager
+def _modules_can_move() -> Iterator[None]:
+    """Let ``module.to(...)`` work on fake parameters: torch swaps them in place, which their weak references forbid.
+
+    Checked on torch 2.9 to 2.13 (``Module._apply``, the branch for ``FakeTensor``).
+    """
+    original = nn.Module._apply
+    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # parameters may be tied; old ones are held, ids stay unique
+
+    def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        own = [*self._parameters.values(), *self._buffers.values()]
+        if not any(isinstance(tensor, FakeTensor) for tensor in own):
+            return original(self, fn, recurse)
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                self._parameters[name] = move(parameter, fn)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+        return self
+
+    def move(parameter: nn.Parameter, fn: Any) -> nn.Parameter:
+        with torch.no_grad():
+            result = fn(parameter)
+        if result is parameter or (result.device == parameter.device and result.dtype == parameter.dtype):
+            return parameter
+        if id(parameter) not in moved:
+            moved[id(parameter)] = parameter, nn.Parameter(result, parameter.requires_grad)
+        return moved[id(parameter)][1]
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a torch function on behalf of a step that may run on fake tensors.
+
+    Two things differ there: a fake tensor cannot be deep-copied by torch's own way (it would make a real storage), and a
+    float that is read (to be logged, as a rule) has no value. ``float(tensor)`` must give a plain float, so a
+    comparison of that one goes unseen; ``tensor.item()``, the usual way, does not.
+    """
+    if args and isinstance(args[0], FakeTensor):
+        if func is torch.Tensor.__deepcopy__:
+            return _copy_fake(*args)
+        if func in _READS_FLOAT and args[0].is_floating_point() and args[0].constant is None:
+            return UnknownFloat(1.0) if func is torch.Tensor.item else 1.0
+    return func(*args, **kwargs)
+
+
+_READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
+
+
+def _copy_fake(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if id(tensor) not in memo:
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]  # type: ignore[no-any-return]
+
+
+# Operators that write into their first argument and give it back, with nothing else to tell of a fake tensor. Torch's own
+# fake dispatch would take some 0.1 ms to say so; an optimizer step is little else.
+_WRITES_FIRST = frozenset(
+    getattr(_aten, name).__getattr__(overload)
+    for name in ("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "sqrt_", "zero_", "fill_")
+    for overload in getattr(_aten, name).overloads()
+    if overload not in ("out", "t")  # "t" writes lists, not tensors
+)
+
+
+def known_result(func: Any, args: tuple[Any, ...]) -> Any:
+    """The result of an operator where it can be told without running it, else None."""
+    if func in _WRITES_FIRST and type(args[0]) is FakeTensor and args[0].constant is None:
+        return args[0]
+    return None
+
+
+# -- the largest result of operators whose result depends on values
+
+
+def assumption(func: Any) -> str:
+    """What is assumed of an operator whose result `worst_case_result` made up."""
+    taken = "minlength bins" if func is _aten.bincount.default else "its largest result"
+    return f"{func} was taken to give {taken}"
+
+
+def worst_case_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The largest result an operator can have where its size depends on values: a mask keeps everything.
+
+    Raises:
+        ValueNeededError: no such bound is known, or the value itself is asked for.
+    """
+    rule = _WORST_CASE.get(func)
+    if rule is None:
+        raise ValueNeededError(f"{func} needs the values of its input, which only a real run can give.")
+    return rule(*args, **kwargs)
+
+
+def _nonzero(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.numel(), x.dim()), dtype=torch.long)
+
+
+def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((math.prod(torch.broadcast_shapes(x.shape, mask.shape)),))
+
+
+def _index(x: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
+    """Each boolean mask becomes the indices of all its elements, and torch's own rule does the rest."""
+    expanded: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            kept = index.new_empty((index.numel(),), dtype=torch.long)
+            expanded.extend([kept] * index.dim())
+        else:
+            expanded.append(index)
+    return _aten.index.Tensor(x, expanded)  # type: ignore[no-any-return]
+
+
+def _unique(x: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.new_empty((x.numel(),)), x.new_empty(x.shape, dtype=torch.long), x.new_empty((x.numel(),), dtype=torch.long)
+
+
+def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """Values above ``minlength`` would add bins; who gives a ``minlength`` has none (torchmetrics counts classes so)."""
+    if not minlength:
+        raise ValueNeededError("aten.bincount without `minlength` has as many bins as its largest value, which only a real run knows.")
+    return x.new_empty((minlength,), dtype=torch.long if weights is None else torch.double)
+
+
+_WORST_CASE: dict[Any, Any] = {
+    _aten.bincount.default: _bincount,
+    _aten.nonzero.default: _nonzero,
+    _aten.masked_select.default: _masked_select,
+    _aten.index.Tensor: _index,
+    _aten._unique2.default: _unique,
+}

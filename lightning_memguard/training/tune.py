@@ -1,0 +1,114 @@
+"""A fit that has not started -> its Decision: the stages of `lightning_memguard.core`, joined for a Trainer."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_memguard.core.allocator import AllocatorSettings
+from lightning_memguard.core.decision import Budget, Decision, Request, decide
+from lightning_memguard.core.device import context_bytes, read_budget
+from lightning_memguard.core.estimate import Prediction, predict
+from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError
+from lightning_memguard.training import loaders
+from lightning_memguard.training.step import LightningProgram
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """MemGuard's settings, checked; see there."""
+
+    mode: str
+    budget_bytes: int | None
+    margin: float
+    min_batch_size: int
+    max_batch_size: int | None
+    multiple_of: int
+    keep_effective_batch_size: int | None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What came of a fit's tune. ``prediction`` and ``found`` are None where the guard stepped aside."""
+
+    decision: Decision
+    found: loaders.Found | None = None
+    prediction: Prediction | None = None
+
+
+def tune(trainer: Any, module: Any, wishes: Wishes) -> Tuning:
+    """Predict the fit's memory and choose its batch size; change nothing.
+
+    Raises:
+        DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit.
+    """
+    budget = read_budget(trainer.strategy.root_device, budget=wishes.budget_bytes, margin=wishes.margin)
+    if trainer.world_size > 1:
+        return _step_aside(trainer, budget, f"the fit runs on {trainer.world_size} devices, and this version tunes one")
+    try:
+        found = loaders.find(trainer, module)
+        batches = loaders.sample(found)
+    except (CannotTraceError, CannotResizeLoaderError) as error:
+        return _step_aside(trainer, budget, str(error))
+    except Exception as error:
+        return _step_aside(trainer, budget, f"no sample could be drawn ({type(error).__name__}: {error})")
+    size = found.batch_size or batches.small_size
+    program = _program(trainer, module, found, batches, wishes)
+    settings = AllocatorSettings.for_device(program.device.type, os.environ)
+    try:
+        prediction = predict(
+            program,
+            size,
+            settings,
+            context_bytes=context_bytes(program.device),
+            scalable=not found.fixed_because,
+        )
+    except CannotTraceError as error:
+        return _step_aside(trainer, budget, str(error))
+    return _decide(trainer, found, prediction, budget, wishes, size)
+
+
+def _program(
+    trainer: Any, module: Any, found: loaders.Found, batches: Any, wishes: Wishes
+) -> LightningProgram:
+    sized = found.dataset_size is not None
+    return LightningProgram(
+        trainer,
+        module,
+        batches,
+        trainer.strategy.root_device,
+        batches_per_epoch=(lambda size: found.batches(size) or 0) if sized else None,
+        datamodule=trainer.datamodule,
+        # where accumulation is the guard's to set, gradients stand through the next forward pass: the larger case
+        accumulate_grad_batches=2 if wishes.keep_effective_batch_size else None,
+    )
+
+
+def _decide(
+    trainer: Any, found: loaders.Found, prediction: Prediction, budget: Budget, wishes: Wishes, size: int
+) -> Tuning:
+    request = Request(
+        batch_size=size,
+        min_batch_size=wishes.min_batch_size,
+        max_batch_size=wishes.max_batch_size,
+        multiple_of=wishes.multiple_of,
+        dataset_size=found.dataset_size,
+        keep_effective_batch_size=wishes.keep_effective_batch_size,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        ranks=trainer.world_size,
+        free_to_choose=wishes.mode == "tune" and prediction.scalable and not found.fixed_because,
+    )
+    decision = decide(prediction.footprint_at, budget, request)
+    proven = prediction.proven_at(decision.batch_size)
+    if proven is not prediction:
+        decision = decide(proven.footprint_at, budget, request)
+    if wishes.mode == "tune" and not request.free_to_choose:
+        why = found.fixed_because or "the memory of other batch sizes is not known"
+        decision = replace(decision, outcome="kept", reason=why)
+    return Tuning(decision, found, proven)
+
+
+def _step_aside(trainer: Any, budget: Budget, reason: str) -> Tuning:
+    accumulate = trainer.accumulate_grad_batches
+    return Tuning(Decision(0, 0, accumulate, "stepped aside", None, budget, "request", reason))

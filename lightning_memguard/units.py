@@ -1,0 +1,61 @@
+"""Bytes to text and back. Bytes stay ``int`` until the moment they are printed."""
+
+from __future__ import annotations
+
+import re
+
+from lightning_memguard.errors import MemGuardError
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_BINARY = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
+_DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_QUANTITY = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+
+
+def format_bytes(nbytes: int) -> str:
+    """Write a number of bytes for a person, in binary units.
+
+    >>> format_bytes(25_757_220_864)
+    '24.0 GiB'
+    """
+    sign, size = ("-", -nbytes) if nbytes < 0 else ("", nbytes)
+    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= scale:
+            return f"{sign}{size / scale:.1f} {unit}"
+    return f"{sign}{size} B"
+
+
+def parse_bytes(quantity: int | str) -> int:
+    """Read a number of bytes as people write it.
+
+    Args:
+        quantity: an ``int`` of bytes, or text such as ``"24GiB"``, ``"800 MB"`` or ``"1_000_000"``.
+            ``KiB``, ``MiB``, ``GiB``, ``TiB`` are powers of 1024; ``KB``, ``MB``, ``GB``, ``TB`` powers of 1000.
+
+    Returns:
+        The number of bytes, rounded down.
+
+    Raises:
+        MemGuardError: the text is no quantity of bytes, or the quantity is not above zero.
+
+    >>> parse_bytes("24GiB")
+    25769803776
+    """
+    if isinstance(quantity, bool) or not isinstance(quantity, (int, str)):
+        raise MemGuardError(f"{quantity!r} is no number of bytes; write an int, or text such as '24GiB'.")
+    nbytes = quantity if isinstance(quantity, int) else _parse_text(quantity)
+    if nbytes <= 0:
+        raise MemGuardError(f"{quantity!r} is not above zero bytes; write an int, or text such as '24GiB'.")
+    return nbytes
+
+
+def _parse_text(text: str) -> int:
+    match = _QUANTITY.fullmatch(text)
+    scale = (_BINARY | _DECIMAL).get(match[2].upper()) if match else None
+    if match is None or scale is None:
+        raise MemGuardError(
+            f"{text!r} is no quantity of bytes; write an int, or text such as '24GiB', '800MB' or '512 MiB'."
+        )
+    number = match[1].replace("_", "")
+    return int(float(number) * scale) if "." in number else int(number) * scale

@@ -1,0 +1,152 @@
+"""Data walks one way, and so do imports: a file of the package imports only from files above it in `ORDER`."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "lightning_memguard"
+STD = True
+
+# The layout, from the first file to the last. Files marked STD import neither torch nor Lightning.
+# report/ stands above training/ because the callback prints its table; a report knows records, never a trainer.
+ORDER = {
+    "errors.py": STD,
+    "units.py": STD,
+    "core/__init__.py": STD,
+    "core/trace.py": STD,
+    "core/allocator.py": STD,
+    "core/growth.py": STD,
+    "core/overheads.py": STD,
+    "core/footprint.py": STD,
+    "core/decision.py": STD,
+    "core/record.py": STD,
+    "core/gpus.py": STD,
+    "core/batch.py": not STD,
+    "core/fake.py": not STD,
+    "core/backward.py": not STD,
+    "core/capture.py": not STD,
+    "core/layers.py": not STD,
+    "core/device.py": not STD,
+    "core/estimate.py": not STD,
+    "report/__init__.py": STD,
+    "report/table.py": STD,
+    "training/__init__.py": not STD,
+    "training/step.py": not STD,
+    "training/estimate.py": not STD,
+    "training/loaders.py": not STD,
+    "training/tune.py": not STD,
+    "training/callback.py": not STD,
+    "cli.py": not STD,
+    "__main__.py": not STD,
+}
+
+TORCH = {"torch"}
+LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
+ROOM_OF_LIGHTNING = "training/"
+
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+LISTED = [file for file in FILES if file in ORDER]
+
+
+def test_every_file_has_its_place_in_the_order():
+    assert [file for file in FILES if file not in ORDER] == ["__init__.py"]
+
+
+@pytest.mark.parametrize("file", LISTED)
+def test_a_file_imports_only_from_files_above_it(file):
+    place = list(ORDER)
+    for name in imported_names(tree_of(file)):
+        if name.partition(".")[0] == ROOT.name and name != f"{ROOT.name}.__version__":
+            target = file_of(name)
+            assert target != "__init__.py", f"{file} imports {name} through the front door; import it from its home"
+            assert target in place, f"{file} imports {name}, which has no place in the order yet"
+            assert place.index(target) < place.index(file), f"{file} imports {name}, which stands below it"
+
+
+@pytest.mark.parametrize("file", [file for file in LISTED if ORDER[file]])
+def test_a_std_file_imports_neither_torch_nor_lightning(file):
+    names = imported_names(without_type_checking(tree_of(file)))
+    assert not {name for name in names if name.partition(".")[0] in TORCH | LIGHTNING}
+    assert not {name for name in names if name.startswith(f"{ROOT.name}.") and not ORDER.get(file_of(name), STD)}
+
+
+@pytest.mark.parametrize("file", [file for file in LISTED if not file.startswith(ROOM_OF_LIGHTNING)])
+def test_lightning_is_imported_in_its_own_room_alone(file):
+    names = imported_names(without_type_checking(tree_of(file)))
+    assert not {name for name in names if name.partition(".")[0] in LIGHTNING}
+
+
+def test_loading_all_std_files_loads_neither_torch_nor_lightning():
+    """The same rule once more by running, which also sees what others import on our behalf."""
+    modules = [module_of(file) for file in LISTED if ORDER[file]]
+    code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert not set(answer.stdout.split()) & (TORCH | LIGHTNING)
+
+
+def test_the_reader_of_imports_sees_every_spelling():
+    code = """
+        import a.b as c
+        from d import e, f
+        def late():
+            from g.h import i
+        if TYPE_CHECKING:
+            import j
+        else:
+            import k
+        importlib.import_module("l.m")
+    """
+    tree = ast.parse("if True:\n" + code)
+    assert set(imported_names(tree)) == {"a.b", "d.e", "d.f", "g.h.i", "j", "k", "l.m"}
+    assert "j" not in set(imported_names(without_type_checking(tree)))
+    assert "k" in set(imported_names(tree))
+
+
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Full dotted names of what is imported at any level: `from a import b` gives "a.b"."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                yield from (alias.name for alias in aliases)
+            case ast.ImportFrom(module=module, names=aliases, level=level):
+                assert level == 0, f"line {node.lineno}: a relative import hides where it leads"
+                yield from (f"{module}.{alias.name}" for alias in aliases)
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield name
+
+
+def without_type_checking(tree: ast.Module) -> ast.Module:
+    """The tree as it runs: without what only type checkers read."""
+
+    class Runs(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            self.generic_visit(node)
+            return node.orelse if ast.unparse(node.test).endswith("TYPE_CHECKING") else node
+
+    return Runs().visit(tree)
+
+
+def file_of(name: str) -> str:
+    """The file that a dotted name of the package leads to: the longest part of it that is a file."""
+    parts = name.split(".")[1:]
+    while parts:
+        for file in ("/".join(parts) + ".py", "/".join(parts) + "/__init__.py"):
+            if (ROOT / file).exists():
+                return file
+        parts.pop()
+    return "__init__.py"
+
+
+def module_of(file: str) -> str:
+    return ".".join([ROOT.name, *file.removesuffix(".py").removesuffix("__init__").strip("/").split("/")])

@@ -1,0 +1,145 @@
+"""A guarded training is the training itself: weights, random state, optimizer, metrics, data order, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import lightning.pytorch
+import numpy as np
+import pytest
+import pytorch_lightning
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memguard import MemGuard
+
+
+class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Draws from every random generator a dataset may use, its own included, and counts its reads."""
+
+    def __init__(self, length: int = 96) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(length, 3, 8, 8, generator=generator)
+        self.y = torch.randint(0, 5, (length,), generator=generator)
+        self.own = np.random.default_rng(7)
+        self.own_torch = torch.Generator().manual_seed(3)
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads += 1
+        noise = self.own.normal() + random.random() + np.random.rand() + torch.rand(()).item()
+        noise += torch.rand((), generator=self.own_torch).item()
+        return self.x[index] * noise, self.y[index]
+
+
+def module_class(pl: Any) -> Any:
+    class Everything(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self, reads_values: bool) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.reads_values = reads_values
+            self.net = nn.Sequential(
+                nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(288, 5)
+            )
+            self.accuracy = torchmetrics.classification.MulticlassAccuracy(5)
+            self.losses: list[float] = []
+            self.batches: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            x, y = batch
+            logits = self.net(x)
+            loss = nn.functional.cross_entropy(logits, y)
+            if self.reads_values and loss > 1e9:
+                loss = loss * 0
+            self.accuracy(logits, y)
+            self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+            self.log("accuracy", self.accuracy)
+            self.losses.append(loss.item())
+            self.batches.append(len(x))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    return Everything
+
+
+def train(pl: Any, batch_size: int, callbacks: list[Any], *, reads_values: bool = False) -> dict[str, Any]:
+    """Three epochs from one seed, and everything that could tell two runs apart."""
+    pl.seed_everything(1, verbose=False)
+    module = module_class(pl)(reads_values)
+    dataset = Augmented()
+    loader = DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=torch.Generator().manual_seed(5))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, train_dataloaders=loader)
+    return {
+        "weights": copy.deepcopy(module.state_dict()),
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "schedule": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        "metrics": {name: v for name, v in trainer.callback_metrics.items() if not name.startswith("memguard/")},
+        "losses": module.losses,
+        "batches": module.batches,
+        "reads": dataset.reads,
+        "own generators": (dataset.own.bit_generator.state, dataset.own_torch.get_state()),
+        "random state": (random.getstate(), np.random.get_state(), torch.get_rng_state()),
+        "hparams": dict(module.hparams),
+        "trainer": (trainer.global_step, trainer.current_epoch, trainer.accumulate_grad_batches),
+    }
+
+
+def assert_same(mine: Any, theirs: Any, where: str = "") -> None:
+    assert type(mine) is type(theirs), where
+    if isinstance(mine, dict):
+        assert mine.keys() == theirs.keys(), where
+        for key in mine:
+            assert_same(mine[key], theirs[key], f"{where}/{key}")
+    elif isinstance(mine, (list, tuple)):
+        assert len(mine) == len(theirs), where
+        for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert_same(a, b, f"{where}/{index}")
+    elif isinstance(mine, (torch.Tensor, np.ndarray)):
+        assert bool((mine == theirs).all()), where
+    else:
+        assert mine == theirs, where
+
+
+@pytest.mark.parametrize("pl", [lightning.pytorch, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize("reads_values", [False, True], ids=["fake", "real"])
+def test_checking_leaves_no_trace(pl: Any, reads_values: bool) -> None:
+    guard = MemGuard(mode="check")
+    guarded = train(pl, 24, [guard], reads_values=reads_values)
+    assert guard.decision is not None
+    assert guard.decision.footprint is not None
+    assert guard.decision.footprint.method == ("real" if reads_values else "worst-case")
+    assert_same(guarded, train(pl, 24, [], reads_values=reads_values))
+
+
+def test_a_tuned_run_is_the_run_with_that_size() -> None:
+    guard = MemGuard(max_batch_size=40, multiple_of=8)
+    tuned = train(pytorch_lightning, 16, [guard])
+    assert guard.decision is not None
+    assert (guard.decision.batch_size, guard.decision.limited_by) == (40, "max_batch_size")
+    assert tuned["batches"] == [40, 40, 16] * 3
+    assert_same(tuned, train(pytorch_lightning, 40, []))
+
+
+def test_the_comparison_can_fail() -> None:
+    """Another batch size is told apart, so that equality above means something."""
+    with pytest.raises(AssertionError):
+        assert_same(train(pytorch_lightning, 24, []), train(pytorch_lightning, 32, []))
