@@ -1,8 +1,8 @@
 """What CPU kernels allocate inside one operator, where a tracer of operators sees only the outputs.
 
-A real training runs under the profiler and under a dispatch mode at once. The mode leaves a mark around each operator it
-sees (what any tracer at that level sees); the profiler tells what the CPU allocator was asked for inside the mark. An
-operator's scratch is how far the bytes alive inside it rose above the bytes of its new outputs.
+A real training runs under the profiler and under a dispatch mode at once. The mode leaves a mark around each operator
+it sees (what any tracer at that level sees); the profiler tells what the CPU allocator was asked for inside the mark.
+An operator's scratch is how far the bytes alive inside it rose above the bytes of its new outputs.
 
     python benchmarks/cpu_scratch.py unet                         # by operator and shapes, the largest scratch first
     python benchmarks/cpu_scratch.py unet --threads 1 --batch-size 8
@@ -77,7 +77,9 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def describe(tree: Any) -> str:
     def short(leaf: Any) -> Any:
-        return "x".join(map(str, leaf.shape)) or "scalar" if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, torch.Tensor):
+            return "x".join(map(str, leaf.shape)) or "scalar"
+        return "storage" if isinstance(leaf, torch.UntypedStorage) else leaf
 
     args, kwargs = tree_map(short, tree)
     return ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())]).replace("'", "")

@@ -1,7 +1,7 @@
 """Predicted against measured, byte for byte, on the CPU: every case of the zoo, three batch sizes, its optimizers.
 
-Each prediction and each measurement is made in processes of their own, the first by lightning_memguard through a Trainer
-(`predicted.py`), the second by PyTorch's profiler around a real training (`truth.py`), which knows nothing of the first.
+Predictions and measurements are made in processes of their own: the first by lightning_memguard through a Trainer
+(`predicted.py`), the second by PyTorch's profiler around a real training (`truth.py`), which knows nothing of it.
 
     python benchmarks/cpu_truth.py                     # the table, then median, 90th percentile and worst
     python benchmarks/cpu_truth.py --quick             # one batch size and one optimizer of each case
@@ -16,7 +16,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from predicted import Predicted, predict_all
 from truth import Truth, measure_all
@@ -26,6 +28,8 @@ LARGE_ERROR_PERCENT = 0.3
 TIGHT_CASES = ("mlp", "cnn_batch_norm", "resnet", "unet", "transformer", "gpt", "gan", "contrastive")
 TIGHT_BUDGET = 1.5  # times the measured peak at the middle batch size
 MIB = 2**20
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,9 @@ def print_large_errors(comparisons: Sequence[Comparison]) -> None:
     for c in sorted(large, key=lambda c: -abs(c.error_percent)):
         missing = c.measured.peak_bytes - c.predicted.peak_bytes
         print(
-            f"\n{c.measured.case}, {c.measured.optimizer}, batch size {c.measured.batch_size}: {c.error_percent:+.3f} % "
-            f"({missing:+,} bytes measured over predicted), peak measured in {c.measured.phase} at {c.measured.operator}"
+            f"\n{c.measured.case}, {c.measured.optimizer}, batch size {c.measured.batch_size}: "
+            f"{c.error_percent:+.3f} % ({missing:+,} bytes measured over predicted), "
+            f"peak measured in {c.measured.phase} at {c.measured.operator}"
         )
         parts = [f"{size:>14,} {part}" for part, size in sorted(c.predicted.parts.items(), key=lambda item: -item[1])]
         held = [f"{group.bytes:>14,} {group.count} x {group.operator}" for group in c.measured.held[:12]]
@@ -150,17 +155,18 @@ def print_choices(choices: Sequence[Choice]) -> None:
 # Run -----------------------------------------------------------------------------------------------------------------
 
 
-def for_each(cases: Sequence[Case], work: Callable[[Case], object], jobs: int) -> list:
+def for_each(cases: Sequence[Case], work: Callable[[Case], Result], jobs: int) -> list[Result]:
     """The results of all cases that gave one; the others are named, and left out."""
-    results = []
+
+    def attempt(case: Case) -> list[Result]:
+        try:
+            return [work(case)]
+        except RuntimeError as error:
+            print(f"{case.name}: left out. {error}\n", flush=True)
+            return []
+
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [(case, pool.submit(work, case)) for case in cases]
-        for case, future in futures:
-            try:
-                results.append(future.result())
-            except RuntimeError as error:
-                print(f"{case.name}: left out. {error}\n", flush=True)
-    return results
+        return [result for results in pool.map(attempt, cases) for result in results]
 
 
 def main() -> None:
@@ -178,11 +184,12 @@ def main() -> None:
     names = arguments.only or (TIGHT_CASES if arguments.tight else [case.name for case in CASES])
     cases = [case_named(name) for name in names]
     if arguments.tight:
-        choices = for_each(cases, lambda c: choose(c, arguments.steps, arguments.threads), arguments.jobs)
+        work = partial(choose, steps=arguments.steps, threads=arguments.threads)
+        choices = for_each(cases, work, arguments.jobs)
         print_choices(choices)
         results = [asdict(choice) for choice in choices]
     else:
-        work = lambda c: compare(c, arguments.quick, arguments.steps, arguments.threads)  # noqa: E731
+        work = partial(compare, quick=arguments.quick, steps=arguments.steps, threads=arguments.threads)
         comparisons = [comparison for group in for_each(cases, work, arguments.jobs) for comparison in group]
         if not comparisons:
             raise SystemExit("Nothing could be compared.")

@@ -21,6 +21,7 @@ ORDER = {
     "core/allocator.py": STD,
     "core/growth.py": STD,
     "core/overheads.py": STD,
+    "core/rnn.py": not STD,
     "core/footprint.py": STD,
     "core/decision.py": STD,
     "core/record.py": STD,

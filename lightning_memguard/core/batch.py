@@ -1,7 +1,7 @@
 """Which dimensions of a batch grow with the batch size, and a batch of n.
 
-A batch is any nesting of tensors, dicts, lists, tuples, dataclasses and objects with attributes. Two batches of the same
-samples at different sizes tell what grows; with one batch alone, the dimension that equals its size does.
+A batch is any nesting of tensors, dicts, lists, tuples, dataclasses and objects with attributes. Two batches of the
+same samples at different sizes tell what grows; with one batch alone, the dimension that equals its size does.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Batches:
 
     Attributes:
         small: a batch of ``small_size`` samples.
-        large: the same samples repeated to ``large_size``; both of one kind, or the same object where nothing is known to grow.
+        large: the same samples repeated to ``large_size``.
         small_size: number of samples in ``small``.
         large_size: number of samples in ``large``.
     """
@@ -133,7 +133,8 @@ class Batches:
         slope, rest = divmod(large - small, self.large_size - self.small_size) if large != small else (0, 0)
         if rest:
             raise CannotTraceError(
-                f"A dimension is {small} at {self.small_size} samples and {large} at {self.large_size}: it grows in no straight line."
+                f"A dimension is {small} at {self.small_size} samples and {large} at {self.large_size}: "
+                "it grows in no straight line."
             )
         return small + slope * (n - self.small_size)
 
@@ -182,7 +183,8 @@ def _describe(batch: Any) -> str:
     parts = _open(batch)
     if parts is None:
         return f"of type {type(batch).__name__}"
-    return f"a {type(batch).__name__} of {', '.join(sorted({type(value).__name__ for value in parts.values()})) or 'nothing'}"
+    kinds = ", ".join(sorted({type(value).__name__ for value in parts.values()}))
+    return f"a {type(batch).__name__} of {kinds or 'nothing'}"
 
 
 def _open(tree: Any) -> dict[Any, Any] | None:
@@ -213,7 +215,7 @@ def _close(tree: Any, parts: dict[Any, Any]) -> Any:
     elif isinstance(tree, Mapping):
         try:
             for key, value in parts.items():
-                clone[key] = value  # type: ignore[index]
+                clone[key] = value
         except TypeError:
             return parts
     elif isinstance(tree, Sequence):

@@ -1,7 +1,7 @@
 """Run one training step and watch every storage: what was allocated, when, for what, and when it died.
 
-A dispatch mode sees each operator's results; a weak reference's finalizer tells when a storage is gone. Both work alike on
-fake and on real tensors, so the same recorder serves every rung of the ladder in `lightning_memguard.core.estimate`.
+A dispatch mode sees each operator's results; a weak reference's finalizer tells when a storage is gone. Both work alike
+on fake and on real tensors, so the same recorder serves every rung of the ladder in `lightning_memguard.core.estimate`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core import fake, overheads
+from lightning_memguard.core import fake, overheads, rnn
 from lightning_memguard.core.trace import Event, Method, Trace
 from lightning_memguard.errors import CannotTraceError
 
@@ -39,7 +39,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, device_type: str, *, worst_case: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.worst_case = worst_case
         self.assumptions: dict[str, None] = {}
@@ -52,6 +52,7 @@ class Recorder(TorchDispatchMode):
         self._bytes: list[int] = []  # by block
         self._finalizers: list[weakref.finalize[Any, Any]] = []
         self._task = -1
+        self.ran_backward = False
 
     # -- what the runner of the step tells
 
@@ -80,34 +81,35 @@ class Recorder(TorchDispatchMode):
         if task != self._task:
             self._task = task
             if task != -1:
+                self.ran_backward = True
                 self._keep_activations()
         known = fake.known_result(func, args)
         if known is not None:
             return known
         try:
-            out = func(*args, **kwargs)
+            out = rnn.fake_result(func, args, kwargs)
+            if out is None:
+                out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not self.worst_case:
                 raise
             out = fake.worst_case_result(func, args, kwargs)
             self.assumptions[fake.assumption(func)] = None
         name = str(func)
-        if isinstance(out, torch.Tensor):
-            self._watch(out, name)
-        elif isinstance(out, (list, tuple)):
-            for item in out:
-                if isinstance(item, torch.Tensor):
-                    self._watch(item, name)
-                elif isinstance(item, (list, tuple)):
-                    for inner in item:
-                        if isinstance(inner, torch.Tensor):
-                            self._watch(inner, name)
-        scratch = overheads.scratch_bytes(self.device_type, name, args, kwargs, out)
+        self._watch_all(out, name)
+        scratch = rnn.scratch_bytes(func, args, kwargs) or overheads.scratch_bytes(self.device_type, name, args, kwargs, out)
         if scratch:
             self._scratch(scratch, name)
         return out
 
     # -- the book
+
+    def _watch_all(self, out: Any, operator: str) -> None:
+        if isinstance(out, torch.Tensor):
+            self._watch(out, operator)
+        elif isinstance(out, (list, tuple)):
+            for item in out:
+                self._watch_all(item, operator)
 
     def _watch(self, tensor: torch.Tensor, operator: str) -> int | None:
         if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
@@ -181,7 +183,7 @@ class _ModulePaths(TorchFunctionMode):
         return out
 
     def _enter(self, path: str) -> Callable[[Any], None]:
-        def enter(grads: Any) -> None:
+        def enter(_: Any) -> None:
             self.recorder.module = path
 
         return enter
@@ -196,11 +198,11 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
     paths = {id(child): name for name, child in module.named_modules()}
     stack: list[str] = []
 
-    def enter(child: nn.Module, inputs: Any) -> None:
+    def enter(child: nn.Module, _: Any) -> None:
         stack.append(recorder.module)
         recorder.module = paths.get(id(child), recorder.module)
 
-    def leave(child: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(*_: Any) -> None:
         recorder.module = stack.pop() if stack else ""
 
     with ExitStack() as exits:
@@ -249,6 +251,6 @@ def refuse_sparse(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise CannotTraceError(
-                f"A gradient of shape {tuple(tensor.shape)} has layout {tensor.layout}: its size depends on its values. "
-                "Use dense gradients (`sparse=False`) to have the step predicted."
+                f"A gradient of shape {tuple(tensor.shape)} has layout {tensor.layout}: its size depends on its "
+                "values. Use dense gradients (`sparse=False`) to have the step predicted."
             )

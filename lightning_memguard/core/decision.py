@@ -11,8 +11,8 @@ from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import format_bytes
 
 Outcome = Literal["tuned", "kept", "checked", "stepped aside"]
-"""``tuned``: the batch size was changed. ``kept``: the choice is what was asked for. ``checked``: ``mode="check"``, or a
-loader whose size stays as it is: predicted, nothing changed. ``stepped aside``: no prediction could be made."""
+"""``tuned``: the batch size was changed. ``kept``: it is what was asked for. ``checked``: ``mode="check"``: predicted,
+nothing changed. ``stepped aside``: no prediction could be made."""
 
 LimitedBy = Literal["memory", "dataset", "max_batch_size", "request"]
 """What keeps the batch size from being larger. ``request``: the size was not ours to choose."""
@@ -24,7 +24,8 @@ _NO_LIMIT = 1 << 20  # an iterable dataset has no length; a million samples a st
 class Budget:
     """What the training may take on its device, in bytes, and who said so.
 
-    ``source`` is ``"nvml"``, ``"cuda"``, ``"host"`` (available memory), ``"cgroup"``, ``"rlimit"``, ``"mps"``, ``"xpu"`` or ``"given"``.
+    ``source`` is ``"nvml"``, ``"cuda"``, ``"host"`` (available memory), ``"cgroup"``, ``"rlimit"``, ``"mps"``,
+    ``"xpu"`` or ``"given"``.
     ``usable_bytes`` is ``free_bytes - margin_bytes``. ``device`` names the device in words.
     """
 
@@ -116,9 +117,7 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
 
     if not request.free_to_choose:
         size = request.batch_size
-        return Decision(
-            size, size, request.accumulate_grad_batches, "checked", footprint_at(size), budget, "request"
-        )
+        return Decision(size, size, request.accumulate_grad_batches, "checked", footprint_at(size), budget, "request")
     lowest, highest, bound = _range(request)
     if not fits(lowest):
         raise DoesNotFitError(_does_not_fit(footprint_at(lowest), budget, request))
@@ -192,15 +191,16 @@ def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> str
     part = footprint.largest_part
     words = part.replace("_", " ")
     return (
-        f"Batch size {footprint.batch_size} needs {format_bytes(need)}; {budget.device} offers {format_bytes(usable)} after a "
-        f"{share:.0%} margin ({format_bytes(budget.free_bytes)} by {budget.source}): {format_bytes(need - usable)} too little. "
+        f"Batch size {footprint.batch_size} needs {format_bytes(need)}; {budget.device} offers {format_bytes(usable)} "
+        f"after a {share:.0%} margin ({format_bytes(budget.free_bytes)} by {budget.source}): "
+        f"{format_bytes(need - usable)} too little. "
         f"The largest part is {words}, {format_bytes(footprint.parts[part])} of it: {_ADVICE[part]}; "
         f"or lower `margin`{', or `min_batch_size`' if request.min_batch_size > 1 else ''}."
     )
 
 
 def check_settings(
-    margin: float, min_batch_size: int, max_batch_size: int | None, multiple_of: int, effective: int | None
+    margin: object, min_batch_size: int, max_batch_size: int | None, multiple_of: int, effective: int | None
 ) -> None:
     """Check the numbers a user can give.
 
@@ -208,7 +208,9 @@ def check_settings(
         MemGuardError: one of them is out of its range, or two contradict each other.
     """
     if not isinstance(margin, (int, float)) or not 0 <= margin < 1:
-        raise MemGuardError(f"margin={margin!r} is outside [0, 1); it is the share of the budget to keep free, such as 0.05.")
+        raise MemGuardError(
+            f"margin={margin!r} is outside [0, 1); it is the share of the budget to keep free, such as 0.05."
+        )
     counts = {
         "min_batch_size": min_batch_size,
         "max_batch_size": max_batch_size,
@@ -216,10 +218,10 @@ def check_settings(
         "keep_effective_batch_size": effective,
     }
     for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (type(value) is not int or value < 1):
             raise MemGuardError(f"{name}={value!r} is no count; give an int of 1 or more.")
     if max_batch_size is not None and -(-min_batch_size // multiple_of) * multiple_of > max_batch_size:
         raise MemGuardError(
-            f"min_batch_size={min_batch_size} (in multiples of {multiple_of}) is above max_batch_size={max_batch_size}: "
-            "no batch size is left to choose."
+            f"min_batch_size={min_batch_size} (in multiples of {multiple_of}) is above "
+            f"max_batch_size={max_batch_size}: no batch size is left to choose."
         )

@@ -34,7 +34,9 @@ _VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputSh
 class Program(Protocol):
     """A training that can run a few of its steps on a copy of itself, at any batch size."""
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device:
+        """Where the training runs."""
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """Run two optimizer steps (or one inference) under the recorder, on fake or on real tensors."""
@@ -90,14 +92,16 @@ class Prediction:
         """Capture the step at this very size and hold the growth against it.
 
         Returns:
-            This prediction if the capture agrees, or had nothing to say; else one that captures every size it is asked for.
+            This prediction if the capture agrees, or had nothing to say; else one that captures every size asked for.
         """
         if self.growth is None or self.method not in ("fake", "worst-case") or batch_size in self.traces:
             return self
         proof = capture(self.program, batch_size, self.method)
         if proof.events == self.growth.at(batch_size).events:
             return self
-        note = f"the step at batch size {batch_size} did not grow as at {list(self.growth.sizes)}: each size was captured"
+        note = (
+            f"the step at batch size {batch_size} did not grow as at {list(self.growth.sizes)}: each size was captured"
+        )
         return replace(
             self, growth=None, notes=(*self.notes, note), traces={**self.traces, batch_size: proof}, _footprints={}
         )
@@ -141,7 +145,7 @@ def predict(
             traces, growth = _grow_at(program, batch_size, method, scalable)
         except _VALUE_NEEDED as error:
             reasons.append(_reason(method, error))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything on a copy
             reasons.append(_reason(method, error))
             if not _chain_holds(error, _VALUE_NEEDED):
                 methods = [later for later in methods if later == "real"]  # the worst case would fail alike
@@ -164,7 +168,7 @@ def _grow_at(program: Program, asked: int, method: Method, scalable: bool) -> tu
     """Traces at a few sizes, and their growth where they agree; at the size asked for alone where no other runs."""
     if not scalable:
         return [capture(program, asked, method)], None
-    sizes = FAKE_SIZES if method != "real" else REAL_SIZES
+    sizes: tuple[int, ...] = FAKE_SIZES if method != "real" else REAL_SIZES
     try:
         traces = [capture(program, size, method) for size in sizes[:3]]
     except _VALUE_NEEDED:
@@ -175,7 +179,7 @@ def _grow_at(program: Program, asked: int, method: Method, scalable: bool) -> tu
         sizes = tuple(asked << doubling for doubling in range(4))
         try:
             traces = [capture(program, size, method) for size in sizes[:3]]
-        except Exception:
+        except Exception:  # noqa: BLE001 - the size asked for is the last that may run
             return [capture(program, asked, method)], None
     try:
         growth = grow(traces)
@@ -301,7 +305,7 @@ class LoopProgram:
 
 
 def step_states(recorder: Recorder, twin: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Give every trainable parameter a gradient and step each optimizer once: all that a training keeps, and no step."""
+    """Give each trainable parameter a gradient and step each optimizer once: all that stays, without a step."""
     recorder.mark("backward", step=0)
     held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     for parameter in {id(p): p for p in (*twin.parameters(), *held)}.values():

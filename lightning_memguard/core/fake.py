@@ -29,12 +29,12 @@ class ValueNeededError(CannotTraceError):
 
 
 class UnknownFloat(float):
-    """What ``.item()`` gives for a float that nobody knows: fit to be logged, printed and scaled, not to be compared."""
+    """What ``.item()`` gives for a float that nobody knows: fit to be logged and printed, not to be compared."""
 
     def _refuse(self, *_: object) -> bool:
         raise ValueNeededError("The step compares the value of a tensor (`.item()`), which only a real run can give.")
 
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse
     __hash__ = float.__hash__
 
 
@@ -104,7 +104,7 @@ def real_twin(module: nn.Module, instead: Mapping[int, object] | None = None) ->
     memo = {**{id(value): value for value in _data_attributes(module)}, **(instead or {})}
     try:
         return copy.deepcopy(module, dict(memo))
-    except Exception:
+    except Exception:  # noqa: BLE001 - a deep copy can fail in any way; find what refuses, and share it
         for child in module.modules():
             memo |= {id(value): value for value in vars(child).values() if not _can_be_copied(value, memo)}
         return copy.deepcopy(module, dict(memo))
@@ -113,14 +113,16 @@ def real_twin(module: nn.Module, instead: Mapping[int, object] | None = None) ->
 def _data_attributes(module: nn.Module) -> Iterator[object]:
     for child in module.modules():
         for value in vars(child).values():
-            items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+            items = (
+                value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+            )
             yield from (item for item in items if isinstance(item, (Dataset, DataLoader, np.ndarray)))
 
 
 def _can_be_copied(value: object, memo: dict[int, object]) -> bool:
     try:
         copy.deepcopy(value, dict(memo))
-    except Exception:
+    except Exception:  # noqa: BLE001 - any refusal counts
         return False
     return True
 
@@ -131,14 +133,14 @@ def _can_be_copied(value: object, memo: dict[int, object]) -> bool:
 @contextmanager
 def isolated_rng() -> Iterator[None]:
     """Give Python's, NumPy's and torch's random generators back as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - users do draw from the global one
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             random.setstate(python)
-            np.random.set_state(numpy)
+            np.random.set_state(numpy)  # noqa: NPY002 - as above
 
 
 @contextmanager
@@ -158,12 +160,14 @@ def _modules_can_move() -> Iterator[None]:
     Checked on torch 2.9 to 2.13 (``Module._apply``, the branch for ``FakeTensor``).
     """
     original = nn.Module._apply
-    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # parameters may be tied; old ones are held, ids stay unique
+    moved: dict[
+        int, tuple[nn.Parameter, nn.Parameter]
+    ] = {}  # parameters may be tied; old ones are held, ids stay unique
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         own = [*self._parameters.values(), *self._buffers.values()]
         if not any(isinstance(tensor, FakeTensor) for tensor in own):
-            return original(self, fn, recurse)
+            return original(self, fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
         if recurse:
             for child in self.children():
                 child._apply(fn)
@@ -194,8 +198,8 @@ def _modules_can_move() -> Iterator[None]:
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a torch function on behalf of a step that may run on fake tensors.
 
-    Two things differ there: a fake tensor cannot be deep-copied by torch's own way (it would make a real storage), and a
-    float that is read (to be logged, as a rule) has no value. ``float(tensor)`` must give a plain float, so a
+    Two things differ there: a fake tensor cannot be deep-copied by torch's own way (it would make a real storage), and
+    a float that is read (to be logged, as a rule) has no value. ``float(tensor)`` must give a plain float, so a
     comparison of that one goes unseen; ``tensor.item()``, the usual way, does not.
     """
     if args and isinstance(args[0], FakeTensor):
@@ -215,8 +219,8 @@ def _copy_fake(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return memo[id(tensor)]  # type: ignore[no-any-return]
 
 
-# Operators that write into their first argument and give it back, with nothing else to tell of a fake tensor. Torch's own
-# fake dispatch would take some 0.1 ms to say so; an optimizer step is little else.
+# Operators that write into their first argument and give it back, with nothing else to tell of a fake tensor. Torch's
+# own fake dispatch would take some 0.1 ms to say so; an optimizer step is little else.
 _WRITES_FIRST = frozenset(
     getattr(_aten, name).__getattr__(overload)
     for name in ("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "sqrt_", "zero_", "fill_")
@@ -274,13 +278,19 @@ def _index(x: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
 
 
 def _unique(x: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return x.new_empty((x.numel(),)), x.new_empty(x.shape, dtype=torch.long), x.new_empty((x.numel(),), dtype=torch.long)
+    return (
+        x.new_empty((x.numel(),)),
+        x.new_empty(x.shape, dtype=torch.long),
+        x.new_empty((x.numel(),), dtype=torch.long),
+    )
 
 
 def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
-    """Values above ``minlength`` would add bins; who gives a ``minlength`` has none (torchmetrics counts classes so)."""
+    """Values above ``minlength`` would add bins; who gives one has none, as torchmetrics, which counts classes so."""
     if not minlength:
-        raise ValueNeededError("aten.bincount without `minlength` has as many bins as its largest value, which only a real run knows.")
+        raise ValueNeededError(
+            "aten.bincount without `minlength` has as many bins as its largest value, which only a real run knows."
+        )
     return x.new_empty((minlength,), dtype=torch.long if weights is None else torch.double)
 
 

@@ -18,8 +18,8 @@ class Footprint:
         device: what it was predicted for, such as ``"cpu"`` or ``"cuda"``.
         peak_allocated_bytes: what ``torch.cuda.max_memory_allocated()`` would say; on the CPU the peak of live tensors.
         peak_reserved_bytes: what ``torch.cuda.max_memory_reserved()`` would say; on the CPU the same as allocated.
-        peak_device_bytes: what nvidia-smi would say (reserved + context and libraries); on the CPU the same as allocated.
-            This is what is held against a budget.
+        peak_device_bytes: what nvidia-smi would say (reserved + context and libraries); on the CPU the same as
+            allocated. This is what is held against a budget.
         parts: bytes alive at the peak by part; they sum to ``peak_allocated_bytes``.
         phase: where the peak stands: ``"forward"``, ``"backward"``, ``"optimizer"``, ...
         module: dotted path of the module that was running at the peak, or empty.

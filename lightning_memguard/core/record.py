@@ -13,8 +13,9 @@ from lightning_memguard.units import GIB
 class Measured:
     """What the device itself said the training took, in bytes.
 
-    ``peak_bytes`` is the counter that `Footprint.peak_device_bytes` predicts; ``source`` names the counter. ``parts`` holds the parts
-    whose true size is readable (parameters, buffers, gradients, optimizer state), each from the real tensors.
+    ``peak_bytes`` is the counter that `Footprint.peak_device_bytes` predicts; ``source`` names the counter. ``parts``
+    holds the parts whose true size is readable (parameters, buffers, gradients, optimizer state), each from the real
+    tensors.
     ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, where the device has one.
     """
 
@@ -38,7 +39,11 @@ class EpochRecord:
     @property
     def error_ratio(self) -> float:
         """``predicted / measured - 1``; positive when the prediction was too high."""
-        return self.predicted.peak_device_bytes / self.measured.peak_bytes - 1 if self.measured.peak_bytes else float("nan")
+        return (
+            self.predicted.peak_device_bytes / self.measured.peak_bytes - 1
+            if self.measured.peak_bytes
+            else float("nan")
+        )
 
     @property
     def headroom_bytes(self) -> int:

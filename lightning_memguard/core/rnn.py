@@ -1,16 +1,15 @@
-"""What an LSTM layer takes on the CPU, where torch hands it to oneDNN and torch's own fake kernel knows too little.
+"""What an LSTM layer takes on the CPU, where oneDNN runs it and torch's fake kernel knows only half of what it returns.
 
-The reason to change is oneDNN's LSTM, or torch's way to call it. Checked on torch 2.13 (oneDNN 3.12).
+The reason to change is oneDNN's LSTM, or the way torch calls it. Checked on torch 2.13 and 2.14 (oneDNN 3.12).
 
-``at::lstm`` runs oneDNN on every batch of sequences on the CPU (`use_mkldnn` in aten/src/ATen/native/RNN.cpp): one
-``aten::mkldnn_rnn_layer`` for each layer and direction. Fake tensors take the same way down to that operator, for
-torch asks for their device, not for their memory. But the fake kernel (torch/_meta_registrations.py) returns an empty
-workspace, which in truth outweighs all else that the layer keeps for the backward pass, and one tensor in place of the
-two bias gradients; and oneDNN's reordered weights and scratchpads come out of torch's allocator as well (`cpu_alloc` in
-aten/src/ATen/native/mkldnn/IDeepRegistration.cpp). The three rules here (results, workspace, scratch) put that right.
+On the CPU ``at::lstm`` runs ``aten::mkldnn_rnn_layer`` for each layer and direction (`use_mkldnn` in
+aten/src/ATen/native/RNN.cpp), for fake tensors as for real ones: what it asks of them is their device. But the fake
+kernel (torch/_meta_registrations.py) returns an empty workspace, though the real one outweighs all else that the layer
+keeps for the backward pass, and one tensor for both bias gradients. And oneDNN's reordered weights and its scratchpads
+come out of torch's allocator too (`cpu_alloc` in aten/src/ATen/native/mkldnn/IDeepRegistration.cpp).
 
-GRU, plain RNN, LSTM with projections, of packed sequences or of other dtypes have no oneDNN path: they are decomposed
-into linear operators, for real and fake tensors alike.
+GRU, plain RNN, and LSTM with projections, in float64 or of packed sequences have no such path: real and fake tensors
+alike are taken through linear operators, step by step.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _FLOAT = 4  # oneDNN accumulates in float32 and so are all gradients
 
 
 def fake_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """What an LSTM layer, or its backward pass, returns for real: every result a tensor of its own and of its true size.
+    """What an LSTM layer, or its backward pass, really returns: each result a tensor of its own, of its true size.
 
     Args:
         func: the operator that a dispatch mode was called with.
@@ -40,23 +39,23 @@ def fake_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
         kwargs: its keyword arguments.
 
     Returns:
-        New fake tensors; None where the operator is another one or the tensors are not fake tensors on the CPU, and
-        torch is to be asked.
+        New fake tensors; None for any other operator, for real tensors and for other devices, where torch knows better.
     """
     if func not in (_FORWARD, _BACKWARD):
         return None
     given = _by_name(func, args, kwargs)
-    x, hx = given["input"], given["hx_"]
+    x, hx, hidden = given["input"], given["hx_"], given["hidden_size"]
     if not isinstance(x, FakeTensor) or x.device.type != "cpu":
         return None
     if func is _FORWARD:
+        training = torch.is_grad_enabled()  # what `mkldnn_rnn_layer` itself asks
         return (
-            x.new_empty((*x.shape[:2], given["hidden_size"])),
+            x.new_empty((*x.shape[:2], hidden)),
             hx.new_empty(hx.shape),
             given["cx_"].new_empty(given["cx_"].shape),
-            x.new_empty((workspace_bytes(_layer(given)) if torch.is_grad_enabled() else 0,), dtype=torch.uint8),
+            x.new_empty((_workspace_bytes(_layer(given)) if training else 0,), dtype=torch.uint8),
         )
-    bias = (_GATES * given["hidden_size"],)
+    bias = (_GATES * hidden,)
     shapes = (x.shape, given["weight1"].shape, given["weight2"].shape, bias, bias, hx.shape, given["cx_tmp"].shape)
     return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
@@ -90,7 +89,6 @@ class _Layer:
     inputs: int
     hidden: int
     element: int  # bytes of a number: 4 in float32, 2 in bfloat16
-    training: bool
 
 
 def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +99,7 @@ def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
 def _layer(given: Mapping[str, Any]) -> _Layer:
     x = given["input"]
     steps, batch, inputs = x.shape
-    return _Layer(steps, batch, inputs, given["hidden_size"], x.element_size(), training=torch.is_grad_enabled())
+    return _Layer(steps, batch, inputs, given["hidden_size"], x.element_size())
 
 
 # -- what torch allocates around oneDNN: aten/src/ATen/native/mkldnn/RNN.cpp, include/ideep/operators/lstm.hpp
@@ -109,16 +107,16 @@ def _layer(given: Mapping[str, Any]) -> _Layer:
 
 def _forward_scratch(given: Mapping[str, Any]) -> int:
     """`mkldnn_rnn_layer`: the sum of both biases (or zeros), then oneDNN's copies of the weights and its scratchpad."""
-    layer = _layer(given)
+    layer, training = _layer(given), torch.is_grad_enabled()
     weights = _contiguous_copy(given["weight0"]) + _contiguous_copy(given["weight1"])
     bias = _GATES * layer.hidden * layer.element
-    return weights + bias + _forward_weights_bytes(layer) + _forward_scratchpad_bytes(layer)
+    return weights + bias + _forward_weights_bytes(layer, training) + _forward_scratchpad_bytes(layer, training)
 
 
 def _backward_scratch(given: Mapping[str, Any]) -> int:
-    """`mkldnn_rnn_layer_backward`: what it needs for gradients that are missing, strided or not in float32; then oneDNN's.
+    """`mkldnn_rnn_layer_backward`: gradients that are missing, strided or not in float32, and what oneDNN takes.
 
-    oneDNN's own bias gradient is left out: by the time the second of the results is cloned from the first it is gone.
+    oneDNN's own bias gradient is left out: when the second result of that size is cloned from the first, it is gone.
     """
     layer = _layer(given)
     states = (given["output"], given["hx_"], given["cx_tmp"])
@@ -144,24 +142,24 @@ def _contiguous_copy(tensor: torch.Tensor) -> int:
 
 
 def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata  # noqa: SLF001
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)  # noqa: SLF001
 
 
 # -- which of its kernels oneDNN takes: `init_brgemm`, else `init_ref`, in oneDNN, src/cpu/rnn/ref_rnn.cpp
 
 
-def _is_brgemm(layer: _Layer) -> bool:
-    """The blocked kernels refuse to train in float32; in bfloat16 they need the instructions for it.
+def _is_brgemm(layer: _Layer, training: bool) -> bool:
+    """Whether it takes the blocked kernels: never to train in float32; in bfloat16 where there are instructions for it.
 
-    Where a processor has AMX too, they take some 16 KiB a thread more than is counted here.
+    Left uncounted: on AMX some 16 KiB a thread; without AVX2, or AVX512-BF16, what inference packs its weights into.
     """
     if layer.element == _FLOAT:
-        return not layer.training and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001
+        return not training and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    return bool(torch.cpu._is_avx512_bf16_supported())  # noqa: SLF001
 
 
 def _block(layer: _Layer) -> int:
-    """`brgemm_calc_n_block` in oneDNN, src/cpu/x64/rnn/rnn_brgemm_utils.cpp: two registers; four for AVX2 and one row."""
+    """`brgemm_calc_n_block` (src/cpu/x64/rnn/rnn_brgemm_utils.cpp): two registers, four for a single row on AVX2."""
     wide = layer.element != _FLOAT or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return 32 if wide or layer.batch == 1 else 16
 
@@ -169,10 +167,10 @@ def _block(layer: _Layer) -> int:
 # -- weights in oneDNN's order: `set_expected_desc` in oneDNN, src/cpu/rnn/rnn_utils.cpp
 
 
-def _forward_weights_bytes(layer: _Layer) -> int:
+def _forward_weights_bytes(layer: _Layer, training: bool) -> int:
     """Both weights with their rows by input (ldigo, rows padded); of a single row torch's order is as good."""
     sizes, columns, e = (layer.inputs, layer.hidden), _GATES * layer.hidden, layer.element
-    if _is_brgemm(layer):
+    if _is_brgemm(layer, training):
         together = _FLOAT // e  # two numbers in bfloat16 go side by side
         return sum(_round_up(size, together) for size in sizes) * _GATES * _round_up(layer.hidden, _block(layer)) * e
     return sum(size * _good_ld(columns, e) * e for size in sizes if size > 1)
@@ -185,7 +183,7 @@ def _backward_weights_bytes(layer: _Layer) -> int:
     """
     sizes, columns, e = (layer.inputs, layer.hidden), _GATES * layer.hidden, layer.element
     diffs = sum(size * (_good_ld(columns, _FLOAT) if size > 1 else columns) * _FLOAT for size in sizes)
-    if _is_brgemm(layer):
+    if _is_brgemm(layer, training=True):
         return diffs + sum(_round_up(size, 32) for size in sizes) * _GATES * _round_up(layer.hidden, 2) * e
     padded = ((size, _good_ld(size, e)) for size in sizes)
     return diffs + sum(columns * row * e for size, row in padded if row != size)
@@ -194,8 +192,8 @@ def _backward_weights_bytes(layer: _Layer) -> int:
 # -- workspace and scratchpad: `init_conf`, `set_workspace_sizes` (rnn_utils.hpp), `set_offsets` (rnn_utils.cpp)
 
 
-def workspace_bytes(layer: _Layer) -> int:
-    """What the forward pass leaves for the backward pass, the same on every processor: gates, states, their gradients."""
+def _workspace_bytes(layer: _Layer) -> int:
+    """What the forward pass leaves for the backward pass, alike on all processors: gates, states, their gradients."""
     n, h, e = layer.batch, layer.hidden, layer.element
     cells = layer.steps * n
     states = 2 * (layer.steps + 1) * n  # below and above the layer, with the initial ones
@@ -214,13 +212,13 @@ def workspace_bytes(layer: _Layer) -> int:
     )
 
 
-def _forward_scratchpad_bytes(layer: _Layer) -> int:
+def _forward_scratchpad_bytes(layer: _Layer, training: bool) -> int:
     n, h, e = layer.batch, layer.hidden, layer.element
-    brgemm = _is_brgemm(layer)
+    brgemm = _is_brgemm(layer, training)
     merged = n == 1 if brgemm else n < 128  # one product with the inputs of all steps; `merge_gemm_layer`
     gates = (layer.steps if merged else 1) * n * _good_ld(_GATES * h, _FLOAT) * _FLOAT
-    space = _pages(gates, n * _good_ld(h, e) * e, n * _good_ld(h, _FLOAT) * _FLOAT if layer.training else 0)
-    if not layer.training:  # what would have been the workspace
+    space = _pages(gates, n * _good_ld(h, e) * e, n * _good_ld(h, _FLOAT) * _FLOAT if training else 0)
+    if not training:  # what would have been the workspace
         states = 2 * (layer.steps + 1) * n
         space += _pages(states * _good_ld(max(layer.inputs, h), e) * e, states * h * e)
     fused = brgemm and layer.inputs == h and not (merged and layer.steps > 1)
@@ -229,13 +227,13 @@ def _forward_scratchpad_bytes(layer: _Layer) -> int:
 
 def _backward_scratchpad_bytes(layer: _Layer) -> int:
     n, h, e = layer.batch, layer.hidden, layer.element
-    brgemm = _is_brgemm(layer)
+    brgemm = _is_brgemm(layer, training=True)
     gates = (1 if brgemm else layer.steps) * n * _good_ld(_GATES * h, e) * e
     space = _pages(gates, n * _good_ld(h, e) * e, n * _good_ld(h, _FLOAT) * _FLOAT)
     if not brgemm:
         return _scratchpad(layer, space)
     rows = _round_up(n, 2)
-    copies = 1 if n > 1 else torch.get_num_threads()
+    copies = 1 if n > 1 else torch.get_num_threads()  # of one sample each thread transposes its own block: a bound
     return _scratchpad(
         layer,
         space,
@@ -247,7 +245,7 @@ def _backward_scratchpad_bytes(layer: _Layer) -> int:
 
 
 def _scratchpad(layer: _Layer, space: int, *blocks: int) -> int:
-    """`init_scratchpad` in oneDNN, src/cpu/rnn/ref_rnn.cpp: the space itself, four lists of pointers, and what brgemm adds."""
+    """`init_scratchpad` (src/cpu/rnn/ref_rnn.cpp): the space itself, four lists of pointers, and what brgemm adds."""
     pointers = (8, 8, 8, 8 * layer.element)
     return space + _PAGE + sum(block + _ALIGNMENT for block in (*pointers, *blocks) if block)
 

@@ -39,7 +39,9 @@ def _table(footprint: Footprint, budget: Budget) -> Table:
     table.add_column("Share", justify="right")
     for part, nbytes in footprint.parts.items():
         if nbytes:
-            table.add_row(part.replace("_", " "), format_bytes(nbytes), f"{nbytes / footprint.peak_allocated_bytes:.0%}")
+            table.add_row(
+                part.replace("_", " "), format_bytes(nbytes), f"{nbytes / footprint.peak_allocated_bytes:.0%}"
+            )
     table.add_section()
     table.add_row("Peak of tensors", format_bytes(footprint.peak_allocated_bytes), "100%")
     if footprint.peak_device_bytes != footprint.peak_allocated_bytes:
@@ -49,7 +51,9 @@ def _table(footprint: Footprint, budget: Budget) -> Table:
     share = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
     table.add_row(f"Usable after a margin of {share:.0%}", format_bytes(budget.usable_bytes), "")
     place = f"{footprint.phase} pass" if footprint.phase in ("forward", "backward") else footprint.phase
-    table.caption = f"Peak in the {place}{f' of {footprint.module}' if footprint.module else ''}; {_METHODS[footprint.method]}."
+    table.caption = (
+        f"Peak in the {place}{f' of {footprint.module}' if footprint.module else ''}; {_METHODS[footprint.method]}."
+    )
     table.caption_justify = "left"
     return table
 
@@ -70,7 +74,9 @@ def why(decision: Decision) -> str:
         "request": "it keeps the effective batch size",
     }
     accumulate = decision.accumulate_grad_batches
-    return f"{change}: {reasons[decision.limited_by]}" + (f", with {accumulate} batches accumulated." if accumulate > 1 else ".")
+    return f"{change}: {reasons[decision.limited_by]}" + (
+        f", with {accumulate} batches accumulated." if accumulate > 1 else "."
+    )
 
 
 def last_line(records: Sequence[EpochRecord]) -> str:

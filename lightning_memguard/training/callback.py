@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lightning_memguard.core.capture import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision import Decision, check_settings
-from lightning_memguard.core.device import PeakMeter
+from lightning_memguard.core.device import PeakMeter, return_freed_memory
 from lightning_memguard.core.record import EpochRecord
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.table import last_line, print_decision, why
@@ -29,7 +29,7 @@ def _callback_classes() -> tuple[type, ...]:
     for package in ("lightning.pytorch", "pytorch_lightning"):
         try:
             found.append(importlib.import_module(package).Callback)
-        except Exception as error:  # not installed, or broken by something it imports
+        except Exception as error:  # noqa: BLE001, PERF203 - not installed, or broken by something it imports
             failures.append(error)
     if not found:
         raise ImportError("Neither `lightning` nor `pytorch-lightning` can be imported; install one.") from failures[0]
@@ -41,13 +41,14 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     Args:
         mode: ``"tune"`` chooses the batch size; ``"check"`` predicts, warns where it does not fit, and changes nothing.
-        budget: what the training may take on its device: bytes, or text such as ``"24GiB"``. Default: what the device has free.
+        budget: what the training may take on its device: bytes, or text such as ``"24GiB"`` (default: what the device
+            has free).
         margin: share of the budget to keep free, in [0, 1).
         min_batch_size: the smallest batch size to choose.
         max_batch_size: the largest batch size to choose.
         multiple_of: choose multiples of this only.
-        keep_effective_batch_size: set ``accumulate_grad_batches`` so that batch size x accumulation x ranks comes as close to
-            this as it can without passing it.
+        keep_effective_batch_size: set ``accumulate_grad_batches`` so that batch size x accumulation x ranks comes as
+            close to this as it can without passing it.
 
     Attributes:
         decision: the batch size and why, once a fit has been set up; else None.
@@ -84,17 +85,21 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self.decision: Decision | None = None
         self.records: list[EpochRecord] = []
         self._meter: PeakMeter | None = None
-        self._undo: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Predict and choose, before the model reaches its device."""
         if stage != "fit":
             return
         self.records = []
+        device = trainer.strategy.root_device
+        self._meter = PeakMeter(device)
         tuning = tune(trainer, pl_module, self._wishes)
         self.decision = tuning.decision
         if tuning.found is not None and self.decision.outcome == "tuned":
-            self._undo = loaders.apply(trainer, pl_module, tuning.found, self.decision.batch_size)
+            self._undo.append(loaders.apply(trainer, pl_module, self.decision.batch_size))
+        if self._wishes.mode == "tune" and self.decision.limited_by == "memory":
+            self._undo.append(return_freed_memory(device))
         if self._wishes.keep_effective_batch_size and self.decision.outcome in ("tuned", "kept"):
             trainer.accumulate_grad_batches = self.decision.accumulate_grad_batches
         if trainer.is_global_zero:
@@ -102,12 +107,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Start measuring, now that the model is on its device."""
-        if self.decision is None or self.decision.footprint is None:
-            return
-        device = trainer.strategy.root_device
-        held = part_bytes({"model": [*pl_module.parameters(), *pl_module.buffers()]}, device.type)["model"]
-        self._meter = PeakMeter(device)
-        self._meter.start(held)
+        if self._meter is not None and self.decision is not None and self.decision.footprint is not None:
+            model = {"model": [*pl_module.parameters(), *pl_module.buffers()]}
+            self._meter.start(part_bytes(model, trainer.strategy.root_device.type)["model"])
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure each epoch for itself."""
@@ -116,7 +118,12 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Record and log predicted beside measured."""
-        if self._meter is None or self.decision is None or self.decision.footprint is None or self.decision.budget is None:
+        if (
+            self._meter is None
+            or self.decision is None
+            or self.decision.footprint is None
+            or self.decision.budget is None
+        ):
             return
         parts = {
             "parameters": pl_module.parameters(),
@@ -126,9 +133,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         }
         measured = self._meter.read(part_bytes(parts, trainer.strategy.root_device.type))
         footprint, budget = self.decision.footprint, self.decision.budget
-        record = EpochRecord(
-            trainer.current_epoch, self.decision.batch_size, footprint, measured, budget.usable_bytes
-        )
+        record = EpochRecord(trainer.current_epoch, self.decision.batch_size, footprint, measured, budget.usable_bytes)
         self.records.append(record)
         self._log_record(trainer, pl_module, record)
 
@@ -143,7 +148,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Say how near the prediction came."""
         if self.records and trainer.is_global_zero:
-            print(last_line(self.records))
+            print(last_line(self.records))  # noqa: T201 - the one line the design asks for
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the Trainer as it was."""
@@ -157,9 +162,10 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def _close(self) -> None:
         if self._meter is not None:
             self._meter.close()
-        if self._undo is not None:
-            self._undo()
-        self._meter = self._undo = None
+        for undo in reversed(self._undo):
+            undo()
+        self._meter = None
+        self._undo.clear()
 
 
 def _tell(decision: Decision) -> None:

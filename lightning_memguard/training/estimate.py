@@ -35,9 +35,9 @@ def estimate(
     """Predict the memory of one training step, or of one inference.
 
     Args:
-        model: a LightningModule, stepped in Lightning's order by its ``training_step`` and ``configure_optimizers``; or any
-            ``nn.Module`` together with ``step`` and ``optimizer``, stepped in PyTorch's canonical loop (``zero_grad``,
-            forward, backward, ``step``). Only a copy without memory runs.
+        model: a LightningModule, stepped in Lightning's order by its ``training_step`` and ``configure_optimizers``; or
+            any ``nn.Module`` together with ``step`` and ``optimizer``, stepped in PyTorch's canonical loop
+            (``zero_grad``, forward, backward, ``step``). Only a copy without memory runs.
         batch: an example batch: real, meta or fake tensors in any nesting.
         batch_size: the number of samples to predict for (default: the batch's own).
         step: ``(model, batch) -> loss``; for a plain module.
@@ -68,7 +68,7 @@ def estimate(
     target = _device(device)
     batches = batches_from_one(batch)
     size = batches.small_size if batch_size is None else batch_size
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if type(size) is not int or size < 1:
         raise MemGuardError(f"batch_size={batch_size!r} is no count; give an int of 1 or more.")
     program = _program(model, batches, step, optimizer, target, precision, training)
     settings = AllocatorSettings.for_device(target.type, os.environ)
@@ -100,8 +100,10 @@ def _program(
     lightning = _is_lightning(model)
     if lightning and training:
         if step is not None or optimizer is not None:
-            raise MemGuardError("A LightningModule brings its own training_step and configure_optimizers: leave out step= and optimizer=.")
-        return LightningProgram(_trainer(model, precision), model, batches, device, batches_per_epoch=lambda n: 1)
+            raise MemGuardError(
+                "A LightningModule brings its own training_step and configure_optimizers: leave out step and optimizer."
+            )
+        return LightningProgram(_trainer(model, precision), model, batches, device, batches_per_epoch=lambda _: 1)
     if step is None and training:
         raise MemGuardError(f"A {type(model).__name__} is no LightningModule: give step=(model, batch) -> loss.")
     return LoopProgram(model, batches, step or _inference(model, lightning), optimizer, device, precision, training)

@@ -60,7 +60,7 @@ class Found:
 # -- looking
 
 
-def find(trainer: Any, module: Any) -> Found:
+def find(trainer: Any) -> Found:
     """Look up the training loader of a fit that has not started.
 
     Raises:
@@ -167,7 +167,7 @@ def _samples(loader: DataLoader[Any], indices: list[Any]) -> Iterator[Any]:
     elif indices == [None]:
         yield dataset[next(iter(_shallow(loader.sampler)))]
     elif getattr(dataset, "__getitems__", None):
-        yield from dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        yield from dataset.__getitems__(indices)
     else:
         yield from (dataset[index] for index in indices)
 
@@ -190,7 +190,7 @@ def _shallow(thing: Any) -> Any:
                 clone.__dict__[name] = _shallow(value)
             elif isinstance(value, list) and value and all(isinstance(item, Dataset) for item in value):
                 clone.__dict__[name] = [_shallow(item) for item in value]
-    except Exception:
+    except Exception:  # noqa: BLE001 - a thing that refuses to be copied is read as it is
         return thing
     return clone
 
@@ -265,7 +265,7 @@ def resized(loader: Any, batch_size: int) -> Any:
 
 
 def _note_size(loader: Any, batch_size: int) -> None:
-    """Lightning remembers how a hook made a loader, to make it again with another sampler (checked on 2.5.0 to 2.6.6)."""
+    """Lightning notes how a hook made a loader, to make it again with another sampler (checked on 2.5.0 to 2.6.6)."""
     kwargs = loader.__dict__.get("__pl_saved_kwargs")
     if kwargs is None:
         return
@@ -278,7 +278,7 @@ def _note_size(loader: Any, batch_size: int) -> None:
         loader.__dict__["__pl_saved_kwargs"] = {**kwargs, "batch_size": batch_size}
 
 
-def apply(trainer: Any, module: Any, found: Found, batch_size: int) -> Callable[[], None]:
+def apply(trainer: Any, module: Any, batch_size: int) -> Callable[[], None]:
     """Have the fit train at this batch size: its loader, and every attribute that holds the size.
 
     Returns:
@@ -302,7 +302,7 @@ def apply(trainer: Any, module: Any, found: Found, batch_size: int) -> Callable[
 
 
 def set_batch_size(trainer: Any, module: Any, batch_size: int) -> None:
-    """Set ``batch_size`` wherever the module or the datamodule keeps one: attribute, hparams, and what gets logged of them."""
+    """Set ``batch_size`` wherever module or datamodule keeps one: attribute, hparams, and what loggers get of them."""
     for holder in (module, trainer.datamodule):
         if holder is None:
             continue

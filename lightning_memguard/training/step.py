@@ -1,8 +1,8 @@
 """Trainer + module -> what one training step runs, in Lightning's own order.
 
-The order is not written down here a second time: a second Trainer of the same package, the shadow, runs a copy of the module
-through Lightning's own loops for a few batches, under the recorder. It has the user's settings and none of the user's loggers,
-callbacks, checkpoints or data.
+The order is not written down here a second time: a second Trainer of the same package, the shadow, runs a copy of the
+module through Lightning's own loops for a few batches, under the recorder. It has the user's settings and none of the
+user's loggers, callbacks, checkpoints or data.
 
 Private names of Lightning are read here and in `lightning_memguard.training.loaders` alone. Checked on 2.5.0 to 2.6.6.
 """
@@ -48,7 +48,7 @@ def lightning_of(thing: object) -> Any:
     raise CannotTraceError(f"{type(thing).__qualname__} comes from neither `lightning` nor `pytorch_lightning`.")
 
 
-class _StepsDone(Exception):
+class _StepsDone(Exception):  # noqa: N818 - it is no error, it ends a loop
     """Ends the shadow's run after the last step worth watching."""
 
 
@@ -80,6 +80,10 @@ class LightningProgram:
             loader = (_SizedLoader if self.batches_per_epoch else _Loader)(self, recorder, batch_size, fake)
             with contextlib.suppress(_StepsDone):
                 shadow.fit(twin, train_dataloaders=loader)
+        if not recorder.ran_backward:
+            recorder.assumptions[
+                "training_step led to no backward pass (did it return None?): what one takes is missing"
+            ] = None
 
     def run_states(self, recorder: Recorder) -> None:
         """See `lightning_memguard.core.estimate.Program`."""
@@ -95,7 +99,9 @@ class LightningProgram:
         with _quiet(), tensors(fake=fake) as mode, ExitStack() as watch:
             instead = {id(self.trainer): None}
             twin: Any = (
-                fake_twin(self.module, mode, self.device, instead) if mode else real_twin(self.module, instead).to(self.device)
+                fake_twin(self.module, mode, self.device, instead)
+                if mode
+                else real_twin(self.module, instead).to(self.device)
             )
             _set_batch_size(twin, batch_size)
             twin.configure_callbacks = _no_callbacks
@@ -324,5 +330,5 @@ def _quiet() -> Iterator[None]:
 
 
 def logging_step(trainer: Any) -> int:
-    """The step that Lightning's own ``self.log`` writes at, so that all curves share one axis. Checked on 2.5.0 to 2.6.6."""
+    """The step that ``self.log`` writes at, so that all curves share one axis. Checked on 2.5.0 to 2.6.6."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_memguard.core.allocator import AllocatorSettings
+from lightning_memguard.core.capture import part_bytes
 from lightning_memguard.core.decision import Budget, Decision, Request, decide
 from lightning_memguard.core.device import context_bytes, read_budget
 from lightning_memguard.core.estimate import Prediction, predict
-from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError
+from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError, MemGuardError
 from lightning_memguard.training import loaders
 from lightning_memguard.training.step import LightningProgram
 
@@ -43,15 +44,20 @@ def tune(trainer: Any, module: Any, wishes: Wishes) -> Tuning:
     Raises:
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit.
     """
-    budget = read_budget(trainer.strategy.root_device, budget=wishes.budget_bytes, margin=wishes.margin)
+    device = trainer.strategy.root_device
+    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, device.type)["model"]
+    try:
+        budget = read_budget(device, budget=wishes.budget_bytes, margin=wishes.margin, already_held_bytes=held)
+    except MemGuardError as error:
+        return _step_aside(trainer, None, str(error))
     if trainer.world_size > 1:
         return _step_aside(trainer, budget, f"the fit runs on {trainer.world_size} devices, and this version tunes one")
     try:
-        found = loaders.find(trainer, module)
+        found = loaders.find(trainer)
         batches = loaders.sample(found)
     except (CannotTraceError, CannotResizeLoaderError) as error:
         return _step_aside(trainer, budget, str(error))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever the user's data raises, training goes on
         return _step_aside(trainer, budget, f"no sample could be drawn ({type(error).__name__}: {error})")
     size = found.batch_size or batches.small_size
     program = _program(trainer, module, found, batches, wishes)
@@ -69,9 +75,7 @@ def tune(trainer: Any, module: Any, wishes: Wishes) -> Tuning:
     return _decide(trainer, found, prediction, budget, wishes, size)
 
 
-def _program(
-    trainer: Any, module: Any, found: loaders.Found, batches: Any, wishes: Wishes
-) -> LightningProgram:
+def _program(trainer: Any, module: Any, found: loaders.Found, batches: Any, wishes: Wishes) -> LightningProgram:
     sized = found.dataset_size is not None
     return LightningProgram(
         trainer,
@@ -109,6 +113,6 @@ def _decide(
     return Tuning(decision, found, proven)
 
 
-def _step_aside(trainer: Any, budget: Budget, reason: str) -> Tuning:
+def _step_aside(trainer: Any, budget: Budget | None, reason: str) -> Tuning:
     accumulate = trainer.accumulate_grad_batches
     return Tuning(Decision(0, 0, accumulate, "stepped aside", None, budget, "request", reason))

@@ -205,13 +205,15 @@ def test_nested_modules_have_dotted_paths():
     assert {"0.0.hidden", "0.0.relu", "0.0.head"} <= paths
 
 
-@pytest.mark.xfail(reason="the module of the last backward node stays on", strict=True)
+@pytest.mark.xfail(reason="the module of the last backward node stays on", strict=True, raises=AssertionError)
 def test_outside_any_module_there_is_no_path():
     trace = traced(TwoLayers(), empty_batch, momentum)
     assert {event.module for event in trace if event.phase == "optimizer"} == {""}
 
 
-@pytest.mark.xfail(reason="only operators that give one tensor are followed into backward", strict=True)
+@pytest.mark.xfail(
+    reason="only operators that give one tensor are followed into backward", strict=True, raises=AssertionError
+)
 def test_a_module_whose_operators_give_several_tensors_is_known_in_backward_too():
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -325,7 +327,15 @@ def test_every_tensor_of_a_result_is_seen_nested_or_not():
         values, indices = torch.empty(3, 4).max(dim=0)  # 4 floats, 4 longs
         kept = torch._foreach_add([torch.empty(5), torch.empty(6)], 1.0)
     assert (len(values), len(indices), len(kept)) == (4, 4, 2)
-    assert [event.nbytes for event in recorder.trace(1, "fake") if event.action == "alloc"] == [48, 16, 32, 20, 24, 20, 24]
+    assert [event.nbytes for event in recorder.trace(1, "fake") if event.action == "alloc"] == [
+        48,
+        16,
+        32,
+        20,
+        24,
+        20,
+        24,
+    ]
 
 
 def test_only_the_devices_own_storages_are_recorded():
@@ -425,7 +435,7 @@ def profiled_peak(run: Callable[[], object]) -> int:
         (momentum, 2, "backward", 0),
         (momentum, 300, "backward", 0),
         (torch.optim.Adam, 300, "backward", 0),
-        # Adam divides by a Python number, which PyTorch makes a tensor of 8 bytes and then one of 4 inside the operator.
+        # Adam divides by a Python number, which PyTorch makes a tensor of 8 bytes, then of 4, inside the operator.
         (torch.optim.Adam, 2, "optimizer", 8 + 4),
     ],
 )

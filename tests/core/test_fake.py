@@ -92,7 +92,7 @@ def test_tied_parameters_stay_tied():
     assert twin.decoder.weight is twin.encoder.weight
 
 
-@pytest.mark.xfail(reason="each tensor gets a storage of its own", strict=True)
+@pytest.mark.xfail(reason="each tensor gets a storage of its own", strict=True, raises=AssertionError)
 def test_tensors_that_share_a_storage_still_share_one():
     module = nn.Module()
     module.register_buffer("table", torch.zeros(8))
@@ -129,7 +129,9 @@ def test_attributes_of_parameters_are_kept():
     assert twin_of(Tied()).encoder.weight.sharded is True
 
 
-@pytest.mark.xfail(reason="the values of a parameter's attributes are taken over as they are", strict=True)
+@pytest.mark.xfail(
+    reason="the values of a parameter's attributes are taken over as they are", strict=True, raises=AssertionError
+)
 def test_a_list_on_a_parameter_is_the_twins_own():
     module = Tied()
     module.encoder.weight.names = ["encoder"]
@@ -161,7 +163,11 @@ def test_what_cannot_be_copied_is_shared_and_all_else_is_still_copied(make_twin)
     assert storage(twin.encoder.weight) != storage(module.encoder.weight)
 
 
-@pytest.mark.xfail(reason="the parent's dict of children cannot be copied either, so all children are shared", strict=True)
+@pytest.mark.xfail(
+    reason="the parent's dict of children cannot be copied either, so all children are shared",
+    strict=True,
+    raises=AssertionError,
+)
 @pytest.mark.parametrize("make_twin", [twin_of, real_twin])
 def test_what_a_child_cannot_copy_is_shared_and_the_child_is_still_copied(make_twin):
     """Else the twin's weights are the user's, and a step on the twin trains them."""
@@ -184,6 +190,13 @@ def test_parameters_and_buffers_go_to_the_device_and_other_tensors_stay():
     twin = twin_of(Tied(), torch.device("cuda"))
     assert {t.device.type for t in (*twin.parameters(), *twin.buffers())} == {"cuda"}
     assert twin.plain.device.type == "cpu"
+
+
+@pytest.mark.xfail(reason="inside the mode, a meta parameter is not known again by its storage", strict=True)
+def test_the_twin_of_a_module_without_memory_is_on_the_device_too(mode):
+    with torch.utils._python_dispatch._disable_current_modes():
+        module = nn.Linear(4, 4, device="meta")
+    assert {parameter.device.type for parameter in fake_twin(module, mode, CPU).parameters()} == {"cpu"}
 
 
 def test_a_real_twin_has_the_values_and_none_of_the_memory():
@@ -226,10 +239,16 @@ def test_real_modules_move_as_ever_meanwhile(mode):
 
 
 def test_torchs_own_way_to_move_modules_comes_back_even_after_an_error():
-    before = nn.Module._apply
-    with pytest.raises(ZeroDivisionError), faking(FakeTensorMode()):
-        assert nn.Module._apply is not before
-        raise ZeroDivisionError
+    before, meanwhile = nn.Module._apply, []
+
+    def fail_inside() -> None:
+        with faking(FakeTensorMode()):
+            meanwhile.append(nn.Module._apply)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert meanwhile[0] is not before
     assert nn.Module._apply is before
 
 
@@ -250,9 +269,14 @@ def test_random_generators_are_given_back_as_they_were_even_after_an_error():
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    with pytest.raises(ZeroDivisionError), isolated_rng():
-        draws()
-        raise ZeroDivisionError
+
+    def fail_inside() -> None:
+        with isolated_rng():
+            draws()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
     assert draws() == expected
 
 
@@ -297,7 +321,6 @@ def test_an_unknown_float_can_be_logged_printed_and_scaled(mode):
         lambda x: x >= 0.1,
         lambda x: x == 0.1,
         lambda x: x != 0.1,
-        lambda x: 0.1 < x,
         lambda x: min(x, 0.1),
         lambda x: "yes" if x else "no",
     ],
@@ -305,9 +328,7 @@ def test_an_unknown_float_can_be_logged_printed_and_scaled(mode):
 def test_an_unknown_float_refuses_to_decide_which_way_a_step_takes(compare):
     with pytest.raises(ValueNeededError) as error:
         compare(UnknownFloat(1.0))
-    assert str(error.value) == (
-        "The step compares the value of a tensor (`.item()`), which only a real run can give."
-    )
+    assert str(error.value) == ("The step compares the value of a tensor (`.item()`), which only a real run can give.")
 
 
 @pytest.mark.xfail(reason="arithmetic gives a plain float, and with it a branch nobody asked for", strict=True)
@@ -379,7 +400,7 @@ def test_a_count_of_classes_has_as_many_bins_as_its_caller_names_and_else_no_bou
         labels = torch.empty(100, dtype=torch.long)
         counts = worst_case_result(aten.bincount.default, (labels, None, 10), {})
         assert (tuple(counts.shape), counts.dtype) == ((10,), torch.long)
-        with pytest.raises(ValueNeededError, match="^aten.bincount without `minlength` has as many bins as its largest"):
+        with pytest.raises(ValueNeededError, match=r"^aten\.bincount without `minlength` has as many bins as"):
             worst_case_result(aten.bincount.default, (labels,), {})
 
 

@@ -90,7 +90,8 @@ def test_half_bytes_round_up():
 
 
 def test_a_line_that_would_go_below_nothing_ends_at_nothing():
-    growth = grow([trace_at(2, 10), trace_at(4, 30)])
+    """20 a sample, less 30: 10 below nothing at one sample."""
+    growth = grow([trace_at(2, 10), trace_at(4, 50)])
     assert sizes_of(growth.at(1)) == [0]
 
 
@@ -109,9 +110,7 @@ def test_all_but_the_bytes_is_carried_over():
     event = Event("alloc", 7, 8, "activations", "backward", 1, "encoder.0", "aten.relu.default", 5)
     small = Trace(2, "cuda", "worst-case", (event,), ("a note",))
     large = Trace(4, "cuda", "worst-case", (event._replace(nbytes=16),), ("a note",))
-    assert grow([small, large]).at(100) == Trace(
-        100, "cuda", "worst-case", (event._replace(nbytes=400),), ("a note",)
-    )
+    assert grow([small, large]).at(100) == Trace(100, "cuda", "worst-case", (event._replace(nbytes=400),), ("a note",))
 
 
 def test_the_order_of_the_captures_does_not_matter():
@@ -194,7 +193,9 @@ def test_growth_gives_back_what_it_was_made_from_and_any_size_between_or_beyond(
     assert growth.at(n) == polynomial_trace(coefficients, n)
 
 
-@given(st.lists(st.tuples(quantities, quantities), min_size=4, max_size=4), st.sets(batch_sizes, min_size=4, max_size=4))
+@given(
+    st.lists(st.tuples(quantities, quantities), min_size=4, max_size=4), st.sets(batch_sizes, min_size=4, max_size=4)
+)
 def test_whatever_the_bytes_growth_gives_its_traces_back_or_refuses(nbytes, sizes):
     """It never stands for a trace that it does not reproduce."""
     traces = [trace_at(n, *pair) for n, pair in zip(sizes, nbytes, strict=True)]

@@ -1,0 +1,183 @@
+"""What a person sees: the table before the training, the sentence under it, and one line after."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from lightning_memguard.core.decision import Budget, Decision
+from lightning_memguard.core.footprint import Footprint
+from lightning_memguard.core.record import EpochRecord, Measured
+from lightning_memguard.core.trace import PARTS
+from lightning_memguard.report.table import last_line, print_decision, why
+from lightning_memguard.units import GIB, MIB
+
+PARTS_OF_20_GIB = dict.fromkeys(PARTS, 0) | {
+    "parameters": 2 * GIB,
+    "gradients": 2 * GIB,
+    "optimizer_state": 4 * GIB,
+    "activations": 12 * GIB,
+}
+ON_CUDA = Footprint(
+    96, "cuda", 20 * GIB, 21 * GIB, 22 * GIB, PARTS_OF_20_GIB, "backward", "encoder.layers.11", "aten.mm.default"
+)
+L4 = Budget(24 * GIB, 20 * GIB, GIB, "nvml", "NVIDIA L4 (cuda:0)")
+TUNED = Decision(96, 32, 1, "tuned", ON_CUDA, replace(L4, free_bytes=24 * GIB), "memory")
+
+ON_CPU = Footprint(
+    8, "cpu", 4 * MIB, 4 * MIB, 4 * MIB, dict.fromkeys(PARTS, 0) | {"parameters": MIB, "batch": 3 * MIB}, "optimizer"
+)
+HOST = Budget(64 * GIB, 10 * MIB, 0, "given", "CPU")
+CHECKED = Decision(8, 8, 1, "checked", ON_CPU, HOST, "request")
+
+
+def printed(decision: Decision) -> str:
+    """As it looks on a terminal of 100 columns, without colours and blanks at line ends."""
+    console = Console(width=100, record=True, file=io.StringIO(), highlight=False)
+    print_decision(decision, console)
+    return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+
+# The table
+
+
+def test_on_a_gpu_the_table_goes_from_parts_to_device_to_budget():
+    assert (
+        printed(TUNED)
+        == """\
+MemGuard: memory of a training step
+┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━┓
+┃ Part at the peak                    ┃ Predicted at batch size 96 ┃ Share ┃
+┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━┩
+│ parameters                          │                    2.0 GiB │   10% │
+│ gradients                           │                    2.0 GiB │   10% │
+│ optimizer state                     │                    4.0 GiB │   20% │
+│ activations                         │                   12.0 GiB │   60% │
+├─────────────────────────────────────┼────────────────────────────┼───────┤
+│ Peak of tensors                     │                   20.0 GiB │  100% │
+│ Reserved by the allocator           │                   21.0 GiB │       │
+│ On the device, all in all           │                   22.0 GiB │       │
+│ Budget on NVIDIA L4 (cuda:0) (nvml) │                   24.0 GiB │       │
+│ Usable after a margin of 4%         │                   23.0 GiB │       │
+└─────────────────────────────────────┴────────────────────────────┴───────┘
+Peak in the backward pass of encoder.layers.11; a traced step, no memory
+taken.
+Batch size 96 (was 32): the largest that fits."""
+    )
+
+
+def test_on_the_cpu_there_is_no_allocator_to_tell_of():
+    assert (
+        printed(CHECKED)
+        == """\
+MemGuard: memory of a training step
+┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━┓
+┃ Part at the peak            ┃ Predicted at batch size 8 ┃ Share ┃
+┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━┩
+│ parameters                  │                   1.0 MiB │   25% │
+│ batch                       │                   3.0 MiB │   75% │
+├─────────────────────────────┼───────────────────────────┼───────┤
+│ Peak of tensors             │                   4.0 MiB │  100% │
+│ Budget on CPU (given)       │                  10.0 MiB │       │
+│ Usable after a margin of 0% │                  10.0 MiB │       │
+└─────────────────────────────┴───────────────────────────┴───────┘
+Peak in the optimizer; a traced step, no memory taken.
+Batch size 8 fits."""
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("fake", "a traced step, no memory taken."),
+        ("worst-case", "a traced step; where its size depends on values, the largest."),
+        ("real", "a real step at small sizes, on a copy."),
+        ("states", "parameters, gradients and optimizer state alone; activations are missing."),
+    ],
+)
+def test_under_the_table_it_says_which_way_the_numbers_came(method, words):
+    text = printed(replace(TUNED, footprint=replace(ON_CUDA, method=method)))
+    assert words in " ".join(text.splitlines())
+
+
+def test_every_note_is_a_line_and_brackets_are_no_markup():
+    notes = ("aten.index.Tensor was taken to give its largest result", "it saw x[bold]")
+    assert printed(replace(CHECKED, footprint=replace(ON_CPU, notes=notes))).splitlines()[-3:] == [
+        "Batch size 8 fits.",
+        "Note: aten.index.Tensor was taken to give its largest result.",
+        "Note: it saw x[bold].",
+    ]
+
+
+@pytest.mark.parametrize("missing", ["footprint", "budget"])
+def test_where_nothing_is_known_there_is_a_sentence_and_no_table(missing):
+    decision = replace(TUNED, outcome="stepped aside", reason="the loader has no [red] size", **{missing: None})
+    assert printed(decision) == "MemGuard stepped aside: the loader has no [red] size"
+
+
+def test_it_goes_to_the_terminal_where_no_console_is_given(capsys):
+    print_decision(CHECKED)
+    assert "Batch size 8 fits." in capsys.readouterr().out
+
+
+# The sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({}, "Batch size 96 (was 32): the largest that fits."),
+        ({"requested_batch_size": 96, "outcome": "kept"}, "Batch size 96, as asked: the largest that fits."),
+        ({"limited_by": "dataset"}, "Batch size 96 (was 32): the whole dataset in one batch; memory would allow more."),
+        ({"limited_by": "max_batch_size"}, "Batch size 96 (was 32): max_batch_size; memory would allow more."),
+        ({"limited_by": "request"}, "Batch size 96 (was 32): it keeps the effective batch size."),
+        ({"accumulate_grad_batches": 4}, "Batch size 96 (was 32): the largest that fits, with 4 batches accumulated."),
+        ({"outcome": "checked"}, "Batch size 96 fits."),
+        ({"outcome": "checked", "budget": L4}, "Batch size 96 does NOT fit."),
+        (
+            {"outcome": "kept", "reason": "the loader has batch_size=None"},
+            "Batch size 96 fits; it stays because the loader has batch_size=None.",
+        ),
+        (
+            {"outcome": "stepped aside", "footprint": None, "reason": "there is no loader"},
+            "Batch size left as it is: there is no loader.",
+        ),
+    ],
+)
+def test_one_sentence_says_the_size_and_what_set_it(change, sentence):
+    assert why(replace(TUNED, **change)) == sentence
+
+
+@pytest.mark.xfail(reason="a full stop is added to an error that has one", strict=True, raises=AssertionError)
+def test_a_reason_that_ends_in_a_full_stop_gets_no_second_one():
+    decision = replace(TUNED, outcome="stepped aside", footprint=None, reason="The batch holds no tensor.")
+    assert why(decision) == "Batch size left as it is: The batch holds no tensor."
+
+
+# The last line
+
+
+def epoch(predicted: int, measured: int, batch_size: int = 96) -> EpochRecord:
+    footprint = replace(ON_CUDA, peak_device_bytes=predicted)
+    return EpochRecord(0, batch_size, footprint, Measured(measured, "nvml"), 23 * GIB)
+
+
+def test_after_the_training_one_line_holds_predicted_against_measured():
+    assert last_line([epoch(22 * GIB, 20 * GIB)]) == (
+        "MemGuard: predicted 22.0 GiB, measured 20.0 GiB at most (nvml), +10.0%; batch size 96, 1 epoch."
+    )
+
+
+def test_of_several_epochs_the_one_that_took_most_is_told():
+    records = [epoch(22 * GIB, 20 * GIB), epoch(22 * GIB, 44 * GIB, batch_size=64), epoch(22 * GIB, 21 * GIB)]
+    assert last_line(records) == (
+        "MemGuard: predicted 22.0 GiB, measured 44.0 GiB at most (nvml), -50.0%; batch size 64, 3 epochs."
+    )
+
+
+@pytest.mark.xfail(reason="nothing over nothing is printed as +nan%", strict=True, raises=AssertionError)
+def test_where_nothing_was_measured_no_error_is_told():
+    assert "nan" not in last_line([epoch(22 * GIB, 0)])
