@@ -89,7 +89,7 @@ def scratch_of(case: Case, optimizer: str, batch_size: int, steps: int) -> tuple
     """Every call of a training with what it allocated inside, and the bytes allocated outside any call."""
     quieten()
     gc.collect()
-    batches = steps * case.accumulation
+    batches = steps * case.period
     loader = DataLoader(case.dataset(batches * batch_size), batch_size=batch_size)
     watch = Watch()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)

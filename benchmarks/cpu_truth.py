@@ -176,7 +176,9 @@ def main() -> None:
         "--quick", action="store_true", help="the middle batch size and the last optimizer of each case"
     )
     parser.add_argument("--tight", action="store_true", help="check the sizes chosen under a budget instead")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps measured")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="periods measured (a period: batches until the training repeats)"
+    )
     parser.add_argument("--threads", type=int, help="threads of PyTorch on both sides (default: PyTorch's own)")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here too")

@@ -43,7 +43,7 @@ def predict_here(case: Case, optimizer: str, batch_size: int, budget_bytes: int 
     started = time.perf_counter()
     torch.manual_seed(0)
     if budget_bytes is None:
-        guard, length = MemGuard(mode="check"), batch_size * 3 * case.accumulation
+        guard, length = MemGuard(mode="check"), batch_size * 3 * case.period
     else:
         guard, length = MemGuard(mode="tune", budget=budget_bytes, margin=0.0), LENGTH_TO_CHOOSE_FROM
     trainer = pl.Trainer(

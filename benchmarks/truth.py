@@ -122,7 +122,7 @@ def measure_here(case: Case, optimizer: str, batch_size: int, steps: int = 3) ->
     quieten()
     gc.collect()
     started = time.perf_counter()
-    batches = steps * case.accumulation
+    batches = steps * case.period
     torch.manual_seed(0)
     dataset = case.dataset(batches * batch_size)
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
@@ -319,7 +319,7 @@ def main() -> None:
     parser.add_argument("case")
     parser.add_argument("--optimizer", nargs="+", help="default: the case's first")
     parser.add_argument("--batch-size", nargs="+", type=int, help="default: the case's middle size")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps; the second is the first with states")
+    parser.add_argument("--steps", type=int, default=3, help="periods of the case; the second is the first with states")
     parser.add_argument("--threads", type=int, help="torch.set_num_threads: some kernels' scratch depends on it")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--by-hand", action="store_true", help="compare the MLP's peak with a sum added by hand")

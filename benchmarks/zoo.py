@@ -38,10 +38,7 @@ class Case:
     batch_sizes: tuple[int, int, int]
     optimizers: tuple[str, ...] = ("sgd", "adam")
     trainer_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def accumulation(self) -> int:
-        return self.trainer_kwargs.get("accumulate_grad_batches", 1)
+    period: int = 1  # batches after which the training repeats itself
 
 
 class Repeating(Dataset):
@@ -480,7 +477,7 @@ CASES = (
     Case("gpt_fused_attention", language_model(lambda: gpt_small(dropout=0.0)), next_tokens(1024, 64), (4, 8, 16)),
     Case("gan", GAN, images(3, 32), (16, 32, 64), ("sgd", "adam", "rmsprop")),
     Case("autoencoder", Autoencoder, images(3, 64), (8, 16, 32)),
-    Case("two_optimizers", TwoOptimizers, vectors(512), (64, 256, 1024), ("sgd", "adam", "adagrad")),
+    Case("two_optimizers", TwoOptimizers, vectors(512), (64, 256, 1024), ("sgd", "adam", "adagrad"), period=2),
     Case(
         "clip_by_norm",
         language_model(lambda: gpt_small(depth=2)),
@@ -497,7 +494,14 @@ CASES = (
         ("sgd", "adamw"),
         {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
     ),
-    Case("accumulate_4", classifier(cnn), images(3, 32), (8, 16, 32), trainer_kwargs={"accumulate_grad_batches": 4}),
+    Case(
+        "accumulate_4",
+        classifier(cnn),
+        images(3, 32),
+        (8, 16, 32),
+        trainer_kwargs={"accumulate_grad_batches": 4},
+        period=4,
+    ),
     Case("checkpointed", language_model(lambda: gpt_small(reentrant=False)), next_tokens(1024, 64), (4, 8, 16)),
     Case(
         "checkpointed_reentrant", language_model(lambda: gpt_small(reentrant=True)), next_tokens(1024, 64), (4, 8, 16)

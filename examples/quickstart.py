@@ -1,12 +1,12 @@
 """Train a small digit classifier at the batch size that MemGuard chooses.
 
-The data are 1,797 handwritten digits that come with scikit-learn: nothing is downloaded, no GPU is needed, and two cores
-take about half a minute. In a copy of the repository, `make demo` runs it; elsewhere, after
+The data are 1,797 handwritten digits that come with scikit-learn: nothing is downloaded, no GPU is needed, and it takes
+about half a minute on two cores. In a copy of the repository, `make demo` runs it; elsewhere, after
 `pip install lightning-memguard scikit-learn`:
 
     python quickstart.py                      # the training may take 256 MiB
     python quickstart.py --budget 1GiB        # larger batches, and fewer steps in an epoch
-    python quickstart.py --budget 10MiB       # too little for a single digit: an error that says so
+    python quickstart.py --budget 2MiB        # too little for a single digit: an error that says so
 
 MemGuard's part in it is two lines: `guard = MemGuard(...)` and `callbacks=[guard]`. In a training of your own, leave
 `budget` out: MemGuard asks the device what is free.
@@ -32,10 +32,8 @@ from lightning_memguard import EpochRecord, MemGuard
 
 SIDE = 48  # pixels; the digits come as 8 x 8, too small for a convolution's activations to matter
 
-# On a CPU, "measured" is the memory of the whole process. The C library gives large blocks back to the system as soon as
-# they are free, and keeps small ones (less than 32 MiB, with glibc) for later: those stay in the measurement, and a
-# training of many small tensors measures more than it has alive. With this budget the first layer's tensors are 60 MiB
-# each, and predicted and measured come within 10 % of each other. On a GPU there is no such difference.
+# On a CPU, "measured" is how far the memory of the whole process rises, and that is always some 10 MiB more than the
+# tensors: what Python and PyTorch keep for themselves while they work. Of 256 MiB that is 3 to 4 %, of 64 MiB a sixth.
 BUDGET = "256MiB"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -50,6 +50,8 @@ class Recorder(TorchDispatchMode):
         self._parts: dict[int, str] = {}
         self._live: dict[int, int] = {}  # address of the storage -> its block
         self._bytes: list[int] = []  # by block
+        self._storage_bytes: dict[int, int] = {}  # by block, as its storage says
+        self._host = overheads.Host(torch.get_num_threads(), _channel_block())
         self._finalizers: list[weakref.finalize[Any, Any]] = []
         self._task = -1
         self.ran_backward = False
@@ -95,23 +97,27 @@ class Recorder(TorchDispatchMode):
                 raise
             out = fake.worst_case_result(func, args, kwargs)
             self.assumptions[fake.assumption(func)] = None
-        name = str(func)
-        self._watch_all(out, name)
-        scratch = rnn.scratch_bytes(func, args, kwargs) or overheads.scratch_bytes(self.device_type, name, args, kwargs, out)
-        if scratch:
-            self._scratch(scratch, name)
+        self._note(func, args, kwargs, out)
         return out
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Write down what an operator took: scratch, results, and scratch beside the results."""
+        name = str(func)
+        results = [out] if isinstance(out, torch.Tensor) else list(_tensors(out))
+        scratch = overheads.scratch(self.device_type, name, args, kwargs, results, self._host)
+        for nbytes in scratch.before:
+            self._scratch(nbytes, name)
+        # a real storage tells its own size
+        kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
+        for tensor in results:
+            self._watch(tensor, name, kept)
+            kept = 0
+        for nbytes in (*scratch.after, rnn.scratch_bytes(func, args, kwargs)):
+            self._scratch(nbytes, name)
 
     # -- the book
 
-    def _watch_all(self, out: Any, operator: str) -> None:
-        if isinstance(out, torch.Tensor):
-            self._watch(out, operator)
-        elif isinstance(out, (list, tuple)):
-            for item in out:
-                self._watch_all(item, operator)
-
-    def _watch(self, tensor: torch.Tensor, operator: str) -> int | None:
+    def _watch(self, tensor: torch.Tensor, operator: str, kept_bytes: int = 0) -> int | None:
         if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
@@ -119,12 +125,13 @@ class Recorder(TorchDispatchMode):
         nbytes = storage.nbytes()
         block = self._live.get(address)
         if block is not None:
-            if nbytes == self._bytes[block]:
+            if nbytes == self._storage_bytes[block]:
                 return block
             self._forget(address, block)  # the storage was resized in place: a new allocation behind the same object
         if not nbytes:
             return None
-        block = self._take(nbytes, operator)
+        block = self._take(nbytes + kept_bytes, operator)
+        self._storage_bytes[block] = nbytes
         self._live[address] = block
         self._finalizers.append(weakref.finalize(storage, self._forget, address, block))
         return block
@@ -141,6 +148,8 @@ class Recorder(TorchDispatchMode):
             self._rows.append(("free", block, self._where(), self.step, self.module, ""))
 
     def _scratch(self, nbytes: int, operator: str) -> None:
+        if not nbytes:
+            return
         block = self._take(nbytes, operator)
         self._parts[block] = "workspaces"
         self._rows.append(("free", block, self._where(), self.step, self.module, operator))
@@ -163,6 +172,19 @@ class Recorder(TorchDispatchMode):
             for action, block, phase, step, module, operator in self._rows
         )
         return Trace(batch_size, self.device_type, method, events, (*notes, *self.assumptions))
+
+
+def _tensors(out: Any) -> Iterator[torch.Tensor]:
+    if isinstance(out, torch.Tensor):
+        yield out
+    elif isinstance(out, (list, tuple)):
+        for item in out:
+            yield from _tensors(item)
+
+
+def _channel_block() -> int:
+    """Channels that oneDNN keeps side by side on this processor."""
+    return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 
 
 class _ModulePaths(TorchFunctionMode):

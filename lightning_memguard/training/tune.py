@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.capture import part_bytes
 from lightning_memguard.core.decision import Budget, Decision, Request, decide
 from lightning_memguard.core.device import context_bytes, read_budget
 from lightning_memguard.core.estimate import Prediction, predict
-from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError, MemGuardError
+from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training import loaders
 from lightning_memguard.training.step import LightningProgram
 
@@ -44,35 +47,38 @@ def tune(trainer: Any, module: Any, wishes: Wishes) -> Tuning:
     Raises:
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit.
     """
-    device = trainer.strategy.root_device
-    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, device.type)["model"]
     try:
-        budget = read_budget(device, budget=wishes.budget_bytes, margin=wishes.margin, already_held_bytes=held)
+        found, prediction = _predict(trainer, module, wishes)
+        budget = _budget(trainer.strategy.root_device, module, wishes)
     except MemGuardError as error:
-        return _step_aside(trainer, None, str(error))
+        return _step_aside(trainer, str(error))
+    # after the budget, which counts a context that is up as ours: measuring it opens it
+    prediction = replace(prediction, context_bytes=context_bytes(trainer.strategy.root_device), _footprints={})
+    return _decide(trainer, found, prediction, budget, wishes)
+
+
+def _predict(trainer: Any, module: Any, wishes: Wishes) -> tuple[loaders.Found, Prediction]:
+    """Look at the data, draw a sample, capture the step."""
     if trainer.world_size > 1:
-        return _step_aside(trainer, budget, f"the fit runs on {trainer.world_size} devices, and this version tunes one")
+        raise CannotTraceError(f"the fit runs on {trainer.world_size} devices, and this version tunes one")
     try:
         found = loaders.find(trainer)
         batches = loaders.sample(found)
-    except (CannotTraceError, CannotResizeLoaderError) as error:
-        return _step_aside(trainer, budget, str(error))
-    except Exception as error:  # noqa: BLE001 - whatever the user's data raises, training goes on
-        return _step_aside(trainer, budget, f"no sample could be drawn ({type(error).__name__}: {error})")
-    size = found.batch_size or batches.small_size
+    except MemGuardError:
+        raise
+    except Exception as error:
+        raise CannotTraceError(f"no sample could be drawn ({type(error).__name__}: {error})") from error
     program = _program(trainer, module, found, batches, wishes)
     settings = AllocatorSettings.for_device(program.device.type, os.environ)
-    try:
-        prediction = predict(
-            program,
-            size,
-            settings,
-            context_bytes=context_bytes(program.device),
-            scalable=not found.fixed_because,
-        )
-    except CannotTraceError as error:
-        return _step_aside(trainer, budget, str(error))
-    return _decide(trainer, found, prediction, budget, wishes, size)
+    size = found.batch_size or batches.small_size
+    return found, predict(program, size, settings, scalable=not found.fixed_because)
+
+
+def _budget(device: torch.device, module: Any, wishes: Wishes) -> Budget:
+    """What the device offers, once all that predicting has loaded and left behind is out of the way."""
+    gc.collect()
+    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, device.type)["model"]
+    return read_budget(device, budget=wishes.budget_bytes, margin=wishes.margin, already_held_bytes=held)
 
 
 def _program(trainer: Any, module: Any, found: loaders.Found, batches: Any, wishes: Wishes) -> LightningProgram:
@@ -89,11 +95,9 @@ def _program(trainer: Any, module: Any, found: loaders.Found, batches: Any, wish
     )
 
 
-def _decide(
-    trainer: Any, found: loaders.Found, prediction: Prediction, budget: Budget, wishes: Wishes, size: int
-) -> Tuning:
+def _decide(trainer: Any, found: loaders.Found, prediction: Prediction, budget: Budget, wishes: Wishes) -> Tuning:
     request = Request(
-        batch_size=size,
+        batch_size=found.batch_size or next(iter(prediction.traces)),
         min_batch_size=wishes.min_batch_size,
         max_batch_size=wishes.max_batch_size,
         multiple_of=wishes.multiple_of,
@@ -113,6 +117,6 @@ def _decide(
     return Tuning(decision, found, proven)
 
 
-def _step_aside(trainer: Any, budget: Budget | None, reason: str) -> Tuning:
+def _step_aside(trainer: Any, reason: str) -> Tuning:
     accumulate = trainer.accumulate_grad_batches
-    return Tuning(Decision(0, 0, accumulate, "stepped aside", None, budget, "request", reason))
+    return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", reason))

@@ -208,6 +208,23 @@ def test_an_int_that_counts_samples_counts_on():
     )
 
 
+@pytest.mark.xfail(reason="only lists are known to hold one entry a sample", strict=True, raises=CannotTraceError)
+def test_a_tuple_with_one_entry_a_sample_gets_as_many_entries_as_samples():
+    """What torchvision's detection references collate by `tuple(zip(*batch))`."""
+
+    def collated(n: int) -> tuple[Any, ...]:
+        return tuple(zip(*[(torch.zeros(3, 8, 8), {"boxes": torch.zeros(5, 4)})] * n, strict=True))
+
+    images, targets = of(collated(2), collated(3), 10)
+    assert (len(images), len(targets)) == (10, 10)
+    assert tuple(images[9].shape) == (3, 8, 8)
+
+
+@pytest.mark.parametrize(("small", "large"), [("a,b", "a,b,c"), (b"ab", b"abc")])
+def test_text_may_differ_between_the_two(small, large):
+    assert of({"x": torch.zeros(2), "ids": small}, {"x": torch.zeros(3), "ids": large}, 10)["ids"] == small
+
+
 def test_flags_are_no_counts():
     assert of({"x": torch.zeros(2), "padded": False}, {"x": torch.zeros(3), "padded": True}, 10)["padded"] is False
 

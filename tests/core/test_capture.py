@@ -200,9 +200,23 @@ def test_an_operator_knows_the_module_it_ran_for_forward_and_backward():
 
 
 def test_nested_modules_have_dotted_paths():
-    module = nn.Sequential(nn.Sequential(TwoLayers()))
-    paths = {event.module for event in traced(module, empty_batch) if event.phase == "forward"}
-    assert {"0.0.hidden", "0.0.relu", "0.0.head"} <= paths
+    """What a module does after its child is its own again."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.inner(x)).exp()
+
+    trace = traced(nn.Sequential(nn.Sequential(Residual())), empty_batch)
+    ran = [(event.module, event.operator) for event in trace if event.action == "alloc" and event.phase == "forward"]
+    assert ran[1:4] == [
+        ("0.0.inner", "aten.mm.default"),
+        ("0.0", "aten.add.Tensor"),
+        ("0.0", "aten.exp.default"),
+    ]
 
 
 @pytest.mark.xfail(reason="the module of the last backward node stays on", strict=True, raises=AssertionError)
@@ -215,18 +229,24 @@ def test_outside_any_module_there_is_no_path():
     reason="only operators that give one tensor are followed into backward", strict=True, raises=AssertionError
 )
 def test_a_module_whose_operators_give_several_tensors_is_known_in_backward_too():
-    class Recurrent(nn.Module):
+    """The halves of a split are put together again in backward, for the module that split."""
+
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x.split(2, dim=1)
+
+    class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rnn = nn.LSTM(4, 4)
-            self.head = nn.Linear(4, 2)
+            self.hidden = nn.Linear(4, 4)
+            self.halves = Halves()
+            self.head = nn.Bilinear(2, 2, 1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.rnn(x)[0])
+            return self.head(*self.halves(self.hidden(x)))
 
-    trace = traced(Recurrent(), lambda: torch.empty(3, 2, 4))
-    backward = {event.module for event in trace if event.operator == "aten.mkldnn_rnn_layer_backward.default"}
-    assert backward == {"rnn"}
+    trace = traced(Gated(), empty_batch)
+    assert [event.module for event in trace if event.operator == "aten.cat.default"] == ["halves"]
 
 
 def test_a_backward_pass_that_nobody_announced_is_seen():
@@ -237,6 +257,15 @@ def test_a_backward_pass_that_nobody_announced_is_seen():
     made = {event.operator: event.phase for event in recorder.trace(1, "fake") if event.action == "alloc"}
     assert made["aten.sum.default"] == "forward"
     assert made["aten.mul.Tensor"] == "backward"
+
+
+def test_what_lives_when_backward_begins_is_an_activation_and_what_comes_then_is_not():
+    with recording() as recorder:
+        before = torch.empty(4)
+        recorder.mark("backward")
+        after = torch.empty(8)
+    assert (len(before), len(after)) == (4, 8)
+    assert lines(recorder.trace(1, "fake"))[:2] == ["+16 activations in forward", "+32 temporaries in backward"]
 
 
 def test_a_block_keeps_the_first_part_it_was_given():
@@ -360,6 +389,12 @@ def test_in_the_worst_case_a_mask_keeps_everything_and_a_note_says_so():
     trace = recorder.trace(1, "worst-case")
     assert tuple(kept.shape) == (6, 2)
     assert trace.notes == ("aten.index.Tensor was taken to give its largest result",)
+
+
+def test_reading_a_loss_to_log_it_does_not_end_the_run():
+    with recording():
+        loss = torch.empty(4).sum()
+        assert f"loss {loss.item():.1f}, {float(loss):.1f}" == "loss 1.0, 1.0"
 
 
 def test_a_copy_that_the_step_makes_of_a_module_counts():

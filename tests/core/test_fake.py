@@ -92,6 +92,13 @@ def test_tied_parameters_stay_tied():
     assert twin.decoder.weight is twin.encoder.weight
 
 
+def test_a_buffer_that_two_modules_hold_stays_one():
+    module = Tied()
+    module.encoder.register_buffer("mean", module.mean)
+    twin = twin_of(module)
+    assert twin.encoder.mean is twin.mean
+
+
 @pytest.mark.xfail(reason="each tensor gets a storage of its own", strict=True, raises=AssertionError)
 def test_tensors_that_share_a_storage_still_share_one():
     module = nn.Module()

@@ -1,0 +1,182 @@
+"""MemGuard beside Lightning's own BatchSizeFinder, in a process whose memory is really limited.
+
+Each run is a process of its own under RLIMIT_AS: an allocation past the limit fails there, as on a full GPU. Both choose a
+batch size for the same module and data; then the largest size that really trains is found by trying, one process a try.
+
+    python benchmarks/versus_batch_size_finder.py                      # the default case, 1 GiB above the start
+    python benchmarks/versus_batch_size_finder.py mlp --room 512MiB
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import BatchSizeFinder
+from torch.utils.data import DataLoader
+from truth import quieten
+from zoo import Case, case_named
+
+from lightning_memguard import MemGuard
+from lightning_memguard.units import format_bytes, parse_bytes
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one process did: the size it chose or was given, how long choosing took, and what failed on the way."""
+
+    who: str
+    batch_size: int
+    seconds: float
+    failed_allocations: int
+    trained: bool
+    error: str = ""
+
+
+class Timed:
+    """Notes how long a hook of another callback takes."""
+
+    seconds = 0.0
+
+
+def timed(callback: Any, hook: str) -> Any:
+    original = getattr(callback, hook)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            Timed.seconds += time.perf_counter() - started
+
+    setattr(callback, hook, run)
+    return callback
+
+
+class Failures:
+    """Counts allocations that failed and were caught, where Lightning asks whether an error was one."""
+
+    count = 0
+
+
+def count_failures() -> None:
+    from pytorch_lightning.tuner import batch_size_scaling as scaling
+
+    original = scaling.is_oom_error
+
+    def asked(error: BaseException) -> bool:
+        failed = original(error)
+        Failures.count += failed
+        return failed
+
+    scaling.is_oom_error = asked
+
+
+def trained_here(case: Case, who: str, batch_size: int, room_bytes: int) -> Outcome:
+    """Limit this process, then train in it."""
+    quieten()
+    count_failures()
+    module = case.build(case.optimizers[0])
+    dataset = case.dataset(1_000_000)
+    module.batch_size = batch_size
+    module.train_dataloader = lambda: DataLoader(dataset, batch_size=module.batch_size)
+    torch.ones(1 << 20).add_(1).sum()  # start the worker threads: their stacks are no part of the comparison
+    limit_address_space(room_bytes)
+    callbacks: dict[str, Any] = {
+        "MemGuard": lambda: timed(MemGuard(), "setup"),
+        "BatchSizeFinder": lambda: timed(
+            BatchSizeFinder("binsearch", STEPS, batch_size, 25, max_val=1 << 20), "on_fit_start"
+        ),
+    }
+    guard = callbacks[who]() if who in callbacks else None
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        limit_train_batches=STEPS,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[guard] if guard else [],
+    )
+    error = ""
+    try:
+        trainer.fit(module)
+    except (RuntimeError, MemoryError) as failure:
+        error = str(failure).splitlines()[0][:160]
+        Failures.count += 1
+    return Outcome(who, module.batch_size, Timed.seconds, Failures.count, not error, error)
+
+
+def limit_address_space(room_bytes: int) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room_bytes, resource.RLIM_INFINITY))
+
+
+def in_a_process(case: str, who: str, batch_size: int, room_bytes: int) -> Outcome:
+    """Run `trained_here` in a process of its own."""
+    words = [sys.executable, __file__, case, "--who", who, "--batch-size", str(batch_size), "--room", str(room_bytes)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith("{"):
+            return Outcome(**json.loads(line))
+    return Outcome(who, batch_size, 0.0, 1, False, (done.stderr.strip().splitlines() or ["killed"])[-1][:160])
+
+
+def largest_that_trains(case: str, room_bytes: int, start: int) -> int:
+    """The largest size that trains, to within one per cent, by trying."""
+    good, bad = 0, start
+    while in_a_process(case, "nobody", bad, room_bytes).trained:
+        good, bad = bad, bad + max(1, bad // 4)
+    if not good:
+        good = 1
+    while bad - good > max(1, good // 100):
+        middle = (good + bad) // 2
+        if in_a_process(case, "nobody", middle, room_bytes).trained:
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="?", default="cnn_batch_norm")
+    parser.add_argument("--room", default="1GiB", help="memory beyond what the process has at the start")
+    parser.add_argument("--who", help=argparse.SUPPRESS)
+    parser.add_argument("--batch-size", type=int, default=2)
+    options = parser.parse_args()
+    room_bytes = parse_bytes(int(options.room) if options.room.isdigit() else options.room)
+    if options.who:
+        print(json.dumps(asdict(trained_here(case_named(options.case), options.who, options.batch_size, room_bytes))))
+        return
+    print(
+        f"{options.case}, {format_bytes(room_bytes)} of address space beyond the start, {torch.get_num_threads()} threads\n"
+    )
+    guard, finder = (in_a_process(options.case, who, 2, room_bytes) for who in ("MemGuard", "BatchSizeFinder"))
+    largest = largest_that_trains(options.case, room_bytes, max(guard.batch_size, 1))
+    print(f"{'':18}{'batch size':>12}{'of largest':>12}{'seconds':>10}{'failed allocations':>20}  then trained")
+    for outcome in (guard, finder):
+        share = outcome.batch_size / largest
+        print(
+            f"{outcome.who:18}{outcome.batch_size:12}{share:12.1%}{outcome.seconds:10.2f}"
+            f"{outcome.failed_allocations:20}  {'yes' if outcome.trained else outcome.error}"
+        )
+    print(f"{'largest by trying':18}{largest:12}")
+    print(f"\nMemGuard chose {finder.seconds / guard.seconds:.0f} times faster.")
+
+
+if __name__ == "__main__":
+    main()
