@@ -1,7 +1,8 @@
 """MemGuard beside Lightning's own BatchSizeFinder, in a process whose memory is really limited.
 
-Each run is a process of its own under RLIMIT_AS: an allocation past the limit fails there, as on a full GPU. Both choose a
-batch size for the same module and data; then the largest size that really trains is found by trying, one process a try.
+Each run is a process of its own under RLIMIT_AS: an allocation past the limit fails there, as on a full GPU. Both
+choose a batch size for the same module and data; then the largest that really trains is found by trying, one process a
+try.
 
     python benchmarks/versus_batch_size_finder.py                      # the default case, 1 GiB above the start
     python benchmarks/versus_batch_size_finder.py mlp --room 512MiB

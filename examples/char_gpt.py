@@ -101,7 +101,7 @@ class CharGPT(pl.LightningModule):
         heads: int = 4,
         width: int = 128,
         dropout: float = 0.1,
-        learning_rate: float = 3e-3,
+        learning_rate: float = 5e-3,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     print_sample("Before", model, data.vocabulary)
     trainer = pl.Trainer(
-        callbacks=[MemGuard(budget=options.budget, multiple_of=8)],
+        callbacks=[MemGuard(budget=options.budget)],
         accelerator=options.device,
         devices=1,
         max_epochs=1,

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         callbacks=[guard],
         max_epochs=options.epochs,
         accelerator="cpu",
-        logger=TensorBoardLogger(options.logdir, name="digits"),
+        logger=TensorBoardLogger(options.logdir, name="digits", default_hp_metric=False),
         log_every_n_steps=1,
     )
     trainer.fit(

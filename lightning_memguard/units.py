@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from lightning_memguard.errors import MemGuardError
 
@@ -19,11 +20,14 @@ def format_bytes(nbytes: int) -> str:
     >>> format_bytes(25_757_220_864)
     '24.0 GiB'
     """
-    sign, size = ("-", -nbytes) if nbytes < 0 else ("", nbytes)
-    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if size >= scale:
-            return f"{sign}{size / scale:.1f} {unit}"
-    return f"{sign}{size} B"
+    if abs(nbytes) < KIB:
+        return f"{nbytes} B"
+    size = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= KIB
+        if abs(round(size, 1)) < KIB:
+            return f"{size:.1f} {unit}"
+    return f"{size / KIB:.1f} TiB"
 
 
 def parse_bytes(quantity: int | str) -> int:
@@ -57,5 +61,4 @@ def _parse_text(text: str) -> int:
         raise MemGuardError(
             f"{text!r} is no quantity of bytes; write an int, or text such as '24GiB', '800MB' or '512 MiB'."
         )
-    number = match[1].replace("_", "")
-    return int(float(number) * scale) if "." in number else int(number) * scale
+    return int(Decimal(match[1].replace("_", "")) * scale)

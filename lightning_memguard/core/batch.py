@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memguard.errors import CannotTraceError
 
@@ -90,9 +91,7 @@ class Batches:
 
         def build(shape: tuple[int, ...], example: torch.Tensor) -> torch.Tensor:
             tensor = torch.empty(shape, dtype=example.dtype, device=device or _device_of(example))
-            if example.dim() == 4 and not example.is_contiguous():
-                tensor = tensor.to(memory_format=torch.channels_last)
-            return tensor.requires_grad_(example.requires_grad)
+            return _in_format(tensor, example).requires_grad_(example.requires_grad)
 
         return self.of(batch_size, build)
 
@@ -100,13 +99,13 @@ class Batches:
         """A batch of real tensors, the example's values repeated or cut to size."""
 
         def build(shape: tuple[int, ...], example: torch.Tensor) -> torch.Tensor:
-            if example.is_meta:
+            if example.is_meta or isinstance(example, FakeTensor):
                 return torch.zeros(shape, dtype=example.dtype, device=device)
             tensor = example.detach()
             for dim, size in enumerate(shape):
                 index = torch.arange(size, device=tensor.device) % tensor.shape[dim]
                 tensor = tensor.index_select(dim, index)
-            return tensor.to(device).requires_grad_(example.requires_grad)
+            return _in_format(tensor.to(device), example).requires_grad_(example.requires_grad)
 
         return self.of(batch_size, build)
 
@@ -120,10 +119,10 @@ class Batches:
             return small
         if mine.keys() == theirs.keys():
             return _close(small, {key: self._blend(mine[key], theirs[key], n, build) for key in mine})
-        if isinstance(small, list) and small:  # one entry a sample
+        if isinstance(small, (list, tuple)) and small:  # one entry a sample
             length = max(0, self._line(len(small), len(large), n))
             values = [self._blend(value, value, n, build) for value in small]
-            return [copy.copy(values[i % len(values)]) for i in range(length)]
+            return type(small)([copy.copy(values[i % len(values)]) for i in range(length)])
         raise CannotTraceError(
             f"A batch of {self.small_size} and one of {self.large_size} samples have different keys: "
             f"{sorted(map(str, mine))} against {sorted(map(str, theirs))}."
@@ -166,9 +165,22 @@ def _grown(tree: Any, size: int) -> Any:
     if parts is None:
         return tree
     grown = {key: _grown(value, size) for key, value in parts.items()}
-    if isinstance(tree, list) and len(tree) == size and size > 1:
-        return [*grown.values(), grown[0]]
+    if type(tree) in (list, tuple) and len(tree) == size and size > 1 and not _holds_batch(tree, size):
+        return type(tree)([*grown.values(), grown[0]])  # one entry a sample
     return _close(tree, grown)
+
+
+def _holds_batch(tree: Any, size: int) -> bool:
+    return any(size in tensor.shape for tensor in tensors_in(tree))
+
+
+def _in_format(tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
+    """The tensor in the example's memory format: channels last where the example is."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    wanted = formats.get(example.dim())
+    if wanted is None or example.is_contiguous() or not example.is_contiguous(memory_format=wanted):
+        return tensor
+    return tensor.contiguous(memory_format=wanted)
 
 
 def _counts(value: object) -> bool:
@@ -216,7 +228,7 @@ def _close(tree: Any, parts: dict[Any, Any]) -> Any:
         try:
             for key, value in parts.items():
                 clone[key] = value
-        except TypeError:
+        except (TypeError, AttributeError):
             return parts
     elif isinstance(tree, Sequence):
         return tree

@@ -53,7 +53,9 @@ class Recorder(TorchDispatchMode):
         self._storage_bytes: dict[int, int] = {}  # by block, as its storage says
         self._host = overheads.Host(torch.get_num_threads(), _channel_block())
         self._finalizers: list[weakref.finalize[Any, Any]] = []
+        self._cublas: set[bool] = set()  # where a handle is open: in the backward pass or not
         self._task = -1
+        self._looking = True
         self.ran_backward = False
 
     # -- what the runner of the step tells
@@ -63,7 +65,17 @@ class Recorder(TorchDispatchMode):
         if phase == "backward":
             self._keep_activations()
         self.phase = phase
+        self.module = ""
         self.step = self.step if step is None else step
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look away while something is made that is no part of the step, such as its example batch."""
+        self._looking = False
+        try:
+            yield
+        finally:
+            self._looking = True
 
     def label(self, tensors: Iterable[Any], part: str) -> None:
         """Say what these tensors are for; a block that already has a part keeps it."""
@@ -79,12 +91,14 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not self._looking:
+            return func(*args, **kwargs)
         task = _graph_task()
         if task != self._task:
-            self._task = task
-            if task != -1:
+            if self._task == -1:  # and not a backward pass inside one, as reentrant checkpointing runs
                 self.ran_backward = True
                 self._keep_activations()
+            self._task = task
         known = fake.known_result(func, args)
         if known is not None:
             return known
@@ -112,6 +126,8 @@ class Recorder(TorchDispatchMode):
         for tensor in results:
             self._watch(tensor, name, kept)
             kept = 0
+        if self.device_type == "cuda" and overheads.takes_cublas(name):
+            self._open_cublas(name)
         for nbytes in (*scratch.after, rnn.scratch_bytes(func, args, kwargs)):
             self._scratch(nbytes, name)
 
@@ -146,6 +162,15 @@ class Recorder(TorchDispatchMode):
         if self._live.get(address) == block:
             del self._live[address]
             self._rows.append(("free", block, self._where(), self.step, self.module, ""))
+
+    def _open_cublas(self, operator: str) -> None:
+        """Forward and backward pass run in threads of their own, each with a cuBLAS handle and its workspace."""
+        in_backward = self._task != -1
+        if in_backward not in self._cublas:
+            self._cublas.add(in_backward)
+            capability = torch.cuda.get_device_capability()
+            block = self._take(overheads.cublas_workspace_bytes(capability), operator)
+            self._parts[block] = "workspaces"
 
     def _scratch(self, nbytes: int, operator: str) -> None:
         if not nbytes:
@@ -198,11 +223,15 @@ class _ModulePaths(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = fake.call(func, args, kwargs or {})
-        node = getattr(out, "grad_fn", None) if isinstance(out, torch.Tensor) else None
-        if node is not None and self.recorder.module and "memguard" not in node.metadata:
+        if self.recorder.module:
+            for tensor in _tensors(out):
+                self._follow(tensor.grad_fn)
+        return out
+
+    def _follow(self, node: Any) -> None:
+        if node is not None and "memguard" not in node.metadata:
             node.metadata["memguard"] = self.recorder.module
             node.register_prehook(self._enter(self.recorder.module))
-        return out
 
     def _enter(self, path: str) -> Callable[[Any], None]:
         def enter(_: Any) -> None:

@@ -110,6 +110,7 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
 
     Raises:
         DoesNotFitError: even the smallest size allowed does not fit.
+        MemGuardError: the effective batch size asked for is below the smallest size allowed.
     """
 
     def fits(size: int) -> bool:
@@ -142,6 +143,12 @@ def _range(request: Request) -> tuple[int, int, LimitedBy]:
     highest, bound = min(bounds, key=lambda pair: pair[0])
     step = request.multiple_of
     lowest = -(-request.min_batch_size // step) * step
+    effective = request.keep_effective_batch_size
+    if effective is not None and lowest * request.ranks > effective:
+        raise MemGuardError(
+            f"keep_effective_batch_size={effective} is below the smallest batch there is: {lowest} samples on each of "
+            f"{request.ranks} ranks. Lower `min_batch_size` or `multiple_of`, or raise it."
+        )
     return lowest, max(highest // step * step, lowest), bound
 
 
@@ -165,10 +172,10 @@ def _largest(lowest: int, highest: int, step: int, fits: Callable[[int], bool]) 
 def _split(largest: int, request: Request, lowest: int) -> tuple[int, int]:
     """Size and accumulation whose product over all ranks comes nearest to the effective size, and not above it.
 
-    A size up to an eighth below the largest is taken where it comes nearer.
+    A size down to half the largest is taken where it comes nearer; below that, the same size twice does.
     """
     effective = request.keep_effective_batch_size or 0
-    nearly = range(largest, max(lowest, largest - largest // 8) - 1, -request.multiple_of)
+    nearly = range(largest, max(lowest, largest // 2) - 1, -request.multiple_of)
     total, size = max((size * request.ranks * max(1, effective // (size * request.ranks)), size) for size in nearly)
     return size, total // (size * request.ranks)
 

@@ -31,6 +31,10 @@ REAL_SIZES = (2, 4, 8)
 _VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
 
 
+class StepFailsError(CannotTraceError):
+    """The step runs at some batch sizes and raises at another, as one that pairs its samples does at an odd one."""
+
+
 class Program(Protocol):
     """A training that can run a few of its steps on a copy of itself, at any batch size."""
 
@@ -93,10 +97,16 @@ class Prediction:
 
         Returns:
             This prediction if the capture agrees, or had nothing to say; else one that captures every size asked for.
+
+        Raises:
+            StepFailsError: the step does not run at this size, though it did at others.
         """
         if self.growth is None or self.method not in ("fake", "worst-case") or batch_size in self.traces:
             return self
-        proof = capture(self.program, batch_size, self.method)
+        try:
+            proof = capture(self.program, batch_size, self.method)
+        except Exception as error:
+            raise StepFailsError(f"at batch size {batch_size} {_reason(self.method, error)}") from error
         if proof.events == self.growth.at(batch_size).events:
             return self
         note = (
@@ -166,7 +176,7 @@ def predict(
 
 def _grow_at(program: Program, asked: int, method: Method, scalable: bool) -> tuple[list[Trace], Growth | None]:
     """Traces at a few sizes, and their growth where they agree; at the size asked for alone where no other runs."""
-    if not scalable:
+    if not scalable and method != "real":  # a real run is kept small whatever was asked
         return [capture(program, asked, method)], None
     sizes: tuple[int, ...] = FAKE_SIZES if method != "real" else REAL_SIZES
     try:
@@ -216,6 +226,7 @@ def _chain_holds(error: BaseException | None, kinds: tuple[type[BaseException], 
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _TRUE = {"32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+PRECISIONS = tuple(sorted({*_AUTOCAST, *_TRUE}))
 
 
 @dataclass(frozen=True)
@@ -241,9 +252,8 @@ class LoopProgram:
     training: bool = True
 
     def __post_init__(self) -> None:
-        known = sorted({*_AUTOCAST, *_TRUE})
-        if self.precision not in known:
-            raise MemGuardError(f"precision={self.precision!r} is unknown; choose one of {', '.join(known)}.")
+        if self.precision not in PRECISIONS:
+            raise MemGuardError(f"precision={self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `Program.run`."""
@@ -257,7 +267,7 @@ class LoopProgram:
                 else:
                     twin.eval()
                     with torch.no_grad():
-                        self._forward(recorder, twin, batch_size, fake)
+                        self._step(recorder, twin, self._next_batch(recorder, batch_size, fake))
 
     def run_states(self, recorder: Recorder) -> None:
         """See `Program.run_states`."""
@@ -268,6 +278,8 @@ class LoopProgram:
                 step_states(recorder, twin, optimizers)
 
     def _twin(self, mode: FakeTensorMode | None) -> nn.Module:
+        if mode is None:
+            refuse_meta(self.model)
         twin = fake_twin(self.model, mode, self.device) if mode else real_twin(self.model).to(self.device)
         dtype = _TRUE.get(self.precision)
         return twin.to(dtype) if dtype else twin
@@ -275,10 +287,14 @@ class LoopProgram:
     def _batch(self, batch_size: int, fake: bool) -> Any:
         return self.batches.fake(batch_size, self.device) if fake else self.batches.real(batch_size, self.device)
 
-    def _forward(self, recorder: Recorder, twin: nn.Module, batch_size: int, fake: bool) -> Any:
+    def _next_batch(self, recorder: Recorder, batch_size: int, fake: bool) -> Any:
         recorder.mark("transfer")
-        batch = self._batch(batch_size, fake)
+        with recorder.paused():
+            batch = self._batch(batch_size, fake)
         recorder.label(tensors_in(batch), "batch")
+        return batch
+
+    def _step(self, recorder: Recorder, twin: nn.Module, batch: Any) -> Any:
         recorder.mark("forward")
         dtype = _AUTOCAST.get(self.precision)
         with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
@@ -291,7 +307,8 @@ class LoopProgram:
         for index in range(2):
             recorder.mark("zero_grad", step=index)
             twin.zero_grad()
-            loss = self._forward(recorder, twin, batch_size, fake)
+            batch = self._next_batch(recorder, batch_size, fake)  # a loop variable: alive until the next one comes
+            loss = self._step(recorder, twin, batch)
             recorder.mark("backward")
             loss.backward()
             gradients = gradients_of(optimizers, twin)
@@ -302,6 +319,12 @@ class LoopProgram:
             if optimizer:
                 optimizer.step()
                 recorder.label(states_of(optimizers), "optimizer_state")
+
+
+def refuse_meta(module: nn.Module) -> None:
+    """A module on the meta device has no weights to run with, and may be too large to be given any."""
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise CannotTraceError("its parameters are on the meta device, so there is nothing to run it with")
 
 
 def step_states(recorder: Recorder, twin: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

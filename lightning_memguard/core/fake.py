@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -34,6 +35,31 @@ class UnknownFloat(float):
     def _refuse(self, *_: object) -> bool:
         raise ValueNeededError("The step compares the value of a tensor (`.item()`), which only a real run can give.")
 
+    def __neg__(self) -> UnknownFloat:
+        return UnknownFloat(-float(self))
+
+    def __abs__(self) -> UnknownFloat:
+        return UnknownFloat(abs(float(self)))
+
+    def __add__(self, other: float) -> UnknownFloat:
+        return UnknownFloat(float(self) + float(other))
+
+    def __sub__(self, other: float) -> UnknownFloat:
+        return UnknownFloat(float(self) - float(other))
+
+    def __mul__(self, other: float) -> UnknownFloat:
+        return UnknownFloat(float(self) * float(other))
+
+    def __truediv__(self, other: float) -> UnknownFloat:
+        return UnknownFloat(float(self) / float(other))
+
+    def __rsub__(self, other: float) -> UnknownFloat:
+        return UnknownFloat(float(other) - float(self))
+
+    def __rtruediv__(self, other: float) -> UnknownFloat:
+        return UnknownFloat(float(other) / float(self))
+
+    __radd__, __rmul__ = __add__, __mul__
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse
     __hash__ = float.__hash__
 
@@ -42,13 +68,17 @@ class UnknownFloat(float):
 
 
 class _FakeCopy(TorchFunctionMode):
-    """While this is on, ``copy.deepcopy`` makes fake copies of tensors, those of ``moving`` storages on ``device``."""
+    """While this is on, ``copy.deepcopy`` makes fake copies of tensors.
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device, moving: set[int]) -> None:
+    Those whose storages are in ``moving`` live on ``device``; where several share a storage, so do their copies.
+    """
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device, moving: Counter[int]) -> None:
         super().__init__()
         self.mode = mode
         self.device = device
         self.moving = moving
+        self.bases: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,8 +93,16 @@ class _FakeCopy(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        moves = tensor.untyped_storage()._cdata in self.moving
-        return fake_like(tensor, self.mode, self.device if moves else tensor.device)
+        address = _address(tensor)
+        device = self.device if address in self.moving or tensor.is_meta else tensor.device
+        if self.moving[address] < 2:
+            return fake_like(tensor, self.mode, device)
+        with self.mode, torch.no_grad():
+            base = self.bases.get(address)
+            if base is None or base.dtype != tensor.dtype:
+                length = tensor.untyped_storage().nbytes() // tensor.element_size()
+                base = self.bases[address] = torch.empty(length, dtype=tensor.dtype, device=device)
+            return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
@@ -91,12 +129,23 @@ def fake_twin(
     Returns:
         The twin. Nothing done to its tensors, lists or counters reaches the module.
     """
-    moving = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+    moving = Counter(_address(tensor) for tensor in (*module.parameters(), *module.buffers()))
     with _FakeCopy(mode, device, moving):
         twin = real_twin(module, instead)
-    for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
-        theirs.__dict__.update({name: value for name, value in mine.__dict__.items() if name not in theirs.__dict__})
+        for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+            _copy_attributes(mine, theirs)
     return twin
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """The storage behind a tensor; -1 for those of a lazy module that has not seen a batch."""
+    return -1 if torch.nn.parameter.is_lazy(tensor) else tensor.untyped_storage()._cdata
+
+
+def _copy_attributes(parameter: torch.Tensor, twin: torch.Tensor) -> None:
+    """What users hang on parameters, such as ``no_decay``: a deep copy of a Parameter leaves it behind."""
+    for name, value in vars(parameter).items():
+        vars(twin).setdefault(name, copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value)
 
 
 def real_twin(module: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
@@ -105,9 +154,14 @@ def real_twin(module: nn.Module, instead: Mapping[int, object] | None = None) ->
     try:
         return copy.deepcopy(module, dict(memo))
     except Exception:  # noqa: BLE001 - a deep copy can fail in any way; find what refuses, and share it
-        for child in module.modules():
-            memo |= {id(value): value for value in vars(child).values() if not _can_be_copied(value, memo)}
+        for child in reversed(list(module.modules())):  # the innermost first, so that only what refuses is shared
+            values = (value for name, value in vars(child).items() if name not in _OWN_DICTS)
+            memo |= {id(value): value for value in values if not _can_be_copied(value, memo)}
         return copy.deepcopy(module, dict(memo))
+
+
+# A module's own: these hold what must never be shared with the user's module.
+_OWN_DICTS = ("_parameters", "_buffers", "_modules")
 
 
 def _data_attributes(module: nn.Module) -> Iterator[object]:
@@ -186,6 +240,7 @@ def _modules_can_move() -> Iterator[None]:
             return parameter
         if id(parameter) not in moved:
             moved[id(parameter)] = parameter, nn.Parameter(result, parameter.requires_grad)
+            _copy_attributes(parameter, moved[id(parameter)][1])
         return moved[id(parameter)][1]
 
     nn.Module._apply = apply  # type: ignore[method-assign]

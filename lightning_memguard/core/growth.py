@@ -67,9 +67,9 @@ def grow(traces: Sequence[Trace]) -> Growth:
         CannotTraceError: the traces are fewer than two, differ in more than bytes, or grow in no way that a
             polynomial of degree two describes.
     """
-    ordered = sorted(traces, key=lambda trace: trace.batch_size)
+    ordered = sorted({trace.batch_size: trace for trace in traces}.values(), key=lambda trace: trace.batch_size)
     sizes = tuple(trace.batch_size for trace in ordered)
-    if len(set(sizes)) < 2:
+    if len(sizes) < 2:
         raise CannotTraceError(f"Growth needs traces at two batch sizes or more; got {list(sizes)}.")
     _check_same_events(ordered)
     template = ordered[-1]

@@ -67,6 +67,25 @@ def scratch(
     return rule(args, kwargs, results, host) if rule else NONE
 
 
+# -- CUDA
+
+_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
+
+
+def takes_cublas(operator: str) -> bool:
+    """Whether an operator needs a cuBLAS handle, and with it a workspace."""
+    return operator.split(".")[1] in _MATRIX_PRODUCTS if operator.startswith("aten.") else False
+
+
+def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
+    """What cuBLAS takes from the caching allocator for each handle, and keeps; each thread and stream has its own.
+
+    32 MiB on compute capability 9, 10 and 12, else 8,519,680 bytes: `getChosenWorkspaceSize` in
+    aten/src/ATen/cuda/CublasHandlePool.cpp.
+    """
+    return 32 << 20 if compute_capability[0] in (9, 10, 12) else 8_519_680
+
+
 # -- shapes
 
 
@@ -114,6 +133,7 @@ class _Conv:
     transposed: bool
     output_padding: Sequence[int]
     groups: int
+    padding: Sequence[int]
 
     def takes_onednn(self, host: Host) -> bool:
         """`use_mkldnn` in aten/src/ATen/native/Convolution.cpp."""
@@ -144,6 +164,21 @@ class _Conv:
         out, into = (_up(size, host.channel_block) for size in self.weight.shape[:2])
         return int(out * (into if pads_input else self.weight.shape[1]) * math.prod(self.weight.shape[2:]) * _FLOAT)
 
+    def scatter(self, small: Any, large: Any, host: Host) -> int:
+        """The scratchpad of oneDNN where a stride spreads a small image over a large one.
+
+        That is the backward pass of a strided convolution, and the forward pass of a transposed one. Each thread has
+        a buffer of the small image with its rim; recorded with `benchmarks/cpu_scratch.py` for square images of even
+        sides, 20 KiB a thread more at odd ones.
+        """
+        if not any(s > 1 for s in self.stride) or self.groups > 1 or small.dim() != 4:
+            return 0
+        kernel, stride, pad = self.weight.shape[-1], self.stride[-1], self.padding[-1]
+        rows, columns = small.shape[2:]
+        rim = (kernel - 1 - pad) // stride + (large.shape[2] - 1 + pad) // stride - (rows - 1)
+        image = _up((rows + rim) * (columns + rim) * small.shape[1] * _FLOAT, 16_384)
+        return int(12_288 + (128 if self.transposed else 0) + host.threads * (24 + 8_192 + image))
+
     def im2col(self, spatial: Any) -> int:
         """`slow_conv2d` and its kin unfold the input, unless the kernel is 1 x 1 (ConvolutionMM2d.cpp)."""
         kernel = math.prod(self.weight.shape[2:])
@@ -158,8 +193,8 @@ def _is_known(tensor: Any) -> bool:
 
 def _convolution(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], host: Host) -> Scratch:
     """`mkldnn_convolution` (aten/src/ATen/native/mkldnn/Conv.cpp): input, weight and result in oneDNN's layout."""
-    x, weight, _, stride, _, dilation, transposed, output_padding, groups = args[:9]
-    conv, y = _Conv(x, weight, stride, dilation, transposed, output_padding, groups), results[0]
+    x, weight, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
+    conv, y = _Conv(x, weight, stride, dilation, transposed, output_padding, groups, padding), results[0]
     if not _is_known(x):
         return NONE
     if x.element_size() != _FLOAT or not conv.takes_onednn(host):
@@ -171,13 +206,14 @@ def _convolution(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[An
     inputs = 0 if few_in else conv.blocked(x, host)
     result = _bytes(y) if transposed and y.shape[1] < block else conv.blocked(y, host)
     weights = conv.blocked_weight(host, pads_input=not few_in)
-    return Scratch(before=(inputs + weights + result,), after=(result + (_bytes(y) if transposed else 0),))
+    scatter = conv.scatter(x, y, host) if transposed else 0
+    return Scratch(before=(inputs + weights + result + scatter,), after=(result + (_bytes(y) if transposed else 0),))
 
 
 def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], host: Host) -> Scratch:
     """`mkldnn_convolution_backward`: first the input's gradient, then the weight's, each in oneDNN's layout."""
-    grad, x, weight, _bias, stride, _padding, dilation, transposed, output_padding, groups, mask = args[:11]
-    conv = _Conv(x, weight, stride, dilation, transposed, output_padding, groups)
+    grad, x, weight, _bias, stride, padding, dilation, transposed, output_padding, groups, mask = args[:11]
+    conv = _Conv(x, weight, stride, dilation, transposed, output_padding, groups, padding)
     if not _is_known(x):
         return NONE
     if x.element_size() != _FLOAT or not conv.takes_onednn(host):
@@ -202,7 +238,8 @@ def _backward_data(conv: _Conv, grad: Any, host: Host) -> tuple[int, int]:
     inputs = _bytes(x) if strided and x.shape[1] < block else conv.blocked(x, host)
     weights = conv.blocked_weight(host, pads_input=not few_out)
     incoming = 0 if few_out else conv.blocked(grad, host)
-    return incoming + weights + inputs, inputs + _bytes(x) * (2 if strided else 1)
+    scatter = conv.scatter(grad, x, host) if strided else 0
+    return incoming + weights + inputs + scatter, inputs + _bytes(x) * (2 if strided else 1)
 
 
 def _backward_weight(conv: _Conv, grad: Any, host: Host, bias: int) -> tuple[int, int]:

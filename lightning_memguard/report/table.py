@@ -61,15 +61,17 @@ def _table(footprint: Footprint, budget: Budget) -> Table:
 def why(decision: Decision) -> str:
     """One sentence: the batch size, and what set it."""
     if decision.footprint is None or decision.budget is None:
-        return f"Batch size left as it is: {decision.reason}."
+        return f"Batch size left as it is: {decision.reason.rstrip('.')}."
     size, asked = decision.batch_size, decision.requested_batch_size
     if decision.outcome == "checked" or decision.reason:
         fits = "fits" if decision.fits else "does NOT fit"
-        return f"Batch size {size} {fits}" + (f"; it stays because {decision.reason}." if decision.reason else ".")
+        return f"Batch size {size} {fits}" + (
+            f"; it stays because {decision.reason.rstrip('.')}." if decision.reason else "."
+        )
     change = f"Batch size {size} (was {asked})" if size != asked else f"Batch size {size}, as asked"
     reasons = {
         "memory": "the largest that fits",
-        "dataset": "the whole dataset in one batch; memory would allow more",
+        "dataset": "as large as the dataset allows; memory would allow more",
         "max_batch_size": "max_batch_size; memory would allow more",
         "request": "it keeps the effective batch size",
     }
@@ -82,8 +84,9 @@ def why(decision: Decision) -> str:
 def last_line(records: Sequence[EpochRecord]) -> str:
     """One line for the end of a fit: predicted against measured."""
     worst = max(records, key=lambda record: record.measured.peak_bytes)
-    return (
-        f"MemGuard: predicted {format_bytes(worst.predicted.peak_device_bytes)}, measured "
-        f"{format_bytes(worst.measured.peak_bytes)} at most ({worst.measured.source}), {worst.error_ratio:+.1%}; "
-        f"batch size {worst.batch_size}, {len(records)} epoch{'s' if len(records) != 1 else ''}."
-    )
+    predicted = f"MemGuard: predicted {format_bytes(worst.predicted.peak_device_bytes)}"
+    epochs = f"batch size {worst.batch_size}, {len(records)} epoch{'s' if len(records) != 1 else ''}."
+    if not worst.measured.peak_bytes:
+        return f"{predicted}; nothing could be measured ({worst.measured.source}); {epochs}"
+    measured = f"measured {format_bytes(worst.measured.peak_bytes)} at most ({worst.measured.source})"
+    return f"{predicted}, {measured}, {worst.error_ratio:+.1%}; {epochs}"

@@ -15,10 +15,10 @@ from torch import nn
 from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.batch import Batches, batches_from_one
 from lightning_memguard.core.device import context_bytes
-from lightning_memguard.core.estimate import LoopProgram, Program, predict
+from lightning_memguard.core.estimate import PRECISIONS, LoopProgram, Program, predict
 from lightning_memguard.core.footprint import Footprint
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.step import LightningProgram, lightning_of
+from lightning_memguard.training.step import LightningProgram, lightning_of, quiet
 
 
 def estimate(
@@ -83,6 +83,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise MemGuardError(f"device={name!r} is no torch device; give 'cpu' or 'cuda'.") from error
+    if device.type not in ("cpu", "cuda", "mps", "xpu"):
+        raise MemGuardError(f"device={name!r} trains nothing; give 'cpu' or 'cuda'.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CannotTraceError("device='cuda' was asked for, and torch finds no CUDA device here; give device='cpu'.")
     return device
@@ -119,10 +121,19 @@ def _is_lightning(model: Any) -> bool:
 def _trainer(model: Any, precision: str) -> Any:
     """A Trainer to read settings from; it never runs."""
     pl = lightning_of(model)
-    return pl.Trainer(
-        accelerator="cpu", devices=1, precision=precision, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
-    )  # fmt: skip
+    if precision not in PRECISIONS:
+        raise MemGuardError(f"precision={precision!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
+    with quiet():
+        return pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            precision=precision,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
 
 
 def _inference(model: Any, lightning: bool) -> Callable[[Any, Any], Any]:

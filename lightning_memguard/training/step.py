@@ -25,7 +25,7 @@ from torch import nn
 
 from lightning_memguard.core.batch import Batches, tensors_in
 from lightning_memguard.core.capture import Recorder, gradients_of, refuse_sparse, states_of, watching
-from lightning_memguard.core.estimate import step_states, tensors
+from lightning_memguard.core.estimate import refuse_meta, step_states, tensors
 from lightning_memguard.core.fake import fake_twin, real_twin
 from lightning_memguard.errors import CannotTraceError
 
@@ -96,7 +96,9 @@ class LightningProgram:
     def _stage(self, recorder: Recorder, batch_size: int, fake: bool) -> Iterator[tuple[Any, Any]]:
         """The shadow and the twin, in a quiet place where nothing they do is seen outside."""
         pl = lightning_of(self.module)
-        with _quiet(), tensors(fake=fake) as mode, ExitStack() as watch:
+        with quiet(), tensors(fake=fake) as mode, ExitStack() as watch:
+            if mode is None:
+                refuse_meta(self.module)
             instead = {id(self.trainer): None}
             twin: Any = (
                 fake_twin(self.module, mode, self.device, instead)
@@ -260,7 +262,8 @@ class _Loader:
     def _batch(self) -> Any:
         self.recorder.mark("transfer")
         make = self.program.batches.fake if self.fake else self.program.batches.real
-        batch = make(self.batch_size, torch.device("cpu"))
+        with self.recorder.paused():
+            batch = make(self.batch_size, torch.device("cpu"))
         self.recorder.label(tensors_in(batch), "batch")
         return batch
 
@@ -317,7 +320,7 @@ def _no_callbacks() -> list[Any]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """What a copy prints, warns or logs is not the user's concern: the real run will say it again."""
     before = logging.root.manager.disable
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.capture import part_bytes
 from lightning_memguard.core.decision import Budget, Decision, Request, decide
 from lightning_memguard.core.device import context_bytes, read_budget
-from lightning_memguard.core.estimate import Prediction, predict
+from lightning_memguard.core.estimate import Prediction, StepFailsError, predict
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training import loaders
 from lightning_memguard.training.step import LightningProgram
@@ -52,9 +53,14 @@ def tune(trainer: Any, module: Any, wishes: Wishes) -> Tuning:
         budget = _budget(trainer.strategy.root_device, module, wishes)
     except MemGuardError as error:
         return _step_aside(trainer, str(error))
+    except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training it guards
+        return _step_aside(trainer, f"{type(error).__name__}: {error}")
     # after the budget, which counts a context that is up as ours: measuring it opens it
     prediction = replace(prediction, context_bytes=context_bytes(trainer.strategy.root_device), _footprints={})
-    return _decide(trainer, found, prediction, budget, wishes)
+    try:
+        return _decide(trainer, found, prediction, budget, wishes)
+    except CannotTraceError as error:
+        return _step_aside(trainer, str(error))
 
 
 def _predict(trainer: Any, module: Any, wishes: Wishes) -> tuple[loaders.Found, Prediction]:
@@ -107,14 +113,25 @@ def _decide(trainer: Any, found: loaders.Found, prediction: Prediction, budget: 
         ranks=trainer.world_size,
         free_to_choose=wishes.mode == "tune" and prediction.scalable and not found.fixed_because,
     )
-    decision = decide(prediction.footprint_at, budget, request)
-    proven = prediction.proven_at(decision.batch_size)
-    if proven is not prediction:
-        decision = decide(proven.footprint_at, budget, request)
+    decision, proven = _choose(prediction, budget, request)
     if wishes.mode == "tune" and not request.free_to_choose:
         why = found.fixed_because or "the memory of other batch sizes is not known"
         decision = replace(decision, outcome="kept", reason=why)
     return Tuning(decision, found, proven)
+
+
+def _choose(prediction: Prediction, budget: Budget, request: Request) -> tuple[Decision, Prediction]:
+    """Decide, and prove the size; where the step does not run at it, a size divisible by 2, 4, ... may do."""
+    for power in range(5):
+        even = replace(request, multiple_of=math.lcm(request.multiple_of, 1 << power))
+        decision = decide(prediction.footprint_at, budget, even)
+        try:
+            proven = prediction.proven_at(decision.batch_size)
+        except StepFailsError as error:
+            failure = error
+            continue
+        return (decision if proven is prediction else decide(proven.footprint_at, budget, even)), proven
+    raise failure
 
 
 def _step_aside(trainer: Any, reason: str) -> Tuning:

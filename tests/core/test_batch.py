@@ -208,7 +208,6 @@ def test_an_int_that_counts_samples_counts_on():
     )
 
 
-@pytest.mark.xfail(reason="only lists are known to hold one entry a sample", strict=True, raises=CannotTraceError)
 def test_a_tuple_with_one_entry_a_sample_gets_as_many_entries_as_samples():
     """What torchvision's detection references collate by `tuple(zip(*batch))`."""
 
@@ -305,13 +304,11 @@ def test_a_real_batch_asks_for_gradients_where_the_example_does():
     assert grown[0].is_leaf
 
 
-@pytest.mark.xfail(reason="index_select gives a contiguous tensor", strict=True, raises=AssertionError)
 def test_a_real_batch_stays_channels_last():
     images = torch.zeros(2, 3, 8, 8).to(memory_format=torch.channels_last)
     assert batches_from_one(images).real(4, CPU).is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.xfail(reason="only meta tensors are known to have no values", strict=True, raises=AssertionError)
 def test_a_real_batch_of_fake_tensors_is_zeros():
     with FakeTensorMode():
         example = torch.ones(2, 3)

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.batch import batches_from_one
-from lightning_memguard.core.estimate import LoopProgram, Prediction, capture, predict
+from lightning_memguard.core.estimate import LoopProgram, Prediction, StepFailsError, capture, predict
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 CPU = torch.device("cpu")
@@ -124,9 +124,6 @@ def test_an_unknown_precision_is_refused_with_the_known_ones():
     )
 
 
-@pytest.mark.xfail(
-    reason="the batch is dropped as soon as the forward pass returns", strict=True, raises=AssertionError
-)
 def test_the_loops_own_name_for_the_batch_keeps_it_alive_until_the_next():
     """`for batch in loader:` holds it through backward and step, even where no gradient needs it."""
     trace = capture(program_of(lambda model, x: model.weight.sum() + 0 * x.sum()), 2, "fake")
@@ -191,11 +188,6 @@ def test_no_larger_size_runs_for_real_even_where_the_answer_is_for_one():
     assert max(sizes) <= 16
 
 
-@pytest.mark.xfail(
-    reason="making the batch runs under the recorder, which finds the user's own example",
-    strict=True,
-    raises=AssertionError,
-)
 def test_a_real_run_takes_what_a_fake_one_would_however_large_the_example():
     """The example is 16 kB; what is asked for is 16 samples, 1 kB in all."""
     prediction = predicted(needs_a_value, samples=1000)
@@ -212,7 +204,6 @@ def test_a_real_run_leaves_weights_and_random_state_as_they_were():
     assert [p.grad for p in model.parameters()] == [None, None]
 
 
-@pytest.mark.xfail(reason="a lock in a child makes the twin share the child, weights and all", strict=True)
 @pytest.mark.parametrize("step", [plain, needs_a_value])
 def test_a_module_whose_child_cannot_be_copied_is_left_alone_too(step):
     model = nn.Sequential(nn.Linear(4, 8))
@@ -357,13 +348,13 @@ def test_a_size_that_runs_otherwise_puts_an_end_to_growth_and_a_note_says_so():
     assert grown.footprint_at(50).peak_allocated_bytes == promised, "the first prediction was edited"
 
 
-@pytest.mark.xfail(
-    reason="what the user's code raises at that size goes through, into the fit", strict=True, raises=ValueError
-)
-def test_a_size_that_cannot_be_run_does_not_break_the_fit():
+def test_a_size_at_which_the_step_raises_is_told_apart_from_one_that_grows_otherwise():
     def even(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if len(x) % 2:
             raise ValueError("samples come in pairs")
         return plain(model, x)
 
-    predicted(even).proven_at(51)
+    prediction = predicted(even)
+    with pytest.raises(StepFailsError, match=r"at batch size 51 .* samples come in pairs"):
+        prediction.proven_at(51)
+    assert prediction.proven_at(50) is prediction

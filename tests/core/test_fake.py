@@ -99,7 +99,6 @@ def test_a_buffer_that_two_modules_hold_stays_one():
     assert twin.encoder.mean is twin.mean
 
 
-@pytest.mark.xfail(reason="each tensor gets a storage of its own", strict=True, raises=AssertionError)
 def test_tensors_that_share_a_storage_still_share_one():
     module = nn.Module()
     module.register_buffer("table", torch.zeros(8))
@@ -136,9 +135,6 @@ def test_attributes_of_parameters_are_kept():
     assert twin_of(Tied()).encoder.weight.sharded is True
 
 
-@pytest.mark.xfail(
-    reason="the values of a parameter's attributes are taken over as they are", strict=True, raises=AssertionError
-)
 def test_a_list_on_a_parameter_is_the_twins_own():
     module = Tied()
     module.encoder.weight.names = ["encoder"]
@@ -170,11 +166,6 @@ def test_what_cannot_be_copied_is_shared_and_all_else_is_still_copied(make_twin)
     assert storage(twin.encoder.weight) != storage(module.encoder.weight)
 
 
-@pytest.mark.xfail(
-    reason="the parent's dict of children cannot be copied either, so all children are shared",
-    strict=True,
-    raises=AssertionError,
-)
 @pytest.mark.parametrize("make_twin", [twin_of, real_twin])
 def test_what_a_child_cannot_copy_is_shared_and_the_child_is_still_copied(make_twin):
     """Else the twin's weights are the user's, and a step on the twin trains them."""
@@ -199,7 +190,6 @@ def test_parameters_and_buffers_go_to_the_device_and_other_tensors_stay():
     assert twin.plain.device.type == "cpu"
 
 
-@pytest.mark.xfail(reason="inside the mode, a meta parameter is not known again by its storage", strict=True)
 def test_the_twin_of_a_module_without_memory_is_on_the_device_too(mode):
     with torch.utils._python_dispatch._disable_current_modes():
         module = nn.Linear(4, 4, device="meta")
@@ -316,7 +306,7 @@ def test_an_unknown_float_can_be_logged_printed_and_scaled(mode):
     assert isinstance(loss, float)
     assert f"{loss:.2f} {loss}" == "1.00 1.0"
     assert {loss: "kept"}
-    assert 100 * loss / 4 == 25.0
+    assert f"{100 * loss / 4}" == "25.0"
 
 
 @pytest.mark.parametrize(
@@ -338,7 +328,6 @@ def test_an_unknown_float_refuses_to_decide_which_way_a_step_takes(compare):
     assert str(error.value) == ("The step compares the value of a tensor (`.item()`), which only a real run can give.")
 
 
-@pytest.mark.xfail(reason="arithmetic gives a plain float, and with it a branch nobody asked for", strict=True)
 def test_an_unknown_float_stays_unknown_when_scaled():
     with pytest.raises(ValueNeededError):
         _ = 100 * UnknownFloat(1.0) > 50

@@ -43,7 +43,8 @@ def profiled_peak(build: Callable[[], nn.Module], shape: tuple[int, ...], step: 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(steps):
             optimizer.zero_grad()
-            loss = step(model, torch.randn(shape))
+            batch = torch.randn(shape)
+            loss = step(model, batch)
             loss.backward()
             optimizer.step()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]

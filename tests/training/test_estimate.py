@@ -105,7 +105,6 @@ def test_the_example_may_be_real_meta_or_fake(kind):
     assert footprint.parts["batch"] == BATCH.nbytes
 
 
-@pytest.mark.xfail(reason="made inside the fake mode, the twin of a meta parameter stays on meta", strict=True)
 def test_a_model_without_memory_can_be_asked_about():
     """Built on the meta device: 4 MiB of weights, as much of gradients, and Adam's two averages and counter."""
     with torch.device("meta"):
@@ -139,7 +138,7 @@ def test_a_lightning_module_is_stepped_in_lightnings_order(pl, n):
         "batch": 16 * n,
         "temporaries": 32 * n + 4,
     }
-    assert (footprint.batch_size, footprint.phase, footprint.module) == (n, "forward", "layer")
+    assert (footprint.batch_size, footprint.phase) == (n, "forward")
     assert (footprint.method, footprint.notes) == ("fake", ())
 
 
@@ -158,7 +157,6 @@ def test_step_and_optimizer_of_a_lightning_module_are_its_own(pl):
         )
 
 
-@pytest.mark.xfail(reason="the size asked for is run for real, on this machine", strict=True, raises=AssertionError)
 def test_a_step_that_has_to_run_for_real_runs_at_small_sizes_alone():
     """Who asks what a GPU needs for a huge batch may sit at a laptop."""
     sizes = []
@@ -248,7 +246,6 @@ def test_an_unknown_precision_is_refused_with_the_known_ones():
         estimate(one_weight(), BATCH, step=sum_of_outputs, device="cpu", precision="half")
 
 
-@pytest.mark.xfail(reason="the Trainer's own ValueError goes through", strict=True, raises=ValueError)
 def test_an_unknown_precision_of_a_lightning_module_is_refused_likewise(pl):
     with pytest.raises(MemGuardError, match=r"^precision='half'"):
         estimate(lightning_module(pl), BATCH, device="cpu", precision="half")
@@ -326,8 +323,8 @@ def test_model_batch_and_random_state_stay_as_they_were(pl, step, precision):
     assert (module.batch_size, module._trainer) == (16, None)
 
 
-@pytest.mark.xfail(reason="a Trainer is made, and Lightning announces it", strict=True, raises=AssertionError)
 def test_nothing_is_said_meanwhile(pl, caplog):
+    """A Trainer is made to read settings from; its banner about GPUs would be about none that is used."""
     with caplog.at_level("INFO"):
         estimate(lightning_module(pl), BATCH, device="cpu")
     assert caplog.messages == []

@@ -1,0 +1,120 @@
+"""The examples run as a newcomer would run them, from a folder of their own, and leave behind what they say they do."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, ScalarEvent
+
+pytest.importorskip("sklearn", reason="the quickstart's digits come with scikit-learn")
+
+ROOT = Path(__file__).parents[1]
+EPOCHS = 2
+PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "batch", "temporaries", "workspaces")
+KEYS = {
+    "memguard/predicted_peak_gib",
+    "memguard/actual_peak_gib",
+    "memguard/error_pct",
+    "memguard/headroom_gib",
+    "memguard/batch_size",
+    *(f"memguard/parts/{part}_gib" for part in PARTS),
+}
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an example printed, and the folder it ran in."""
+
+    text: str
+    folder: Path
+
+    @property
+    def chosen_batch_size(self) -> int:
+        found = re.search(r"Batch size (\d+) \(was \d+\)", self.text)
+        assert found, self.text
+        return int(found[1])
+
+    def scalars(self) -> dict[str, list[ScalarEvent]]:
+        accumulator = EventAccumulator(str(self.folder / "lightning_logs" / "digits" / "version_0"))
+        accumulator.Reload()
+        return {key: accumulator.Scalars(key) for key in accumulator.Tags()["scalars"]}
+
+
+def run(script: str, folder: Path, *options: str) -> Run:
+    # One thread: beside other work, two that wait for each other are slower. A wide terminal: sentences stay on a line.
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    command = [sys.executable, str(ROOT / "examples" / script), *options]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Run(done.stdout, folder)
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run("quickstart.py", tmp_path_factory.mktemp("quickstart"), "--epochs", str(EPOCHS))
+
+
+def test_quickstart_trains_at_a_larger_batch_than_its_loader_asked_for(quickstart: Run) -> None:
+    assert 64 < quickstart.chosen_batch_size < 300
+    accuracy = re.search(r"not seen: ([\d.]+)%", quickstart.text)
+    assert accuracy, quickstart.text
+    assert float(accuracy[1]) > 60  # after two epochs of the five
+
+
+def test_quickstart_says_one_row_an_epoch_and_how_to_open_the_logs(quickstart: Run) -> None:
+    rows = re.findall(r"^ +(\d+) +(\d+) +\d+ MiB +\d+ MiB +[+-][\d.]+%$", quickstart.text, re.MULTILINE)
+    assert rows == [(str(epoch), str(quickstart.chosen_batch_size)) for epoch in range(EPOCHS)]
+    assert "tensorboard --logdir lightning_logs" in quickstart.text
+
+
+def test_quickstart_logs_every_value_once_an_epoch(quickstart: Run) -> None:
+    logged = {key: events for key, events in quickstart.scalars().items() if key.startswith("memguard/")}
+    assert set(logged) == KEYS
+    for key, events in logged.items():
+        assert len(events) == EPOCHS, key
+        assert events[0].step < events[1].step, key
+        assert all(math.isfinite(event.value) for event in events), key
+
+
+def test_quickstart_logs_values_that_agree_with_each_other(quickstart: Run) -> None:
+    logged = {key: [event.value for event in events] for key, events in quickstart.scalars().items()}
+    predicted, actual = logged["memguard/predicted_peak_gib"], logged["memguard/actual_peak_gib"]
+    parts = [sum(logged[f"memguard/parts/{part}_gib"][epoch] for part in PARTS) for epoch in range(EPOCHS)]
+    assert logged["memguard/batch_size"] == [quickstart.chosen_batch_size] * EPOCHS
+    assert parts == pytest.approx(predicted)
+    assert logged["memguard/error_pct"] == pytest.approx(
+        [100 * (foreseen / seen - 1) for foreseen, seen in zip(predicted, actual, strict=True)], abs=1e-3
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere freed memory may stay with the process")
+def test_quickstart_measures_what_it_predicted(quickstart: Run) -> None:
+    errors = [event.value for event in quickstart.scalars()["memguard/error_pct"]]
+    assert all(abs(error) < 10 for error in errors), errors
+
+
+def test_char_gpt_tunes_its_datamodule_and_writes_before_and_after(tmp_path: Path) -> None:
+    done = run("char_gpt.py", tmp_path, "--steps", "2", "--budget", "96MiB")
+    before, after = (done.text.partition(f"\n{title}:\n")[2][:200] for title in ("Before", "After"))
+    assert done.chosen_batch_size > 8
+    assert before.startswith("def ")
+    assert after.startswith("def ")
+    assert before != after
+    assert "Loss after 2 steps" in done.text
+    assert not list(tmp_path.iterdir())  # no logs, no checkpoints
