@@ -26,6 +26,7 @@ from zoo import Case, case_named
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.estimate import capture
+from lightning_memguard.core.footprint import footprint
 from lightning_memguard.training.tune import Tuning, tune
 
 ROUNDS = 3
@@ -99,25 +100,20 @@ def measure(case: Case) -> None:
         )
         prediction = result[0].prediction
         assert prediction is not None
-        one_size.append(seconds(lambda p=prediction: p.settings and capture(p.program, 4, p.method)))
+        one_size.append(seconds(lambda p=prediction: footprint(capture(p.program, 4, p.method), p.settings)))
         chosen = result[0].decision.batch_size
         replayed.append(seconds(lambda p=prediction, n=chosen: [p.footprint_at(10 * n + i) for i in range(30)]))
         tracked.append(seconds(lambda: tracked_step(case, 4)))
     first = decided[0], tracked[0]
     decide, one, tracker, sizes = (statistics.median(times[1:]) for times in (decided, one_size, tracked, replayed))
     real = statistics.median(real_step(case) for _ in range(ROUNDS))
-    print(
-        f"{case.name}: chose batch size {chosen}, {result[0].decision.footprint.method}; median of {ROUNDS}, then ratios"
-    )
+    print(f"{case.name}: chose batch size {chosen}; median of {ROUNDS}, then ratios")
     print(f"  decide      {decide:7.2f} s   {decide / real:6.1f} real steps   {decide / tracker:5.2f} MemTracker steps")
     print(f"  one size    {one:7.2f} s   {one / real:6.1f} real steps   {one / tracker:5.2f} MemTracker steps")
     print(f"  MemTracker  {tracker:7.2f} s   {tracker / real:6.1f} real steps")
     print(f"  real step   {real:7.2f} s   at batch size 1")
     print(f"  30 sizes    {sizes:7.2f} s   {sizes / decide:.1%} of decide")
-    print(
-        f"  the first time, imports included: decide {first[0]:.2f} s, MemTracker after it {first[1]:.2f} s\n",
-        flush=True,
-    )
+    print(f"  first time  {first[0]:7.2f} s   imports included; MemTracker after it {first[1]:.2f} s\n", flush=True)
 
 
 def main() -> None:

@@ -163,9 +163,8 @@ def main() -> None:
     if options.who:
         print(json.dumps(asdict(trained_here(case_named(options.case), options.who, options.batch_size, room_bytes))))
         return
-    print(
-        f"{options.case}, {format_bytes(room_bytes)} of address space beyond the start, {torch.get_num_threads()} threads\n"
-    )
+    room = f"{format_bytes(room_bytes)} of address space beyond the start"
+    print(f"{options.case}, {room}, {torch.get_num_threads()} threads\n")
     guard, finder = (in_a_process(options.case, who, 2, room_bytes) for who in ("MemGuard", "BatchSizeFinder"))
     largest = largest_that_trains(options.case, room_bytes, max(guard.batch_size, 1))
     print(f"{'':18}{'batch size':>12}{'of largest':>12}{'seconds':>10}{'failed allocations':>20}  then trained")

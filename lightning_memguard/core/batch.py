@@ -171,7 +171,11 @@ def _grown(tree: Any, size: int) -> Any:
 
 
 def _holds_batch(tree: Any, size: int) -> bool:
-    return any(size in tensor.shape for tensor in tensors_in(tree))
+    """Whether something inside has the batch's size, so that the container itself is no list of samples."""
+    inner = (_open(tree) or {}).values()
+    return any(size in tensor.shape for tensor in tensors_in(tree)) or any(
+        type(value) in (list, tuple) and len(value) == size for value in inner
+    )
 
 
 def _in_format(tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
