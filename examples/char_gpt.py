@@ -3,8 +3,8 @@
 It reads the source of Python's own standard library, which is on every machine: nothing is downloaded.
 
     python examples/char_gpt.py                                   # about a minute on two cores
-    python examples/char_gpt.py --steps 2000 --budget 2GiB        # long enough to indent properly
-    python examples/char_gpt.py --device cuda --budget 8GiB
+    python examples/char_gpt.py --steps 500                       # nearly all of the text once: five minutes
+    python examples/char_gpt.py --device cuda --budget 2GiB
 
 The batch size belongs to a LightningDataModule here, and the learning rate follows a schedule as long as the training.
 MemGuard chooses before either is asked: the loader is made at the chosen size, and `trainer.estimated_stepping_batches`
@@ -172,7 +172,9 @@ def print_sample(title: str, model: CharGPT, vocabulary: Sequence[str], start: s
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="512MiB", help="memory the training may take (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps at most (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="steps, if the text is long enough (default: %(default)s)"
+    )
     parser.add_argument("--device", default="cpu", help="a Trainer's accelerator, as cpu, cuda (default: %(default)s)")
     return parser.parse_args(arguments)
 

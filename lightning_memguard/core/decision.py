@@ -81,6 +81,7 @@ class Decision:
         budget: what the device offers; None where it was not read.
         limited_by: what keeps the batch size from being larger.
         reason: why the guard chose nothing or stepped aside, in plain words; empty otherwise.
+        multiple_of: only multiples of this were chosen from.
     """
 
     batch_size: int
@@ -91,6 +92,7 @@ class Decision:
     budget: Budget | None
     limited_by: LimitedBy
     reason: str = ""
+    multiple_of: int = 1
 
     @property
     def fits(self) -> bool:
@@ -128,7 +130,16 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
     if request.keep_effective_batch_size is not None:
         size, accumulate = _split(size, request, lowest)
     outcome: Outcome = "kept" if size == request.batch_size else "tuned"
-    return Decision(size, request.batch_size, accumulate, outcome, footprint_at(size), budget, limited_by)
+    return Decision(
+        size,
+        request.batch_size,
+        accumulate,
+        outcome,
+        footprint_at(size),
+        budget,
+        limited_by,
+        multiple_of=request.multiple_of,
+    )
 
 
 def _range(request: Request) -> tuple[int, int, LimitedBy]:
@@ -180,6 +191,10 @@ def _split(largest: int, request: Request, lowest: int) -> tuple[int, int]:
     return size, total // (size * request.ranks)
 
 
+def _told(budget: Budget) -> str:
+    return "as given" if budget.source == "given" else f"by {budget.source}"
+
+
 _ADVICE = {
     "parameters": "use a smaller model, or shard it over several devices",
     "buffers": "use smaller buffers, or keep them off the device",
@@ -199,7 +214,7 @@ def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> str
     words = part.replace("_", " ")
     return (
         f"Batch size {footprint.batch_size} needs {format_bytes(need)}; {budget.device} offers {format_bytes(usable)} "
-        f"after a {share:.0%} margin ({format_bytes(budget.free_bytes)} by {budget.source}): "
+        f"after a {share:.0%} margin ({format_bytes(budget.free_bytes)} {_told(budget)}): "
         f"{format_bytes(need - usable)} too little. "
         f"The largest part is {words}, {format_bytes(footprint.parts[part])} of it: {_ADVICE[part]}; "
         f"or lower `margin`{', or `min_batch_size`' if request.min_batch_size > 1 else ''}."

@@ -34,7 +34,7 @@ class EpochRecord:
     batch_size: int
     predicted: Footprint
     measured: Measured
-    usable_bytes: int
+    budget_bytes: int
 
     @property
     def error_ratio(self) -> float:
@@ -47,8 +47,8 @@ class EpochRecord:
 
     @property
     def headroom_bytes(self) -> int:
-        """What the measured peak left of the usable budget; negative when it went over."""
-        return self.usable_bytes - self.measured.peak_bytes
+        """What the measured peak left of the budget, margin included; negative when it went over."""
+        return self.budget_bytes - self.measured.peak_bytes
 
     def as_metrics(self) -> dict[str, float]:
         """The values to log, by their public names (unit in the key)."""

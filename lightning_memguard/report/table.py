@@ -27,6 +27,7 @@ def print_decision(decision: Decision, console: Console | None = None) -> None:
         console.print(f"MemGuard stepped aside: {decision.reason}", markup=False)
         return
     console.print(_table(decision.footprint, decision.budget))
+    console.print(_peak(decision.footprint), markup=False)
     console.print(why(decision), markup=False)
     for note in decision.footprint.notes:
         console.print(f"Note: {note}.", markup=False)
@@ -50,12 +51,14 @@ def _table(footprint: Footprint, budget: Budget) -> Table:
     table.add_row(f"Budget on {budget.device} ({budget.source})", format_bytes(budget.free_bytes), "")
     share = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
     table.add_row(f"Usable after a margin of {share:.0%}", format_bytes(budget.usable_bytes), "")
-    place = f"{footprint.phase} pass" if footprint.phase in ("forward", "backward") else footprint.phase
-    table.caption = (
-        f"Peak in the {place}{f' of {footprint.module}' if footprint.module else ''}; {_METHODS[footprint.method]}."
-    )
-    table.caption_justify = "left"
     return table
+
+
+def _peak(footprint: Footprint) -> str:
+    """Where the peak stands, and how that is known."""
+    place = f"{footprint.phase} pass" if footprint.phase in ("forward", "backward") else footprint.phase
+    module = f" of {footprint.module}" if footprint.module else ""
+    return f"Peak in the {place}{module}; {_METHODS[footprint.method]}."
 
 
 def why(decision: Decision) -> str:
@@ -69,8 +72,9 @@ def why(decision: Decision) -> str:
             f"; it stays because {decision.reason.rstrip('.')}." if decision.reason else "."
         )
     change = f"Batch size {size} (was {asked})" if size != asked else f"Batch size {size}, as asked"
+    many = decision.multiple_of
     reasons = {
-        "memory": "the largest that fits",
+        "memory": "the largest that fits" if many == 1 else f"the largest multiple of {many} that fits",
         "dataset": "as large as the dataset allows; memory would allow more",
         "max_batch_size": "max_batch_size; memory would allow more",
         "request": "it keeps the effective batch size",

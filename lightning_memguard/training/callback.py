@@ -133,7 +133,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         }
         measured = self._meter.read(part_bytes(parts, trainer.strategy.root_device.type))
         footprint, budget = self.decision.footprint, self.decision.budget
-        record = EpochRecord(trainer.current_epoch, self.decision.batch_size, footprint, measured, budget.usable_bytes)
+        record = EpochRecord(trainer.current_epoch, self.decision.batch_size, footprint, measured, budget.free_bytes)
         self.records.append(record)
         self._log_record(trainer, pl_module, record)
 

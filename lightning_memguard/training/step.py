@@ -333,5 +333,8 @@ def quiet() -> Iterator[None]:
 
 
 def logging_step(trainer: Any) -> int:
-    """The step that ``self.log`` writes at, so that all curves share one axis. Checked on 2.5.0 to 2.6.6."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+    """The step that ``self.log`` writes an epoch's metrics at, so that all curves share one axis.
+
+    Lightning counts one less while it logs them, to stay on the epoch's last step. Checked on 2.5.0 to 2.6.6.
+    """
+    return max(0, int(trainer.fit_loop.epoch_loop._batches_that_stepped) - 1)

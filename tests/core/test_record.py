@@ -12,12 +12,12 @@ from lightning_memguard.core.trace import PARTS
 from lightning_memguard.units import GIB
 
 
-def record_of(predicted_bytes: int, measured_bytes: int, usable_bytes: int = 8 * GIB) -> EpochRecord:
+def record_of(predicted_bytes: int, measured_bytes: int, budget_bytes: int = 8 * GIB) -> EpochRecord:
     """The allocator's own peaks are smaller than the device's, so that a test sees which one is compared."""
     parts = dict.fromkeys(PARTS, 0) | {"parameters": GIB, "activations": GIB // 2}
     footprint = Footprint(32, "cuda", predicted_bytes // 4, predicted_bytes // 2, predicted_bytes, parts)
     measured = Measured(measured_bytes, "nvml", {}, measured_bytes // 4, measured_bytes // 2)
-    return EpochRecord(3, 32, footprint, measured, usable_bytes)
+    return EpochRecord(3, 32, footprint, measured, budget_bytes)
 
 
 @pytest.mark.parametrize(("predicted", "measured", "ratio"), [(3, 2, 0.5), (2, 2, 0.0), (1, 2, -0.5)])
@@ -30,12 +30,12 @@ def test_where_nothing_was_measured_there_is_no_error_to_tell():
 
 
 def test_headroom_is_what_the_measured_peak_left_of_the_budget():
-    assert record_of(7 * GIB, 5 * GIB, usable_bytes=8 * GIB).headroom_bytes == 3 * GIB
-    assert record_of(7 * GIB, 9 * GIB, usable_bytes=8 * GIB).headroom_bytes == -GIB
+    assert record_of(7 * GIB, 5 * GIB, budget_bytes=8 * GIB).headroom_bytes == 3 * GIB
+    assert record_of(7 * GIB, 9 * GIB, budget_bytes=8 * GIB).headroom_bytes == -GIB
 
 
 def test_the_metrics_have_their_public_names_and_their_unit_in_the_key():
-    assert record_of(6 * GIB, 4 * GIB, usable_bytes=8 * GIB).as_metrics() == {
+    assert record_of(6 * GIB, 4 * GIB, budget_bytes=8 * GIB).as_metrics() == {
         "memguard/predicted_peak_gib": 6.0,
         "memguard/actual_peak_gib": 4.0,
         "memguard/error_pct": 50.0,

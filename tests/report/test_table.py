@@ -63,8 +63,7 @@ MemGuard: memory of a training step
 │ Budget on NVIDIA L4 (cuda:0) (nvml) │                   24.0 GiB │       │
 │ Usable after a margin of 4%         │                   23.0 GiB │       │
 └─────────────────────────────────────┴────────────────────────────┴───────┘
-Peak in the backward pass of encoder.layers.11; a traced step, no memory
-taken.
+Peak in the backward pass of encoder.layers.11; a traced step, no memory taken.
 Batch size 96 (was 32): the largest that fits."""
     )
 
