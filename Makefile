@@ -34,6 +34,7 @@ bench: $(STAMP) ## measure accuracy on the CPU, speed, and the built-in BatchSiz
 	$(BIN)/python benchmarks/cpu_truth.py
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/versus_batch_size_finder.py
+	$(BIN)/python benchmarks/freed_memory.py
 
 clean: ## remove the virtual environment, caches and what trainings left behind
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs runs

@@ -153,11 +153,9 @@ def predict(
         method = methods.pop(0)
         try:
             traces, growth = _grow_at(program, batch_size, method, scalable)
-        except _VALUE_NEEDED as error:
-            reasons.append(_reason(method, error))
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything on a copy
             reasons.append(_reason(method, error))
-            if not _chain_holds(error, _VALUE_NEEDED):
+            if not _needs_value(error):
                 methods = [later for later in methods if later == "real"]  # the worst case would fail alike
         else:
             known = {trace.batch_size: trace for trace in traces}
@@ -181,10 +179,8 @@ def _grow_at(program: Program, asked: int, method: Method, scalable: bool) -> tu
     sizes: tuple[int, ...] = FAKE_SIZES if method != "real" else REAL_SIZES
     try:
         traces = [capture(program, size, method) for size in sizes[:3]]
-    except _VALUE_NEEDED:
-        raise
     except Exception as error:
-        if _chain_holds(error, _VALUE_NEEDED) or method == "real":
+        if _needs_value(error) or method == "real":
             raise
         sizes = tuple(asked << doubling for doubling in range(4))
         try:
@@ -214,9 +210,10 @@ def _reason(method: Method, error: BaseException) -> str:
     return f"{ways[method]} ({type(error).__name__}: {text[0][:200] if text else 'no message'})"
 
 
-def _chain_holds(error: BaseException | None, kinds: tuple[type[BaseException], ...]) -> bool:
+def _needs_value(error: BaseException | None) -> bool:
+    """Whether a value that fake tensors lack is behind an error, however the user's code wrapped it."""
     while error is not None:
-        if isinstance(error, kinds):
+        if isinstance(error, _VALUE_NEEDED):
             return True
         error = error.__cause__ or error.__context__
     return False

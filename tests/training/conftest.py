@@ -9,7 +9,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard import MemGuard
+from lightning_memguard.training.tune import Tuning, tune
 
 
 class Small(pl.LightningModule):
@@ -54,3 +57,15 @@ def trainer() -> Callable[..., pl.Trainer]:
         return pl.Trainer(**{**quiet, **settings}, callbacks=list(callbacks))
 
     return make
+
+
+@pytest.fixture
+def tuned() -> Callable[..., Tuning]:
+    """Everything that happens at setup, without the fit."""
+
+    def run(trainer: pl.Trainer, module: pl.LightningModule, dataset: TensorDataset, **wishes: Any) -> Tuning:
+        trainer.strategy.connect(module)
+        trainer._data_connector.attach_data(module, DataLoader(dataset, batch_size=10))
+        return tune(trainer, module, MemGuard(**wishes)._wishes)
+
+    return run
