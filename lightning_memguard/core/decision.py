@@ -128,7 +128,9 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
     limited_by: LimitedBy = bound if size + request.multiple_of > highest else "memory"
     accumulate = request.accumulate_grad_batches
     if request.keep_effective_batch_size is not None:
-        size, accumulate = _split(size, request, lowest)
+        largest = size
+        size, accumulate = _split(largest, request, lowest)
+        limited_by = limited_by if size == largest else "request"
     outcome: Outcome = "kept" if size == request.batch_size else "tuned"
     return Decision(
         size,
@@ -191,6 +193,14 @@ def _split(largest: int, request: Request, lowest: int) -> tuple[int, int]:
     return size, total // (size * request.ranks)
 
 
+def _room(need: int, budget: Budget) -> str:
+    if need <= budget.free_bytes:
+        return "lower `margin`"
+    if budget.source == "given":
+        return "raise `budget`"
+    return "free memory that others hold" if need <= budget.total_bytes else "train on a larger device"
+
+
 def _told(budget: Budget) -> str:
     return "as given" if budget.source == "given" else f"by {budget.source}"
 
@@ -217,7 +227,7 @@ def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> str
         f"after a {share:.0%} margin ({format_bytes(budget.free_bytes)} {_told(budget)}): "
         f"{format_bytes(need - usable)} too little. "
         f"The largest part is {words}, {format_bytes(footprint.parts[part])} of it: {_ADVICE[part]}; "
-        f"or lower `margin`{', or `min_batch_size`' if request.min_batch_size > 1 else ''}."
+        f"or {_room(need, budget)}{', or lower `min_batch_size`' if request.min_batch_size > 1 else ''}."
     )
 
 

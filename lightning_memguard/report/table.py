@@ -93,4 +93,5 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     if not worst.measured.peak_bytes:
         return f"{predicted}; nothing could be measured ({worst.measured.source}); {epochs}"
     measured = f"measured {format_bytes(worst.measured.peak_bytes)} at most ({worst.measured.source})"
-    return f"{predicted}, {measured}, {worst.error_ratio:+.1%}; {epochs}"
+    over = f", {format_bytes(-worst.headroom_bytes)} over the budget" if worst.headroom_bytes < 0 else ""
+    return f"{predicted}, {measured}, {worst.error_ratio:+.1%}{over}; {epochs}"

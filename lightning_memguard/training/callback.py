@@ -18,6 +18,8 @@ from lightning_memguard.training.step import logging_step
 from lightning_memguard.training.tune import Wishes, tune
 from lightning_memguard.units import format_bytes, parse_bytes
 
+_STEPS_TO_LOOK_AT = 4  # optimizers stepped in turn each have a step of their own
+
 
 def _callback_classes() -> tuple[type, ...]:
     """The Callback classes of whichever Lightning is installed: ``lightning``, ``pytorch_lightning`` or both.
@@ -86,6 +88,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self.records: list[EpochRecord] = []
         self._meter: PeakMeter | None = None
         self._undo: list[Callable[[], None]] = []
+        self._gradient_bytes: list[int] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Predict and choose, before the model reaches its device."""
@@ -113,8 +116,15 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure each epoch for itself."""
+        self._gradient_bytes.clear()
         if self._meter is not None:
             self._meter.restart()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Look at the gradients while they are there: validation clears them. A few steps will do."""
+        if self._meter is not None and len(self._gradient_bytes) < _STEPS_TO_LOOK_AT:
+            gradients = {"gradients": gradients_of(trainer.optimizers, pl_module)}
+            self._gradient_bytes.append(part_bytes(gradients, trainer.strategy.root_device.type)["gradients"])
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Record and log predicted beside measured."""
@@ -128,10 +138,10 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         parts = {
             "parameters": pl_module.parameters(),
             "buffers": pl_module.buffers(),
-            "gradients": gradients_of(trainer.optimizers, pl_module),
             "optimizer_state": states_of(trainer.optimizers),
         }
-        measured = self._meter.read(part_bytes(parts, trainer.strategy.root_device.type))
+        seen = part_bytes(parts, trainer.strategy.root_device.type)
+        measured = self._meter.read({**seen, "gradients": max(self._gradient_bytes, default=0)})
         footprint, budget = self.decision.footprint, self.decision.budget
         record = EpochRecord(trainer.current_epoch, self.decision.batch_size, footprint, measured, budget.free_bytes)
         self.records.append(record)
@@ -176,7 +186,8 @@ def _tell(decision: Decision) -> None:
     elif not decision.fits:
         warnings.warn(
             f"{why(decision)} It is predicted to need {format_bytes(decision.footprint.peak_device_bytes)}; "
-            f"{decision.budget.device} offers {format_bytes(decision.budget.usable_bytes)} ({decision.budget.source}).",
+            f"{decision.budget.device} offers {format_bytes(decision.budget.usable_bytes)} after the margin "
+            f"({decision.budget.source}).",
             stacklevel=2,
         )
     elif decision.reason:

@@ -65,6 +65,12 @@ def estimate(
         >>> footprint.parts["optimizer_state"] == 2 * footprint.parts["parameters"] + 2 * 4
         True
     """
+    for argument, given, shape in (
+        ("step", step, "(model, batch) -> loss"),
+        ("optimizer", optimizer, "(parameters) -> it"),
+    ):
+        if given is not None and not callable(given):
+            raise MemGuardError(f"{argument}= is a {type(given).__name__}; give a class or a function: {shape}.")
     target = _device(device)
     batches = batches_from_one(batch)
     size = batches.small_size if batch_size is None else batch_size
@@ -86,7 +92,7 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda", "mps", "xpu"):
         raise MemGuardError(f"device={name!r} trains nothing; give 'cpu' or 'cuda'.")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise CannotTraceError("device='cuda' was asked for, and torch finds no CUDA device here; give device='cpu'.")
+        raise CannotTraceError(f"device={name!r} needs a CUDA device, and torch finds none here; give device='cpu'.")
     return device
 
 

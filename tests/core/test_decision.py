@@ -233,12 +233,12 @@ def test_the_error_says_what_was_asked_what_was_found_and_what_to_try():
         "Batch size 1 needs 41.0 GiB; cuda:0 offers 19.0 GiB after a 5% margin (20.0 GiB by nvml): "
         "22.0 GiB too little. "
         "The largest part is optimizer state, 24.0 GiB of it: use an optimizer that keeps less (SGD, Adafactor), or "
-        "shard it over several devices; or lower `margin`."
+        "shard it over several devices; or train on a larger device."
     )
 
 
 def test_a_smaller_min_batch_size_is_advised_where_one_was_set():
-    with pytest.raises(DoesNotFitError, match=r"or lower `margin`, or `min_batch_size`\.$"):
+    with pytest.raises(DoesNotFitError, match=r", or lower `min_batch_size`\.$"):
         chosen(10, min_batch_size=16)
 
 
@@ -287,3 +287,30 @@ def test_bounds_that_leave_no_size_are_refused_at_the_door():
     expected = "min_batch_size=5 (in multiples of 8) is above max_batch_size=7: no batch size is left to choose."
     with pytest.raises(MemGuardError, match=f"^{re.escape(expected)}$"):
         check_settings(**{**GOOD, "min_batch_size": 5, "multiple_of": 8, "max_batch_size": 7})
+
+
+@pytest.mark.parametrize(
+    ("need", "source", "advice"),
+    [
+        (10, "nvml", "lower `margin`"),
+        (15, "nvml", "free memory that others hold"),
+        (40, "nvml", "train on a larger device"),
+        (15, "given", "raise `budget`"),
+    ],
+)
+def test_the_advice_is_one_that_helps(need, source, advice):
+    """The device has 24 bytes, 10 of them free and 2 of those kept by the margin."""
+    needs = Footprint(1, "cuda", need, need, need, {"activations": need})
+    with pytest.raises(DoesNotFitError, match=advice):
+        decide(lambda n: needs, Budget(24, 10, 2, source, "cuda:0"), Request(batch_size=64))
+
+
+def test_a_size_taken_for_the_effective_size_is_not_called_the_largest_that_fits():
+    """60 fit; 50 twice make exactly the 100 asked for."""
+    fitting = Footprint(60, "cpu", 1, 1, 1, {"activations": 1})
+    decision = decide(
+        lambda n: fitting if n <= 60 else Footprint(n, "cpu", 9, 9, 9, {"activations": 9}),
+        Budget(4, 4, 0, "given"),
+        Request(batch_size=8, keep_effective_batch_size=100),
+    )
+    assert (decision.batch_size, decision.accumulate_grad_batches, decision.limited_by) == (50, 2, "request")

@@ -172,7 +172,8 @@ def test_after_the_training_one_line_holds_predicted_against_measured():
 def test_of_several_epochs_the_one_that_took_most_is_told():
     records = [epoch(22 * GIB, 20 * GIB), epoch(22 * GIB, 44 * GIB, batch_size=64), epoch(22 * GIB, 21 * GIB)]
     assert last_line(records) == (
-        "MemGuard: predicted 22.0 GiB, measured 44.0 GiB at most (nvml), -50.0%; batch size 64, 3 epochs."
+        "MemGuard: predicted 22.0 GiB, measured 44.0 GiB at most (nvml), -50.0%, 21.0 GiB over the budget; "
+        "batch size 64, 3 epochs."
     )
 
 

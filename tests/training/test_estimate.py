@@ -237,7 +237,7 @@ def test_an_unknown_device_is_refused_by_name():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_that_is_not_there_is_said_so():
-    with pytest.raises(CannotTraceError, match=r"^device='cuda' was asked for, and torch finds no CUDA device here"):
+    with pytest.raises(CannotTraceError, match=r"^device='cuda' needs a CUDA device, and torch finds none here"):
         estimate(one_weight(), BATCH, step=sum_of_outputs)
 
 
@@ -328,3 +328,10 @@ def test_nothing_is_said_meanwhile(pl, caplog):
     with caplog.at_level("INFO"):
         estimate(lightning_module(pl), BATCH, device="cpu")
     assert caplog.messages == []
+
+
+def test_an_optimizer_that_was_made_already_is_refused():
+    net = torch.nn.Linear(4, 4)
+    made = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(MemGuardError, match=r"optimizer= is a SGD; give a class or a function"):
+        estimate(net, torch.zeros(2, 4), step=lambda m, x: m(x).sum(), optimizer=made, device="cpu")
