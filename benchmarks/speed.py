@@ -118,9 +118,8 @@ def measure(case: Case) -> None:
 
 def main() -> None:
     quieten()
-    torch.set_flush_denormal(
-        True
-    )  # at batch size 1 gradients soon vanish, and denormal numbers would slow the real step
+    # at batch size 1 gradients soon vanish, and denormal numbers would slow the real step
+    torch.set_flush_denormal(True)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     for name in ("resnet50", "gpt2_small"):
         measure(case_named(name))

@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Write down what an operator took: scratch, results, and scratch beside the results."""
         name = str(func)
-        results = [out] if isinstance(out, torch.Tensor) else list(_tensors(out))
+        results = list(_tensors(out))
         scratch = overheads.scratch(self.device_type, name, args, kwargs, results, self._host)
         for nbytes in scratch.before:
             self._scratch(nbytes, name)

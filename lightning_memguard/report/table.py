@@ -63,14 +63,13 @@ def _peak(footprint: Footprint) -> str:
 
 def why(decision: Decision) -> str:
     """One sentence: the batch size, and what set it."""
+    reason = decision.reason.rstrip(".")
     if decision.footprint is None or decision.budget is None:
-        return f"Batch size left as it is: {decision.reason.rstrip('.')}."
+        return f"Batch size left as it is: {reason}."
     size, asked = decision.batch_size, decision.requested_batch_size
-    if decision.outcome == "checked" or decision.reason:
+    if decision.outcome == "checked" or reason:
         fits = "fits" if decision.fits else "does NOT fit"
-        return f"Batch size {size} {fits}" + (
-            f"; it stays because {decision.reason.rstrip('.')}." if decision.reason else "."
-        )
+        return f"Batch size {size} {fits}" + (f"; it stays because {reason}." if reason else ".")
     change = f"Batch size {size} (was {asked})" if size != asked else f"Batch size {size}, as asked"
     many = decision.multiple_of
     reasons = {

@@ -35,7 +35,6 @@ class Found:
     Attributes:
         loader: a loader like the one the fit will use; not to be iterated.
         origin: where it comes from, in words.
-        given: whether it was passed to ``fit``, rather than made by a hook.
         batch_size: samples a batch; 0 where the loader has no size.
         dataset_size: samples in an epoch on all ranks, or None where nobody knows.
         fixed_because: why the batch size cannot be changed, in plain words; empty if it can.
@@ -43,7 +42,6 @@ class Found:
 
     loader: Any
     origin: str
-    given: bool
     batch_size: int
     dataset_size: int | None
     fixed_because: str = ""
@@ -76,7 +74,7 @@ def find(trainer: Any) -> Found:
         loader, origin = source.instance, "fit(train_dataloaders=...)"
     if loader is None:
         raise CannotTraceError(f"{origin} gave no loader: there is no batch to predict from.")
-    found = _describe(loader, origin, given=origin.startswith("fit("))
+    found = _describe(loader, origin)
     if found.dataset_size == 0:
         raise CannotTraceError(f"The dataset behind {origin} is empty: there is no sample to predict from.")
     return found
@@ -98,7 +96,7 @@ def _owner(module: Any) -> Any:
     return twin
 
 
-def _describe(loader: Any, origin: str, *, given: bool) -> Found:
+def _describe(loader: Any, origin: str) -> Found:
     if not isinstance(loader, DataLoader):
         kind = f"{type(loader).__module__.partition('.')[0]}'s {type(loader).__name__}"
         raise CannotResizeLoaderError(
@@ -107,7 +105,7 @@ def _describe(loader: Any, origin: str, *, given: bool) -> Found:
         )
     fixed = _fixed_because(loader, origin)
     batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 0) or 0
-    return Found(loader, origin, given, batch_size, _dataset_size(loader), fixed)
+    return Found(loader, origin, batch_size, _dataset_size(loader), fixed)
 
 
 def _fixed_because(loader: DataLoader[Any], origin: str) -> str:

@@ -112,26 +112,20 @@ class LightningProgram:
             def start(model: nn.Module) -> None:
                 watch.enter_context(watching(recorder, model))
 
-            yield _shadow(pl, self, _Settings(recorder, start)), twin
+            yield _shadow(pl, self, recorder, start), twin
 
 
-@dataclass(frozen=True)
-class _Settings:
-    recorder: Recorder
-    start: Callable[[nn.Module], None]
-
-
-def _shadow(pl: Any, program: LightningProgram, settings: _Settings) -> Any:
+def _shadow(pl: Any, program: LightningProgram, recorder: Recorder, start: Callable[[nn.Module], None]) -> Any:
     """A Trainer with the user's settings and none of the user's loggers, callbacks or checkpoints."""
     user = program.trainer
     environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
     dummy = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
     shadow = _shadow_class(pl)(
         accelerator="cpu",
-        strategy=_strategy_class(pl)(program.device, settings.start),
+        strategy=_strategy_class(pl)(program.device, start),
         plugins=[environments.LightningEnvironment(), _precision_of(user)],
         logger=dummy() if user.loggers else False,
-        callbacks=[_marks_class(pl)(settings.recorder)],
+        callbacks=[_marks_class(pl)(recorder)],
         max_epochs=user.max_epochs if user.max_epochs and user.max_epochs > 0 else 1000,
         max_steps=max(user.max_steps, 2) if user.max_steps > 0 else -1,
         # a third micro-batch would run exactly as the second does

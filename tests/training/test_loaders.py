@@ -16,7 +16,7 @@ from lightning_memguard.training import loaders
 
 
 def described(loader: Any) -> loaders.Found:
-    return loaders._describe(loader, "the loader", given=True)
+    return loaders._describe(loader, "the loader")
 
 
 class Counting(Dataset[torch.Tensor]):
@@ -185,5 +185,5 @@ def test_a_loader_hook_is_asked_on_a_copy(trainer: Any) -> None:
     fit = trainer()
     fit.fit_loop._data_source.instance = data
     found = loaders.find(fit)
-    assert (found.batch_size, found.given) == (8, False)
+    assert (found.batch_size, found.origin) == (8, "the datamodule's train_dataloader()")
     assert not hasattr(data, "asked")
