@@ -101,6 +101,12 @@ class Decision:
             return False
         return self.footprint.peak_device_bytes <= self.budget.usable_bytes
 
+    def would_overrun(self, ratio: float) -> bool:
+        """Whether a peak ``ratio`` times the predicted one would pass the whole budget, margin included."""
+        if self.footprint is None or self.budget is None:
+            return False
+        return self.footprint.peak_device_bytes * ratio > self.budget.free_bytes
+
 
 def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Request) -> Decision:
     """Choose the largest batch size whose predicted peak fits the budget.

@@ -620,6 +620,9 @@ def _give_back_freed_memory() -> None:
 
 # Keeping to it
 
+KEPT_FREED_RATIO = 1.75
+"""How far freed blocks that glibc keeps were seen to raise a CPU training above its tensors (see below)."""
+
 _KEPT_FREED_BYTES = 1 << 20
 _GLIBC_TRIM, _GLIBC_MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h, see man 3 mallopt
 _GLIBC_LARGEST_BYTES = 32 << 20  # where glibc's own rule lets the threshold rise to (DEFAULT_MMAP_THRESHOLD_MAX)

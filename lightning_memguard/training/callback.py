@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lightning_memguard.core.capture import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision import Decision, check_settings
-from lightning_memguard.core.device import PeakMeter, return_freed_memory
+from lightning_memguard.core.device import KEPT_FREED_RATIO, PeakMeter, return_freed_memory
 from lightning_memguard.core.record import EpochRecord
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.table import last_line, print_decision, why
@@ -101,7 +101,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self.decision = tuning.decision
         if tuning.found is not None and self.decision.outcome == "tuned":
             self._undo.append(loaders.apply(trainer, pl_module, self.decision.batch_size))
-        if self._wishes.mode == "tune" and self.decision.limited_by == "memory":
+        if self._wishes.mode == "tune" and self.decision.would_overrun(KEPT_FREED_RATIO):
             self._undo.append(return_freed_memory(device))
         if self._wishes.keep_effective_batch_size and self.decision.outcome in ("tuned", "kept"):
             trainer.accumulate_grad_batches = self.decision.accumulate_grad_batches

@@ -332,3 +332,33 @@ def test_a_loss_that_is_not_a_number(trainer: Any, dataset: TensorDataset) -> No
     trainer(guard, detect_anomaly=False).fit(Lost(), train_dataloaders=DataLoader(dataset, batch_size=4))
     assert guard.decision is not None
     assert guard.decision.batch_size == 50
+
+
+@pytest.mark.parametrize(
+    ("wishes", "returned"),
+    [
+        ({"budget": 60 * KIB, "margin": 0.0}, True),
+        ({"budget": 60 * KIB, "margin": 0.0, "keep_effective_batch_size": 90}, True),
+        ({"max_batch_size": 20}, False),
+        ({"mode": "check", "budget": 60 * KIB}, False),
+    ],
+    ids=["memory is the limit", "an effective size below it", "plenty of memory", "check"],
+)
+def test_freed_memory_is_returned_only_where_what_is_kept_could_pass_the_budget(
+    trainer: Any,
+    small: Any,
+    dataset: TensorDataset,
+    monkeypatch: pytest.MonkeyPatch,
+    wishes: dict[str, Any],
+    returned: bool,
+) -> None:
+    """Each time it is turned on it is turned off again when the fit is over."""
+    calls: list[str] = []
+
+    def turn_on(_: torch.device) -> Any:
+        calls.append("on")
+        return lambda: calls.append("off")
+
+    monkeypatch.setattr("lightning_memguard.training.callback.return_freed_memory", turn_on)
+    trainer(MemGuard(**wishes)).fit(small(), train_dataloaders=DataLoader(dataset, batch_size=4))
+    assert calls == (["on", "off"] if returned else [])
