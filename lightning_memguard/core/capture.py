@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core import fake, overheads, rnn
+from lightning_memguard.core.scratch import Chip, Host
 from lightning_memguard.core.trace import Event, Method, Trace
 from lightning_memguard.errors import CannotTraceError
 
@@ -51,7 +52,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, int] = {}  # address of the storage -> its block
         self._bytes: list[int] = []  # by block
         self._storage_bytes: dict[int, int] = {}  # by block, as its storage says
-        self._host = overheads.Host(torch.get_num_threads(), _channel_block())
+        self._on: Host | Chip | None = Host(torch.get_num_threads(), _channel_block()) if device_type == "cpu" else None
         self._finalizers: list[weakref.finalize[Any, Any]] = []
         self._cublas: set[bool] = set()  # where a handle is open: in the backward pass or not
         self._task = -1
@@ -118,7 +119,7 @@ class Recorder(TorchDispatchMode):
         """Write down what an operator took: scratch, results, and scratch beside the results."""
         name = str(func)
         results = list(_tensors(out))
-        scratch = overheads.scratch(self.device_type, name, args, kwargs, results, self._host)
+        scratch = overheads.scratch(name, args, kwargs, results, self._on)
         for nbytes in scratch.before:
             self._scratch(nbytes, name)
         # a real storage tells its own size

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard import estimate
 from lightning_memguard.core import overheads
+from lightning_memguard.core.scratch import NONE, Host
 
 X = (6, 16, 12, 12)
 
@@ -83,16 +84,14 @@ def test_a_losss_peak_is_the_profilers(loss: str) -> None:
 
 
 def test_other_devices_and_operators_have_no_rule_here() -> None:
-    host = overheads.Host(threads=2)
     x = torch.zeros(2, 3, 4, 4)
-    assert overheads.scratch("cuda", "aten.mse_loss.default", (x, x), {}, [x], host) == overheads.NONE
-    assert overheads.scratch("cpu", "aten.add.Tensor", (x, x), {}, [x], host) == overheads.NONE
+    assert overheads.scratch("aten.mse_loss.default", (x, x), {}, [x], None) == NONE
+    assert overheads.scratch("aten.add.Tensor", (x, x), {}, [x], Host(threads=2)) == NONE
 
 
 def test_what_each_thread_takes_grows_with_the_threads() -> None:
     grad, x = torch.zeros(4, 8), torch.zeros(4, 8)
     one, three = (
-        overheads.scratch("cpu", "aten.native_layer_norm_backward.default", (grad, x, [8]), {}, [x], overheads.Host(n))
-        for n in (1, 3)
+        overheads.scratch("aten.native_layer_norm_backward.default", (grad, x, [8]), {}, [x], Host(n)) for n in (1, 3)
     )
     assert (one.after, three.after) == ((2 * 8 * 4,), (3 * 2 * 8 * 4,))
