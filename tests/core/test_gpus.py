@@ -1,0 +1,261 @@
+"""GPUs by the names people give them, and what each is taken to have."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lightning_memguard.core.gpus import CATALOGUE, Gpu, find
+from lightning_memguard.core.scratch import Chip
+from lightning_memguard.errors import MemGuardError
+from lightning_memguard.units import GIB, MIB
+
+EVERY = pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
+
+
+def normal(name: str) -> str:
+    """What is left of a name where neither case nor punctuation nor the maker's brands count."""
+    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+
+
+# The catalogue
+
+
+def test_it_covers_what_people_train_on():
+    assert len(CATALOGUE) >= 80
+
+
+def test_no_two_entries_share_a_name():
+    names = [normal(label) for gpu in CATALOGUE for label in (gpu.name, *gpu.aliases)]
+    assert sorted(names) == sorted(set(names))
+
+
+@EVERY
+def test_an_entry_is_found_by_its_own_name(gpu):
+    assert find(gpu.name) is gpu
+    assert find(f"  {gpu.name.upper()} ") is gpu
+
+
+ALIASED = [(gpu, alias) for gpu in CATALOGUE for alias in gpu.aliases]
+
+
+@pytest.mark.parametrize(("gpu", "alias"), ALIASED, ids=[alias for _, alias in ALIASED])
+def test_an_entry_is_found_by_its_aliases(gpu, alias):
+    assert find(alias) is gpu
+
+
+@EVERY
+def test_the_brand_may_be_left_out_and_promises_no_more_memory_then(gpu):
+    found = find(re.sub(r"nvidia|geforce|tesla", "", gpu.name.lower()).replace("-", "_"))
+    assert found.memory_bytes <= gpu.memory_bytes
+    assert found.compute_capability == gpu.compute_capability
+    assert found is gpu or gpu.name == "NVIDIA GeForce RTX 3060"  # a short name for it means the one of 8 GB
+
+
+@EVERY
+def test_memory_is_within_what_is_sold(gpu):
+    assert type(gpu.memory_bytes) is int
+    assert 2 * GIB <= gpu.memory_bytes <= 400 * GIB
+
+
+CPU_MEMORY = {"NVIDIA GH200 480GB", "NVIDIA GH200 120GB"}
+SIZED = [
+    (gpu, int(size[1]))
+    for gpu in CATALOGUE
+    if gpu.name not in CPU_MEMORY and (size := re.search(r"\b(\d+)GB?\b", gpu.name))
+]
+
+
+@pytest.mark.parametrize(("gpu", "gigabytes"), SIZED, ids=[gpu.name for gpu, _ in SIZED])
+def test_memory_is_a_little_less_than_the_size_in_the_name(gpu, gigabytes):
+    assert 0.85 * gigabytes * GIB <= gpu.memory_bytes <= gigabytes * GIB
+
+
+def test_sizes_in_names_are_looked_at():
+    assert ("Tesla V100-SXM2-32GB", 32) in {(gpu.name, gigabytes) for gpu, gigabytes in SIZED}
+    assert len(SIZED) > 20
+
+
+MULTIPROCESSORS = {  # the most that a chip of each architecture has
+    (6, 0): 60, (6, 1): 30, (7, 0): 84, (7, 5): 72, (8, 0): 128, (8, 6): 84, (8, 9): 144, (9, 0): 144,
+    (10, 0): 160, (10, 3): 160, (12, 0): 192,
+}  # fmt: skip
+
+
+@EVERY
+def test_the_chip_is_one_that_was_built(gpu):
+    assert 0 < gpu.multiprocessors <= MULTIPROCESSORS[gpu.compute_capability]
+
+
+def test_what_scratch_depends_on_comes_with_it():
+    assert find("H200").chip == Chip((9, 0), 132)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_bytes"),
+    [
+        ("NVIDIA GeForce RTX 3060", 12_622_168_064),
+        ("NVIDIA GeForce RTX 4060", 8_318_222_336),
+        ("NVIDIA H200", 143771 * MIB),
+        ("NVIDIA H100 80GB HBM3", 81559 * MIB),
+        ("NVIDIA A100-SXM4-80GB", 81920 * MIB),
+        ("NVIDIA L40S", 46068 * MIB),
+        ("NVIDIA GeForce RTX 4090", 24564 * MIB),
+        ("Tesla T4", 15360 * MIB),
+    ],
+)
+def test_totals_are_those_that_were_seen(name, memory_bytes):
+    assert find(name).memory_bytes == memory_bytes
+
+
+# Names as people write them
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("h100", "NVIDIA H100 80GB HBM3"),
+        ("H100 PCIe", "NVIDIA H100 PCIe"),
+        ("H100 SXM", "NVIDIA H100 80GB HBM3"),
+        ("h100-nvl", "NVIDIA H100 NVL"),
+        ("h200", "NVIDIA H200"),
+        ("L40S", "NVIDIA L40S"),
+        ("T4", "Tesla T4"),
+        ("nvidia tesla t4", "Tesla T4"),
+        ("A10", "NVIDIA A10"),
+        ("a10g", "NVIDIA A10G"),
+        ("b300", "NVIDIA B300 SXM6 AC"),
+        ("RTX 4090", "NVIDIA GeForce RTX 4090"),
+        ("4090", "NVIDIA GeForce RTX 4090"),
+        ("geforce_rtx_4090", "NVIDIA GeForce RTX 4090"),
+        ("rtx 4090 laptop", "NVIDIA GeForce RTX 4090 Laptop GPU"),
+        ("rtx 4090d", "NVIDIA GeForce RTX 4090 D"),
+        ("RTX 3060 Ti", "NVIDIA GeForce RTX 3060 Ti"),
+        ("4070 ti super", "NVIDIA GeForce RTX 4070 Ti SUPER"),
+        ("RTX A6000", "NVIDIA RTX A6000"),
+        ("a6000", "NVIDIA RTX A6000"),
+        ("6000 ada", "NVIDIA RTX 6000 Ada Generation"),
+        ("RTX 6000 Ada", "NVIDIA RTX 6000 Ada Generation"),
+        ("quadro rtx 6000", "Quadro RTX 6000"),
+        ("rtx 8000", "Quadro RTX 8000"),
+        ("rtx pro 6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"),
+        ("RTX PRO 6000 Blackwell Server", "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+        ("GH200 480GB", "NVIDIA GH200 480GB"),
+    ],
+)
+def test_a_short_name_is_understood(asked, name):
+    assert find(asked).name == name
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("a100", "NVIDIA A100-SXM4-40GB"),
+        ("A100 SXM", "NVIDIA A100-SXM4-40GB"),
+        ("A100 PCIe", "NVIDIA A100-PCIE-40GB"),
+        ("v100", "Tesla V100-SXM2-16GB"),
+        ("a800", "NVIDIA A800 40GB Active"),
+        ("p100", "Tesla P100-PCIE-12GB"),
+        ("rtx 3060", "NVIDIA GeForce RTX 3060 8GB"),
+        ("rtx 3080", "NVIDIA GeForce RTX 3080"),
+        ("4060 ti", "NVIDIA GeForce RTX 4060 Ti"),
+        ("gh200", "NVIDIA GH200 480GB"),
+    ],
+)
+def test_of_several_sizes_the_smallest_is_meant(asked, name):
+    """A plan made for it fits the larger ones too."""
+    assert find(asked).name == name
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("A100-40GB", "NVIDIA A100-SXM4-40GB"),
+        ("a100 80gb", "NVIDIA A100-SXM4-80GB"),
+        ("a100 pcie 80 GB", "NVIDIA A100 80GB PCIe"),
+        ("v100-32gb", "Tesla V100-SXM2-32GB"),
+        ("rtx 3060 12gb", "NVIDIA GeForce RTX 3060"),
+        ("4060 Ti 16GiB", "NVIDIA GeForce RTX 4060 Ti 16GB"),
+        ("3080 laptop 16gb", "NVIDIA GeForce RTX 3080 Laptop GPU 16GB"),
+        ("gh200 144g", "NVIDIA GH200 144G HBM3e"),
+        ("L4-24GB", "NVIDIA L4"),
+        ("b200 192gb", "NVIDIA B200"),
+        ("H100 80GB PCIe", "NVIDIA H100 PCIe"),
+        ("rtx 6000 48gb", "NVIDIA RTX 6000 Ada Generation"),
+    ],
+)
+def test_a_size_chooses(asked, name):
+    assert find(asked).name == name
+
+
+# Names that name none
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [
+        ("RTX 4095", "NVIDIA GeForce RTX 4090 (24.0 GiB)"),
+        ("H201", "NVIDIA H200 (140.4 GiB)"),
+        ("a100 60gb", "NVIDIA A100-SXM4-40GB (40.0 GiB)"),
+        ("rtx 4090 48gb", "NVIDIA GeForce RTX 4090 (24.0 GiB)"),
+    ],
+)
+def test_an_unknown_one_is_told_which_are_near(asked, near):
+    with pytest.raises(MemGuardError, match=re.escape(near)) as error:
+        find(asked)
+    assert str(error.value).startswith(f"The catalogue has no GPU called {asked!r}. Near it: ")
+    assert "nvidia-smi" in str(error.value)
+
+
+def test_the_whole_of_what_an_unknown_one_is_told():
+    with pytest.raises(MemGuardError) as error:
+        find("banana")
+    assert str(error.value) == (
+        "The catalogue has no GPU called 'banana'. Nothing in it is near. "
+        "Write it as nvidia-smi prints it, or plan for one of the same memory and architecture."
+    )
+
+
+def test_few_near_ones_are_listed_and_each_once():
+    with pytest.raises(MemGuardError) as error:
+        find("RTX 4061")
+    listed = re.findall(r"(?:Near it: |, )([^(,]+) \(", str(error.value))
+    assert 1 <= len(listed) <= 4
+    assert len(set(listed)) == len(listed)
+
+
+def test_one_that_several_generations_share_has_to_be_written_out():
+    with pytest.raises(MemGuardError) as error:
+        find("rtx 6000")
+    assert str(error.value) == (
+        "'rtx 6000' may be Quadro RTX 6000 (24.0 GiB), NVIDIA RTX 6000 Ada Generation (48.0 GiB). "
+        "Write out which one is meant."
+    )
+
+
+@pytest.mark.parametrize("asked", ["", "   ", "--", "NVIDIA", "NVIDIA GeForce"])
+def test_nothing_asked_is_nothing_found(asked):
+    with pytest.raises(MemGuardError, match=r"names no GPU; write one such as 'H200'") as error:
+        find(asked)
+    assert repr(asked) in str(error.value)
+
+
+@pytest.mark.parametrize("asked", [None, 4090, b"H200", ["H200"], Gpu("NVIDIA H200", GIB, (9, 0), 132)])
+def test_only_text_is_a_name(asked):
+    with pytest.raises(MemGuardError, match="is no text; write the name of a GPU"):
+        find(asked)
+
+
+# Where it runs
+
+
+def test_looking_a_gpu_up_needs_neither_torch_nor_lightning():
+    code = (
+        "import sys; from lightning_memguard.core.gpus import find; find('H200'); "
+        "print(sorted({'torch', 'lightning', 'pytorch_lightning', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
