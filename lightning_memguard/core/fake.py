@@ -6,17 +6,20 @@ The reason to change is torch's fake tensors. Checked on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
@@ -130,7 +133,8 @@ def fake_twin(
         The twin. Nothing done to its tensors, lists or counters reaches the module.
     """
     moving = Counter(_address(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    with _FakeCopy(mode, device, moving):
+    # Were the mode on meanwhile, a real Parameter's `.data` would already be fake, with another storage.
+    with unset_fake_temporarily(), _FakeCopy(mode, device, moving):
         twin = real_twin(module, instead)
         for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
             _copy_attributes(mine, theirs)
@@ -150,6 +154,13 @@ def _copy_attributes(parameter: torch.Tensor, twin: torch.Tensor) -> None:
 
 def real_twin(module: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
     """Deep-copy a module, but share its datasets and whatever refuses to be copied (locks, files, generators)."""
+    twin = _copied(module, instead)
+    if is_compiled(module):
+        _TWINS_OF_COMPILED.add(twin)
+    return twin
+
+
+def _copied(module: nn.Module, instead: Mapping[int, object] | None) -> nn.Module:
     memo = {**{id(value): value for value in _data_attributes(module)}, **(instead or {})}
     try:
         return copy.deepcopy(module, dict(memo))
@@ -197,14 +208,31 @@ def isolated_rng() -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002 - as above
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` or ``Module.compile`` was used on a module, on a part of it, or on what it copies."""
+    return module in _TWINS_OF_COMPILED or any(
+        isinstance(child, torch._dynamo.OptimizedModule) or child._compiled_call_impl is not None
+        for child in module.modules()
+    )
+
+
+_TWINS_OF_COMPILED: WeakSet[nn.Module] = WeakSet()  # a copy forgets `Module.compile`
+
+
 @contextmanager
 def faking(mode: FakeTensorMode) -> Iterator[None]:
     """Run what is inside on fake tensors, compiled modules eagerly."""
     with ExitStack() as exits:
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(_modules_can_move())
+        for home in _KNOWS_FOREACH:  # lists of types that `foreach` is used for
+            types = [*home._foreach_supported_types, FakeTensor]
+            exits.enter_context(mock.patch.object(home, "_foreach_supported_types", types))
         exits.enter_context(mode)
         yield
+
+
+_KNOWS_FOREACH = [importlib.import_module(name) for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")]
 
 
 @contextmanager
@@ -289,6 +317,19 @@ def known_result(func: Any, args: tuple[Any, ...]) -> Any:
     if func in _WRITES_FIRST and type(args[0]) is FakeTensor and args[0].constant is None:
         return args[0]
     return None
+
+
+def only_writes(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator makes nothing, and torch has no fake kernel that says so: it would ask for a device."""
+    return func in _ONLY_WRITES and bool(args[0]) and isinstance(args[0][0], FakeTensor)
+
+
+_ONLY_WRITES = frozenset(
+    getattr(_aten, name).__getattr__(overload)
+    for name in ("_fused_sgd_", "_fused_adagrad_")
+    for overload in getattr(_aten, name).overloads()
+    if overload in ("default", "tensor_lr")
+)
 
 
 # -- the largest result of operators whose result depends on values
