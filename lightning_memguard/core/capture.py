@@ -6,10 +6,12 @@ on fake and on real tensors, so the same recorder serves every rung of the ladde
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,14 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core import fake, overheads, rnn
-from lightning_memguard.core.scratch import Chip, Host
-from lightning_memguard.core.trace import Event, Method, Trace
+from lightning_memguard.core import attention, cudnn_rnn, fake, overheads, pretend, rnn
+from lightning_memguard.core.backward import graph_task, walking
+from lightning_memguard.core.scratch import NONE, Chip, Host, Scratch
+from lightning_memguard.core.trace import Event, Kernel, Method, Stretch, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
 
-# Checked on torch 2.9 to 2.13: -1 outside of autograd's engine, else the number of the running backward pass.
-_graph_task = torch._C._current_graph_task_id
-
+_device_of = torch.ops.prim.device.default
 _ACTIVATION_PHASES = ("forward", "transfer")
 
 
@@ -37,9 +38,10 @@ class Recorder(TorchDispatchMode):
     Args:
         device_type: only storages on this type of device are recorded.
         worst_case: give operators whose result depends on values their largest result, instead of failing.
+        chip: the GPU whose kernels' scratch is counted, where the device is one.
     """
 
-    def __init__(self, device_type: str, *, worst_case: bool = False) -> None:
+    def __init__(self, device_type: str, *, worst_case: bool = False, chip: Chip | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.worst_case = worst_case
@@ -51,8 +53,13 @@ class Recorder(TorchDispatchMode):
         self._parts: dict[int, str] = {}
         self._live: dict[int, int] = {}  # address of the storage -> its block
         self._bytes: list[int] = []  # by block
+        self._scratch_blocks = 0  # numbered below zero: how many there are may change with the batch size
+        self._kernels: list[Kernel] = []
+        self._stretches: list[Stretch] = []
         self._storage_bytes: dict[int, int] = {}  # by block, as its storage says
-        self._on: Host | Chip | None = Host(torch.get_num_threads(), _channel_block()) if device_type == "cpu" else None
+        self._on: Host | Chip | None = chip
+        if device_type == "cpu" and chip is None:
+            self._on = Host(torch.get_num_threads(), _channel_block())
         self._finalizers: list[weakref.finalize[Any, Any]] = []
         self._cublas: set[bool] = set()  # where a handle is open: in the backward pass or not
         self._task = -1
@@ -91,10 +98,12 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _device_of and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # asked for at every turn, and slow to answer through all modes
         kwargs = kwargs or {}
         if not self._looking:
             return func(*args, **kwargs)
-        task = _graph_task()
+        task = graph_task()
         if task != self._task:
             if self._task == -1:  # and not a backward pass inside one, as reentrant checkpointing runs
                 self.ran_backward = True
@@ -103,8 +112,11 @@ class Recorder(TorchDispatchMode):
         known = fake.known_result(func, args)
         if known is not None:
             return known
+        if fake.only_writes(func, args):
+            self._note(func, args, kwargs, None)
+            return None
         try:
-            out = rnn.fake_result(func, args, kwargs)
+            out = self._known_better(func, args, kwargs)
             if out is None:
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -115,22 +127,46 @@ class Recorder(TorchDispatchMode):
         self._note(func, args, kwargs, out)
         return out
 
+    def _known_better(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator whose fake kernel in torch knows less than we do, else None."""
+        if self.device_type == "cpu":
+            return rnn.fake_result(func, args, kwargs)
+        out = cudnn_rnn.fake_result(func, args, kwargs)
+        if out is not None:
+            self.assumptions[cudnn_rnn.NOTE] = None
+        return out
+
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Write down what an operator took: scratch, results, and scratch beside the results."""
         name = str(func)
         results = list(_tensors(out))
-        scratch = overheads.scratch(name, args, kwargs, results, self._on)
-        for nbytes in scratch.before:
-            self._scratch(nbytes, name)
+        if isinstance(self._on, Chip) and overheads.takes_cublas(name):
+            self._open_cublas(name, self._on)
+        elsewhere = bool(results) and results[0].device.type != self.device_type
+        rule = None if elsewhere else self._rule(name)
+        scratch = rule(args, kwargs, results, self._on) if rule else NONE
+        if rule:
+            self._keep_kernel(name, _Call.of(args, kwargs, results, rule, self._on))
+            self._scratch(scratch, -1, name)
         # a real storage tells its own size
         kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
-        for tensor in results:
+        for place, tensor in enumerate(results):
             self._watch(tensor, name, kept)
             kept = 0
-        if self.device_type == "cuda" and overheads.takes_cublas(name):
-            self._open_cublas(name)
-        for nbytes in (*scratch.after, rnn.scratch_bytes(func, args, kwargs)):
-            self._scratch(nbytes, name)
+            if rule:
+                self._scratch(scratch, place, name)
+        if rule:
+            self._scratch(scratch, None, name)
+        self._take_inside(rnn.scratch_bytes(func, args, kwargs), name)
+
+    def _rule(self, name: str) -> Any:
+        operator = name[5:].partition(".")[0] if name.startswith("aten.") else ""
+        if isinstance(self._on, Chip) and operator in attention.RULES:
+            return attention.RULES[operator]
+        return overheads.rule(operator, self._on)
+
+    def _keep_kernel(self, name: str, call: _Call) -> None:
+        self._kernels.append(Kernel(name, call.numbers, (call.args, call.kwargs, call.results), call))
 
     # -- the book
 
@@ -164,21 +200,30 @@ class Recorder(TorchDispatchMode):
             del self._live[address]
             self._rows.append(("free", block, self._where(), self.step, self.module, ""))
 
-    def _open_cublas(self, operator: str) -> None:
+    def _open_cublas(self, operator: str, chip: Chip) -> None:
         """Forward and backward pass run in threads of their own, each with a cuBLAS handle and its workspace."""
         in_backward = self._task != -1
         if in_backward not in self._cublas:
             self._cublas.add(in_backward)
-            capability = torch.cuda.get_device_capability()
-            block = self._take(overheads.cublas_workspace_bytes(capability), operator)
-            self._parts[block] = "workspaces"
+            nbytes = overheads.cublas_workspace_bytes(chip.compute_capability, os.environ)
+            if nbytes:
+                self._parts[self._take(nbytes, operator)] = "workspaces"
 
-    def _scratch(self, nbytes: int, operator: str) -> None:
-        if not nbytes:
-            return
-        block = self._take(nbytes, operator)
-        self._parts[block] = "workspaces"
-        self._rows.append(("free", block, self._where(), self.step, self.module, operator))
+    def _take_inside(self, nbytes: int, operator: str) -> None:
+        """A block that lives inside one operator, and grows with the batch size as its results do."""
+        if nbytes:
+            block = self._take(nbytes, operator)
+            self._parts[block] = "workspaces"
+            self._rows.append(("free", block, self._where(), self.step, self.module, operator))
+
+    def _scratch(self, scratch: Scratch, place: int | None, operator: str) -> None:
+        """Take blocks that live inside the operator that ran last, and give them back."""
+        start = len(self._rows)
+        like = Event("alloc", 0, 0, "workspaces", self._where(), self.step, self.module, operator)
+        events = scratch_events(moments_of(scratch, place), -1 - self._scratch_blocks, like)
+        self._scratch_blocks += len(events) // 2
+        self._rows += events
+        self._stretches.append(Stretch(start, len(self._rows), len(self._kernels) - 1, place, like))
 
     def _where(self) -> str:
         return "backward" if self._task != -1 and self.phase in _ACTIVATION_PHASES else self.phase
@@ -194,10 +239,13 @@ class Recorder(TorchDispatchMode):
             finalizer.detach()
         parts, sizes = self._parts, self._bytes
         events = tuple(
-            Event(action, block, sizes[block], parts.get(block, "temporaries"), phase, step, module, operator)
-            for action, block, phase, step, module, operator in self._rows
+            row
+            if isinstance(row, Event)
+            else Event._make((*row[:2], sizes[row[1]], parts.get(row[1], "temporaries"), *row[2:], 0, ""))
+            for row in self._rows
         )
-        return Trace(batch_size, self.device_type, method, events, (*notes, *self.assumptions))
+        notes = (*notes, *self.assumptions)
+        return Trace(batch_size, self.device_type, method, events, notes, tuple(self._kernels), tuple(self._stretches))
 
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:
@@ -213,17 +261,74 @@ def _channel_block() -> int:
     return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 
 
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of an operator with all numbers taken out, so that its rule can be asked again with others."""
+
+    args: Any
+    kwargs: Any
+    results: Any
+    numbers: tuple[int, ...]
+    rule: Callable[..., Scratch]
+    on: Host | Chip | None
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any, results: Any, rule: Callable[..., Scratch], on: Host | Chip | None) -> _Call:
+        numbers: list[int] = []
+        holed = [_emptied(value, numbers) for value in (args, tuple(kwargs.items()), results)]
+        return cls(holed[0], holed[1], holed[2], tuple(numbers), rule, on)
+
+    def __call__(self, numbers: Sequence[int]) -> Scratch:
+        left = iter(numbers)
+        args, kwargs, results = (_filled(value, left) for value in (self.args, self.kwargs, self.results))
+        return self.rule(args, dict(kwargs), results, self.on)
+
+
+class _Hole(NamedTuple):
+    """Stands for a whole number, or for a tensor of this many dimensions and dtype."""
+
+    dimensions: int = -1
+    dtype: torch.dtype | None = None
+
+
+def _emptied(value: Any, numbers: list[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        numbers += value.shape
+        numbers += value.stride()
+        return _Hole(value.dim(), value.dtype)
+    if type(value) is int:
+        numbers.append(value)
+        return _Hole()
+    if isinstance(value, (list, tuple)):
+        return tuple([_emptied(item, numbers) for item in value])
+    return value
+
+
+def _filled(value: Any, numbers: Iterator[int]) -> Any:
+    if isinstance(value, _Hole):
+        if value.dtype is None:
+            return next(numbers)
+        shape = [next(numbers) for _ in range(value.dimensions)]
+        stride = [next(numbers) for _ in range(value.dimensions)]
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+    if isinstance(value, tuple):
+        return [_filled(item, numbers) for item in value]
+    return value
+
+
 class _ModulePaths(TorchFunctionMode):
     """Tells the recorder which module runs, in the forward pass and, by hooks on graph nodes, in the backward pass."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, walked: bool) -> None:
         super().__init__()
         self.recorder = recorder
+        self.walked = walked
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = fake.call(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        out = (pretend if pretend.is_pretended_op(func, args) else fake).call(func, args, kwargs)
         if self.recorder.module:
             for tensor in _tensors(out):
                 self._follow(tensor.grad_fn)
@@ -232,13 +337,20 @@ class _ModulePaths(TorchFunctionMode):
     def _follow(self, node: Any) -> None:
         if node is not None and "memguard" not in node.metadata:
             node.metadata["memguard"] = self.recorder.module
-            node.register_prehook(self._enter(self.recorder.module))
+            if not self.walked:
+                node.register_prehook(self._enter(self.recorder.module))
 
     def _enter(self, path: str) -> Callable[[Any], None]:
         def enter(_: Any) -> None:
             self.recorder.module = path
 
         return enter
+
+    def enter_node(self, metadata: dict[str, Any]) -> None:
+        """Called by a walk of the graph before each node."""
+        path = metadata.get("memguard")
+        if path is not None:
+            self.recorder.module = path
 
 
 @contextmanager
@@ -262,9 +374,15 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         exits.callback(before.remove)
         after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
         exits.callback(after.remove)
+        if fake.is_compiled(module):
+            recorder.assumptions["what torch.compile would fuse was run eagerly: an upper bound"] = None
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
-        exits.enter_context(_ModulePaths(recorder))
+        walked = pretend.gpu_of_now() is not None
+        paths_mode = _ModulePaths(recorder, walked=walked)
+        if walked:
+            exits.enter_context(walking(paths_mode.enter_node))
+        exits.enter_context(paths_mode)
         exits.enter_context(recorder)
         yield
 

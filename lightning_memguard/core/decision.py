@@ -99,13 +99,13 @@ class Decision:
         """Whether the predicted peak is within the usable budget; False where nothing was predicted."""
         if self.footprint is None or self.budget is None:
             return False
-        return self.footprint.peak_device_bytes <= self.budget.usable_bytes
+        return self.footprint.most_device_bytes <= self.budget.usable_bytes
 
     def would_overrun(self, ratio: float) -> bool:
         """Whether a peak ``ratio`` times the predicted one would pass the whole budget, margin included."""
         if self.footprint is None or self.budget is None:
             return False
-        return self.footprint.peak_device_bytes * ratio > self.budget.free_bytes
+        return self.footprint.most_device_bytes * ratio > self.budget.free_bytes
 
 
 def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Request) -> Decision:
@@ -122,7 +122,7 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
     """
 
     def fits(size: int) -> bool:
-        return footprint_at(size).peak_device_bytes <= budget.usable_bytes
+        return footprint_at(size).most_device_bytes <= budget.usable_bytes
 
     if not request.free_to_choose:
         size = request.batch_size
@@ -224,7 +224,7 @@ _ADVICE = {
 
 
 def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> str:
-    need, usable = footprint.peak_device_bytes, budget.usable_bytes
+    need, usable = footprint.most_device_bytes, budget.usable_bytes
     share = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
     part = footprint.largest_part
     words = part.replace("_", " ")

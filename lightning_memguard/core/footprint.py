@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from lightning_memguard.core.allocator import AllocatorSettings, replay
+from lightning_memguard.core.allocator import AllocatorSettings, Replay, replay
 from lightning_memguard.core.trace import PARTS, Method, Trace
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The three figures of a peak, in bytes; see `Footprint`."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+
+    def widest(self, other: Peak, of: Callable[[int, int], int]) -> Peak:
+        """The smaller or larger of each figure: a larger block can leave a smaller reserve, by filling gaps better."""
+        return Peak(
+            of(self.allocated_bytes, other.allocated_bytes),
+            of(self.reserved_bytes, other.reserved_bytes),
+            of(self.device_bytes, other.device_bytes),
+        )
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,8 @@ class Footprint:
         operator: the torch operator at the peak.
         method: how it was obtained, see `lightning_memguard.core.trace.Method`.
         notes: what had to be assumed, in plain words.
+        low: the peak if everything that is not known exactly is as small as it can be; None where all is known.
+        high: the same, as large as it can be; this one is held against a budget.
     """
 
     batch_size: int
@@ -39,6 +58,13 @@ class Footprint:
     operator: str = ""
     method: Method = "fake"
     notes: tuple[str, ...] = ()
+    low: Peak | None = None
+    high: Peak | None = None
+
+    @property
+    def most_device_bytes(self) -> int:
+        """What is held against a budget: `peak_device_bytes`, or its high bound where it has one."""
+        return self.high.device_bytes if self.high else self.peak_device_bytes
 
     @property
     def largest_part(self) -> str:
@@ -46,26 +72,47 @@ class Footprint:
         return max(self.parts, key=lambda part: self.parts[part]) if self.parts else ""
 
 
-def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int = 0) -> Footprint:
+def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tuple[int, int, int] = 0) -> Footprint:
     """Replay a trace and add what stands outside of it.
 
     Args:
         trace: the events of the step, in bytes asked for.
         settings: the rules of the allocator to replay by.
-        context_bytes: what the process takes on its device outside the allocator (CUDA's context and libraries).
+        context_bytes: what the process takes on its device outside the allocator (CUDA's context and libraries); where
+            it was not measured: at least, most likely, at most.
     """
-    result = replay(trace, settings)
+    outside = context_bytes if isinstance(context_bytes, tuple) else (context_bytes,) * 3
+    result = _replay(trace.only("point"), settings)
     peak = result.peak_event
+    low: Peak | None = None
+    high: Peak | None = None
+    if outside[0] != outside[2] or any(event.case for event in trace.events):
+        low = _peak(result, outside[0]).widest(_peak(_replay(trace.only("low"), settings), outside[0]), min)
+        high = _peak(result, outside[2]).widest(_peak(_replay(trace.only("high"), settings), outside[2]), max)
     return Footprint(
         batch_size=trace.batch_size,
         device=trace.device,
         peak_allocated_bytes=result.peak_allocated_bytes,
         peak_reserved_bytes=result.peak_reserved_bytes,
-        peak_device_bytes=result.peak_reserved_bytes + context_bytes,
+        peak_device_bytes=result.peak_reserved_bytes + outside[1],
         parts={part: result.parts.get(part, 0) for part in PARTS},
         phase=peak.phase if peak else "",
         module=peak.module if peak else "",
         operator=peak.operator if peak else "",
         method=trace.method,
         notes=trace.notes,
+        low=low,
+        high=high,
     )
+
+
+def _replay(trace: Trace, settings: AllocatorSettings) -> Replay:
+    """Replay within the capacity, which may make the allocator give its cache back; where that fails, without one."""
+    result = replay(trace, settings)
+    if result.out_of_memory_event is None or settings.capacity_bytes is None:
+        return result
+    return replay(trace, replace(settings, capacity_bytes=None))
+
+
+def _peak(result: Replay, outside_bytes: int) -> Peak:
+    return Peak(result.peak_allocated_bytes, result.peak_reserved_bytes, result.peak_reserved_bytes + outside_bytes)

@@ -8,11 +8,12 @@ fitted, exactly and one by one, never the peaks: a peak is a maximum over moment
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
 
-from lightning_memguard.core.trace import Event, Trace
+from lightning_memguard.core.scratch import Scratch
+from lightning_memguard.core.trace import Event, Kernel, Stretch, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
 
 _Coefficients = tuple[Fraction, ...]  # c[0] + c[1] n + c[2] n^2
@@ -26,16 +27,22 @@ class Growth:
         template: the trace at one of the sizes that were captured.
         sizes: the batch sizes that were captured.
         coefficients: by position in the template, for each event whose bytes depend on the batch size.
+        kernels: by kernel of the template, for each number of it that depends on the batch size. Scratch follows rules
+            that may step and bend; what they are given grows like everything else.
+        same: by kernel of the template, the first one called alike at every size; empty where each stands alone.
     """
 
     template: Trace
     sizes: tuple[int, ...]
     coefficients: dict[int, _Coefficients]
+    kernels: dict[int, dict[int, _Coefficients]] = field(default_factory=dict)
+    same: tuple[int, ...] = ()
 
     @property
     def degree(self) -> int:
         """Highest power of the batch size in any event."""
-        return max((len(coefficients) - 1 for coefficients in self.coefficients.values()), default=0)
+        kernels = (coefficients for numbers in self.kernels.values() for coefficients in numbers.values())
+        return max((len(coefficients) - 1 for coefficients in (*self.coefficients.values(), *kernels)), default=0)
 
     def at(self, batch_size: int) -> Trace:
         """Write out the trace of the same step at another batch size."""
@@ -49,7 +56,44 @@ class Growth:
                 nbytes = sizes[coefficients] = _evaluate(coefficients, batch_size)
             event = events[position]
             events[position] = Event(event.action, event.block, nbytes, *event[3:])
-        return replace(self.template, batch_size=batch_size, events=tuple(events))
+        if not self.kernels:
+            return replace(self.template, batch_size=batch_size, events=tuple(events))
+        return self._with_scratch(batch_size, events)
+
+    def _with_scratch(self, batch_size: int, events: list[Event]) -> Trace:
+        firsts = self.same or range(len(self.template.kernels))
+        grown = {index: self._kernel(index, self.template.kernels[index], batch_size) for index in set(firsts)}
+        known: dict[int, Scratch] = {}
+        written: list[Event] = []
+        stretches: list[Stretch] = []
+        done = blocks = 0
+        for start, end, index, place, like in self.template.stretches:
+            written += events[done:start]
+            done = end
+            first = firsts[index]
+            if first not in known:
+                known[first] = grown[first].scratch(grown[first].numbers)
+            scratch = scratch_events(moments_of(known[first], place), -1 - blocks, like)
+            blocks += len(scratch) // 2
+            stretches.append(Stretch(len(written), len(written) + len(scratch), index, place, like))
+            written += scratch
+        written += events[done:]
+        return replace(
+            self.template,
+            batch_size=batch_size,
+            events=tuple(written),
+            kernels=tuple(grown[first] for first in firsts),
+            stretches=tuple(stretches),
+        )
+
+    def _kernel(self, index: int, kernel: Kernel, batch_size: int) -> Kernel:
+        growing = self.kernels.get(index)
+        if growing is None:
+            return kernel
+        numbers = list(kernel.numbers)
+        for place, coefficients in growing.items():
+            numbers[place] = _evaluate(coefficients, batch_size)
+        return replace(kernel, numbers=tuple(numbers))
 
 
 def grow(traces: Sequence[Trace]) -> Growth:
@@ -71,34 +115,70 @@ def grow(traces: Sequence[Trace]) -> Growth:
     sizes = tuple(trace.batch_size for trace in ordered)
     if len(sizes) < 2:
         raise CannotTraceError(f"Growth needs traces at two batch sizes or more; got {list(sizes)}.")
-    _check_same_events(ordered)
-    template = ordered[-1]
+    positions = [_without_scratch(trace) for trace in ordered]
+    outlines = [[trace.events[at] for at in kept] for trace, kept in zip(ordered, positions, strict=True)]
+    _check_same_events(ordered, outlines)
     coefficients: dict[int, _Coefficients] = {}
     known: dict[tuple[int, ...], _Coefficients] = {}
-    for position, rows in enumerate(zip(*(trace.events for trace in ordered), strict=True)):
-        nbytes = tuple(row.nbytes for row in rows)
+    for position, rows in zip(positions[-1], zip(*outlines, strict=True), strict=True):
+        nbytes = tuple([row.nbytes for row in rows])
         if min(nbytes) == max(nbytes):
             continue
         if nbytes not in known:
             known[nbytes] = _fit(sizes, nbytes, rows[0])
         coefficients[position] = known[nbytes]
-    return Growth(template, sizes, coefficients)
+    same = _same_kernels(ordered)
+    return Growth(ordered[-1], sizes, coefficients, _grow_kernels(sizes, ordered, set(same)), same)
 
 
-def _check_same_events(traces: Sequence[Trace]) -> None:
+def _without_scratch(trace: Trace) -> list[int]:
+    """Positions of the events that no kernel's rule accounts for."""
+    kept: list[int] = []
+    done = 0
+    for stretch in trace.stretches:
+        kept += range(done, stretch.start)
+        done = stretch.end
+    return [*kept, *range(done, len(trace.events))]
+
+
+def _same_kernels(traces: Sequence[Trace]) -> tuple[int, ...]:
+    """For each kernel the first one that was called alike at all sizes: layers repeat themselves."""
+    firsts: dict[tuple[Kernel, ...], int] = {}
+    calls = zip(*(trace.kernels for trace in traces), strict=True)
+    return tuple([firsts.setdefault(kernels, index) for index, kernels in enumerate(calls)])
+
+
+def _grow_kernels(
+    sizes: tuple[int, ...], traces: Sequence[Trace], firsts: set[int]
+) -> dict[int, dict[int, _Coefficients]]:
+    found: dict[int, dict[int, _Coefficients]] = {}
+    known: dict[tuple[int, ...], _Coefficients] = {}
+    for index, kernels in enumerate(zip(*(trace.kernels for trace in traces), strict=True)):
+        if index not in firsts or len({kernel.numbers for kernel in kernels}) == 1:
+            continue
+        for place, numbers in enumerate(zip(*(kernel.numbers for kernel in kernels), strict=True)):
+            if min(numbers) != max(numbers):
+                if numbers not in known:
+                    known[numbers] = _fit(sizes, numbers, traces[0].events[0])
+                found.setdefault(index, {})[place] = known[numbers]
+    return found
+
+
+def _check_same_events(traces: Sequence[Trace], outlines: Sequence[Sequence[Event]]) -> None:
     first = traces[0]
-    for other in traces[1:]:
-        for mine, theirs in zip(first.events, other.events, strict=False):
+    for other, events in zip(traces[1:], outlines[1:], strict=True):
+        sizes = f"batch sizes {first.batch_size} and {other.batch_size}"
+        for mine, theirs in zip(outlines[0], events, strict=False):
             if mine[:2] != theirs[:2] or mine[3:] != theirs[3:]:
                 raise CannotTraceError(
-                    f"The step runs differently at batch sizes {first.batch_size} and {other.batch_size}: "
-                    f"{_words(mine)} in one is {_words(theirs)} in the other."
+                    f"The step runs differently at {sizes}: {_words(mine)} in one is {_words(theirs)} in the other."
                 )
-        if len(first) != len(other):
+        if len(outlines[0]) != len(events):
             raise CannotTraceError(
-                f"The step runs differently at batch sizes {first.batch_size} and {other.batch_size}: "
-                f"{len(first)} events against {len(other)}."
+                f"The step runs differently at {sizes}: {len(outlines[0])} events against {len(events)}."
             )
+        if [kernel.rest for kernel in first.kernels] != [kernel.rest for kernel in other.kernels]:
+            raise CannotTraceError(f"The step runs differently at {sizes}: its kernels are given other arguments.")
 
 
 def _words(event: Event) -> str:

@@ -6,33 +6,28 @@ Scratch that kernels take inside one operator is listed by device in `lightning_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
 
 from lightning_memguard.core import cpu_kernels, cuda_kernels
-from lightning_memguard.core.scratch import NONE, Chip, Host, Scratch
+from lightning_memguard.core.scratch import Chip, Host, Scratch
+
+Rule = Callable[..., Scratch]
 
 
-def scratch(
-    operator: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], on: Host | Chip | None
-) -> Scratch:
-    """What a kernel takes inside one operator.
+def rule(operator: str, on: Host | Chip | None) -> Rule | None:
+    """The rule that tells what a kernel takes inside one operator, or None where it takes nothing.
 
     Args:
-        operator: such as ``"aten.convolution.default"``.
-        args: its positional arguments; tensors may be fake.
-        kwargs: its keyword arguments.
-        results: its results.
+        operator: its name in ``aten``, such as ``"convolution"``.
         on: what it runs on: there are rules for a `Host` and a `Chip`, none for other devices.
+
+    Returns:
+        A function of the operator's positional arguments, its keyword arguments, its results, and ``on``.
     """
-    if not operator.startswith("aten."):
-        return NONE
-    name = operator.split(".")[1]
     if isinstance(on, Host):
-        on_host = cpu_kernels.RULES.get(name)
-        return on_host(args, kwargs, results, on) if on_host else NONE
-    on_chip = cuda_kernels.RULES.get(name) if on else None
-    return on_chip(args, kwargs, results, on) if on_chip and on else NONE
+        return cpu_kernels.RULES.get(operator)
+    return cuda_kernels.RULES.get(operator) if on else None
 
 
 # -- CUDA
@@ -45,10 +40,19 @@ def takes_cublas(operator: str) -> bool:
     return operator.split(".")[1] in _MATRIX_PRODUCTS if operator.startswith("aten.") else False
 
 
-def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
+def cublas_workspace_bytes(compute_capability: tuple[int, int], environ: Mapping[str, str]) -> int:
     """What cuBLAS takes from the caching allocator for each handle, and keeps; each thread and stream has its own.
 
-    32 MiB on compute capability 9, 10 and 12, else 8,519,680 bytes: `getChosenWorkspaceSize` in
-    aten/src/ATen/cuda/CublasHandlePool.cpp.
+    32 MiB on compute capability 9, 10 and 12, else 8,519,680 bytes, or what ``CUBLAS_WORKSPACE_CONFIG`` asks for as
+    ``:[KiB]:[count]`` pairs: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp.
     """
+    asked = re.findall(r":(\d+):(\d+)", environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if asked:
+        return sum(int(kib) * int(count) for kib, count in asked) << 10
     return 32 << 20 if compute_capability[0] in (9, 10, 12) else 8_519_680
+
+
+# CUDA's context and the libraries that load with it take memory outside the allocator. Seen on consumer and workstation
+# cards: 107 to 555 MB; on a V100 some 300 MB with lazy loading (CUDA 11.7 and newer), 1343 MB without, which no build
+# of a supported torch has. Used only where no device is there to measure it.
+CONTEXT_BYTES = (107_000_000, 300_000_000, 555_000_000)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
+
+from lightning_memguard.core.scratch import Moment, Scratch, Span
 
 Action = Literal["alloc", "free"]
 
@@ -29,6 +31,10 @@ PARTS = (
 """What a block of memory is for. ``workspaces`` is scratch that a kernel takes and gives back inside one operator."""
 
 
+CASES = ("low", "point", "high")
+"""At least, most likely, at most: the sizes of a block that is not known exactly, such as a convolution's workspace."""
+
+
 class Event(NamedTuple):
     """One block of memory taken or given back.
 
@@ -36,7 +42,8 @@ class Event(NamedTuple):
 
     ``nbytes`` is what was asked for, before any rounding, and stands on the free as on the alloc.
     ``block`` joins the two. ``module`` is the dotted path of the module that was running
-    (empty outside any), ``operator`` the torch operator, such as ``aten.convolution.default``.
+    (empty outside any), ``operator`` the torch operator, such as ``aten.convolution.default``. ``case`` is empty, or
+    one of `CASES` for a block whose size is not known exactly: it stands three times, once for each case.
     """
 
     action: Action
@@ -48,6 +55,40 @@ class Event(NamedTuple):
     module: str = ""
     operator: str = ""
     stream: int = 0
+    case: str = ""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One call of an operator whose kernel takes scratch by a rule.
+
+    The rule may step and bend with the batch size as no polynomial does, so growth fits what the rule is given.
+
+    Attributes:
+        operator: such as ``"aten.embedding_dense_backward.default"``.
+        numbers: all sizes, strides and whole numbers among its arguments and results, in order.
+        rest: what else it was given.
+        scratch: the rule, as a function of such numbers.
+    """
+
+    operator: str
+    numbers: tuple[int, ...]
+    rest: Hashable
+    scratch: Callable[[Sequence[int]], Scratch] = field(compare=False)
+
+
+class Stretch(NamedTuple):
+    """Where in a trace the events of a kernel's scratch stand: ``events[start:end]``.
+
+    ``place`` says which of its moments they are: -1 those before any result, else those after the result of that place;
+    ``None`` those after all. ``like`` is an event that could stand there.
+    """
+
+    start: int
+    end: int
+    kernel: int
+    place: int | None
+    like: Event
 
 
 @dataclass(frozen=True)
@@ -55,7 +96,7 @@ class Trace:
     """The events of a few consecutive training steps at one batch size.
 
     ``device`` is a torch device type such as ``"cpu"`` or ``"cuda"``. ``notes`` says in plain words what
-    the trace had to assume.
+    the trace had to assume. ``kernels`` and ``stretches`` tell which events are scratch, and by which rule.
     """
 
     batch_size: int
@@ -63,9 +104,50 @@ class Trace:
     method: Method
     events: tuple[Event, ...]
     notes: tuple[str, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
 
+    def only(self, case: str) -> Trace:
+        """The events as they are in one of `CASES`; this very trace where nothing is uncertain."""
+        if not any(event.case for event in self.events):
+            return self
+        events = tuple(event for event in self.events if event.case in ("", case))
+        return replace(self, events=events, kernels=(), stretches=())
+
     def __len__(self) -> int:
         return len(self.events)
+
+
+def moments_of(scratch: Scratch, place: int | None) -> tuple[Moment, ...]:
+    """A kernel's moments at one place among its results, as `Stretch` counts them."""
+    if place is None:
+        return scratch.after
+    return scratch.before if place < 0 else scratch.between.get(place, ())
+
+
+def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> list[Event]:
+    """Take and give back what a kernel takes, moment by moment.
+
+    Args:
+        moments: what is alive together, in order.
+        first_block: number of the first block; the next ones count down from it.
+        like: an event that stands where these will; phase, step, module, operator and stream are taken from it.
+    """
+    events: list[Event] = []
+    block = first_block
+    for moment in moments:
+        taken: list[Event] = []
+        for size in moment if isinstance(moment, tuple) and not isinstance(moment, Span) else (moment,):
+            cases = zip(CASES, size, strict=True) if isinstance(size, Span) else (("", size),)
+            for case, nbytes in cases:
+                if nbytes:
+                    taken.append(
+                        like._replace(action="alloc", block=block, nbytes=nbytes, part="workspaces", case=case)
+                    )
+                    block -= 1
+        events += taken
+        events += [event._replace(action="free") for event in reversed(taken)]
+    return events

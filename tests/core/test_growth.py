@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from lightning_memguard.core import gpus
+from lightning_memguard.core.batch import batches_from_one
+from lightning_memguard.core.estimate import LoopProgram, capture
 from lightning_memguard.core.growth import grow
-from lightning_memguard.core.trace import Event, Trace
+from lightning_memguard.core.scratch import Scratch, Span
+from lightning_memguard.core.trace import Event, Kernel, Stretch, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
 
 
@@ -206,3 +214,154 @@ def test_whatever_the_bytes_growth_gives_its_traces_back_or_refuses(nbytes, size
     except CannotTraceError:
         return
     assert [growth.at(trace.batch_size) for trace in traces] == traces
+
+
+# Scratch, which follows rules that no polynomial describes
+
+Rule = Callable[[Sequence[int]], Scratch]
+LIKE = Event("alloc", 0, 0, "workspaces", "backward", 0, "head", "aten.kernel.default")
+
+
+def above(numbers: Sequence[int]) -> Scratch:
+    """Nothing up to 100 elements, and a sort of them from 101 on: of unknown size, beside a copy."""
+    count = numbers[0]
+    return Scratch(after=((count, Span(count, 2 * count, 4 * count)), count // 3) if count > 100 else ())
+
+
+def in_blocks(numbers: Sequence[int]) -> Scratch:
+    """One buffer for each 64 elements, before the result."""
+    return Scratch(before=(-(-numbers[0] // 64) * numbers[1],))
+
+
+def ends(numbers: Sequence[int]) -> Scratch:
+    """Split over the samples while these are few, then no more."""
+    return Scratch(between={0: (4096 // numbers[0],)} if numbers[0] < 200 else {})
+
+
+def step_with(n: int, *rules: Rule, numbers: Callable[[int], tuple[int, ...]] = lambda n: (5 * n, 8)) -> Trace:
+    """What a recorder writes: a block of the model, and for each kernel its scratch around its result."""
+    events = [Event("alloc", 0, 100, "parameters", "setup")]
+    kernels: list[Kernel] = []
+    stretches: list[Stretch] = []
+    blocks = 0
+    for index, rule in enumerate(rules):
+        kernels.append(Kernel(f"aten.{rule.__name__}.default", numbers(n), "rest", rule))
+        for place in (-1, 0, None):
+            if place == 0:
+                events.append(Event("alloc", 1 + index, 20 * n, "activations", operator="aten.kernel.default"))
+            scratch = scratch_events(moments_of(rule(numbers(n)), place), -1 - blocks, LIKE)
+            blocks += len(scratch) // 2
+            stretches.append(Stretch(len(events), len(events) + len(scratch), index, place, LIKE))
+            events += scratch
+    return Trace(n, "cuda", "fake", tuple(events), kernels=tuple(kernels), stretches=tuple(stretches))
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 16, 20, 21, 39, 40, 41, 1000])
+@pytest.mark.parametrize(
+    "rules",
+    [(above,), (in_blocks,), (ends,), (above, in_blocks, ends, above)],
+    ids=["from", "in steps", "until", "all"],
+)
+def test_a_rule_is_asked_again_at_every_size(rules: tuple[Rule, ...], n: int) -> None:
+    """All captured sizes lie below the one from which `above` takes anything."""
+    growth = grow([step_with(size, *rules) for size in (4, 8, 16)])
+    assert growth.at(n) == step_with(n, *rules)
+    assert growth.degree == 1
+
+
+def test_scratch_may_be_there_at_some_of_the_sizes_that_were_captured() -> None:
+    sizes = (10, 20, 30)  # 50, 100 and 150 elements
+    traces = [step_with(n, above, ends) for n in sizes]
+    assert len({len(trace) for trace in traces}) > 1
+    growth = grow(traces)
+    for n in (*sizes, 1, 21, 500):
+        assert growth.at(n).events == step_with(n, above, ends).events
+
+
+def test_what_a_rule_is_given_may_grow_with_the_square() -> None:
+    def squares(n: int) -> tuple[int, ...]:
+        return n * n, 7
+
+    growth = grow([step_with(n, above, in_blocks, numbers=squares) for n in (2, 4, 8, 16)])
+    assert growth.degree == 2
+    assert growth.at(300) == step_with(300, above, in_blocks, numbers=squares)
+
+
+def test_what_a_rule_is_given_must_grow_by_some_law() -> None:
+    def jumps(n: int) -> tuple[int, ...]:
+        return (64 if n < 16 else 8), 7
+
+    with pytest.raises(CannotTraceError, match="follow no line or square of the batch size: 64 B at 4, 64 B at 8, 8 B"):
+        grow([step_with(n, above, numbers=jumps) for n in (4, 8, 16)])
+
+
+def test_a_kernel_that_is_given_something_else_at_another_size_is_refused() -> None:
+    small, large = step_with(4, above), step_with(8, above)
+    other = replace(large, kernels=(replace(large.kernels[0], rest="a flag"),))
+    with refused("The step runs differently at batch sizes 4 and 8: its kernels are given other arguments."):
+        grow([small, other])
+
+
+def test_without_a_rule_scratch_that_steps_is_refused() -> None:
+    """Why kernels are kept at all."""
+    traces = [replace(step_with(n, in_blocks), kernels=(), stretches=()) for n in (4, 8, 16, 32)]
+    with pytest.raises(CannotTraceError, match="follow no line or square"):
+        grow(traces)
+
+
+@given(st.sets(st.integers(1, 60), min_size=3, max_size=4), st.integers(1, 400))
+@settings(deadline=None)
+def test_whatever_sizes_were_captured_growth_is_a_capture_at_any_other(sizes: set[int], n: int) -> None:
+    rules = (above, ends, in_blocks)
+    assert grow([step_with(size, *rules) for size in sizes]).at(n) == step_with(n, *rules)
+
+
+# A real step, on a GPU that is not here
+
+
+class Words(nn.Module):
+    """Its kernels change their ways between the sizes captured and those asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.table(words)))
+
+
+def words_at(n: int, **options: Any) -> Trace:
+    program = LoopProgram(
+        Words(),
+        batches_from_one(torch.zeros(4, 7, dtype=torch.long)),
+        lambda model, words: model(words).square().mean(),
+        torch.optim.SGD,
+        torch.device("cuda"),
+        gpu=gpus.find("NVIDIA H200"),
+        **options,
+    )
+    return capture(program, n, "fake")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_growth_from_a_few_samples_is_a_capture_of_thousands(precision: str) -> None:
+    """Seven words a sample: from 439 samples on there are more than 3072, and their gradients are sorted."""
+    growth = grow([words_at(n, precision=precision) for n in (4, 8, 16)])
+    for n in (1, 438, 439, 4096):
+        grown, real = growth.at(n), words_at(n, precision=precision)
+        assert grown.events == real.events
+        assert grown.stretches == real.stretches
+        assert grown.kernels == real.kernels
+
+
+def test_those_thousands_take_scratch_that_a_few_do_not() -> None:
+    """So that the test above can fail."""
+
+    def sorts(n: int) -> bool:
+        operator = "aten.embedding_dense_backward.default"
+        return any(e.operator == operator and e.nbytes > 7 * n * 8 for e in words_at(n) if e.part == "workspaces")
+
+    assert not sorts(438)
+    assert sorts(439)

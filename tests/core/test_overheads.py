@@ -12,10 +12,15 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard import estimate
-from lightning_memguard.core import overheads
-from lightning_memguard.core.scratch import NONE, Host
+from lightning_memguard.core import gpus, overheads
+from lightning_memguard.core.batch import batches_from_one
+from lightning_memguard.core.estimate import LoopProgram, capture
+from lightning_memguard.core.scratch import Chip, Host
+from lightning_memguard.core.trace import Trace
+from lightning_memguard.units import MIB
 
 X = (6, 16, 12, 12)
+HOPPER = Chip((9, 0), 132)
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolution of images": (lambda: nn.Conv2d(3, 24, 3), (6, 3, 12, 12)),
@@ -84,14 +89,91 @@ def test_a_losss_peak_is_the_profilers(loss: str) -> None:
 
 
 def test_other_devices_and_operators_have_no_rule_here() -> None:
-    x = torch.zeros(2, 3, 4, 4)
-    assert overheads.scratch("aten.mse_loss.default", (x, x), {}, [x], None) == NONE
-    assert overheads.scratch("aten.add.Tensor", (x, x), {}, [x], Host(threads=2)) == NONE
+    assert overheads.rule("mse_loss", None) is None
+    assert overheads.rule("add", Host(threads=2)) is None
+    assert overheads.rule("add", HOPPER) is None
+
+
+def test_each_device_has_rules_of_its_own() -> None:
+    here, there = (overheads.rule("native_layer_norm_backward", on) for on in (Host(threads=2), HOPPER))
+    assert here is not None
+    assert there is not None
+    assert here is not there
 
 
 def test_what_each_thread_takes_grows_with_the_threads() -> None:
     grad, x = torch.zeros(4, 8), torch.zeros(4, 8)
-    one, three = (
-        overheads.scratch("aten.native_layer_norm_backward.default", (grad, x, [8]), {}, [x], Host(n)) for n in (1, 3)
-    )
+    rule = overheads.rule("native_layer_norm_backward", Host(threads=1))
+    assert rule is not None
+    one, three = (rule((grad, x, [8]), {}, [x], Host(n)) for n in (1, 3))
     assert (one.after, three.after) == ((2 * 8 * 4,), (3 * 2 * 8 * 4,))
+
+
+# cuBLAS
+
+
+@pytest.mark.parametrize("operator", ["aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.out"])
+def test_matrix_products_open_cublas(operator: str) -> None:
+    assert overheads.takes_cublas(operator)
+
+
+@pytest.mark.parametrize("operator", ["aten.mul.Tensor", "aten.convolution.default", "mine.mm.default", "mm"])
+def test_nothing_else_opens_cublas(operator: str) -> None:
+    assert not overheads.takes_cublas(operator)
+
+
+@pytest.mark.parametrize(
+    ("capability", "nbytes"),
+    [((7, 0), 8_519_680), ((8, 0), 8_519_680), ((8, 9), 8_519_680), ((9, 0), 32 << 20), ((12, 0), 32 << 20)],
+)
+def test_cublas_keeps_more_on_newer_chips(capability: tuple[int, int], nbytes: int) -> None:
+    assert overheads.cublas_workspace_bytes(capability, {}) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("asked", "nbytes"),
+    [
+        (":4096:8", 32 << 20),
+        (":16:8", 128 << 10),
+        (":4096:2:16:8", (8 << 20) + (128 << 10)),  # the default up to Ampere
+        (":0:0", 0),
+        ("", 32 << 20),
+        ("none of this", 32 << 20),
+    ],
+)
+def test_the_user_may_ask_cublas_for_another_workspace(asked: str, nbytes: int) -> None:
+    assert overheads.cublas_workspace_bytes((9, 0), {"CUBLAS_WORKSPACE_CONFIG": asked}) == nbytes
+
+
+@pytest.mark.parametrize(("asked", "nbytes"), [(None, 32 << 20), (":16:8", 128 << 10)])
+def test_a_step_opens_cublas_once_for_each_of_its_two_threads(
+    asked: str | None, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward pass runs in a thread of its own; the second step finds both handles open."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if asked:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", asked)
+    trace = captured_on_an_h200(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    opened = [(event.nbytes, event.phase, event.step) for event in trace if event.nbytes == nbytes]
+    assert opened == [(nbytes, "forward", 0), (nbytes, "backward", 0)]
+
+
+def test_a_step_without_a_matrix_product_opens_no_cublas() -> None:
+    assert max(event.nbytes for event in captured_on_an_h200(nn.LayerNorm(4))) < MIB
+
+
+def captured_on_an_h200(model: nn.Module) -> Trace:
+    def step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).sum()
+
+    batches = batches_from_one(torch.ones(4, 4))
+    program = LoopProgram(model, batches, step, None, torch.device("cuda"), gpu=gpus.find("NVIDIA H200"))
+    return capture(program, 4, "fake")
+
+
+# CUDA's context
+
+
+def test_a_context_that_was_not_measured_has_bounds_around_what_is_likely() -> None:
+    low, point, high = overheads.CONTEXT_BYTES
+    assert 0 < low < point < high < 1_000_000_000

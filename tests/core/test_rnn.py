@@ -47,7 +47,7 @@ class LSTMRecorder(Recorder):
             return super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in out:
             self._watch(tensor, str(func))
-        self._scratch(rnn.scratch_bytes(func, args, kwargs or {}), str(func))
+        self._take_inside(rnn.scratch_bytes(func, args, kwargs or {}), str(func))
         return out
 
 
