@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from lightning_memguard.core.decision import Budget
+from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.record import Measured
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import GIB, format_bytes
@@ -123,6 +124,14 @@ def device_name(device: torch.device) -> str:
         return "Apple GPU (mps)"
     name = _or_none(lambda: torch.get_device_module(device).get_device_name(device))
     return f"{name} ({_or_none(_indexed, device) or device})" if name else str(device)
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """What PyTorch says of the CUDA GPU behind ``device``; None for any other device, AMD's too."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    facts = torch.cuda.get_device_properties(device)
+    return Gpu(facts.name, facts.total_memory, (facts.major, facts.minor), facts.multi_processor_count)
 
 
 def context_bytes(device: torch.device) -> int:

@@ -12,14 +12,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.batch import Batches, tensors_in
 from lightning_memguard.core.capture import Recorder, gradients_of, refuse_sparse, states_of, watching
 from lightning_memguard.core.fake import ValueNeededError, fake_twin, faking, isolated_rng, real_twin
 from lightning_memguard.core.footprint import Footprint, footprint
+from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.growth import Growth, grow
+from lightning_memguard.core.pretend import FAKE_DEVICE, FakeCudaMode, pretended_cuda
 from lightning_memguard.core.trace import Method, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -41,6 +48,10 @@ class Program(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the training runs."""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU behind ``device``, present or pretended; None where it is no CUDA device."""
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """Run two optimizer steps (or one inference) under the recorder, on fake or on real tensors."""
@@ -68,7 +79,7 @@ class Prediction:
     settings: AllocatorSettings
     method: Method
     growth: Growth | None
-    context_bytes: int = 0
+    context_bytes: int | tuple[int, int, int] = 0
     scalable: bool = True
     notes: tuple[str, ...] = ()
     traces: dict[int, Trace] = field(default_factory=dict)
@@ -124,16 +135,36 @@ def capture(program: Program, batch_size: int, method: Method) -> Trace:
         CannotTraceError: the recorder saw something whose size depends on values.
         Exception: whatever the user's own code raised.
     """
-    recorder = Recorder(program.device.type, worst_case=method == "worst-case")
+    chip = program.gpu.chip if program.gpu else None
+    where = device_to_run_on(program, fake=method != "real")
+    recorder = Recorder(where.type, worst_case=method == "worst-case", chip=chip)
     if method == "states":
         program.run_states(recorder)
     else:
         program.run(recorder, batch_size, fake=method != "real")
-    return recorder.trace(batch_size, method)
+    trace = recorder.trace(batch_size, method)
+    if where.type == program.device.type:
+        return trace
+    note = f"the step ran on the {where.type.upper()}, whose kernels may keep other tensors than the GPU's"
+    return replace(trace, device=program.device.type, notes=(*trace.notes, note))
+
+
+def device_to_run_on(program: Program, *, fake: bool) -> torch.device:
+    """Where a copy of the training runs: the pretended GPU, its own device, or, where that is absent, the CPU."""
+    if program.gpu is None:
+        return program.device
+    if fake:
+        return FAKE_DEVICE
+    return program.device if torch.cuda.is_available() else torch.device("cpu")
 
 
 def predict(
-    program: Program, batch_size: int, settings: AllocatorSettings, *, context_bytes: int = 0, scalable: bool = True
+    program: Program,
+    batch_size: int,
+    settings: AllocatorSettings,
+    *,
+    context_bytes: int | tuple[int, int, int] = 0,
+    scalable: bool = True,
 ) -> Prediction:
     """Climb down the ladder until a rung carries: fake, worst case, real at small sizes, states alone.
 
@@ -236,6 +267,7 @@ class LoopProgram:
         step: ``(model, batch) -> loss``.
         optimizer: ``(parameters) -> Optimizer``, or None to keep gradients only.
         device: where it runs.
+        gpu: the GPU behind it.
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
         training: False for one forward under ``torch.no_grad``.
     """
@@ -247,6 +279,7 @@ class LoopProgram:
     device: torch.device
     precision: str = "32-true"
     training: bool = True
+    gpu: Gpu | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -254,7 +287,7 @@ class LoopProgram:
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `Program.run`."""
-        with tensors(fake=fake) as mode:
+        with tensors(fake=fake, gpu=self.gpu) as mode:
             twin = self._twin(mode)
             optimizer = self.optimizer(twin.parameters()) if self.training and self.optimizer else None
             with watching(recorder, twin):
@@ -268,7 +301,7 @@ class LoopProgram:
 
     def run_states(self, recorder: Recorder) -> None:
         """See `Program.run_states`."""
-        with tensors(fake=True) as mode:
+        with tensors(fake=True, gpu=self.gpu) as mode:
             twin = self._twin(mode)
             optimizers = [self.optimizer(twin.parameters())] if self.optimizer else []
             with watching(recorder, twin):
@@ -277,12 +310,14 @@ class LoopProgram:
     def _twin(self, mode: FakeTensorMode | None) -> nn.Module:
         if mode is None:
             refuse_meta(self.model)
-        twin = fake_twin(self.model, mode, self.device) if mode else real_twin(self.model).to(self.device)
+        device = device_to_run_on(self, fake=mode is not None)
+        twin = fake_twin(self.model, mode, device) if mode else real_twin(self.model).to(device)
         dtype = _TRUE.get(self.precision)
         return twin.to(dtype) if dtype else twin
 
     def _batch(self, batch_size: int, fake: bool) -> Any:
-        return self.batches.fake(batch_size, self.device) if fake else self.batches.real(batch_size, self.device)
+        make = self.batches.fake if fake else self.batches.real
+        return make(batch_size, device_to_run_on(self, fake=fake))
 
     def _next_batch(self, recorder: Recorder, batch_size: int, fake: bool) -> Any:
         recorder.mark("transfer")
@@ -294,7 +329,8 @@ class LoopProgram:
     def _step(self, recorder: Recorder, twin: nn.Module, batch: Any) -> Any:
         recorder.mark("forward")
         dtype = _AUTOCAST.get(self.precision)
-        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
+        where = device_to_run_on(self, fake=isinstance(next(twin.parameters(), None), FakeTensor)).type
+        with torch.autocast(where, dtype) if dtype else contextlib.nullcontext():
             return self.step(twin, batch)
 
     def _train(
@@ -339,12 +375,17 @@ def step_states(recorder: Recorder, twin: nn.Module, optimizers: Sequence[torch.
 
 
 @contextlib.contextmanager
-def tensors(*, fake: bool) -> Iterator[FakeTensorMode | None]:
-    """Run what is inside on fake tensors, or on real ones; the random state is left as it was."""
+def tensors(*, fake: bool, gpu: Gpu | None = None) -> Iterator[FakeTensorMode | None]:
+    """Run what is inside on fake tensors, or on real ones; the random state is left as it was.
+
+    Args:
+        fake: which of the two.
+        gpu: what fake ``cuda`` tensors pretend to live on.
+    """
     with isolated_rng():
         if not fake:
             yield None
             return
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with faking(mode):
+        mode = (FakeCudaMode if gpu else FakeTensorMode)(allow_non_fake_inputs=True)
+        with pretended_cuda(gpu) if gpu else contextlib.nullcontext(), faking(mode):
             yield mode

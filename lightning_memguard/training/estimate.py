@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_memguard.core import gpus
 from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.batch import Batches, batches_from_one
-from lightning_memguard.core.device import context_bytes
+from lightning_memguard.core.device import context_bytes, gpu_of
 from lightning_memguard.core.estimate import PRECISIONS, LoopProgram, Program, predict
 from lightning_memguard.core.footprint import Footprint
+from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.overheads import CONTEXT_BYTES
+from lightning_memguard.core.pretend import pretended_cuda
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.step import LightningProgram, lightning_of, quiet
 
@@ -42,7 +47,8 @@ def estimate(
         batch_size: the number of samples to predict for (default: the batch's own).
         step: ``(model, batch) -> loss``; for a plain module.
         optimizer: ``(parameters) -> Optimizer``; for a plain module (default: none, gradients only).
-        device: ``"cpu"``, or ``"cuda"`` where one is there.
+        device: ``"cpu"``; ``"cuda"`` for the GPU that is there, or, where there is none, for one like an A100; or a
+            GPU by name, such as ``"NVIDIA H200"`` or ``"RTX 4090"``, which need not be there.
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
         training: False for one inference forward under ``torch.no_grad``: ``step`` where given; of a LightningModule
             ``predict_step``, or ``validation_step`` where only that is its own; else ``model(batch)``.
@@ -71,29 +77,53 @@ def estimate(
     ):
         if given is not None and not callable(given):
             raise MemGuardError(f"{argument}= is a {type(given).__name__}; give a class or a function: {shape}.")
-    target = _device(device)
+    target = _target(device)
     batches = batches_from_one(batch)
     size = batches.small_size if batch_size is None else batch_size
     if type(size) is not int or size < 1:
         raise MemGuardError(f"batch_size={batch_size!r} is no count; give an int of 1 or more.")
     program = _program(model, batches, step, optimizer, target, precision, training)
-    settings = AllocatorSettings.for_device(target.type, os.environ)
-    prediction = predict(program, size, settings, context_bytes=context_bytes(target), scalable=False)
+    settings = replace(
+        AllocatorSettings.for_device(target.device.type, os.environ), capacity_bytes=target.capacity_bytes
+    )
+    prediction = predict(program, size, settings, context_bytes=target.context_bytes, scalable=False)
     if prediction.method == "states":
         raise CannotTraceError(f"The step cannot be predicted: {'; '.join(prediction.notes)}.")
-    return prediction.footprint_at(size)
+    found = prediction.footprint_at(size)
+    return replace(found, notes=(*found.notes, *target.notes))
 
 
-def _device(name: str) -> torch.device:
+@dataclass(frozen=True)
+class _Target:
+    """What to predict for; ``capacity_bytes`` is None where the memory is not known or not to be filled."""
+
+    device: torch.device
+    gpu: Gpu | None = None
+    context_bytes: int | tuple[int, int, int] = 0
+    capacity_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+_STAND_IN = "NVIDIA A100-SXM4-80GB"
+
+
+def _target(name: str) -> _Target:
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise MemGuardError(f"device={name!r} is no torch device; give 'cpu' or 'cuda'.") from error
+    except (RuntimeError, TypeError):
+        return _planned(gpus.find(name))
     if device.type not in ("cpu", "cuda", "mps", "xpu"):
-        raise MemGuardError(f"device={name!r} trains nothing; give 'cpu' or 'cuda'.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise CannotTraceError(f"device={name!r} needs a CUDA device, and torch finds none here; give device='cpu'.")
-    return device
+        raise MemGuardError(f"device={name!r} trains nothing; give 'cpu', 'cuda' or the name of a GPU.")
+    if device.type != "cuda":
+        return _Target(device)
+    if torch.cuda.is_available():
+        return _Target(device, gpu_of(device), context_bytes(device))
+    note = f"no CUDA device is here: predicted for one like the {_STAND_IN}; give `device` the name of yours"
+    return replace(_planned(gpus.find(_STAND_IN)), capacity_bytes=None, notes=(note,))
+
+
+def _planned(gpu: Gpu) -> _Target:
+    return _Target(torch.device("cuda"), gpu, CONTEXT_BYTES, gpu.memory_bytes - CONTEXT_BYTES[1])
 
 
 def _program(
@@ -101,7 +131,7 @@ def _program(
     batches: Batches,
     step: Callable[[Any, Any], Any] | None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
-    device: torch.device,
+    target: _Target,
     precision: str,
     training: bool,
 ) -> Program:
@@ -111,10 +141,12 @@ def _program(
             raise MemGuardError(
                 "A LightningModule brings its own training_step and configure_optimizers: leave out step and optimizer."
             )
-        return LightningProgram(_trainer(model, precision), model, batches, device, batches_per_epoch=lambda _: 1)
+        trainer = trainer_for(model, precision, target.gpu)
+        return LightningProgram(trainer, model, batches, target.device, batches_per_epoch=lambda _: 1, gpu=target.gpu)
     if step is None and training:
         raise MemGuardError(f"A {type(model).__name__} is no LightningModule: give step=(model, batch) -> loss.")
-    return LoopProgram(model, batches, step or _inference(model, lightning), optimizer, device, precision, training)
+    run = step or _inference(model, lightning)
+    return LoopProgram(model, batches, run, optimizer, target.device, precision, training, target.gpu)
 
 
 def _is_lightning(model: Any) -> bool:
@@ -124,21 +156,26 @@ def _is_lightning(model: Any) -> bool:
         return False
 
 
-def _trainer(model: Any, precision: str) -> Any:
-    """A Trainer to read settings from; it never runs."""
+def trainer_for(model: Any, precision: str, gpu: Gpu | None, **settings: Any) -> Any:
+    """A Trainer to read settings from; it never runs, and needs no device."""
     pl = lightning_of(model)
     if precision not in PRECISIONS:
         raise MemGuardError(f"precision={precision!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
+    chosen: dict[str, Any] = {"precision": precision}
+    if gpu is not None and precision.endswith("-mixed"):
+        with pretended_cuda(gpu):  # or its gradient scaler turns itself off
+            chosen = {"plugins": [pl.plugins.MixedPrecision(precision, "cuda")]}
     with quiet():
         return pl.Trainer(
             accelerator="cpu",
             devices=1,
-            precision=precision,
             max_epochs=1,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            **chosen,
+            **settings,
         )
 
 

@@ -25,8 +25,9 @@ from torch import nn
 
 from lightning_memguard.core.batch import Batches, tensors_in
 from lightning_memguard.core.capture import Recorder, gradients_of, refuse_sparse, states_of, watching
-from lightning_memguard.core.estimate import refuse_meta, step_states, tensors
+from lightning_memguard.core.estimate import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.fake import fake_twin, real_twin
+from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.errors import CannotTraceError
 
 # Each optimizer's first step makes its state, and its second runs with it. Those stepped by hand may step seldom.
@@ -64,6 +65,7 @@ class LightningProgram:
         batches_per_epoch: how many batches the loader holds at a size, or None where it has no length.
         datamodule: the user's LightningDataModule, if any.
         accumulate_grad_batches: micro-batches a step (default: the Trainer's).
+        gpu: the GPU behind the device.
     """
 
     trainer: Any
@@ -73,6 +75,7 @@ class LightningProgram:
     batches_per_epoch: Callable[[int], int] | None = None
     datamodule: Any = None
     accumulate_grad_batches: int | None = None
+    gpu: Gpu | None = None
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `lightning_memguard.core.estimate.Program`."""
@@ -96,14 +99,13 @@ class LightningProgram:
     def _stage(self, recorder: Recorder, batch_size: int, fake: bool) -> Iterator[tuple[Any, Any]]:
         """The shadow and the twin, in a quiet place where nothing they do is seen outside."""
         pl = lightning_of(self.module)
-        with quiet(), tensors(fake=fake) as mode, ExitStack() as watch:
+        with quiet(), tensors(fake=fake, gpu=self.gpu) as mode, ExitStack() as watch:
             if mode is None:
                 refuse_meta(self.module)
             instead = {id(self.trainer): None}
+            device = device_to_run_on(self, fake=fake)
             twin: Any = (
-                fake_twin(self.module, mode, self.device, instead)
-                if mode
-                else real_twin(self.module, instead).to(self.device)
+                fake_twin(self.module, mode, device, instead) if mode else real_twin(self.module, instead).to(device)
             )
             _set_batch_size(twin, batch_size)
             twin.configure_callbacks = _no_callbacks
@@ -112,17 +114,19 @@ class LightningProgram:
             def start(model: nn.Module) -> None:
                 watch.enter_context(watching(recorder, model))
 
-            yield _shadow(pl, self, recorder, start), twin
+            yield _shadow(pl, self, device, recorder, start), twin
 
 
-def _shadow(pl: Any, program: LightningProgram, recorder: Recorder, start: Callable[[nn.Module], None]) -> Any:
+def _shadow(
+    pl: Any, program: LightningProgram, device: torch.device, recorder: Recorder, start: Callable[[nn.Module], None]
+) -> Any:
     """A Trainer with the user's settings and none of the user's loggers, callbacks or checkpoints."""
     user = program.trainer
     environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
     dummy = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
     shadow = _shadow_class(pl)(
         accelerator="cpu",
-        strategy=_strategy_class(pl)(program.device, start),
+        strategy=_strategy_class(pl)(device, start),
         plugins=[environments.LightningEnvironment(), _precision_of(user)],
         logger=dummy() if user.loggers else False,
         callbacks=[_marks_class(pl)(recorder)],

@@ -13,7 +13,7 @@ import torch
 from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.capture import part_bytes
 from lightning_memguard.core.decision import Budget, Decision, Request, decide
-from lightning_memguard.core.device import context_bytes, read_budget
+from lightning_memguard.core.device import context_bytes, gpu_of, read_budget
 from lightning_memguard.core.estimate import Prediction, StepFailsError, predict
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training import loaders
@@ -98,6 +98,7 @@ def _program(trainer: Any, module: Any, found: loaders.Found, batches: Any, wish
         datamodule=trainer.datamodule,
         # where accumulation is the guard's to set, gradients stand through the next forward pass: the larger case
         accumulate_grad_batches=2 if wishes.keep_effective_batch_size else None,
+        gpu=gpu_of(trainer.strategy.root_device),
     )
 
 

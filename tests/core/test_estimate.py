@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memguard.core import gpus
 from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.batch import batches_from_one
 from lightning_memguard.core.estimate import LoopProgram, Prediction, StepFailsError, capture, predict
@@ -162,7 +163,7 @@ def test_the_worst_case_of_a_mask_is_what_a_mask_of_ones_really_takes():
         [event[2:] for event in capture(program, 16, method) if event.phase in ("forward", "backward")]
         for method in ("worst-case", "real")
     )
-    assert 16 * 32 in [nbytes for nbytes, *_, operator, _ in worst if operator == "aten.index.Tensor"]
+    assert 16 * 32 in [nbytes for nbytes, *_, operator, _, _ in worst if operator == "aten.index.Tensor"]
     assert worst == real
 
 
@@ -358,3 +359,64 @@ def test_a_size_at_which_the_step_raises_is_told_apart_from_one_that_grows_other
     with pytest.raises(StepFailsError, match=r"at batch size 51 .* samples come in pairs"):
         prediction.proven_at(51)
     assert prediction.proven_at(50) is prediction
+
+
+# A GPU that is not there
+
+CUDA = AllocatorSettings()
+H200 = gpus.find("NVIDIA H200")
+
+
+def on_an_h200(step: Callable[[Any, Any], Any] = plain, **options: Any) -> LoopProgram:
+    return program_of(step, device=torch.device("cuda"), gpu=H200, **options)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:2"])
+def test_a_step_for_cuda_runs_on_one_fake_device_whichever_is_meant(device):
+    seen = []
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.append({x.device, model.weight.device})
+        return plain(model, x)
+
+    trace = capture(replace(on_an_h200(step), device=torch.device(device)), 4, "fake")
+    assert (trace.device, trace.notes) == ("cuda", ())
+    assert seen == [{torch.device("cuda:0")}] * 2
+
+
+@pytest.mark.parametrize("n", [3, 100, 2048])
+def test_growth_on_a_gpu_that_is_not_there_is_a_capture(n):
+    grown = predict(on_an_h200(), 16, CUDA)
+    assert grown.growth is not None
+    assert grown.trace_at(n).events == capture(on_an_h200(), n, "fake").events
+    assert grown.proven_at(n) is grown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_step_that_has_to_run_for_real_runs_on_the_cpu_there_and_a_note_says_so():
+    prediction = predict(on_an_h200(needs_a_value), 16, CUDA)
+    found = prediction.footprint_at(100)
+    assert (prediction.method, found.device) == ("real", "cuda")
+    assert found.notes[-1] == "the step ran on the CPU, whose kernels may keep other tensors than the GPU's"
+
+
+def test_states_alone_are_made_on_a_gpu_that_is_not_there():
+    prediction = predict(on_an_h200(raises, optimizer=torch.optim.Adam), 16, CUDA)
+    assert prediction.method == "states"
+    parts = prediction.footprint_at(16).parts
+    assert (parts["parameters"], parts["optimizer_state"]) == (512, 1024)
+
+
+def test_a_worst_case_is_known_on_a_gpu_that_is_not_there():
+    prediction = predict(on_an_h200(keeps_by_mask), 16, CUDA)
+    assert prediction.method == "worst-case"
+    assert prediction.footprint_at(16).notes == ("aten.index.Tensor was taken to give its largest result",)
+
+
+def test_a_context_that_was_not_measured_gives_bounds():
+    found = predict(on_an_h200(), 16, CUDA, context_bytes=(1000, 2000, 3000)).footprint_at(16)
+    assert found.low is not None
+    assert found.high is not None
+    reserved = found.peak_reserved_bytes
+    assert (found.low.device_bytes, found.peak_device_bytes) == (reserved + 1000, reserved + 2000)
+    assert found.high.device_bytes == found.most_device_bytes == reserved + 3000

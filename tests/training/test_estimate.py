@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch
@@ -14,9 +15,13 @@ import pytorch_lightning
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import CannotTraceError, MemGuardError, estimate
-from lightning_memguard.units import MIB
+from lightning_memguard.core import gpus
+from lightning_memguard.core.overheads import CONTEXT_BYTES
+from lightning_memguard.core.trace import PARTS
+from lightning_memguard.units import GIB, MIB
 
 LIGHTNINGS = (lightning.pytorch, pytorch_lightning)
 BATCH = torch.ones(16, 4)
@@ -231,14 +236,26 @@ def test_a_batch_size_is_a_count(batch_size):
 
 
 def test_an_unknown_device_is_refused_by_name():
-    with pytest.raises(MemGuardError, match=r"^device='warp drive' is "):
+    message = (
+        "The catalogue has no GPU called 'warp drive'. Nothing in it is near. "
+        "Write it as nvidia-smi prints it, or plan for one of the same memory and architecture."
+    )
+    with refused(MemGuardError, message):
         estimate(one_weight(), BATCH, step=sum_of_outputs, device="warp drive")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_that_is_not_there_is_said_so():
-    with pytest.raises(CannotTraceError, match=r"^device='cuda' needs a CUDA device, and torch finds none here"):
-        estimate(one_weight(), BATCH, step=sum_of_outputs)
+def test_a_device_that_trains_nothing_is_refused():
+    with refused(MemGuardError, "device='meta' trains nothing; give 'cpu', 'cuda' or the name of a GPU."):
+        estimate(one_weight(), BATCH, step=sum_of_outputs, device="meta")
+
+
+@pytest.mark.parametrize(("name", "near"), [("RTX 4099", "RTX 4090"), ("H20000", "NVIDIA H200")])
+def test_an_unknown_gpu_is_refused_with_those_near_it(name, near):
+    with pytest.raises(
+        MemGuardError, match=rf"^The catalogue has no GPU called '{name}'. Near it: .*{near} \("
+    ) as error:
+        estimate(one_weight(), BATCH, step=sum_of_outputs, device=name)
+    assert "GiB)" in str(error.value)
 
 
 def test_an_unknown_precision_is_refused_with_the_known_ones():
@@ -335,3 +352,223 @@ def test_an_optimizer_that_was_made_already_is_refused():
     made = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(MemGuardError, match=r"optimizer= is a SGD; give a class or a function"):
         estimate(net, torch.zeros(2, 4), step=lambda m, x: m(x).sum(), optimizer=made, device="cpu")
+
+
+# A GPU that is not here
+
+IMAGES = torch.ones(8, 3, 16, 16)
+KIB = 1024
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+
+
+def squares(model: Any, images: torch.Tensor) -> torch.Tensor:
+    return model(images).float().square().mean()
+
+
+def planned(model: Any = None, batch: Any = IMAGES, device: str = "NVIDIA H200", **options: Any) -> Any:
+    """A step on fake tensors alone, with what holds for each: parts sum to the peak, bounds stand around it."""
+    options.setdefault("step", squares)
+    found = estimate(model or small_net(), batch, device=device, **options)
+    assert (found.method, found.device) == ("fake", "cuda")
+    assert tuple(found.parts) == PARTS
+    assert sum(found.parts.values()) == found.peak_allocated_bytes <= found.peak_reserved_bytes
+    assert found.peak_device_bytes == found.peak_reserved_bytes + CONTEXT_BYTES[1]
+    assert found.low.device_bytes < found.peak_device_bytes < found.high.device_bytes == found.most_device_bytes
+    return found
+
+
+def test_a_plain_module_on_a_gpu_that_is_not_here_is_summed_by_hand():
+    """Each block is rounded up to 512 bytes; alive are this loss and the last.
+
+    Both cuBLAS handles of an H200 keep 32 MiB, and cuBLAS wants the sum's gradient (16 x 8 floats) written out.
+    """
+    found = planned(one_weight(), BATCH, step=sum_of_outputs, optimizer=momentum)
+    assert nonzero(found.parts) == {
+        "parameters": 512,
+        "gradients": 512,
+        "optimizer_state": 512,
+        "activations": 2 * 512,
+        "batch": 512,
+        "workspaces": 2 * 32 * MIB + 512,
+    }
+    assert (found.phase, found.operator, found.notes) == ("backward", "aten.mm.default", ())
+
+
+def test_gpus_differ_by_what_their_chips_keep():
+    hopper, ada = (planned(device=name).parts["workspaces"] for name in ("NVIDIA H200", "RTX 4090"))
+    assert hopper >= 64 * MIB
+    assert 16 * MIB < ada < 20 * MIB
+
+
+def test_names_of_gpus_are_taken_as_people_write_them():
+    assert planned(device="rtx-4090") == planned(device="NVIDIA GeForce RTX 4090")
+
+
+@NO_CUDA
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:3"])
+def test_cuda_without_a_device_is_one_like_an_a100_and_a_note_says_so(device):
+    found = planned(device=device)
+    (note,) = found.notes
+    assert note == (
+        "no CUDA device is here: predicted for one like the NVIDIA A100-SXM4-80GB; give `device` the name of yours"
+    )
+    assert replace(found, notes=()) == planned(device="NVIDIA A100-SXM4-80GB")
+
+
+def test_no_gpu_is_too_small_for_the_prediction_itself():
+    """16 GiB of batch on a card of 8: it says what is needed."""
+    found = planned(nn.Flatten(), torch.empty(1, 1 << 20).expand(1, -1), step=wide, batch_size=4096, device="RTX 3060")
+    assert found.peak_device_bytes > 16 * GIB > gpus.find("RTX 3060").memory_bytes
+
+
+def wide(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch) * torch.ones(1, device=batch.device, requires_grad=True)).sum()
+
+
+OPTIMIZERS: dict[str, tuple[Any, int]] = {
+    "nothing": (None, 0),
+    "SGD": (torch.optim.SGD, 0),
+    "SGD, fused": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), 1),
+    "Adagrad": (torch.optim.Adagrad, 1),
+    "Adam": (torch.optim.Adam, 2),
+    "Adam, one by one": (lambda p: torch.optim.Adam(p, foreach=False), 2),
+    "AdamW, fused": (lambda p: torch.optim.AdamW(p, fused=True), 2),
+    "AdamW, capturable": (lambda p: torch.optim.AdamW(p, capturable=True), 2),
+    "AdamW, fused and capturable": (lambda p: torch.optim.AdamW(p, fused=True, capturable=True), 2),
+    "AdamW, AMSGrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_keeps_its_states_there(name):
+    """Counters of steps stand on the CPU, except for fused and capturable ones: 512 bytes each there."""
+    build, copies = OPTIMIZERS[name]
+    model = nn.Linear(64, 64)
+    found = planned(model, torch.ones(8, 64), optimizer=build)
+    on_gpu = name in ("AdamW, fused", "AdamW, capturable", "AdamW, fused and capturable")
+    assert found.parts["parameters"] == 16 * KIB + 512
+    assert found.parts["optimizer_state"] == copies * found.parts["parameters"] + (2 * 512 if on_gpu else 0)
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
+def test_a_lightning_module_is_planned_in_each_precision(pl, precision):
+    found = planned(lightning_module(pl), BATCH, step=None, precision=precision)
+    assert found.parts["parameters"] == 512
+    assert found.notes == ()
+
+
+def test_a_lightning_modules_two_bytes_are_half_of_four(pl):
+    def build() -> Any:
+        module = lightning_module(pl)
+        module.layer = nn.Linear(256, 256, bias=False)
+        return module
+
+    batch = torch.ones(512, 256)
+    full, mixed, true = (
+        planned(build(), batch, step=None, precision=p) for p in ("32-true", "bf16-mixed", "bf16-true")
+    )
+    assert full.parts["parameters"] == mixed.parts["parameters"] == 2 * true.parts["parameters"] == 256 * KIB
+    assert full.parts["batch"] == mixed.parts["batch"] == 2 * true.parts["batch"]
+    assert full.parts["optimizer_state"] == 2 * true.parts["optimizer_state"]
+
+
+def test_a_scaler_of_gradients_lives_on_the_gpu(pl):
+    """Half precision scales its loss: a factor and a counter, which bfloat16 does not have."""
+    half, brain = (planned(lightning_module(pl), BATCH, step=None, precision=p) for p in ("16-mixed", "bf16-mixed"))
+    assert half.peak_allocated_bytes > brain.peak_allocated_bytes
+
+
+def test_channels_last_is_as_large():
+    last = torch.channels_last
+    found = planned(small_net().to(memory_format=last), IMAGES.to(memory_format=last))
+    assert found.parts["batch"] == planned().parts["batch"] == IMAGES.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("by", ["torch.compile", "Module.compile", "a compiled part"])
+def test_a_compiled_module_runs_eagerly_and_a_note_says_so(by):
+    model = small_net()
+    if by == "torch.compile":
+        model = torch.compile(model)
+    elif by == "Module.compile":
+        model.compile()
+    else:
+        model[0].compile()
+    found = planned(model)
+    assert found.notes == ("what torch.compile would fuse was run eagerly: an upper bound",)
+    assert found.peak_allocated_bytes == planned().peak_allocated_bytes
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_keeps_no_activations_of_its_inside(reentrant):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)))
+    batch = torch.ones(512, 256)
+
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for part in model:
+            x = checkpoint(part[1], part[0](x), use_reentrant=reentrant)
+        return x.sum()
+
+    def whole(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for at in range(0, 8, 4):
+            x = checkpoint(model[at : at + 4], x, use_reentrant=reentrant)
+        return x.sum()
+
+    plain, lean = (planned(model, batch, step=run).peak_allocated_bytes for run in (step, whole))
+    assert plain - lean > 2 * batch.nbytes
+
+
+def test_a_gradient_of_a_gradient_can_be_penalised():
+    def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    for model, batch in ((nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), BATCH), (small_net(), IMAGES)):
+        one, two = (planned(model, batch, step=step).peak_allocated_bytes for step in (sum_of_outputs, penalty))
+        assert two > one
+
+
+def test_sparse_gradients_are_refused_with_what_to_do():
+    with pytest.raises(
+        CannotTraceError, match=r"has layout torch.sparse_coo: .* Use dense gradients \(`sparse=False`\)"
+    ):
+        estimate(
+            nn.Embedding(50, 16, sparse=True),
+            torch.zeros(4, 7, dtype=torch.long),
+            step=squares,
+            optimizer=torch.optim.SparseAdam,
+            device="NVIDIA H200",
+        )
+
+
+def test_an_inference_there_has_neither_gradients_nor_states(pl):
+    for model, batch in ((small_net(), IMAGES), (lightning_module(pl), BATCH)):
+        found = planned(model, batch, step=None, training=False)
+        assert found.phase == "forward"
+        assert found.parts["gradients"] == found.parts["optimizer_state"] == 0
+
+
+def test_what_is_not_there_is_not_touched():
+    """Weights, batch and random state stay, and CUDA is not started."""
+    model, images = small_net(), IMAGES.clone()
+    weights, before, started = copy.deepcopy(model.state_dict()), world(), torch.cuda.is_initialized()
+    planned(model, images, optimizer=torch.optim.Adam)
+    assert world() == before
+    assert torch.equal(images, IMAGES)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert torch.cuda.is_initialized() == started
