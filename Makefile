@@ -10,11 +10,16 @@
 PYTHON ?= python3
 VENV ?= .venv
 
+# A second environment, with a build of torch that has CUDA and with real models' definitions. It needs no GPU.
+CUDA_VENV ?= .venv-cuda
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CUDA_BIN := $(CUDA_VENV)/bin
+CUDA_STAMP := $(CUDA_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench accuracy builds clean
 
 help: ## say what there is to run
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -36,8 +41,17 @@ bench: $(STAMP) ## measure accuracy on the CPU, speed, and the built-in BatchSiz
 	$(BIN)/python benchmarks/versus_batch_size_finder.py
 	$(BIN)/python benchmarks/freed_memory.py
 
+accuracy: $(CUDA_STAMP) ## predictions for CUDA beside measurements on GPUs (downloads several GB on first use; no GPU needed)
+	$(CUDA_BIN)/python benchmarks/accuracy.py
+	$(CUDA_BIN)/python benchmarks/large.py
+
+builds: $(STAMP) $(CUDA_STAMP) ## what a CPU-only build of torch predicts for CUDA beside what a build with CUDA does
+	@mkdir -p build
+	$(BIN)/python benchmarks/builds.py --write build/one.json
+	$(CUDA_BIN)/python benchmarks/builds.py --compare build/one.json
+
 clean: ## remove the virtual environment, caches and what trainings left behind
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs runs
+	rm -rf $(VENV) $(CUDA_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: it is the large one, and an interrupted installation goes on from there.
@@ -50,4 +64,11 @@ $(STAMP): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv "$(VENV)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# torchvision has no CPU build that matches; the package itself comes without its pinned tools.
+$(CUDA_STAMP): pyproject.toml
+	"$(PYTHON)" -m venv "$(CUDA_VENV)"
+	$(CUDA_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.11.0 torchvision==0.26.0
+	$(CUDA_BIN)/python -m pip install --quiet --disable-pip-version-check timm==1.0.31 transformers==5.23.0 -e .
 	@touch $@

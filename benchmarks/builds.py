@@ -1,0 +1,84 @@
+"""Predict the zoo for CUDA with this build of torch, or hold two builds' predictions against each other.
+
+A CPU-only build must predict for CUDA what a build with CUDA does, case by case; neither needs a GPU.
+
+    python benchmarks/builds.py --write cpu.json        # in the environment with the CPU-only build
+    python benchmarks/builds.py --compare cpu.json      # in the one with CUDA
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+from truth import quieten
+from zoo import CASES, Case
+
+from lightning_memguard.core import gpus
+from lightning_memguard.core.allocator import AllocatorSettings
+from lightning_memguard.core.batch import batches_from_one
+from lightning_memguard.core.estimate import predict
+from lightning_memguard.core.footprint import Footprint
+from lightning_memguard.training.estimate import trainer_for
+from lightning_memguard.training.step import LightningProgram
+
+GPU = "NVIDIA H200"
+PRECISIONS = ("32-true", "bf16-mixed")
+LIMIT = 1.0  # percent
+
+
+def footprint_of(case: Case, precision: str) -> Footprint:
+    """One case at its middle batch size, as a Trainer with this precision would step it on the GPU."""
+    gpu = gpus.find(GPU)
+    torch.manual_seed(0)
+    module, size = case.build(case.optimizers[0]), case.batch_sizes[1]
+    batch = next(iter(DataLoader(case.dataset(size), batch_size=size)))
+    program = LightningProgram(
+        trainer_for(module, precision, gpu, **case.trainer_kwargs),
+        module,
+        batches_from_one(batch),
+        torch.device("cuda"),
+        batches_per_epoch=lambda _: 100,
+        gpu=gpu,
+    )
+    return predict(program, size, AllocatorSettings.for_device("cuda", {}), scalable=False).footprint_at(size)
+
+
+def predict_all() -> dict[str, tuple[str, int, int]]:
+    """Rung of the ladder, allocated and reserved peak of every case and precision."""
+    found = {}
+    for case in CASES:
+        for precision in PRECISIONS:
+            peak = footprint_of(case, precision)
+            found[f"{case.name} {precision}"] = (peak.method, peak.peak_allocated_bytes, peak.peak_reserved_bytes)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="write this build's predictions here")
+    parser.add_argument("--compare", type=Path, help="hold this build's predictions against those")
+    arguments = parser.parse_args()
+    quieten()
+    mine = predict_all()
+    if arguments.write:
+        arguments.write.write_text(json.dumps({"torch": torch.__version__, "peaks": mine}), encoding="utf-8")
+    if not arguments.compare:
+        return 0
+    other = json.loads(arguments.compare.read_text(encoding="utf-8"))
+    print(f"torch {other['torch']} beside torch {torch.__version__}, for the {GPU}; bytes")
+    print(f"{'case':<36}{'rung':<12}{'allocated':>14}{'differs':>9}{'reserved':>14}{'differs':>9}")
+    worst = 0.0
+    for name, (method, allocated, reserved) in mine.items():
+        theirs = other["peaks"][name]
+        off = [100 * (their / my - 1) for their, my in zip(theirs[1:], (allocated, reserved), strict=True)]
+        worst = max(worst, *map(abs, off))
+        print(f"{name:<36}{method:<12}{allocated:>14,}{off[0]:>+8.3f}%{reserved:>14,}{off[1]:>+8.3f}%")
+    print(f"{len(mine)} cases; they differ by {worst:.3f} % at most (limit {LIMIT} %)")
+    return int(worst > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
