@@ -125,7 +125,6 @@ class _Saved:
     def __init__(self) -> None:
         # By sequence number: as a rule the node that saves is the last one made.
         self.handles: dict[int, list[weakref.ref[_Handle]]] = defaultdict(list)
-        self.unpacked: list[_Handle] | None = None
         self.count = 0
 
     @contextmanager
@@ -161,8 +160,6 @@ class _Saved:
         return handle
 
     def _unpack(self, handle: _Handle) -> Any:
-        if self.unpacked is not None:
-            self.unpacked.append(handle)
         if handle.content is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time (or directly access saved tensors after they have "
@@ -185,13 +182,8 @@ class _Saved:
 
     def _handles_of(self, node: Any, name: str) -> list[_Handle]:
         """In-place operators copy their input first, as a node of its own: then only the attribute leads to it."""
-        if _SHOWS_HANDLES:
-            saved = getattr(node, name)
-            items = [item.data for item in (saved if isinstance(saved, (list, tuple)) else (saved,))]
-        else:
-            self.unpacked = items = []
-            getattr(node, name.removeprefix("_raw"))
-            self.unpacked = None
+        saved = getattr(node, name)
+        items = [item.data for item in (saved if isinstance(saved, (list, tuple)) else (saved,))]
         return [item for item in items if isinstance(item, _Handle)]
 
 
@@ -210,9 +202,6 @@ def _saver(tensor: torch.Tensor) -> int:
 
 
 _MADE_ANEW = 8  # nodes that a chain of views may have; an older CopySlices is of another operator
-
-
-_SHOWS_HANDLES = hasattr(torch._C._autograd.SavedTensor, "data")  # from torch 2.10 or so on
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 The reason to change is the way torch calls cuDNN's RNNs (aten/src/ATen/native/cudnn/RNN.cpp, RNN.cpp). Without a GPU
 torch would take the layers apart step by step; its fake kernel knows no size of the reserve space, and none of the
-backward pass. Checked on torch 2.9 to 2.13.
+backward pass. Checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

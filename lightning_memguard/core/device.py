@@ -22,6 +22,7 @@ import torch
 
 from lightning_memguard.core.decision import Budget
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.pretend import can_pretend
 from lightning_memguard.core.record import Measured
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import GIB, format_bytes
@@ -127,8 +128,11 @@ def device_name(device: torch.device) -> str:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """What PyTorch says of the CUDA GPU behind ``device``; None for any other device, AMD's too."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    """What PyTorch says of the CUDA GPU behind ``device``; None for any other device, AMD's too.
+
+    None as well on a torch too old for it to be pretended: its own engine then runs the fake step, without our rules.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or not can_pretend():
         return None
     facts = torch.cuda.get_device_properties(device)
     return Gpu(facts.name, facts.total_memory, (facts.major, facts.minor), facts.multi_processor_count)

@@ -4,7 +4,7 @@ Three things are missing there. A CPU-only build has no device guard for CUDA. P
 device, so autocast, gradient scaling and users' code turn themselves off. And some operators ask the driver which
 kernel to take (batch norm, RNNs, attention); the choice the target GPU would make is made here instead.
 
-Private names of torch are read here as in `lightning_memguard.core.fake`. Checked on torch 2.9 to 2.13.
+Private names of torch are read here as in `lightning_memguard.core.fake`. Checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ class FakeCudaMode(FakeTensorMode):
         return True
 
 
+def can_pretend() -> bool:
+    """Whether this torch shows what it takes: guards for CUDA, and what autograd has saved (2.11 and 2.13 do)."""
+    return hasattr(torch._C, "_ensureCUDADeviceGuardSet") and hasattr(torch._C._autograd.SavedTensor, "data")
+
+
 @functools.cache
 def _guard_cuda() -> None:
     """Give a CPU-only build the device guard that it lacks for CUDA: one that does nothing.
@@ -53,6 +58,11 @@ def _guard_cuda() -> None:
     by `c10::impl::registerDeviceGuard` as a build with CUDA puts its own. The guard stays for the process: fake tensors
     may outlive the capture, and nothing else in a build without CUDA ever asks for it.
     """
+    if not can_pretend():
+        raise CannotTraceError(
+            f"A CUDA that is not there cannot be pretended on torch {torch.__version__}: install 2.11 or newer, or "
+            "predict for device='cpu'."
+        )
     if torch.version.cuda is not None or torch.version.hip is not None:
         return
     folder = Path(torch.__file__).parent / "lib"
@@ -169,8 +179,6 @@ def _count(value: int, **kwargs: Any) -> torch.Tensor:
 
 
 # -- batch norm
-
-_CUDNN_SMALLEST_EPSILON = 1e-5  # CUDNN_BN_MIN_EPSILON was 1e-5 up to cuDNN 7, and 0 from 8 on
 
 
 def _batch_norm(
