@@ -48,6 +48,8 @@ def _table(footprint: Footprint, budget: Budget) -> Table:
     if footprint.peak_device_bytes != footprint.peak_allocated_bytes:
         table.add_row("Reserved by the allocator", format_bytes(footprint.peak_reserved_bytes), "")
         table.add_row("On the device, all in all", format_bytes(footprint.peak_device_bytes), "")
+    if footprint.most_device_bytes > footprint.peak_device_bytes:  # what is held against the budget
+        table.add_row("On the device at most", format_bytes(footprint.most_device_bytes), "")
     table.add_row(f"Budget on {budget.device} ({budget.source})", format_bytes(budget.free_bytes), "")
     share = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
     table.add_row(f"Usable after a margin of {share:.0%}", format_bytes(budget.usable_bytes), "")

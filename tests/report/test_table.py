@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from lightning_memguard.core.decision import Budget, Decision
-from lightning_memguard.core.footprint import Footprint
+from lightning_memguard.core.footprint import Footprint, Peak
 from lightning_memguard.core.record import EpochRecord, Measured
 from lightning_memguard.core.trace import PARTS
 from lightning_memguard.report.table import last_line, print_decision, why
@@ -66,6 +66,18 @@ MemGuard: memory of a training step
 Peak in the backward pass of encoder.layers.11; a traced step, no memory taken.
 Batch size 96 (was 32): the largest that fits."""
     )
+
+
+def test_what_is_not_known_exactly_shows_what_is_held_against_the_budget():
+    footprint = TUNED.footprint
+    assert footprint is not None
+    high = Peak(footprint.peak_allocated_bytes, footprint.peak_reserved_bytes, footprint.peak_device_bytes + GIB // 2)
+    bounded = replace(TUNED, footprint=replace(footprint, high=high))
+    lines = printed(bounded).splitlines()
+    at = next(index for index, line in enumerate(lines) if "On the device at most" in line)
+    assert "22.5 GiB" in lines[at]
+    assert "On the device, all in all" in lines[at - 1]
+    assert "On the device at most" not in printed(TUNED)
 
 
 def test_on_the_cpu_there_is_no_allocator_to_tell_of():
