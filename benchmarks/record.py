@@ -1,17 +1,20 @@
 """Record the corpus on the GPU at hand: what every training takes, as the device and PyTorch's allocator say it.
 
-Each training of `corpus.py` runs for four steps with the real Trainer, alone on the GPU, in a process of its own. The
-next ones load their libraries meanwhile and wait. What comes out is one JSON file, written anew after each training:
-run again, it goes on where it stopped. Nothing of lightning_memguard takes part; this is the truth that predictions
-are held against (`accuracy.py`).
+Each training of `corpus.py` runs for four steps with the real Trainer, alone on the GPU, in a process of its own; its
+probes, single operators, share one. The next processes load their libraries meanwhile and wait. What comes out is one
+JSON file, written anew after each: run again, it goes on where it stopped. What was recorded on another GPU, with
+another torch or for another corpus is recorded anew. Nothing of lightning_memguard takes part; this is the truth that
+predictions are held against (`accuracy.py`).
 
     python benchmarks/record.py --out benchmarks/recordings/h200.json.gz       # at most 9 minutes
-    python benchmarks/record.py --only gpt --minutes 2
+    python benchmarks/record.py --only gpt llama --minutes 2
+    python benchmarks/record.py --only probes
     python benchmarks/record.py --accelerator cpu --only mlp --batch-size 8    # proves the way, measures nothing
 """
 
 import argparse
 import gzip
+import hashlib
 import json
 import os
 import platform
@@ -22,11 +25,13 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 STEPS = 4
 SAMPLING_SECONDS = 0.002
+PROBES = "probes"
 
 
 # The parent: one training at a time, the next ones waiting -----------------------------------------------------------
@@ -36,7 +41,8 @@ def record(names: Sequence[str], out: Path, options: argparse.Namespace) -> None
     """Record what is not recorded yet, until all is or the time is up."""
     deadline = time.monotonic() + 60 * options.minutes
     recording = read(out)
-    left = [name for name in names if name not in recording["cases"]]
+    under = conditions(options)
+    left = [name for name in names if not is_recorded(recording, name, under, again=options.again)]
     print(f"{len(names) - len(left)} recorded already, {len(left)} to go", flush=True)
     waiting: list[tuple[str, subprocess.Popen[str]]] = []
     try:
@@ -46,13 +52,13 @@ def record(names: Sequence[str], out: Path, options: argparse.Namespace) -> None
                 waiting.append((name, start(name, options)))
             name, child = waiting.pop(0)
             seconds = deadline - time.monotonic()
-            if seconds < options.reserve:
+            enough = seconds >= options.reserve
+            case = finish(child, min(seconds, 60 * options.case_minutes)) if enough else None
+            if case is None or ("failed" in case and time.monotonic() >= deadline):  # it may have lacked only time
                 waiting.insert(0, (name, child))
                 print(f"time is up with {len(left) + len(waiting)} to go: run again to go on", flush=True)
                 break
-            case = finish(child, min(seconds, options.case_minutes * 60))
-            recording["machine"] = case.pop("machine", None) or recording["machine"]
-            recording["cases"][name] = case
+            keep(recording, name, {**case, "conditions": under})
             write(out, recording)
             print(f"{name:<32}{words(case)}", flush=True)
     finally:
@@ -61,9 +67,57 @@ def record(names: Sequence[str], out: Path, options: argparse.Namespace) -> None
             child.wait()
 
 
+def conditions(options: argparse.Namespace) -> str:
+    """The GPU, torch and corpus that a figure belongs to; asked without a CUDA context, which would cost memory."""
+    import torch
+
+    here = Path(__file__).parent
+    digest = hashlib.sha256(b"".join((here / name).read_bytes() for name in ("corpus.py", "zoo.py"))).hexdigest()
+    device = gpu_name() if options.accelerator == "cuda" else "CPU"
+    size = f", batch size {options.batch_size}" if options.batch_size else ""
+    return f"{device}, torch {torch.__version__}, corpus {digest[:12]}{size}"
+
+
+def gpu_name() -> str:
+    """What NVML calls the first GPU that CUDA may see."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+        if visible.isdecimal():
+            handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible))
+        else:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(visible)
+        return text(pynvml.nvmlDeviceGetName(handle))
+    except pynvml.NVMLError as error:
+        raise SystemExit(f"There is no NVIDIA GPU to record on ({error}). Without one: --accelerator cpu.") from None
+
+
+def text(value: str | bytes) -> str:
+    """NVML's words; older bindings give bytes."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def is_recorded(recording: dict[str, Any], name: str, under: str, *, again: bool) -> bool:
+    """Whether there is a figure for these very conditions, or a failure that is not to be tried again."""
+    case = recording.get(PROBES) if name == PROBES else recording["cases"].get(name)
+    return bool(case) and case.get("conditions") == under and not (again and "failed" in case)
+
+
+def keep(recording: dict[str, Any], name: str, case: dict[str, Any]) -> None:
+    """Put a result where it belongs."""
+    recording["machine"] = case.pop("machine", None) or recording["machine"]
+    if name == PROBES:
+        recording[PROBES] = case
+    else:
+        recording["cases"][name] = case
+
+
 def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     """A process that loads its libraries and builds its module, then waits for a word."""
     command = [sys.executable, __file__, "--child", name, "--accelerator", options.accelerator]
+    command += ["--probe-seconds", str(options.probe_seconds)]
     if options.batch_size:
         command += ["--batch-size", str(options.batch_size)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -72,14 +126,14 @@ def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
 def finish(child: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
     """Let it train; a training that fails or takes too long is recorded as such."""
     try:
-        out, err = child.communicate("go\n", timeout=seconds)
+        out, err = child.communicate(f"go {seconds:.0f}\n", timeout=seconds)
     except subprocess.TimeoutExpired:
         child.kill()
         child.communicate()
         return {"failed": f"took more than {seconds:g} s"}
     lines = [line for line in out.splitlines() if line.startswith("{")]
     if child.returncode or not lines:
-        return {"failed": (err.strip().splitlines() or ["no reason given"])[-1][:400]}
+        return {"failed": (err.strip().splitlines() or [f"ended with {child.returncode}"])[-1][:400]}
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 
@@ -88,6 +142,8 @@ def words(case: dict[str, Any]) -> str:
     """One line for the terminal."""
     if "failed" in case:
         return f"FAILED: {case['failed']}"
+    if PROBES in case:
+        return f"{len(case[PROBES])} of {case['of']} probes  {case['seconds']:.1f} s"
     if case["max_reserved"] is None:
         return f"{case['seconds']:.1f} s; there is no GPU to measure"
     mib = {key: case[key] / 2**20 for key in ("max_allocated", "max_reserved", "nvml_peak") if case[key] is not None}
@@ -117,9 +173,8 @@ def write(path: Path, recording: dict[str, Any]) -> None:
 
 def train(name: str, accelerator: str, batch_size: int | None) -> dict[str, Any]:
     """Build, wait for the word, train, measure."""
-    import pytorch_lightning as pl
     import torch
-    from corpus import corpus
+    from corpus import corpus, pl
     from torch.utils.data import DataLoader
     from truth import quieten
 
@@ -132,13 +187,15 @@ def train(name: str, accelerator: str, batch_size: int | None) -> dict[str, Any]
     accumulate = training.trainer_kwargs.get("accumulate_grad_batches", 1)
     loader = DataLoader(training.dataset(size * STEPS * accumulate), batch_size=size)
     torch.backends.cuda.matmul.allow_tf32 = training.tf32
-    sys.stdin.readline()
+    wait_for_go(torch)
 
     gpu = Gpu() if accelerator == "cuda" else None
     started = time.perf_counter()
+    if gpu and training.cap_gib and training.cap_gib * 2**30 > gpu.free():
+        return {"failed": f"skipped: it needs {training.cap_gib:g} GiB, and {gpu.free() / 2**30:.1f} GiB are free"}
     if gpu:
         gpu.open_context(training.cap_gib, history=training.history)
-    steps = Steps.callback(pl, torch if gpu else None)
+    steps = Steps.callback(pl, gpu)
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=1,
@@ -151,18 +208,46 @@ def train(name: str, accelerator: str, batch_size: int | None) -> dict[str, Any]
         callbacks=[steps],
         **training.trainer_kwargs,
     )
-    with gpu.sampled() if gpu else nothing():
-        trainer.fit(module, train_dataloaders=loader)
     found: dict[str, Any] = {
         "batch_size": size,
-        "seconds": round(time.perf_counter() - started, 2),
+        "training": training.settings(),
         "max_allocated": None,
         "max_reserved": None,
         "nvml_peak": None,
         "steps": steps.peaks,
-        "machine": machine(torch, pl, gpu),
     }
-    return {**found, **gpu.measured(history=training.history)} if gpu else found
+    failed: dict[str, Any] = {}
+    with gpu.sampled() if gpu else nothing():
+        try:
+            trainer.fit(module, train_dataloaders=loader)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - what was measured until then is a result too
+            failed = failure(error)
+    found |= {"seconds": round(time.perf_counter() - started, 2), "machine": machine(torch, pl, gpu)}
+    if gpu:
+        found |= gpu.measured()
+    if not failed:
+        return found
+    return {**failed, "until_then": found, "machine": found.pop("machine")}
+
+
+def wait_for_go(torch: Any) -> float:
+    """Until the parent says so, the GPU belongs to another training; where the parent is gone, there is nothing to do.
+
+    Returns:
+        Seconds after which the parent gives up.
+    """
+    assert not torch.cuda.is_initialized(), "a context was opened too early"
+    word, _, seconds = sys.stdin.readline().partition(" ")
+    if word != "go":
+        raise SystemExit("nobody waits for this any more")
+    return float(seconds)
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """In one line, what went wrong, and whether it was for want of memory."""
+    lines = str(error).strip().splitlines() or [""]
+    out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return {"failed": f"{type(error).__name__}: {lines[0]}"[:400], "out_of_memory": out_of_memory}
 
 
 @contextmanager
@@ -172,17 +257,26 @@ def nothing() -> Iterator[None]:
 
 
 class Steps:
-    """Peaks after each optimizer step."""
+    """Peaks after each batch, and a last look before Lightning takes the module off the GPU and empties the cache."""
 
     @staticmethod
-    def callback(pl: Any, torch: Any) -> Any:
+    def callback(pl: Any, gpu: "Gpu | None") -> Any:
         class Peaks(pl.Callback):
             def __init__(self) -> None:
                 self.peaks: list[list[int]] = []
 
             def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-                if torch:
-                    self.peaks.append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
+                if gpu:
+                    cuda = gpu.torch.cuda
+                    self.peaks.append([cuda.max_memory_allocated(), cuda.max_memory_reserved()])
+
+            def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+                if gpu:
+                    gpu.look()
+
+            def on_exception(self, *args: Any, **kwargs: Any) -> None:
+                if gpu:
+                    gpu.look()
 
         return Peaks()
 
@@ -197,16 +291,33 @@ class Gpu:
         self.torch, self.nvml = torch, pynvml
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        before = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]  # torch may open the context
+        before = [self.settled(handle) for handle in handles]  # torch is about to open the context
         uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-        uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        uuids = [text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
         place = uuids.index(uuid) if uuid in uuids else 0
         self.handle, self.before = handles[place], before[place]
         self.peak = self.context = 0
+        self.cap: int | None = None
+        self.history = False
+        self.seen: dict[str, Any] = {}
         self.stop = threading.Event()
+
+    def settled(self, handle: Any) -> int:
+        """What is in use, once the training before is gone for good: the same at two looks in a row."""
+        used = -1
+        for _ in range(40):
+            now = int(self.nvml.nvmlDeviceGetMemoryInfo(handle).used)
+            if now == used:
+                break
+            used = now
+            time.sleep(0.05)
+        return used
 
     def used(self) -> int:
         return int(self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used)
+
+    def free(self) -> int:
+        return int(self.nvml.nvmlDeviceGetMemoryInfo(self.handle).free)
 
     def open_context(self, cap_gib: float | None, *, history: bool) -> None:
         cuda = self.torch.cuda
@@ -216,8 +327,12 @@ class Gpu:
         del one
         cuda.empty_cache()
         if cap_gib:
-            cuda.set_per_process_memory_fraction(cap_gib * 2**30 / cuda.get_device_properties(0).total_memory)
+            total = cuda.get_device_properties(0).total_memory
+            fraction = cap_gib * 2**30 / total
+            cuda.set_per_process_memory_fraction(fraction)
+            self.cap = int(fraction * total)  # as the allocator reckons it
         cuda.reset_peak_memory_stats()
+        self.history = history
         if history:
             cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=1_000_000)
 
@@ -239,25 +354,59 @@ class Gpu:
             self.stop.set()
             thread.join()
 
-    def measured(self, *, history: bool) -> dict[str, Any]:
+    def look(self) -> None:
+        """What is held now, and the events so far; only the first look counts."""
+        if self.seen:
+            return
         cuda = self.torch.cuda
+        self.seen = {
+            "outside_at_end": self.used() - self.before - cuda.memory_reserved(),
+            "allocated_at_end": cuda.memory_allocated(),
+            "reserved_at_end": cuda.memory_reserved(),
+            "history": None,
+        }
+        if self.history:
+            snapshot = cuda.memory._snapshot()
+            self.seen |= {
+                "history": events(snapshot),
+                "addresses": addresses(snapshot),
+                "segments": segments(snapshot),
+            }
+
+    def measured(self) -> dict[str, Any]:
+        self.look()
+        cuda, backends = self.torch.cuda, self.torch.backends
         stats = cuda.memory_stats()
         kept = (
             "num_alloc_retries",
             "num_ooms",
+            "num_device_alloc",
+            "num_device_free",
             "segment.all.peak",
+            "segment.large_pool.peak",
+            "segment.small_pool.peak",
             "allocation.all.allocated",
+            "allocation.all.peak",
+            "active_bytes.all.peak",
+            "inactive_split.all.peak",
             "inactive_split_bytes.all.peak",
             "requested_bytes.all.peak",
         )
         return {
             "max_allocated": cuda.max_memory_allocated(),
             "max_reserved": cuda.max_memory_reserved(),
+            "cap": self.cap,
             "nvml_before": self.before,
             "nvml_peak": self.peak,
             "context": self.context,
             "stats": {key: stats[key] for key in kept if key in stats},
-            "history": events(cuda.memory._snapshot()) if history else None,
+            "flags": {
+                "matmul_tf32": backends.cuda.matmul.allow_tf32,
+                "cudnn_tf32": backends.cudnn.allow_tf32,
+                "cudnn_benchmark": backends.cudnn.benchmark,
+                "cudnn_deterministic": backends.cudnn.deterministic,
+            },
+            **self.seen,
         }
 
 
@@ -276,8 +425,36 @@ def events(snapshot: dict[str, Any]) -> list[list[Any]]:
     ]
 
 
+def addresses(snapshot: dict[str, Any]) -> list[int]:
+    """Where each numbered address of `events` lies, from the lowest: equal blocks are taken by address."""
+    seen = dict.fromkeys(entry.get("addr", -1) for entry in snapshot["device_traces"][0])
+    lowest = min((address for address in seen if address > 0), default=0)
+    return [max(address - lowest, -1) for address in seen]
+
+
+def segments(snapshot: dict[str, Any]) -> list[list[Any]]:
+    """What is held at the end, by address: ``[bytes, pool, stream, [[block's bytes, bytes asked for, state], ...]]``.
+
+    Streams are told apart by their place among those that hold anything.
+    """
+    held = sorted(snapshot["segments"], key=lambda segment: segment["address"])
+    streams: dict[int, int] = {}
+    return [
+        [
+            segment["total_size"],
+            segment["segment_type"],
+            streams.setdefault(segment["stream"], len(streams)),
+            [[block["size"], block.get("requested_size"), block["state"]] for block in segment["blocks"]],
+        ]
+        for segment in held
+    ]
+
+
 def machine(torch: Any, pl: Any, gpu: Gpu | None) -> dict[str, Any]:
     """Versions, flags and the GPU."""
+    libraries = ("nvidia-cublas", "nvidia-cudnn", "nvidia-cuda-runtime", "nvidia-ml-py", "triton")
+    installed = {str(each.metadata["Name"]).lower(): each.version for each in metadata.distributions()}
+    told = ("ALLOC_CONF", "CUBLAS", "CUDNN", "CUDA_MODULE_LOADING", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32")
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -286,7 +463,8 @@ def machine(torch: Any, pl: Any, gpu: Gpu | None) -> dict[str, Any]:
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
         "lightning": pl.__version__,
-        "environ": {key: value for key, value in os.environ.items() if "ALLOC_CONF" in key or "CUBLAS" in key},
+        "libraries": {name: version for name, version in sorted(installed.items()) if name.startswith(libraries)},
+        "environ": {key: value for key, value in os.environ.items() if any(part in key for part in told)},
         "gpu": None,
     }
     if gpu:
@@ -297,34 +475,167 @@ def machine(torch: Any, pl: Any, gpu: Gpu | None) -> dict[str, Any]:
             "nvml_total": int(gpu.nvml.nvmlDeviceGetMemoryInfo(gpu.handle).total),
             "compute_capability": [facts.major, facts.minor],
             "multiprocessors": facts.multi_processor_count,
-            "driver": str(gpu.nvml.nvmlSystemGetDriverVersion()),
+            "driver": text(gpu.nvml.nvmlSystemGetDriverVersion()),
+            "nvml_name": text(gpu.nvml.nvmlDeviceGetName(gpu.handle)),
         }
     return found
 
 
+# The child: all probes -----------------------------------------------------------------------------------------------
+
+
+def probe_all(accelerator: str, seconds: float) -> dict[str, Any]:
+    """Call operator after operator until the time is up."""
+    import torch
+    from corpus import pl, probes
+
+    warnings.simplefilter("ignore")
+    every = probes()
+    seconds = min(seconds, 0.9 * wait_for_go(torch))
+    gpu = Gpu() if accelerator == "cuda" else None
+    started = time.perf_counter()
+    if gpu:
+        gpu.open_context(None, history=False)
+    told = machine(torch, pl, gpu)  # before probes change its flags
+    found = []
+    for probe in every:
+        if time.perf_counter() - started > seconds:
+            break
+        found.append(probed(torch, probe, accelerator))
+    return {
+        PROBES: found,
+        "of": len(every),
+        "seconds": round(time.perf_counter() - started, 2),
+        "machine": told,
+    }
+
+
+def probed(torch: Any, probe: Any, device: str) -> dict[str, Any]:
+    """What one call took, the first time and again: libraries keep what they took at first, or search only then."""
+    from corpus import described
+
+    told: dict[str, Any] = {"name": probe.name, "flags": dict(probe.flags)}
+    tf32 = probe.flags.get("tf32", False)
+    torch.backends.cudnn.benchmark = probe.flags.get("cudnn_benchmark", False)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        call = probe.prepare(device)
+        told["arguments"] = described(call.args)
+        told["keywords"] = {name: described(part) for name, part in call.keywords.items() if part is not None}
+        for turn in ("first", "again"):
+            told[turn] = look_into(torch, call) if device == "cuda" else just_call(call)
+    except Exception as error:  # noqa: BLE001 - a backend that refuses is a result too
+        told |= failure(error)
+    return told
+
+
+def just_call(call: Any) -> None:
+    """Where no allocator keeps a history."""
+    call()
+
+
+def look_into(torch: Any, call: Any) -> dict[str, Any]:
+    """The requests of one call, and how far the allocator's counter rose in it.
+
+    The cache is given back before, so that as few blocks as can be are larger than what was asked for.
+    """
+    cuda = torch.cuda
+    cuda.synchronize()
+    cuda.empty_cache()
+    before = cuda.memory_allocated()
+    cuda.reset_peak_memory_stats()
+    cuda.memory._record_memory_history(
+        enabled="all", context=None, stacks="python", max_entries=100_000, clear_history=True
+    )
+    try:
+        results = call()
+        cuda.synchronize()
+        asked = requests(cuda.memory._snapshot()["device_traces"][0])
+        peak = cuda.max_memory_allocated() - before
+    finally:
+        cuda.memory._record_memory_history(enabled=None)
+    del results
+    return {"requests": asked, "beside": beside(asked), "peak_allocated": peak}
+
+
+def requests(trace: Sequence[dict[str, Any]]) -> list[int]:
+    """Bytes asked for, in order; ``-n`` gives the n-th of them back. Blocks that were there before do not count."""
+    places: dict[int, int] = {}
+    found: list[int] = []
+    count = 0
+    for entry in trace:
+        if entry["action"] == "alloc":
+            count += 1
+            places[entry["addr"]] = count
+            found.append(entry["size"])
+        elif entry["action"] == "free_completed" and entry["addr"] in places:
+            found.append(-places.pop(entry["addr"]))
+    return found
+
+
+def beside(asked: Sequence[int]) -> int:
+    """The most that was held beside what stayed: scratch, as far as its lifetime overlaps that of the results."""
+    sizes: list[int] = []
+    live = peak = 0
+    for number in asked:
+        if number > 0:
+            sizes.append(number)
+        live += number if number > 0 else -sizes[-number - 1]
+        peak = max(peak, live)
+    return peak - live
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "recordings" / "gpu.json.gz")
-    parser.add_argument("--only", default="", help="trainings whose name contains this")
-    parser.add_argument("--minutes", type=float, default=9.0, help="stop cleanly after this long")
-    parser.add_argument("--case-minutes", type=float, default=2.0, help="give up on a training after this long")
-    parser.add_argument("--reserve", type=float, default=20.0, help="start none with fewer seconds left")
-    parser.add_argument("--ahead", type=int, default=3, help="processes that load their libraries meanwhile")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "recordings" / "gpu.json.gz", metavar="FILE"
+    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="what has one of these in its name")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="stop cleanly after this long (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--case-minutes", type=float, default=2.0, help="give up on a training after this long (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--probe-seconds", type=float, default=60.0, help="leave out the probes beyond (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--reserve", type=float, default=20.0, help="start none with fewer seconds left (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--jobs-ahead",
+        "--ahead",
+        dest="ahead",
+        type=int,
+        default=3,
+        help="processes that load their libraries meanwhile (default: %(default)d)",
+    )
+    parser.add_argument("--again", action="store_true", help="try what failed once more")
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batch-size", type=int, help="in place of the corpus's own")
     parser.add_argument("--list", action="store_true", help="print the trainings and stop")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(train(options.child, options.accelerator, options.batch_size)), flush=True)
+        child = options.child
+        probes = child == PROBES
+        found = (
+            probe_all(options.accelerator, options.probe_seconds)
+            if probes
+            else train(child, options.accelerator, options.batch_size)
+        )
+        print(json.dumps(found), flush=True)
         return
-    from corpus import corpus
+    from corpus import BASES, corpus
     from corpus import main as list_all
 
     if options.list:
-        list_all()
+        list_all([])
         return
-    record([case.name for case in corpus() if options.only in case.name], options.out, options)
+    names = [case.name for case in corpus()]
+    names.insert(len(BASES), PROBES)
+    record([name for name in names if any(part in name for part in options.only)], options.out, options)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import nn
 
 from lightning_memguard.core.allocator import AllocatorSettings
 
@@ -47,21 +51,46 @@ def started(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-@pytest.mark.slow
-def test_a_recording_is_written_and_gone_on_with(tmp_path):
-    out = tmp_path / "cpu.json.gz"
-    first = run("--only", "gan", "--out", str(out), "--ahead", "1")
-    assert first.startswith("0 recorded already, 3 to go")
-    again = run("--only", "gan", "--out", str(out))
-    assert again == "3 recorded already, 0 to go\n"
+@pytest.fixture
+def recorder(benchmarks, monkeypatch, tmp_path):
+    """Record children given as code, in place of trainings; returns what was written."""
+    module = benchmarks("record")
+    out = tmp_path / "made.json"
+
+    def record(codes, minutes=1.0, again=False):
+        monkeypatch.setattr(module, "conditions", lambda options: "here")
+        monkeypatch.setattr(module, "start", lambda name, options: started(codes[name]))
+        options = argparse.Namespace(minutes=minutes, case_minutes=1.0, reserve=0.1, ahead=2, again=again)
+        module.record(list(codes), out, options)
+        return module.read(out)["cases"]
+
+    return record
+
+
+TRAINS = 'print(input() and \'{"max_reserved": null, "seconds": 0.1}\')'
 
 
 @pytest.mark.slow
-def test_time_that_is_up_leaves_the_rest_for_the_next_run(tmp_path):
+def test_a_recording_is_written_and_gone_on_with(benchmarks, tmp_path, capsys):
     out = tmp_path / "cpu.json"
-    told = run("--only", "gan", "--out", str(out), "--minutes", "0.1", "--reserve", "10")
-    assert "time is up with 3 to go" in told
-    assert not out.exists()
+    told = run("--only", "gan_adam", "probes", "--probe-seconds", "0.5", "--out", str(out), "--jobs-ahead", "1")
+    assert told.startswith("0 recorded already, 2 to go")
+    recording = json.loads(out.read_text())
+    assert recording["machine"]["gpu"] is None
+    case = recording["cases"]["gan_adam"]
+    assert (case["batch_size"], case["max_reserved"]) == (2, None)
+    assert case["training"]["optimizer"] == "adam"
+    assert recording["probes"]["of"] > len(recording["probes"]["probes"]) > 0
+
+    options = argparse.Namespace(accelerator="cpu", batch_size=2, minutes=1.0, ahead=1, again=False)
+    benchmarks("record").record(["probes", "gan_adam"], out, options)
+    assert capsys.readouterr().out == "2 recorded already, 0 to go\n"
+    assert json.loads(out.read_text()) == recording
+
+
+def test_time_that_is_up_leaves_the_rest_for_the_next_run(recorder, capsys):
+    assert recorder({"one": TRAINS, "two": TRAINS}, minutes=0.0) == {}
+    assert "time is up with 2 to go" in capsys.readouterr().out
 
 
 def test_a_training_that_fails_is_recorded_as_failed(benchmarks):
@@ -72,6 +101,61 @@ def test_a_training_that_fails_is_recorded_as_failed(benchmarks):
 def test_a_training_that_hangs_is_given_up(benchmarks):
     child = started("import time; input(); time.sleep(60)")
     assert benchmarks("record").finish(child, 0.5) == {"failed": "took more than 0.5 s"}
+
+
+def test_after_a_training_that_fails_come_the_next(recorder):
+    found = recorder({"one": "input(); raise MemoryError('no room')", "two": TRAINS})
+    assert found["one"] == {"failed": "MemoryError: no room", "conditions": "here"}
+    assert found["two"] == {"max_reserved": None, "seconds": 0.1, "conditions": "here"}
+
+
+def test_a_failure_is_tried_again_only_if_asked_for(recorder, capsys):
+    recorder({"one": "input(); raise ValueError('no')"})
+    recorder({"one": TRAINS})
+    assert "1 recorded already, 0 to go" in capsys.readouterr().out
+    assert "failed" not in recorder({"one": TRAINS}, again=True)["one"]
+
+
+def test_a_training_cut_short_by_the_deadline_is_left_for_the_next_run(recorder, capsys):
+    found = recorder({"one": TRAINS, "two": "import time; input(); time.sleep(60)"}, minutes=1.5 / 60)
+    assert list(found) == ["one"]
+    assert "time is up with 1 to go" in capsys.readouterr().out
+
+
+def test_what_was_recorded_under_other_conditions_is_recorded_anew(benchmarks):
+    record = benchmarks("record")
+    recording = {"cases": {"mlp": {"conditions": "NVIDIA A, torch 2"}}, "probes": {"conditions": "NVIDIA B, torch 2"}}
+    assert record.is_recorded(recording, "mlp", "NVIDIA A, torch 2", again=False)
+    assert not record.is_recorded(recording, "mlp", "NVIDIA B, torch 2", again=False)
+    assert record.is_recorded(recording, "probes", "NVIDIA B, torch 2", again=False)
+
+
+def test_out_of_memory_within_a_training_keeps_what_was_measured_until_then(benchmarks, monkeypatch):
+    record, corpus, truth = (benchmarks(name) for name in ("record", "corpus", "truth"))
+
+    class Greedy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(512, 10)
+
+        def forward(self, x):
+            raise MemoryError("no room")
+
+    by_name = {case.name: case for case in corpus.corpus()}
+    greedy = dataclasses.replace(by_name["mlp"], network=Greedy)
+    monkeypatch.setattr(corpus, "corpus", lambda: (greedy,))
+    monkeypatch.setattr(truth, "quieten", lambda: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go 60\n"))
+    found = record.train("mlp", "cpu", 2)
+    assert (found["failed"], found["out_of_memory"]) == ("MemoryError: no room", True)
+    assert found["until_then"]["steps"] == []
+    json.dumps(found)
+
+
+def test_a_child_whose_parent_is_gone_does_not_train(benchmarks, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    with pytest.raises(SystemExit):
+        benchmarks("record").wait_for_go(benchmarks("accuracy").torch)
 
 
 def test_a_recording_is_never_half_written(benchmarks, tmp_path):
@@ -106,6 +190,51 @@ def test_events_are_numbered_as_they_come(benchmarks):
         ["alloc", 0, 100, 0],
         ["free_completed", 0, 100, 1],
     ]
+
+
+def test_addresses_and_segments_are_told_from_the_lowest(benchmarks):
+    record = benchmarks("record")
+    entries = [{"action": "alloc", "addr": 8192}, {"action": "oom"}, {"action": "alloc", "addr": 4096}]
+    blocks = [{"size": 512, "requested_size": 100, "state": "active_allocated"}]
+    held = {"segment_type": "small", "blocks": blocks, "total_size": 2 * MIB}
+    snapshot = {
+        "device_traces": [entries],
+        "segments": [{"address": 9, "stream": 3, **held}, {"address": 5, "stream": 0, **held}],
+    }
+    assert record.addresses(snapshot) == [4096, -1, 0]
+    assert record.segments(snapshot) == [
+        [2 * MIB, "small", 0, [[512, 100, "active_allocated"]]],
+        [2 * MIB, "small", 1, [[512, 100, "active_allocated"]]],
+    ]
+
+
+def test_a_probe_tells_scratch_from_what_stays(benchmarks):
+    record = benchmarks("record")
+    trace = [
+        {"action": "free_completed", "addr": 7, "size": 40},  # was there before
+        {"action": "segment_alloc", "addr": 1, "size": 2 * MIB},
+        {"action": "alloc", "addr": 1, "size": 1000},
+        {"action": "alloc", "addr": 2, "size": 300},
+        {"action": "free_requested", "addr": 2, "size": 300},
+        {"action": "free_completed", "addr": 2, "size": 300},
+        {"action": "alloc", "addr": 2, "size": 200},
+    ]
+    asked = record.requests(trace)
+    assert asked == [1000, 300, -2, 200]
+    assert record.beside(asked) == 100  # at most 1300, and 1200 stay
+
+
+def test_probes_are_described_so_that_they_can_be_made_again(benchmarks):
+    corpus = benchmarks("corpus")
+    probes = {probe.name: probe for probe in reversed(corpus.probes())}
+    assert {"aten.convolution.default", "aten.convolution_backward.default", "aten.sort.default"} <= set(probes)
+    call = corpus.operator("sum.dim_IntList", corpus.Sample((2, 3, 4), "bfloat16", layout="transposed"), [1]).prepare(
+        "cpu"
+    )
+    assert corpus.described(call.args) == [["bfloat16", [2, 3, 4], [12, 1, 3]], [1]]
+    told = benchmarks("record").probed(importlib.import_module("torch"), probes["clip_grad_norm_ foreach=True"], "cpu")
+    assert told["name"] == "clip_grad_norm_ foreach=True"
+    assert "failed" not in told
 
 
 def test_a_recorded_history_is_held_against_our_segments(benchmarks):
