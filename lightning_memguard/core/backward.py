@@ -19,6 +19,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd import Variable
@@ -50,26 +51,12 @@ def walking(enter: Callable[[Any], None] | None = None, *, adds_in_place: bool =
     """
     engine = _Walker(enter, adds_in_place=adds_in_place)
     with (
-        _replaced(Variable, "_execution_engine", engine),
-        _replaced(torch._C, "_current_graph_task_id", graph_task),
+        mock.patch.object(Variable, "_execution_engine", engine),
+        mock.patch.object(torch._C, "_current_graph_task_id", graph_task),
         engine.hooks_seen(),
         engine.saved.hooked(),
     ):
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 # -- saved tensors
@@ -144,8 +131,8 @@ class _Saved:
 
         with (
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
-            _replaced(autograd, "_push_saved_tensors_default_hooks", push_users),
-            _replaced(autograd, "_pop_saved_tensors_default_hooks", pop_users),
+            mock.patch.object(autograd, "_push_saved_tensors_default_hooks", push_users),
+            mock.patch.object(autograd, "_pop_saved_tensors_default_hooks", pop_users),
         ):
             yield
 
@@ -377,11 +364,11 @@ class _Walker:
             return register
 
         with (
-            _replaced(torch.Tensor, "register_hook", hook_tensor),
-            _replaced(torch.Tensor, "retain_grad", retain),
-            _replaced(FunctionCtx, "set_materialize_grads", set_materialize),
-            _replaced(BackwardCFunction, "register_hook", hook_node(_POST_HOOKS)),
-            _replaced(BackwardCFunction, "register_prehook", hook_node(_PRE_HOOKS)),
+            mock.patch.object(torch.Tensor, "register_hook", hook_tensor),
+            mock.patch.object(torch.Tensor, "retain_grad", retain),
+            mock.patch.object(FunctionCtx, "set_materialize_grads", set_materialize),
+            mock.patch.object(BackwardCFunction, "register_hook", hook_node(_POST_HOOKS)),
+            mock.patch.object(BackwardCFunction, "register_prehook", hook_node(_PRE_HOOKS)),
         ):
             yield
 
