@@ -468,6 +468,10 @@ class _Walk:
         _drop_in_order(grads)
         if not self.keep_graph:
             self.walker.saved.release(node, self.older[node])
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            for place in range(len(outputs)):  # by place: a name of its own would keep the last alive
+                if outputs[place] is not None:
+                    torch.isnan(outputs[place]).any()  # for the memory it takes: nothing fake has a value
         self._distribute(node, outputs)
 
     def _call(self, node: Any, grads: list[Any]) -> list[Any]:

@@ -53,6 +53,8 @@ class Recorder(TorchDispatchMode):
         self._parts: dict[int, str] = {}
         self._live: dict[int, int] = {}  # address of the storage -> its block
         self._bytes: list[int] = []  # by block
+        self._kept_bytes = 0
+        self._stream = 0
         self._scratch_blocks = 0  # numbered below zero: how many there are may change with the batch size
         self._kernels: list[Kernel] = []
         self._stretches: list[Stretch] = []
@@ -92,6 +94,26 @@ class Recorder(TorchDispatchMode):
                 block = self._watch(tensor, "")
                 if block is not None:
                     self._parts.setdefault(block, part)
+
+    @contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """What is taken inside comes from another stream's pool, whose free memory no other stream takes."""
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    def keep(self, nbytes: int, part: str) -> None:
+        """Count a block that stands there from now to the end, though no tensor of the step is behind it."""
+        if nbytes:
+            self._parts[self._take(nbytes, "")] = part
+            self._kept_bytes += nbytes
+
+    @property
+    def alive_bytes(self) -> int:
+        """What stands there now."""
+        return self._kept_bytes + sum(self._bytes[block] for block in self._live.values())
 
     # -- what torch tells
 
@@ -171,8 +193,13 @@ class Recorder(TorchDispatchMode):
     # -- the book
 
     def _watch(self, tensor: torch.Tensor, operator: str, kept_bytes: int = 0) -> int | None:
-        if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
+        if tensor.device.type != self.device_type:
             return None
+        if self._task != -1 and tensor.layout is not torch.strided:
+            return None  # `refuse_sparse` has better words for a gradient
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+            raise CannotTraceError(f"The step makes {kind}, whose bytes depend on values. Use dense tensors instead.")
         storage = tensor.untyped_storage()
         address = storage._cdata
         nbytes = storage.nbytes()
@@ -192,13 +219,13 @@ class Recorder(TorchDispatchMode):
     def _take(self, nbytes: int, operator: str) -> int:
         block = len(self._bytes)
         self._bytes.append(nbytes)
-        self._rows.append(("alloc", block, self._where(), self.step, self.module, operator))
+        self._rows.append(("alloc", block, self._where(), self.step, self.module, operator, self._stream))
         return block
 
     def _forget(self, address: int, block: int) -> None:
         if self._live.get(address) == block:
             del self._live[address]
-            self._rows.append(("free", block, self._where(), self.step, self.module, ""))
+            self._rows.append(("free", block, self._where(), self.step, self.module, "", 0))
 
     def _open_cublas(self, operator: str, chip: Chip) -> None:
         """Forward and backward pass run in threads of their own, each with a cuBLAS handle and its workspace."""
@@ -214,7 +241,7 @@ class Recorder(TorchDispatchMode):
         if nbytes:
             block = self._take(nbytes, operator)
             self._parts[block] = "workspaces"
-            self._rows.append(("free", block, self._where(), self.step, self.module, operator))
+            self._rows.append(("free", block, self._where(), self.step, self.module, operator, 0))
 
     def _scratch(self, scratch: Scratch, place: int | None, operator: str) -> None:
         """Take blocks that live inside the operator that ran last, and give them back."""
@@ -241,7 +268,7 @@ class Recorder(TorchDispatchMode):
         events = tuple(
             row
             if isinstance(row, Event)
-            else Event._make((*row[:2], sizes[row[1]], parts.get(row[1], "temporaries"), *row[2:], 0, ""))
+            else Event._make((*row[:2], sizes[row[1]], parts.get(row[1], "temporaries"), *row[2:], ""))
             for row in self._rows
         )
         notes = (*notes, *self.assumptions)
@@ -250,7 +277,11 @@ class Recorder(TorchDispatchMode):
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:
     if isinstance(out, torch.Tensor):
-        yield out
+        inside = getattr(out, "__tensor_flatten__", None)  # a jagged tensor's values and offsets
+        if inside is None:
+            yield out
+        else:
+            yield from _tensors([getattr(out, name) for name in inside()[0]])
     elif isinstance(out, (list, tuple)):
         for item in out:
             yield from _tensors(item)
@@ -378,7 +409,9 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             recorder.assumptions["what torch.compile would fuse was run eagerly: an upper bound"] = None
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
-        walked = pretend.gpu_of_now() is not None
+        # The engine adds gradients out of place under a dispatch mode, in place without one: the walk knows better.
+        is_fake = isinstance(next(module.parameters(), None), FakeTensor)
+        walked = pretend.gpu_of_now() is not None or (is_fake and pretend.can_pretend())
         paths_mode = _ModulePaths(recorder, walked=walked)
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_memguard.core.batch import KnownValues
 from lightning_memguard.errors import CannotTraceError
 
 _aten = torch.ops.aten
@@ -281,18 +282,23 @@ def _modules_can_move() -> Iterator[None]:
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a torch function on behalf of a step that may run on fake tensors.
 
-    Two things differ there: a fake tensor cannot be deep-copied by torch's own way (it would make a real storage), and
-    a float that is read (to be logged, as a rule) has no value. ``float(tensor)`` must give a plain float, so a
-    comparison of that one goes unseen; ``tensor.item()``, the usual way, does not.
+    Three things differ there: a fake tensor cannot be deep-copied by torch's own way (it would make a real storage);
+    a float that is read (to be logged, as a rule) has no value; and the rows of a packed sequence, which the step
+    reads, are known. ``float(tensor)`` must give a plain float, so a comparison of that one goes unseen;
+    ``tensor.item()``, the usual way, does not.
     """
     if args and isinstance(args[0], FakeTensor):
         if func is torch.Tensor.__deepcopy__:
             return _copy_fake(*args)
         if func in _READS_FLOAT and args[0].is_floating_point() and args[0].constant is None:
             return UnknownFloat(1.0) if func is torch.Tensor.item else 1.0
+        if func is _PACK_PADDED:
+            data, rows = func(*args, **kwargs)
+            return data, rows.as_subclass(KnownValues)
     return func(*args, **kwargs)
 
 
+_PACK_PADDED = torch._VF._pack_padded_sequence
 _READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
 
 
@@ -390,10 +396,19 @@ def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: i
     return x.new_empty((minlength,), dtype=torch.long if weights is None else torch.double)
 
 
+def _pack_padded(x: torch.Tensor, _: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """All samples are as long as the longest. The rows at each step are real: the step reads them."""
+    steps, rows = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
+    data = x.new_empty((steps * rows, *x.shape[2:]))
+    with unset_fake_temporarily():
+        return data, torch.full((steps,), rows)
+
+
 _WORST_CASE: dict[Any, Any] = {
     _aten.bincount.default: _bincount,
     _aten.nonzero.default: _nonzero,
     _aten.masked_select.default: _masked_select,
     _aten.index.Tensor: _index,
     _aten._unique2.default: _unique,
+    _aten._pack_padded_sequence.default: _pack_padded,
 }

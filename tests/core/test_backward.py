@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytorch_lightning as pl
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.data import DataLoader
 
-from lightning_memguard.core import backward
+from lightning_memguard.core import backward, pretend
 from lightning_memguard.core.backward import graph_task, walking
 from lightning_memguard.core.batch import batches_from_one
 from lightning_memguard.core.capture import Recorder
@@ -74,7 +75,8 @@ def traced_case(case: Any, *, walked: bool) -> Trace:
         entered.append(metadata.get("memguard", recorder.module))
         recorder.module = entered[-1]
 
-    with walking(enter, adds_in_place=False) if walked else contextlib.nullcontext():
+    engine_alone = mock.patch.object(pretend, "can_pretend", return_value=False)  # a capture would walk by itself
+    with engine_alone, walking(enter, adds_in_place=False) if walked else contextlib.nullcontext():
         program.run(recorder, size, fake=True)
     assert bool(entered) == walked
     return recorder.trace(size, "fake")

@@ -137,9 +137,9 @@ def test_attributes_of_parameters_are_kept():
 
 def test_a_list_on_a_parameter_is_the_twins_own():
     module = Tied()
-    module.encoder.weight.names = ["encoder"]
-    twin_of(module).encoder.weight.names.append("twin")
-    assert module.encoder.weight.names == ["encoder"]
+    module.encoder.weight.groups = ["encoder"]
+    twin_of(module).encoder.weight.groups.append("twin")
+    assert module.encoder.weight.groups == ["encoder"]
 
 
 def test_datasets_loaders_and_arrays_are_shared_and_not_copied():
