@@ -1,0 +1,349 @@
+"""The page and its data: true to the byte at the peak, small, readable without colours, and loading nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memguard.core.allocator import AllocatorSettings, replay
+from lightning_memguard.core.batch import batches_from_one
+from lightning_memguard.core.decision import Budget, Decision, Request, decide
+from lightning_memguard.core.estimate import LoopProgram, Prediction, predict
+from lightning_memguard.core.footprint import Footprint, Peak
+from lightning_memguard.core.layers import Layer, LayerTable, Weight
+from lightning_memguard.core.record import EpochRecord, Measured
+from lightning_memguard.core.trace import PARTS, SELDOM_PARTS, Event, Trace
+from lightning_memguard.errors import MemGuardError
+from lightning_memguard.report.page import CurvePoint, Report, Timeline, curve_of, timeline_of, write_report
+from lightning_memguard.units import GIB, KIB, MIB
+
+CUDA = AllocatorSettings()
+CPU = AllocatorSettings(kind="exact")
+
+STEP = Trace(
+    8,
+    "cuda",
+    "fake",
+    (
+        Event("alloc", 0, 3 * MIB, "parameters", "setup", 0),
+        Event("alloc", 1, 1000, "batch", "transfer", 0),
+        Event("alloc", 2, 40 * MIB, "activations", "forward", 0, "head", "aten.addmm.default"),
+        Event("free", 2, 40 * MIB, "activations", "backward", 0),
+        Event("free", 1, 1000, "batch", "transfer", 0),
+    ),
+)
+FOOTPRINT = Footprint(
+    8,
+    "cuda",
+    43 * MIB + KIB,
+    62 * MIB,
+    462 * MIB,
+    {"parameters": 3 * MIB, "activations": 40 * MIB, "batch": KIB},
+    "forward",
+    "head",
+    "aten.addmm.default",
+    notes=("the head is <large>",),
+    low=Peak(43 * MIB, 62 * MIB, 400 * MIB),
+    high=Peak(43 * MIB, 62 * MIB, 500 * MIB),
+)
+BUDGET = Budget(GIB, GIB, 51 * MIB, "nvml", "NVIDIA L4")
+DECISION = Decision(8, 4, 1, "tuned", FOOTPRINT, BUDGET, "memory")
+RECORDS = tuple(EpochRecord(e, 8, FOOTPRINT, Measured(n * MIB, "NVML"), GIB) for e, n in enumerate((440, 470)))
+CURVE = tuple(CurvePoint(n, n * 50 * MIB, n * 55 * MIB) for n in (1, 4, 8, 12))
+LAYERS = LayerTable(
+    8,
+    (
+        Layer("", "Net", (8, 10), is_leaf=False),
+        Layer(
+            "head", "Linear", (8, 10), weights=(Weight("head.weight", 90, 360, True),), activation_bytes=320, flops=1440
+        ),
+        Layer("tail", "Linear", (8, 10), weights=(Weight("tail.weight", 90, 360, False),), shared_with="head"),
+    ),
+)
+FULL = Report("Net", DECISION, STEP, CUDA, CURVE, RECORDS, LAYERS)
+
+
+class Read(HTMLParser):
+    """Checks that elements are closed in order, and keeps text, attributes and elements."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta", "br", "link", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, text: str) -> None:
+        if not set(self.open) & {"style", "script"}:
+            self.text += text
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.seen if name == tag]
+
+
+def written(report: Report, folder: Path) -> tuple[Read, dict]:
+    page, data = write_report(folder, report)
+    return Read(page.read_text("utf-8")), json.loads(data.read_text("utf-8"))
+
+
+def random_trace(seed: int, events: int) -> Trace:
+    chance = random.Random(seed)
+    live: list[Event] = []
+    rows = []
+    for block in range(events):
+        if len(live) > 200 or (live and chance.random() < 0.45):
+            rows.append(live.pop(chance.randrange(len(live)))._replace(action="free", phase="backward"))
+        else:
+            live.append(
+                Event(
+                    "alloc",
+                    block,
+                    int(2 ** chance.uniform(3, 27)),
+                    chance.choice((*PARTS, *SELDOM_PARTS)),
+                    chance.choice(("forward", "backward")),
+                    block * 2 // events,
+                    f"encoder.layers.{block % 977}.attention.self.output",
+                    f"aten.op{block % 31}.default",
+                )
+            )
+            rows.append(live[-1])
+    return Trace(4, "cuda", "fake", tuple(rows))
+
+
+@pytest.fixture(scope="module")
+def prediction() -> Prediction:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 30 * 30, 64))
+    batch = batches_from_one(torch.zeros(8, 3, 32, 32))
+    program = LoopProgram(model, batch, lambda m, x: m(x).sum(), torch.optim.Adam, torch.device("cpu"))
+    return predict(program, 8, CPU)
+
+
+# The timeline
+
+
+@pytest.mark.parametrize("settings", [CPU, CUDA, replace(CUDA, expandable_segments=True)], ids=["cpu", "cuda", "exp"])
+@pytest.mark.parametrize("events", [1, 50, 479, 480, 481, 12_000])
+def test_parts_at_its_highest_column_are_those_of_the_peak(settings: AllocatorSettings, events: int):
+    trace = random_trace(events, events)
+    expected = replay(trace, settings)
+    timeline = timeline_of(trace, settings)
+    peak = timeline.peak_column
+    assert timeline.totals[peak] == expected.peak_allocated_bytes
+    assert {part: row[peak] for part, row in timeline.parts.items() if row[peak]} == expected.parts
+    assert timeline.events[peak] == expected.peak_event
+    assert len(timeline.positions) == min(events, 480)
+    if settings.kind == "cuda":
+        assert max(timeline.reserved) <= expected.peak_reserved_bytes
+        assert all(map(int.__le__, timeline.totals, timeline.reserved))
+
+
+def test_of_equal_moments_in_a_column_it_shows_the_first_as_the_footprint_does():
+    empty = [Event("alloc", 1 + n, 0) for n in range(1000)]
+    trace = Trace(1, "cpu", "fake", (Event("alloc", 0, 8 * MIB, "parameters", "setup"), *empty))
+    assert timeline_of(trace, CPU).events[0] == replay(trace, CPU).peak_event == trace.events[0]
+
+
+def test_every_phase_keeps_its_highest_moment():
+    spans = timeline_of(STEP, CPU).spans
+    assert [(s.phase, s.first, s.last, s.peak_bytes) for s in spans] == [
+        ("setup", 0, 0, 3 * MIB),
+        ("transfer", 1, 1, 3 * MIB + 1000),
+        ("forward", 2, 2, 43 * MIB + 1000),
+        ("backward", 3, 3, 3 * MIB + 1000),
+        ("transfer", 4, 4, 3 * MIB),
+    ]
+
+
+def test_where_the_step_does_not_fit_it_is_shown_all_the_same():
+    assert timeline_of(STEP, replace(CUDA, capacity_bytes=30 * MIB)) == timeline_of(STEP, CUDA)
+
+
+def test_a_trace_without_events_has_a_timeline_without_columns():
+    assert timeline_of(Trace(1, "cpu", "fake", ()), CPU) == Timeline(0)
+
+
+# The page
+
+
+def test_it_loads_nothing(tmp_path):
+    page = write_report(tmp_path, FULL)[0].read_text("utf-8")
+    assert not re.search(r"https?:|//[a-z]|\bsrc\s*=|\bhref\s*=|url\(|@import|\bfetch\(|import\s*\(", page)
+
+
+def test_it_shows_all_its_sections(tmp_path):
+    read, _ = written(FULL, tmp_path)
+    assert len(read.all("section")) == 5
+    for words in (
+        "Batch size 8 (was 4): the largest that fits.",
+        "Where most is alive: in the forward pass of head (aten.addmm.default).",
+        "budget 1.0 GiB, usable 973.0 MiB",
+        "peak 43.0 MiB",
+        "reserved by the allocator",
+        "+5.0%",
+        "Note: the head is <large>.",
+        "Kept for backward",
+        "90 frozen",
+    ):
+        assert words in read.text
+
+
+def test_it_says_in_words_what_its_pictures_show(tmp_path):
+    read, _ = written(FULL, tmp_path)
+    pictures = read.all("svg")
+    assert [(picture["role"], bool(picture["aria-label"])) for picture in pictures] == [("img", True)] * 2
+    assert "462.0 MiB at the chosen 8; 973.0 MiB are usable" in pictures[0]["aria-label"]
+    assert "43.0 MiB, stands in step 1, forward" in pictures[1]["aria-label"]
+    assert all(attrs.get("scope") in ("row", "col") for attrs in read.all("th"))
+    assert read.all("html")[0]["lang"] == "en"
+
+
+def test_every_colour_has_a_name_beside_it(tmp_path):
+    trace = random_trace(1, 900)
+    read, _ = written(Report("Net", DECISION, trace, CUDA), tmp_path)
+    assert len({s["style"] for s in read.all("i") if s.get("class") == "swatch"}) == len((*PARTS, *SELDOM_PARTS))
+    assert all(part.replace("_", " ") in read.text for part in (*PARTS, *SELDOM_PARTS))
+
+
+def test_a_long_step_makes_no_large_page(tmp_path):
+    layers = LayerTable(8, tuple(Layer(f"encoder.layers.{n}.attention", "Linear", (8, 256, 768)) for n in range(3000)))
+    records = tuple(replace(RECORDS[0], epoch=epoch) for epoch in range(500))
+    page, data = write_report(tmp_path, replace(FULL, trace=random_trace(2, 30_000), layers=layers, records=records))
+    assert page.stat().st_size < 300 * KIB
+    assert len(json.loads(data.read_text())["epochs"]) == 500
+
+
+def test_what_a_user_wrote_is_text_and_nothing_else(tmp_path):
+    bad = "</script><script>alert(1)</script>&"
+    events = tuple(event._replace(module=bad, operator=bad, phase="for<b>ward") for event in STEP.events)
+    footprint = replace(FOOTPRINT, module=bad, operator=bad, notes=(bad,), phase=bad)
+    decision = replace(DECISION, footprint=footprint, budget=replace(BUDGET, device=bad, source=bad), reason=bad)
+    layers = LayerTable(8, (Layer(bad, bad, (1,), shared_with=bad),))
+    records = [replace(RECORDS[0], measured=Measured(MIB, bad))]
+    report = Report(bad, decision, replace(STEP, events=events), CUDA, CURVE, records, layers)
+    page = write_report(tmp_path, report)[0].read_text("utf-8")
+    assert "<script>alert" not in page
+    assert len(Read(page).all("script")) == 2
+
+
+def test_a_guard_that_stepped_aside_says_why(tmp_path):
+    aside = Decision(4, 4, 1, "stepped aside", None, None, "request", "the step cannot be run on a copy")
+    read, data = written(Report("Net", aside), tmp_path)
+    assert "MemGuard stepped aside and changed nothing: the step cannot be run on a copy." in read.text
+    assert read.all("svg") == []
+    assert data["footprint"] is None
+
+
+def test_what_does_not_fit_is_marked(tmp_path):
+    small = replace(BUDGET, free_bytes=400 * MIB, margin_bytes=0)
+    read, data = written(replace(FULL, decision=replace(DECISION, budget=small, outcome="checked")), tmp_path)
+    assert "does NOT fit" in read.text
+    assert data["decision"]["fits"] is False
+
+
+def test_a_budget_far_away_does_not_press_the_curve_flat(tmp_path):
+    far = replace(DECISION, budget=replace(BUDGET, total_bytes=90 * GIB, free_bytes=80 * GIB))
+    read, _ = written(replace(FULL, decision=far), tmp_path)
+    assert "usable: 80.0 GiB, far above" in read.text
+
+
+def test_of_many_epochs_the_worst_is_among_those_shown(tmp_path):
+    records = [replace(RECORDS[0], epoch=n, measured=Measured(462 * MIB, "NVML")) for n in range(100)]
+    records[7] = replace(records[7], measured=Measured(231 * MIB, "NVML"))
+    read, _ = written(replace(FULL, records=records), tmp_path)
+    assert "24 of 100 epochs" in read.text
+    assert "+100.0%" in read.text
+
+
+# The data
+
+
+def test_every_number_of_the_page_is_in_the_data_with_its_unit(tmp_path):
+    _, data = written(FULL, tmp_path)
+    assert data["footprint"]["parts_bytes"] == dict(FOOTPRINT.parts)
+    assert data["budget"]["usable_bytes"] == BUDGET.usable_bytes
+    assert data["curve"][1] == {"batch_size": 4, "peak_device_bytes": 200 * MIB, "most_device_bytes": 220 * MIB}
+    assert data["epochs"][0]["measured_peak_bytes"] == 440 * MIB
+    assert data["timeline"]["parts_bytes"]["activations"] == [0, 0, 40 * MIB, 0, 0]
+    assert data["layers"][1]["activation_bytes"] == 320
+    bytes_said = {nbytes for key, nbytes in leaves(data) if "bytes" in key}
+    assert {n for _, n in leaves(data) if isinstance(n, int) and n > 4096} <= bytes_said
+
+
+def leaves(value: object, key: str = "") -> list[tuple[str, object]]:
+    if isinstance(value, dict):
+        return [leaf for name, inner in value.items() for leaf in leaves(inner, f"{key}.{name}")]
+    if isinstance(value, list):
+        return [leaf for inner in value for leaf in leaves(inner, key)]
+    return [(key, value)]
+
+
+def test_what_could_not_be_measured_is_null(tmp_path):
+    unknown = replace(RECORDS[0], measured=Measured(0, "nothing to ask"))
+    read, data = written(replace(FULL, records=[unknown]), tmp_path)
+    assert data["epochs"][0]["error_ratio"] is None
+    assert "not known" in read.text
+
+
+def test_the_curve_has_the_chosen_and_the_requested_size(prediction):
+    budget = Budget(64 * MIB, 64 * MIB, 0, "given")
+    decision = decide(prediction.footprint_at, budget, Request(8))
+    curve = curve_of(prediction.footprint_at, decision)
+    sizes = [point.batch_size for point in curve]
+    assert {1, 8, decision.batch_size} <= set(sizes)
+    assert sizes == sorted(set(sizes))
+    assert max(p.batch_size for p in curve if p.most_device_bytes <= budget.usable_bytes) == decision.batch_size
+    assert max(sizes) > decision.batch_size
+
+
+def test_a_traced_step_shows_its_footprint(prediction, tmp_path):
+    footprint = prediction.footprint_at(32)
+    decision = replace(DECISION, batch_size=32, footprint=footprint)
+    _, data = written(Report("Net", decision, prediction.trace_at(32), CPU), tmp_path)
+    columns = list(zip(*data["timeline"]["parts_bytes"].values(), strict=True))
+    assert max(map(sum, columns)) == data["footprint"]["peak_allocated_bytes"]
+    assert data["timeline"]["reserved_bytes"] is None
+
+
+# What can go wrong
+
+
+def test_a_directory_is_made_and_written_again(tmp_path):
+    for _ in range(2):
+        page, data = write_report(tmp_path / "new" / "logs", FULL)
+    assert sorted(path.name for path in page.parent.iterdir()) == [page.name, data.name]
+    assert (page.name, data.name) == ("memguard_report.html", "memguard_report.json")
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MemGuardError, match=r"cannot be written to .*file"):
+        write_report(tmp_path / "file", FULL)
+
+
+def test_bad_values_are_refused():
+    with pytest.raises(MemGuardError, match="allocator's settings"):
+        Report("Net", DECISION, STEP)
+    for point in (CurvePoint(0, 1, 1), CurvePoint(1, -1, 1), CurvePoint(1, 2, 1)):
+        with pytest.raises(MemGuardError, match="no point of a curve"):
+            Report("Net", DECISION, curve=[point])
