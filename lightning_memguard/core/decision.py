@@ -14,8 +14,9 @@ Outcome = Literal["tuned", "kept", "checked", "stepped aside"]
 """``tuned``: the batch size was changed. ``kept``: it is what was asked for. ``checked``: ``mode="check"``: predicted,
 nothing changed. ``stepped aside``: no prediction could be made."""
 
-LimitedBy = Literal["memory", "dataset", "max_batch_size", "request"]
-"""What keeps the batch size from being larger. ``request``: the size was not ours to choose."""
+LimitedBy = Literal["memory", "dataset", "max_batch_size", "request", "checkpoint"]
+"""What keeps the batch size from being larger. ``request``: the size was not ours to choose. ``checkpoint``: the run
+goes on from one that was trained at it."""
 
 _NO_LIMIT = 1 << 20  # an iterable dataset has no length; a million samples a step is beyond any use
 
@@ -55,6 +56,7 @@ class Request:
         accumulate_grad_batches: the Trainer's own.
         ranks: processes that train together.
         free_to_choose: False to predict at ``batch_size`` and change nothing.
+        fixed_because: why the size is not free to choose, in plain words; empty where it is, or nobody asked.
     """
 
     batch_size: int
@@ -66,6 +68,7 @@ class Request:
     accumulate_grad_batches: int = 1
     ranks: int = 1
     free_to_choose: bool = True
+    fixed_because: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Decision:
         limited_by: what keeps the batch size from being larger.
         reason: why the guard chose nothing or stepped aside, in plain words; empty otherwise.
         multiple_of: only multiples of this were chosen from.
+        validation_batch_size: samples a batch in the fit's validation: as asked, or the largest that fits; None where
+            validation was not predicted.
     """
 
     batch_size: int
@@ -93,6 +98,7 @@ class Decision:
     limited_by: LimitedBy
     reason: str = ""
     multiple_of: int = 1
+    validation_batch_size: int | None = None
 
     @property
     def fits(self) -> bool:

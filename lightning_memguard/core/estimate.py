@@ -73,6 +73,7 @@ class Prediction:
         scalable: False where nothing is known of other sizes than those in ``traces``.
         notes: what had to be assumed, in plain words.
         traces: those captured so far, by batch size.
+        share: what one process has of a trace, where several divide it.
     """
 
     program: Program
@@ -83,6 +84,7 @@ class Prediction:
     scalable: bool = True
     notes: tuple[str, ...] = ()
     traces: dict[int, Trace] = field(default_factory=dict)
+    share: Callable[[Trace], Trace] | None = None
     _footprints: dict[int, Footprint] = field(default_factory=dict)
 
     def trace_at(self, batch_size: int) -> Trace:
@@ -99,6 +101,7 @@ class Prediction:
         """The memory of the step at one batch size."""
         if batch_size not in self._footprints:
             trace = self.trace_at(batch_size)
+            trace = self.share(trace) if self.share else trace
             found = footprint(trace, self.settings, self.context_bytes)
             self._footprints[batch_size] = replace(found, notes=(*dict.fromkeys((*self.notes, *found.notes)),))
         return self._footprints[batch_size]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_memguard.core.allocator import AllocatorSettings, Replay, replay
-from lightning_memguard.core.trace import PARTS, Method, Trace
+from lightning_memguard.core.trace import PARTS, SELDOM_PARTS, Method, Trace
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,24 @@ class Footprint:
         """What is held against a budget: `peak_device_bytes`, or its high bound where it has one."""
         return self.high.device_bytes if self.high else self.peak_device_bytes
 
+    def plus(self, nbytes: int, part: str) -> Footprint:
+        """The same with a block beside it that stands there all the while."""
+
+        def more(peak: Peak | None) -> Peak | None:
+            return peak and Peak(
+                peak.allocated_bytes + nbytes, peak.reserved_bytes + nbytes, peak.device_bytes + nbytes
+            )
+
+        return replace(
+            self,
+            peak_allocated_bytes=self.peak_allocated_bytes + nbytes,
+            peak_reserved_bytes=self.peak_reserved_bytes + nbytes,
+            peak_device_bytes=self.peak_device_bytes + nbytes,
+            parts={**self.parts, part: self.parts.get(part, 0) + nbytes},
+            low=more(self.low),
+            high=more(self.high),
+        )
+
     @property
     def largest_part(self) -> str:
         """Name of the part with most bytes at the peak."""
@@ -95,7 +113,9 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
         peak_allocated_bytes=result.peak_allocated_bytes,
         peak_reserved_bytes=result.peak_reserved_bytes,
         peak_device_bytes=result.peak_reserved_bytes + outside[1],
-        parts={part: result.parts.get(part, 0) for part in PARTS},
+        parts={
+            part: result.parts.get(part, 0) for part in (*PARTS, *SELDOM_PARTS) if part in PARTS or part in result.parts
+        },
         phase=peak.phase if peak else "",
         module=peak.module if peak else "",
         operator=peak.operator if peak else "",

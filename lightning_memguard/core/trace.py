@@ -30,6 +30,10 @@ PARTS = (
 )
 """What a block of memory is for. ``workspaces`` is scratch that a kernel takes and gives back inside one operator."""
 
+SELDOM_PARTS = ("callbacks", "communication")
+"""Named only where they hold bytes: what the Trainer's other callbacks keep (copies of the model), and what ranks that
+train together exchange (buckets of gradients)."""
+
 
 CASES = ("low", "point", "high")
 """At least, most likely, at most: the sizes of a block that is not known exactly, such as a convolution's workspace."""

@@ -34,7 +34,8 @@ def print_decision(decision: Decision, console: Console | None = None) -> None:
 
 
 def _table(footprint: Footprint, budget: Budget) -> Table:
-    table = Table(title="MemGuard: memory of a training step", title_justify="left", title_style="bold")
+    kind = footprint.phase if footprint.phase in ("validation", "test", "prediction") else "training"
+    table = Table(title=f"MemGuard: memory of a {kind} step", title_justify="left", title_style="bold")
     table.add_column("Part at the peak")
     table.add_column(f"Predicted at batch size {footprint.batch_size}", justify="right")
     table.add_column("Share", justify="right")
@@ -69,16 +70,19 @@ def why(decision: Decision) -> str:
     if decision.footprint is None or decision.budget is None:
         return f"Batch size left as it is: {reason}."
     size, asked = decision.batch_size, decision.requested_batch_size
+    change = f"Batch size {size} (was {asked})" if size != asked else f"Batch size {size}, as asked"
+    if decision.outcome == "tuned" and reason:
+        return f"{change}: {reason}."
     if decision.outcome == "checked" or reason:
         fits = "fits" if decision.fits else "does NOT fit"
         return f"Batch size {size} {fits}" + (f"; it stays because {reason}." if reason else ".")
-    change = f"Batch size {size} (was {asked})" if size != asked else f"Batch size {size}, as asked"
     many = decision.multiple_of
     reasons = {
         "memory": "the largest that fits" if many == 1 else f"the largest multiple of {many} that fits",
         "dataset": "as large as the dataset allows; memory would allow more",
         "max_batch_size": "max_batch_size; memory would allow more",
         "request": "it keeps the effective batch size",
+        "checkpoint": "the checkpoint was trained at it, and it fits",
     }
     accumulate = decision.accumulate_grad_batches
     return f"{change}: {reasons[decision.limited_by]}" + (

@@ -1,4 +1,4 @@
-"""Trainer + module -> what one training step runs, in Lightning's own order.
+"""Trainer + module -> what one training (or validation, test, prediction) step runs, in Lightning's own order.
 
 The order is not written down here a second time: a second Trainer of the same package, the shadow, runs a copy of the
 module through Lightning's own loops for a few batches, under the recorder. It has the user's settings and none of the
@@ -13,26 +13,32 @@ import contextlib
 import copy
 import importlib
 import io
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from lightning_memguard.core.batch import Batches, tensors_in
+from lightning_memguard.core.batch import Batches, batch_bytes, tensors_in
 from lightning_memguard.core.capture import Recorder, gradients_of, refuse_sparse, states_of, watching
 from lightning_memguard.core.estimate import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.fake import fake_twin, real_twin
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training import others
+from lightning_memguard.training.alone import alone
+from lightning_memguard.training.ddp import attach, steps_until_steady
 
 # Each optimizer's first step makes its state, and its second runs with it. Those stepped by hand may step seldom.
 _STEPS = 2
 _MOST_BATCHES = 16
+# What a step without a backward pass leaves behind is known after the second: the third runs beside all of it.
+_EVALUATED = 3
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -49,57 +55,100 @@ def lightning_of(thing: object) -> Any:
     raise CannotTraceError(f"{type(thing).__qualname__} comes from neither `lightning` nor `pytorch_lightning`.")
 
 
+Stage = Literal["fit", "validate", "test", "predict"]
+
+
 class _StepsDone(Exception):  # noqa: N818 - it is no error, it ends a loop
     """Ends the shadow's run after the last step worth watching."""
 
 
 @dataclass(frozen=True)
 class LightningProgram:
-    """The training of a LightningModule by a Trainer, runnable on copies.
+    """What a Trainer runs of a LightningModule, runnable on copies.
 
     Attributes:
         trainer: the user's Trainer; its settings are read, nothing is changed.
         module: the user's LightningModule; only copies of it run.
-        batches: batches of any size, as the loader would collate them.
-        device: where the training will run.
+        batches: batches of any size, as the loader would collate them; several loaders that are evaluated one after
+            the other have one each.
+        device: where the run will be.
         batches_per_epoch: how many batches the loader holds at a size, or None where it has no length.
         datamodule: the user's LightningDataModule, if any.
         accumulate_grad_batches: micro-batches a step (default: the Trainer's).
         gpu: the GPU behind the device.
+        stage: what runs; all but ``"fit"`` without a backward pass.
+        setup_stage: what the module's ``setup`` is told (default: the same): a fit validates a module set up to fit.
+        beside: blocks, by part and bytes, that stand on the device all the while and are none of the module's.
+        copies: how many copies of the module Lightning's averaging callbacks keep on the device.
+        strategy: the user's, where it makes several processes train together.
+        transferred: the batches are as the hooks around their transfer left them, which do not run again.
+        seen: by batch size, the shapes and bytes of the batch that the step was given.
     """
 
     trainer: Any
     module: Any
-    batches: Batches
+    batches: Batches | tuple[Batches, ...]
     device: torch.device
-    batches_per_epoch: Callable[[int], int] | None = None
+    batches_per_epoch: Callable[[int], int | None] | None = None
     datamodule: Any = None
     accumulate_grad_batches: int | None = None
     gpu: Gpu | None = None
+    stage: Stage = "fit"
+    setup_stage: str = ""
+    beside: tuple[tuple[str, int], ...] = ()
+    copies: int = 0
+    strategy: Any = None
+    transferred: bool = False
+    seen: dict[int, tuple[tuple[tuple[int, ...], ...], int]] = field(default_factory=dict, compare=False)
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `lightning_memguard.core.estimate.Program`."""
-        with self._stage(recorder, batch_size, fake) as (shadow, twin):
-            loader = (_SizedLoader if self.batches_per_epoch else _Loader)(self, recorder, batch_size, fake)
-            with contextlib.suppress(_StepsDone):
-                shadow.fit(twin, train_dataloaders=loader)
-        if not recorder.ran_backward:
+        families = self.batches if isinstance(self.batches, tuple) else (self.batches,)
+        kind = _SizedLoader if self.batches_per_epoch else _Loader
+        loaders = [kind(self, each, recorder, batch_size, fake) for each in families]
+        with self._stage(recorder, batch_size, fake) as (shadow, twin), contextlib.suppress(_StepsDone):
+            marks = shadow.callbacks[0]
+            marks.batch_size = batch_size
+            for loader in loaders:
+                loader.before_batch = marks.before_batch
+            if self.stage == "fit":
+                shadow.fit(twin, train_dataloaders=loaders[0])
+            else:
+                self._evaluate(shadow, twin, loaders)
+        if self.stage == "fit" and not recorder.ran_backward:
             recorder.assumptions[
                 "training_step led to no backward pass (did it return None?): what one takes is missing"
             ] = None
 
     def run_states(self, recorder: Recorder) -> None:
         """See `lightning_memguard.core.estimate.Program`."""
-        with self._stage(recorder, self.batches.small_size, True) as (shadow, twin):
-            shadow.callbacks[0].on_ready = lambda: _only_states(recorder, twin, shadow)
-            with contextlib.suppress(_StepsDone):
+        size = (self.batches[0] if isinstance(self.batches, tuple) else self.batches).small_size
+        with self._stage(recorder, size, True) as (shadow, twin), contextlib.suppress(_StepsDone):
+            if self.stage == "fit":
+                shadow.callbacks[0].on_ready = lambda: _only_states(recorder, twin, shadow)
                 shadow.fit(twin, train_dataloaders=[])
+            else:
+                self._evaluate(shadow, twin, [])
+
+    def _evaluate(self, shadow: Any, twin: Any, loaders: list[Any]) -> None:
+        marks = shadow.callbacks[0]
+        marks.samples = (self.batches_per_epoch or _nothing)(1) or 0
+        marks.most_batches = getattr(self.trainer, f"limit_{_LIMITS[self.stage]}_batches")
+        marks.loaders = len(loaders)
+        if self.batches_per_epoch and len(loaders) == 1:
+            marks.batches = _limited(self.batches_per_epoch(marks.batch_size), marks.most_batches)
+        # turning metrics into numbers, at the end of each loader, needs values
+        shadow._logger_connector.update_eval_epoch_metrics = dict  # checked on 2.5.0 to 2.6.6
+        if self.stage == "predict":
+            shadow.predict(twin, loaders, return_predictions=self.trainer.predict_loop.return_predictions)
+        else:
+            getattr(shadow, self.stage)(twin, loaders, verbose=False)
 
     @contextlib.contextmanager
     def _stage(self, recorder: Recorder, batch_size: int, fake: bool) -> Iterator[tuple[Any, Any]]:
         """The shadow and the twin, in a quiet place where nothing they do is seen outside."""
         pl = lightning_of(self.module)
-        with quiet(), tensors(fake=fake, gpu=self.gpu) as mode, ExitStack() as watch:
+        with quiet(), alone(), tensors(fake=fake, gpu=self.gpu) as mode, ExitStack() as watch:
             if mode is None:
                 refuse_meta(self.module)
             instead = {id(self.trainer): None}
@@ -110,11 +159,25 @@ class LightningProgram:
             _set_batch_size(twin, batch_size)
             twin.configure_callbacks = _no_callbacks
             twin.prepare_data = _nothing
+            if _is_a(self.strategy, "ModelParallelStrategy"):
+                twin.configure_model = _nothing  # it shards, and wants the other ranks for that
+            if self.transferred:
+                twin.on_before_batch_transfer = twin.on_after_batch_transfer = _first
+            if self.setup_stage:
+                twin.setup = _set_up_as(twin.setup, self.setup_stage)
 
             def start(model: nn.Module) -> None:
                 watch.enter_context(watching(recorder, model))
+                if self.stage == "fit" or self.setup_stage == "":  # a fit's own validation runs in its wrapper
+                    attach(self.strategy, model, recorder, fits=self.stage == "fit")
+                for part, nbytes in self.beside:
+                    recorder.keep(nbytes, part)
+                for average in others.averages(self.trainer, self.device, model) if self.copies else ():
+                    recorder.label(average.tensors, "callbacks")
+                    shadow.callbacks[0].averages.append(average)
 
-            yield _shadow(pl, self, device, recorder, start), twin
+            shadow = _shadow(pl, self, device, recorder, start)
+            yield shadow, twin
 
 
 def _shadow(
@@ -126,18 +189,20 @@ def _shadow(
     dummy = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
     shadow = _shadow_class(pl)(
         accelerator="cpu",
-        strategy=_strategy_class(pl)(device, start),
-        plugins=[environments.LightningEnvironment(), _precision_of(user)],
+        strategy=_strategy_class(pl)(device, start, user.world_size),
+        plugins=[environments.LightningEnvironment(), _precision_of(pl, user)],
         logger=dummy() if user.loggers else False,
-        callbacks=[_marks_class(pl)(recorder)],
+        callbacks=[_marks_class(pl)(program, recorder)],
         max_epochs=user.max_epochs if user.max_epochs and user.max_epochs > 0 else 1000,
         max_steps=max(user.max_steps, 2) if user.max_steps > 0 else -1,
         # a third micro-batch would run exactly as the second does
         accumulate_grad_batches=min(program.accumulate_grad_batches or user.accumulate_grad_batches, 2),
         gradient_clip_val=user.gradient_clip_val,
         gradient_clip_algorithm=user.gradient_clip_algorithm,
-        limit_val_batches=0,
+        limit_val_batches=0 if program.stage == "fit" else 1.0,
         num_sanity_val_steps=0,
+        inference_mode=user.predict_loop.inference_mode,  # one setting for all loops; checked on 2.5.0 to 2.6.6
+        detect_anomaly=user._detect_anomaly,  # checked on 2.5.0 to 2.6.6
         log_every_n_steps=1 << 30,  # turning metrics into numbers needs values
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -146,7 +211,7 @@ def _shadow(
         default_root_dir=user.default_root_dir,
     )
     shadow.memguard_user = user
-    shadow.datamodule = _idle_datamodule(program.datamodule)
+    shadow.datamodule = None if program.transferred else _idle_datamodule(program.datamodule)
     return shadow
 
 
@@ -173,9 +238,14 @@ def _strategy_class(pl: Any) -> Any:
     """One device, which is never touched: the model is there already, or is fake."""
 
     class Twin(pl.strategies.SingleDeviceStrategy):  # type: ignore[misc]
-        def __init__(self, device: torch.device, start: Callable[[nn.Module], None]) -> None:
+        def __init__(self, device: torch.device, start: Callable[[nn.Module], None], ranks: int) -> None:
             super().__init__(device=device)
             self.start = start
+            self.ranks = ranks
+
+        def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+            """What all ranks would give is as large as this for each of them."""
+            return tensor if self.ranks == 1 else torch.stack([tensor] * self.ranks)
 
         def setup_environment(self) -> None:
             pass  # asks an accelerator for the device, or sets it
@@ -194,15 +264,21 @@ def _marks_class(pl: Any) -> Any:
     """The callback that tells the recorder where the step stands."""
 
     class Marks(pl.Callback):  # type: ignore[misc]
-        def __init__(self, recorder: Recorder) -> None:
+        def __init__(self, program: LightningProgram, recorder: Recorder) -> None:
+            self.program = program
             self.recorder = recorder
             self.on_ready: Callable[[], None] = _nothing
             self.steps: dict[int, int] = {}
+            self.batch_size = 0
+            self.samples = 0  # in all that is evaluated; 0 where nobody knows
+            self.most_batches: float = 1.0
+            self.alive_bytes: list[int] = []
+            self.averages: list[others.Average] = []
+            self.batches: int | None = None  # in all that is evaluated, where one loader gives them
+            self.loaders = 1
 
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.datamodule is not None:
-                selector = trainer._data_connector._datahook_selector
-                selector.datamodule = trainer.datamodule
+            _hooks_of_datamodule(trainer)
             for optimizer in trainer.optimizers:
                 self.steps[id(optimizer)] = 0
                 optimizer.register_step_post_hook(self.after_optimizer)
@@ -211,10 +287,71 @@ def _marks_class(pl: Any) -> Any:
             self.on_ready()
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if min(self.steps.values(), default=batch_idx) >= _STEPS or batch_idx >= _MOST_BATCHES:
+            steps = max(_STEPS, steps_until_steady(self.program.strategy))
+            if min(self.steps.values(), default=batch_idx) >= steps or batch_idx >= _MOST_BATCHES:
                 raise _StepsDone
-            self.recorder.label(tensors_in(batch), "batch")
+            self.note_batch(batch)
             self.recorder.mark("forward", step=batch_idx)
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            _hooks_of_datamodule(trainer)
+
+        on_test_start = on_predict_start = on_validation_start
+
+        def on_validation_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            self.note_batch(batch)
+            self.recorder.mark(_PHASES[trainer.state.fn.value], step=batch_idx)
+            if dataloader_idx == 0:
+                self.alive_bytes.append(self.recorder.alive_bytes)
+            if dataloader_idx == 0 and batch_idx == _EVALUATED - 1:
+                self.stand_for_the_rest(trainer)
+
+        on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            raise _StepsDone  # metrics over all that was evaluated are not a step's
+
+        on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+        def note_batch(self, batch: Any) -> None:
+            self.recorder.label(tensors_in(batch), "batch")
+            shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(batch) if not tensor.is_nested)
+            seen = (shapes, batch_bytes(batch))
+            self.program.seen[self.batch_size] = max(
+                seen, self.program.seen.get(self.batch_size, seen), key=_bytes_seen
+            )
+
+        def stand_for_the_rest(self, trainer: Any) -> None:
+            """What each batch left behind (outputs kept for later) will be there once for every batch."""
+            left, size = self.alive_bytes[-1] - self.alive_bytes[-2], self.batch_size
+            samples = self.samples * (self.most_batches if type(self.most_batches) is float else 1)
+            if left <= 0 or not samples:
+                return
+            if type(self.most_batches) is int and self.most_batches * size * self.loaders < samples:
+                self.recorder.keep(left * max(0, self.most_batches - _EVALUATED) * self.loaders, "activations")
+            else:  # rounded up by the sample, so that the same stands at every batch size
+                rest = max(0, int(samples) - _EVALUATED * size * self.loaders)
+                self.recorder.keep(-(-left // size) * rest, "activations")
+
+        def before_batch(self, index: int) -> bool:
+            """What happens between two batches; whether the next one is not to come, as what they leave piles up."""
+            if self.program.stage == "fit":
+                if index:
+                    self.average(between_epochs=True)
+                return False
+            missing = self.batches is not None and 0 < self.batches <= index
+            return missing and self.recorder.alive_bytes > self.alive_bytes[-1]
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.average(between_epochs=False)
+
+        def average(self, *, between_epochs: bool) -> None:
+            for average in self.averages:
+                if average.between_epochs == between_epochs:
+                    self.recorder.mark("averaging")
+                    average.update()
 
         def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             self.label_gradients(trainer, pl_module)
@@ -247,19 +384,25 @@ def _marks_class(pl: Any) -> Any:
 class _Loader:
     """What the shadow iterates over: batches without end, each made when it is asked for."""
 
-    def __init__(self, program: LightningProgram, recorder: Recorder, batch_size: int, fake: bool) -> None:
+    def __init__(
+        self, program: LightningProgram, batches: Batches, recorder: Recorder, batch_size: int, fake: bool
+    ) -> None:
         self.program = program
+        self.batches = batches
         self.recorder = recorder
         self.batch_size = batch_size
         self.fake = fake
+        self.before_batch: Callable[[int], bool] = bool
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
+        for index in range(_EVALUATED) if self.program.stage != "fit" else itertools.count():
+            if self.before_batch(index):
+                return
             yield self._batch()
 
     def _batch(self) -> Any:
         self.recorder.mark("transfer")
-        make = self.program.batches.fake if self.fake else self.program.batches.real
+        make = self.batches.fake if self.fake else self.batches.real
         with self.recorder.paused():
             batch = make(self.batch_size, torch.device("cpu"))
         self.recorder.label(tensors_in(batch), "batch")
@@ -270,8 +413,10 @@ class _SizedLoader(_Loader):
     """The same with a length, where the user's loader has one: Lightning fetches ahead where there is none."""
 
     def __len__(self) -> int:
+        if self.program.stage != "fit":
+            return _EVALUATED
         count = self.program.batches_per_epoch
-        return max(_MOST_BATCHES + 1, count(self.batch_size) if count else 0)
+        return max(_MOST_BATCHES + 1, (count(self.batch_size) if count else None) or 0)
 
 
 def _only_states(recorder: Recorder, twin: Any, shadow: Any) -> None:
@@ -279,8 +424,40 @@ def _only_states(recorder: Recorder, twin: Any, shadow: Any) -> None:
     raise _StepsDone
 
 
-def _precision_of(trainer: Any) -> Any:
-    return copy.deepcopy(trainer.precision_plugin)
+_PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}
+_LIMITS = {"validate": "val", "test": "test", "predict": "predict"}
+
+
+def _limited(batches: int | None, limit: float) -> int | None:
+    if batches is None:
+        return None
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+
+def _hooks_of_datamodule(trainer: Any) -> None:
+    if trainer.datamodule is not None:
+        trainer._data_connector._datahook_selector.datamodule = trainer.datamodule
+
+
+def _set_up_as(setup: Callable[[str], Any], known_stage: str) -> Callable[[str], Any]:
+    def as_known(stage: str) -> Any:
+        return setup(known_stage)
+
+    return as_known
+
+
+def _is_a(thing: object, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(thing).__mro__)
+
+
+def _precision_of(pl: Any, trainer: Any) -> Any:
+    """The user's precision plugin, or one for one device that computes alike."""
+    plugin = trainer.precision_plugin
+    if not (_is_a(plugin, "FSDPPrecision") or _is_a(plugin, "DeepSpeedPrecision")):
+        return copy.deepcopy(plugin)
+    if plugin.precision.endswith("-mixed"):
+        return pl.plugins.MixedPrecision(plugin.precision, "cuda")
+    return pl.plugins.Precision() if plugin.precision == "32-true" else pl.plugins.HalfPrecision(plugin.precision)
 
 
 def _let_scaler_step(precision: Any) -> None:
@@ -311,6 +488,14 @@ def _set_batch_size(twin: Any, batch_size: int) -> None:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def _bytes_seen(seen: tuple[Any, int]) -> int:
+    return seen[1]
+
+
+def _first(batch: Any, _: int) -> Any:
+    return batch
 
 
 def _no_callbacks() -> list[Any]:

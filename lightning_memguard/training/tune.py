@@ -1,23 +1,31 @@
-"""A fit that has not started -> its Decision: the stages of `lightning_memguard.core`, joined for a Trainer."""
+"""A run that has not started -> its Decision: the stages of `lightning_memguard.core`, joined for a Trainer."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memguard.core.allocator import AllocatorSettings
+from lightning_memguard.core.batch import map_tensors
 from lightning_memguard.core.capture import part_bytes
 from lightning_memguard.core.decision import Budget, Decision, Request, decide
 from lightning_memguard.core.device import context_bytes, gpu_of, read_budget
 from lightning_memguard.core.estimate import Prediction, StepFailsError, predict
+from lightning_memguard.core.footprint import Footprint
+from lightning_memguard.core.trace import SELDOM_PARTS, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training import loaders
-from lightning_memguard.training.step import LightningProgram
+from lightning_memguard.training import loaders, others, sharded
+from lightning_memguard.training.loaders import Found, Role, Sampled
+from lightning_memguard.training.ranks import Team, Tried, shared, tried
+from lightning_memguard.training.step import LightningProgram, Stage
+from lightning_memguard.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -34,107 +42,384 @@ class Wishes:
 
 
 @dataclass(frozen=True)
+class Side:
+    """What a fit runs beside its training steps: validation, at a batch size of its own."""
+
+    found: Found
+    prediction: Prediction
+    batch_size: int
+
+    @property
+    def footprint(self) -> Footprint:
+        """Its memory at its size."""
+        return self.prediction.footprint_at(self.batch_size)
+
+
+@dataclass(frozen=True)
+class Look:
+    """All that was found out about a run before anything is decided.
+
+    Attributes:
+        found: its data.
+        prediction: its memory at any size.
+        budget: what its device offers to this rank.
+        request: what was asked for, and what stands in the way.
+        side: the fit's validation; None where there is none, or none could be predicted.
+        validation: the fit's validation data, predicted or not.
+        held_bytes: what of this training lies on the device already.
+        avoids_one: a last batch of one sample may fail.
+        extra: blocks that came to light after the steps were predicted, by part.
+        notes: what had to be assumed, in plain words.
+    """
+
+    found: Found
+    prediction: Prediction
+    budget: Budget
+    request: Request
+    side: Side | None = None
+    validation: Found | None = None
+    held_bytes: int = 0
+    avoids_one: bool = False
+    extra: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def footprint_at(self, batch_size: int) -> Footprint:
+        """The memory of the run at a batch size: of its training step, or of validation where that takes more."""
+        step = self.prediction.footprint_at(batch_size)
+        most = step
+        if self.side is not None and self.side.footprint.most_device_bytes > step.most_device_bytes:
+            note = f"the peak stands in validation, at its batch size of {self.side.batch_size}"
+            most = replace(self.side.footprint, batch_size=batch_size)
+            most = replace(most, notes=(note, *step.notes, *most.notes))
+        for part, nbytes in self.extra.items():
+            most = most.plus(nbytes, part)
+        return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
+
+
+@dataclass(frozen=True)
 class Tuning:
-    """What came of a fit's tune. ``prediction`` and ``found`` are None where the guard stepped aside."""
+    """What came of a run's tune. ``look`` is None where the guard stepped aside."""
 
     decision: Decision
-    found: loaders.Found | None = None
-    prediction: Prediction | None = None
+    role: Role = "train"
+    look: Look | None = None
+    team: Team = field(default_factory=Team)
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The memory of the run's step at any size."""
+        return self.look.prediction if self.look else None
 
 
-def tune(trainer: Any, module: Any, wishes: Wishes) -> Tuning:
-    """Predict the fit's memory and choose its batch size; change nothing.
+_ROLES: dict[str, Role] = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
+_MOST_ROUNDS = 5
+
+
+def tune(trainer: Any, module: Any, wishes: Wishes, stage: Stage = "fit") -> Tuning:
+    """Predict a run's memory and choose its batch size; change nothing. All ranks must call it.
 
     Raises:
-        DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit.
+        DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit, on some rank.
     """
     try:
-        found, prediction = _predict(trainer, module, wishes)
-        budget = _budget(trainer.strategy.root_device, module, wishes)
-    except MemGuardError as error:
-        return _step_aside(trainer, str(error))
-    except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training it guards
-        return _step_aside(trainer, f"{type(error).__name__}: {error}")
-    # after the budget, which counts a context that is up as ours: measuring it opens it
-    prediction = replace(prediction, context_bytes=context_bytes(trainer.strategy.root_device), _footprints={})
-    try:
-        return _decide(trainer, found, prediction, budget, wishes)
+        team = Team.of(trainer)
+        look = team.agree(tried(lambda: _look(trainer, module, wishes, stage)))
+        look = replace(look, budget=shared(team, look.budget, trainer.strategy.root_device, look.held_bytes))
+        free = all(team.gather(look.request.free_to_choose))
+        look = replace(look, request=replace(look.request, free_to_choose=free))
+        tuning = choose(Tuning(_nothing_yet(trainer), _ROLES[stage], look, team), wishes)
+        return _without_samples(tuning)
     except CannotTraceError as error:
-        return _step_aside(trainer, str(error))
+        return Tuning(_aside(trainer, str(error)), _ROLES[stage])
+    finally:
+        gc.collect()  # what captures leave in cycles would stand beside the training
 
 
-def _predict(trainer: Any, module: Any, wishes: Wishes) -> tuple[loaders.Found, Prediction]:
-    """Look at the data, draw a sample, capture the step."""
-    if trainer.world_size > 1:
-        raise CannotTraceError(f"the fit runs on {trainer.world_size} devices, and this version tunes one")
+def _without_samples(tuning: Tuning) -> Tuning:
+    """Let go of the samples drawn: they have said what they had to say, and would stand in memory while it trains."""
+    look = tuning.look
+    if look is None:
+        return tuning
+    side = look.side and replace(look.side, prediction=_with_shapes_alone(look.side.prediction))
+    return replace(tuning, look=replace(look, prediction=_with_shapes_alone(look.prediction), side=side))
+
+
+def _with_shapes_alone(prediction: Prediction) -> Prediction:
+    program = prediction.program
+    assert isinstance(program, LightningProgram)
+    if prediction.growth is None or prediction.method == "real":  # another size may still have to be run
+        return prediction
+    families = program.batches if isinstance(program.batches, tuple) else (program.batches,)
+    attempt = tried(lambda: tuple(replace(each, small=_bare(each.small), large=_bare(each.large)) for each in families))
+    if attempt.value is None:  # a kind of tensor without a meta twin
+        return prediction
+    batches = attempt.value if isinstance(program.batches, tuple) else attempt.value[0]
+    return replace(prediction, program=replace(program, batches=batches))
+
+
+def _bare(batch: Any) -> Any:
+    return map_tensors(batch, lambda each: each.to("meta"))
+
+
+def choose(tuning: Tuning, wishes: Wishes) -> Tuning:
+    """Choose a batch size from what is known, the same on all ranks. All ranks must call it.
+
+    Raises:
+        DoesNotFitError: even the smallest size does not fit, on some rank.
+        CannotTraceError: the ranks come to no size that runs on all of them.
+    """
+    look, team = tuning.look, tuning.team
+    assert look is not None
+    asked = look
+    for _ in range(_MOST_ROUNDS):
+        decision, look = team.agree(tried(functools.partial(_choice, asked, wishes)))
+        sizes = team.gather((decision.batch_size, decision.validation_batch_size or 0))
+        least, least_val = min(size for size, _ in sizes), min(size for _, size in sizes)
+        if all(size == (least, least_val) for size in sizes):
+            return replace(tuning, decision=_said(decision, sizes, tuning), look=look)
+        capped = replace(asked.request, max_batch_size=least) if asked.request.free_to_choose else asked.request
+        asked = replace(asked, request=capped, side=_smaller(asked.side, least_val))
+    raise CannotTraceError(f"the ranks came to no common batch size (their last: {sizes})")
+
+
+def looked_again(trainer: Any, module: Any, tuning: Tuning, wishes: Wishes) -> Tuning:
+    """Count what other callbacks took since, and choose again where that takes room. All ranks must call it."""
+    look, team = tuning.look, tuning.team
+    if look is None:
+        return tuning
+    device = trainer.strategy.root_device
+    program = look.prediction.program
+    assert isinstance(program, LightningProgram)
+    held = tried(lambda: others.held_bytes(trainer, module, device, averaging=False)).value or 0
+    extra = held - dict(program.beside)["callbacks"]
+    if max(team.gather(extra)) <= 0:
+        return tuning
+    look = replace(look, extra={"callbacks": max(extra, 0)})
+    if not look.request.free_to_choose:
+        decision = replace(tuning.decision, footprint=look.footprint_at(tuning.decision.batch_size))
+        return replace(tuning, look=look, decision=decision)
+    look = replace(look, request=replace(look.request, max_batch_size=tuning.decision.batch_size))
     try:
-        found = loaders.find(trainer)
-        batches = loaders.sample(found)
-    except MemGuardError:
-        raise
-    except Exception as error:
-        raise CannotTraceError(f"no sample could be drawn ({type(error).__name__}: {error})") from error
-    program = _program(trainer, module, found, batches, wishes)
-    settings = AllocatorSettings.for_device(program.device.type, os.environ)
-    size = found.batch_size or batches.small_size
-    return found, predict(program, size, settings, scalable=not found.fixed_because)
+        again = choose(replace(tuning, look=look), wishes)
+    except MemGuardError:  # it may run out of memory now, and a fit that is under way is not ours to end
+        return replace(
+            tuning,
+            look=look,
+            decision=replace(tuning.decision, footprint=look.footprint_at(tuning.decision.batch_size)),
+        )
+    decision = again.decision
+    if decision.batch_size == tuning.decision.batch_size:
+        return replace(again, decision=replace(tuning.decision, footprint=decision.footprint))
+    reason = f"other callbacks have taken {format_bytes(extra)} on the device since setup"
+    return replace(
+        again,
+        decision=replace(
+            decision, requested_batch_size=tuning.decision.requested_batch_size, limited_by="memory", reason=reason
+        ),
+    )
 
 
-def _budget(device: torch.device, module: Any, wishes: Wishes) -> Budget:
-    """What the device offers, once all that predicting has loaded and left behind is out of the way."""
-    gc.collect()
-    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, device.type)["model"]
-    return read_budget(device, budget=wishes.budget_bytes, margin=wishes.margin, already_held_bytes=held)
+def _said(decision: Decision, sizes: list[tuple[int, int]], tuning: Tuning) -> Decision:
+    """Where another rank held this one back, its size is not limited by what limits the choice here."""
+    original = tuning.look.request if tuning.look else None
+    if len(sizes) == 1 or original is None or decision.limited_by != "max_batch_size":
+        return decision
+    held_back = original.max_batch_size is None or decision.batch_size < original.max_batch_size
+    return replace(decision, limited_by="memory") if held_back else decision
 
 
-def _program(trainer: Any, module: Any, found: loaders.Found, batches: Any, wishes: Wishes) -> LightningProgram:
+# -- looking
+
+
+def _look(trainer: Any, module: Any, wishes: Wishes, stage: Stage) -> Look:
+    """Look at the data, draw samples, capture the steps, read the budget."""
+    device = trainer.strategy.root_device
+    found = loaders.find(trainer, _ROLES[stage])
+    sampled = loaders.sample(found)
+    size = found.batch_size or sampled.batches[0].small_size
+    settings = AllocatorSettings.for_device(device.type, os.environ)
+    program = _program(trainer, module, found, sampled.batches, wishes, stage)
+    shards = sharded.shards_of(trainer.strategy, trainer.world_size)
+    prediction = predict(program, size, settings, scalable=not (found.fixed_because or shards))
+    if shards:
+        prediction = sharded.divided(prediction, shards)
+    notes = list(sampled.notes)
+    side, validation = None, Tried[Found]()
+    if stage == "fit" and trainer.enable_validation:
+        validation = tried(lambda: loaders.find(trainer, "val"))
+        attempt = tried(lambda: _side(validation.got(), prediction, settings)) if validation.value else validation
+        side = attempt.value if isinstance(attempt.value, Side) else None
+        if attempt.reason:
+            notes.append(f"validation was not predicted: {attempt.reason}")
+    gc.collect()  # what predicting has loaded and left behind is out of the way before memory is read
+    held = _held_bytes(trainer, module)
+    budget = read_budget(device, budget=wishes.budget_bytes, margin=wishes.margin, already_held_bytes=held)
+    # after the budget, which counts a context that is up as ours: measuring it opens it
+    context = context_bytes(device)
+    prediction = replace(prediction, context_bytes=context, _footprints={})
+    if side is not None:
+        side = replace(side, prediction=replace(side.prediction, context_bytes=context, _footprints={}))
+    request = _request(trainer, found, sampled, prediction, wishes, size)
+    ones = any(isinstance(each, _BatchNorm) for each in module.modules())
+    return Look(found, prediction, budget, request, side, validation.value, held, ones, notes=tuple(notes))
+
+
+def _held_bytes(trainer: Any, module: Any) -> int:
+    """What of this training lies on the device already: it counts as free, since it is predicted as needed."""
+    device = trainer.strategy.root_device
+    own = part_bytes({"model": [*module.parameters(), *module.buffers()]}, device.type)["model"]
+    return own + others.held_bytes(trainer, module, device, averaging=True)
+
+
+def _program(
+    trainer: Any, module: Any, found: Found, batches: tuple[Any, ...], wishes: Wishes, stage: Stage
+) -> LightningProgram:
+    device = trainer.strategy.root_device
     sized = found.dataset_size is not None
+    effective = wishes.keep_effective_batch_size and stage == "fit"
     return LightningProgram(
         trainer,
         module,
-        batches,
-        trainer.strategy.root_device,
-        batches_per_epoch=(lambda size: found.batches(size) or 0) if sized else None,
+        batches if stage != "fit" else batches[0],
+        device,
+        batches_per_epoch=found.batches if sized else None,
         datamodule=trainer.datamodule,
         # where accumulation is the guard's to set, gradients stand through the next forward pass: the larger case
-        accumulate_grad_batches=2 if wishes.keep_effective_batch_size else None,
-        gpu=gpu_of(trainer.strategy.root_device),
+        accumulate_grad_batches=2 if effective else others.accumulation(trainer),
+        gpu=gpu_of(device),
+        stage=stage,
+        beside=(("callbacks", others.held_bytes(trainer, module, device, averaging=False)),),
+        copies=others.copies(trainer, device) if stage == "fit" else 0,
+        strategy=trainer.strategy,
     )
 
 
-def _decide(trainer: Any, found: loaders.Found, prediction: Prediction, budget: Budget, wishes: Wishes) -> Tuning:
-    request = Request(
-        batch_size=found.batch_size or next(iter(prediction.traces)),
+def _side(found: Found, training: Prediction, settings: AllocatorSettings) -> Side:
+    """Predict the fit's validation, beside all that training leaves standing."""
+    batches = loaders.sample(found).batches
+    size = found.batch_size or batches[0].small_size
+    trace = next(iter(training.traces.values()))
+    program = training.program
+    assert isinstance(program, LightningProgram)
+    accumulate = program.accumulate_grad_batches or 1
+    program = replace(
+        program,
+        batches=batches,
+        batches_per_epoch=found.batches if found.dataset_size is not None else None,
+        stage="validate",
+        setup_stage="fit",
+        beside=tuple(_standing(trace, gradients=others.validates_mid_step(program.trainer, accumulate))),
+        copies=0,
+    )
+    prediction = predict(program, size, settings, scalable=False)
+    return Side(found, replace(prediction, share=training.share), size)
+
+
+def _standing(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
+    """What is on the device between two training steps beside the module, by part; validation clears the gradients."""
+    parts = {"optimizer_state", *SELDOM_PARTS, *(["gradients"] if gradients else [])}
+    alive = {event.block: event for event in trace.events if event.action == "alloc" and event.part in parts}
+    for event in trace.events:
+        if event.action == "free":
+            alive.pop(event.block, None)
+    yield from ((event.part, event.nbytes) for event in alive.values())
+
+
+def _request(
+    trainer: Any, found: Found, sampled: Sampled, prediction: Prediction, wishes: Wishes, size: int
+) -> Request:
+    fit = found.role == "train"
+    shards = sharded.shards_of(trainer.strategy, trainer.world_size)
+    fixed = found.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
+    largest = loaders.largest_for(trainer, found)
+    return Request(
+        batch_size=size,
         min_batch_size=wishes.min_batch_size,
         max_batch_size=wishes.max_batch_size,
-        multiple_of=wishes.multiple_of,
-        dataset_size=found.dataset_size,
-        keep_effective_batch_size=wishes.keep_effective_batch_size,
+        multiple_of=math.lcm(wishes.multiple_of, found.unit, sampled.unit),
+        dataset_size=sampled.samples if largest is None else largest,
+        keep_effective_batch_size=wishes.keep_effective_batch_size if fit else None,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         ranks=trainer.world_size,
-        free_to_choose=wishes.mode == "tune" and prediction.scalable and not found.fixed_because,
+        free_to_choose=wishes.mode == "tune" and prediction.scalable and not fixed,
+        fixed_because=fixed or ("" if prediction.scalable else "the memory of other batch sizes is not known"),
     )
-    decision, proven = _choose(prediction, budget, request)
-    if wishes.mode == "tune" and not request.free_to_choose:
-        why = found.fixed_because or "the memory of other batch sizes is not known"
-        decision = replace(decision, outcome="kept", reason=why)
-    return Tuning(decision, found, proven)
 
 
-def _choose(prediction: Prediction, budget: Budget, request: Request) -> tuple[Decision, Prediction]:
+# -- choosing
+
+
+def _choice(look: Look, wishes: Wishes) -> tuple[Decision, Look]:
+    """This rank's choice, and what it stands on once its size was captured as proof."""
+    side = _fitting(look)
+    look = replace(look, side=side)
+    decision, proven = _proven(look)
+    if side is not None:
+        decision = replace(decision, validation_batch_size=side.batch_size)
+    if wishes.mode == "tune" and not look.request.free_to_choose:
+        decision = replace(decision, outcome="kept", reason=look.request.fixed_because)
+    return decision, proven
+
+
+def _proven(look: Look) -> tuple[Decision, Look]:
     """Decide, and prove the size; where the step does not run at it, a size divisible by 2, 4, ... may do."""
     for power in range(5):
-        even = replace(request, multiple_of=math.lcm(request.multiple_of, 1 << power))
-        decision = decide(prediction.footprint_at, budget, even)
+        even = replace(look.request, multiple_of=math.lcm(look.request.multiple_of, 1 << power))
+        decision = _without_a_last_one(decide(look.footprint_at, look.budget, even), look, even)
         try:
-            proven = prediction.proven_at(decision.batch_size)
+            prediction = look.prediction.proven_at(decision.batch_size)
         except StepFailsError as error:
             failure = error
             continue
-        return (decision if proven is prediction else decide(proven.footprint_at, budget, even)), proven
+        if prediction is look.prediction:
+            return decision, look
+        proven = replace(look, prediction=prediction)
+        return _without_a_last_one(decide(proven.footprint_at, look.budget, even), proven, even), proven
     raise failure
 
 
-def _step_aside(trainer: Any, reason: str) -> Tuning:
-    accumulate = trainer.accumulate_grad_batches
-    return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", reason))
+def _without_a_last_one(decision: Decision, look: Look, request: Request) -> Decision:
+    """The next smaller size where the last batch of an epoch would be a single sample, which batch norm refuses."""
+    if not (look.avoids_one and request.free_to_choose):
+        return decision
+    size = decision.batch_size
+    while loaders.leaves_one(look.found, size) and size - request.multiple_of >= request.min_batch_size:
+        size -= request.multiple_of
+    if size == decision.batch_size:
+        return decision
+    smaller = decide(look.footprint_at, look.budget, replace(request, max_batch_size=size))
+    return replace(smaller, limited_by=decision.limited_by)
+
+
+def _fitting(look: Look) -> Side | None:
+    """Validation at its own batch size, or where that does not fit, at the largest that does."""
+    side = look.side
+    if side is None or not look.request.free_to_choose or side.found.fixed_because:
+        return side
+    if side.footprint.most_device_bytes <= look.budget.usable_bytes:
+        return side
+    known = side.prediction
+    scaled = predict(known.program, side.batch_size, known.settings, context_bytes=known.context_bytes)
+    scaled = replace(scaled, share=known.share)
+    request = Request(side.batch_size, max_batch_size=side.batch_size, multiple_of=side.found.unit)
+    if not scaled.scalable:
+        return side
+    try:
+        size = decide(scaled.footprint_at, look.budget, request).batch_size
+    except MemGuardError:  # not even one sample: the training would not fit either, and says so better
+        return side
+    return replace(side, prediction=scaled, batch_size=size)
+
+
+def _smaller(side: Side | None, batch_size: int) -> Side | None:
+    if side is None or side.batch_size <= batch_size or not batch_size:
+        return side
+    return replace(side, batch_size=batch_size)
+
+
+def _nothing_yet(trainer: Any) -> Decision:
+    return _aside(trainer, "nothing was decided")
+
+
+def _aside(trainer: Any, reason: str) -> Decision:
+    return Decision(0, 0, trainer.accumulate_grad_batches, "stepped aside", None, None, "request", reason)

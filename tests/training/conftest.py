@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
+from lightning_memguard.core.decision import Decision
 from lightning_memguard.training.tune import Tuning, tune
 
 
@@ -35,6 +40,37 @@ class Small(pl.LightningModule):
 @pytest.fixture
 def small() -> type[Small]:
     return Small
+
+
+class Wide(pl.LightningModule):
+    """Wide enough that 0.1 % of its memory is more than a few scalars: 1.3 MB of weights."""
+
+    def __init__(self, adam: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+        self.adam = adam
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        if self.adam:
+            return torch.optim.Adam(self.parameters())
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+@pytest.fixture
+def wide() -> type[Wide]:
+    return Wide
+
+
+@pytest.fixture
+def wide_data() -> TensorDataset:
+    """256 samples for `Wide`."""
+    return TensorDataset(torch.randn(256, 128), torch.randint(0, 10, (256,)))
 
 
 @pytest.fixture
@@ -69,3 +105,41 @@ def tuned() -> Callable[..., Tuning]:
         return tune(trainer, module, MemGuard(**wishes)._wishes)
 
     return run
+
+
+@pytest.fixture
+def as_measured(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Decision]:
+    """A run is predicted; then it runs unguarded, and PyTorch's profiler sees the same peak within 0.1 %.
+
+    ``run`` takes a Trainer; ``callbacks`` and ``plugins`` are made anew for each of the two.
+    """
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    truth = importlib.import_module("truth")
+
+    def check(
+        run: Callable[[Any], object],
+        *callbacks: Callable[[], Any],
+        plugins: Callable[[], Any] | None = None,
+        error: float = 0.001,
+        **settings: Any,
+    ) -> Decision:
+        def made(*guards: Any) -> Any:
+            more = {"plugins": [plugins()]} if plugins else {}
+            return trainer(*guards, *(make() for make in callbacks), **settings, **more)
+
+        guard = MemGuard("check")
+        run(made(guard))
+        decision = guard.decision
+        assert decision is not None
+        assert decision.footprint is not None, decision.reason
+        gc.collect()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            run(made())
+        _, measured = truth.peak_of(truth.memory_events(profiler))
+        assert abs(decision.footprint.peak_allocated_bytes / measured - 1) <= error, (
+            f"predicted {decision.footprint.peak_allocated_bytes:,} in {decision.footprint.phase}, "
+            f"measured {measured:,}: {dict(decision.footprint.parts)}"
+        )
+        return decision
+
+    return check

@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
 
 from lightning_memguard import CannotResizeLoaderError, CannotTraceError
-from lightning_memguard.training import loaders
+from lightning_memguard.training import loaders, samples
 
 
-def described(loader: Any) -> loaders.Found:
-    return loaders._describe(loader, "the loader")
+def described(loader: Any) -> loaders.Source:
+    return loaders._source(loader, "the loader")
+
+
+def drawn(loader: Any) -> Any:
+    return samples.draw(loader, fixed=bool(described(loader).fixed_because)).batches
 
 
 class Counting(Dataset[torch.Tensor]):
@@ -41,7 +45,7 @@ def test_sampling_moves_nothing_of_the_users() -> None:
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(dataset, batch_size=8, shuffle=True, generator=generator)
     before = generator.get_state(), torch.get_rng_state(), dataset.random.bit_generator.state
-    loaders.sample(described(loader))
+    drawn(loader)
     assert dataset.reads == 0
     assert dataset.file is None
     assert torch.equal(generator.get_state(), before[0])
@@ -56,7 +60,7 @@ def test_the_largest_of_the_samples_seen_stands_for_all() -> None:
     def pad(items: list[torch.Tensor]) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence(items, batch_first=True)
 
-    batches = loaders.sample(described(DataLoader(sequences, batch_size=4, collate_fn=pad)))  # type: ignore[arg-type]
+    batches = drawn(DataLoader(sequences, batch_size=4, collate_fn=pad))  # type: ignore[arg-type]
     assert batches.fake(5).shape == (5, 16)
 
 
@@ -65,7 +69,7 @@ def test_a_sampler_decides_what_is_drawn_and_how_much_there_is() -> None:
     loader = DataLoader(dataset, batch_size=4, sampler=SubsetRandomSampler([7, 8, 9]))
     found = described(loader)
     assert found.dataset_size == 3
-    assert set(loaders.sample(found).small[0].flatten().tolist()) <= {7.0, 8.0, 9.0}
+    assert set(drawn(found.loader).small[0].flatten().tolist()) <= {7.0, 8.0, 9.0}
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -76,7 +80,7 @@ class Stream(IterableDataset[torch.Tensor]):
 def test_an_iterable_dataset_is_sampled_by_a_fresh_iterator() -> None:
     found = described(DataLoader(Stream(), batch_size=4))
     assert found.dataset_size is None
-    assert loaders.sample(found).fake(7).shape == (7, 5)
+    assert drawn(found.loader).fake(7).shape == (7, 5)
     assert len(next(iter(loaders.resized(found.loader, 6)))) == 6
 
 
@@ -90,7 +94,7 @@ def test_an_iterator_that_can_be_read_once_is_left_alone() -> None:
 
     dataset = Once()
     with pytest.raises(CannotTraceError, match=r"Once.source is a generator, which can be read only once"):
-        loaders.sample(described(DataLoader(dataset, batch_size=2)))
+        drawn(DataLoader(dataset, batch_size=2))
     assert len(list(dataset)) == 10
 
 
@@ -121,33 +125,55 @@ def test_a_resized_loader_shuffles_as_one_made_by_hand(dataset: TensorDataset) -
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+class Planned(Sampler[list[int]]):
+    """A batch sampler that made its batches beforehand: its attribute is a memory, not a setting."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.plan = [list(range(start, start + batch_size)) for start in range(0, 100, batch_size)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.plan)
+
+
+class Pairs(Sampler[list[int]]):
+    """A batch sampler of the user's own that makes its batches as it goes: neighbours from both ends."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, 50, self.batch_size):
+            yield [*range(start, start + self.batch_size)]
+
+
 def test_loaders_without_a_size_of_their_own_say_so(dataset: TensorDataset) -> None:
-    class Buckets(BatchSampler):
-        pass
-
-    sampled = DataLoader(dataset, batch_sampler=Buckets(range(100), 5, False))  # type: ignore[arg-type]
-    for loader, why in ((DataLoader(dataset, batch_size=None), "batch_size=None"), (sampled, "Buckets")):
+    planned = DataLoader(dataset, batch_sampler=Planned(5))
+    for loader, why in ((DataLoader(dataset, batch_size=None), "batch_size=None"), (planned, "Planned")):
         assert why in described(loader).fixed_because
-        with pytest.raises(CannotResizeLoaderError, match="no batch size to change"):
+        with pytest.raises(CannotResizeLoaderError, match="pass a DataLoader with `batch_size=`"):
             loaders.resized(loader, 4)
-    with pytest.raises(CannotResizeLoaderError, match="not a torch DataLoader"):
-        described([torch.zeros(2, 16)])
+    assert "not a torch DataLoader" in described([torch.zeros(2, 16)]).fixed_because
 
 
-def test_a_batch_sampler_of_its_own_is_predicted_at_its_own_size(dataset: TensorDataset) -> None:
-    class Buckets(BatchSampler):
-        pass
-
-    loader = DataLoader(dataset, batch_sampler=Buckets(range(100), 5, False))  # type: ignore[arg-type]
-    found = described(loader)
+def test_a_batch_sampler_with_a_plan_is_predicted_at_its_own_size(dataset: TensorDataset) -> None:
+    found = described(DataLoader(dataset, batch_sampler=Planned(5)))
     assert found.batch_size == 5
-    assert loaders.sample(found).small[0].shape == (5, 16)
+    assert drawn(found.loader).small[0].shape == (5, 16)
+
+
+def test_a_batch_sampler_that_follows_its_attribute_is_resized(dataset: TensorDataset) -> None:
+    sampler = Pairs(5)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    assert described(loader).fixed_because == ""
+    assert [len(x) for x, _ in loaders.resized(loader, 25)] == [25, 25]
+    assert (sampler.batch_size, len(next(iter(loader))[0])) == (5, 5)
 
 
 def test_a_batch_without_a_tensor_is_refused() -> None:
     words: Any = ["to", "be"]
     with pytest.raises(CannotTraceError, match="holds no tensor"):
-        loaders.sample(described(DataLoader(words, batch_size=2)))
+        drawn(DataLoader(words, batch_size=2))
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

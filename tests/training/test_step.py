@@ -142,3 +142,9 @@ def test_the_private_names_of_lightning_are_still_there(trainer: Any) -> None:
     assert hasattr(fit.fit_loop.epoch_loop, "_batches_that_stepped")
     assert hasattr(fit._data_connector, "attach_data")
     assert hasattr(pl.trainer.connectors.data_connector, "_replace_dunder_methods")
+    assert hasattr(fit, "_detect_anomaly")
+    assert hasattr(fit.predict_loop, "inference_mode")
+    assert hasattr(fit._logger_connector, "update_eval_epoch_metrics")
+    assert {"_device", "_avg_fn"} <= vars(pl.callbacks.StochasticWeightAveraging(0.1)).keys()
+    if hasattr(pl.callbacks, "WeightAveraging"):
+        assert {"_device", "_use_buffers", "_kwargs"} <= vars(pl.callbacks.WeightAveraging()).keys()

@@ -1,0 +1,96 @@
+"""Where only one of the two Lightning packages is installed, the tests of the other run on it.
+
+`lightning.pytorch` and `pytorch_lightning` hold the same code under two names. Most tests need any Lightning, and
+import `pytorch_lightning`; a few compare the two. In an environment with one of them, as ``make matrix`` makes them, a
+stand-in of the absent name hands out what the present one has, and what is parametrised over both skips the absent one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+# By the package that may be absent: its names, and where the other package has the same code.
+_PRESENT_OF = {
+    "lightning": {
+        "lightning": "pytorch_lightning",
+        "lightning.pytorch": "pytorch_lightning",
+        "lightning.fabric": "lightning_fabric",
+    },
+    "pytorch_lightning": {
+        "pytorch_lightning": "lightning.pytorch",
+        "lightning_fabric": "lightning.fabric",
+    },
+}
+
+
+class _StandIn(ModuleType):
+    """A package that is not there: under its own name, what another package holds."""
+
+    def __init__(self, name: str, present: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self._present = importlib.import_module(present)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._present, name)
+
+
+class _StandInFinder(MetaPathFinder, Loader):
+    """Finds a stand-in for each absent package, and for a module in one the very module of the present package."""
+
+    def __init__(self, present_of: dict[str, str]) -> None:
+        self._present_of = present_of
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        known = [absent for absent in self._present_of if f"{name}.".startswith(f"{absent}.")]
+        if not known:
+            return None
+        absent = max(known, key=len)
+        return ModuleSpec(name, self, origin=self._present_of[absent] + name.removeprefix(absent))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        assert spec.origin is not None
+        if spec.name in self._present_of:
+            return _StandIn(spec.name, spec.origin)
+        module = importlib.import_module(spec.origin)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: it ran under its own name. The import system has given it our spec; it gets its own back."""
+        if not isinstance(module, _StandIn):
+            assert module.__spec__ is not None
+            module.__spec__ = module.__spec__.loader_state
+
+
+_ABSENT = [name for name in _PRESENT_OF if importlib.util.find_spec(name) is None]
+
+if len(_ABSENT) == 1:
+    # First what is tested: MemGuard asks which packages there are when it is imported, and must see what users' does.
+    importlib.import_module("lightning_memguard.training.callback")
+    sys.meta_path.append(_StandInFinder(_PRESENT_OF[_ABSENT[0]]))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if len(_ABSENT) != 1:
+        return
+    (absent,) = _ABSENT
+
+    def names_it(value: object) -> bool:
+        return isinstance(value, _StandIn) or (isinstance(value, str) and value in _PRESENT_OF[absent])
+
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        if parameters is not None and any(map(names_it, parameters.params.values())):
+            item.add_marker(pytest.mark.skip(reason=f"`{absent}` is not installed"))
+        elif item.path.name == "test_examples.py" and absent == "pytorch_lightning":
+            item.add_marker(pytest.mark.skip(reason=f"the examples import `{absent}`, which is not installed"))

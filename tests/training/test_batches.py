@@ -1,0 +1,598 @@
+"""Every kind of batch that people train on: the size is chosen, and trained, and its memory was predicted."""
+
+from __future__ import annotations
+
+import gc
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch._C._profiler import _EventType
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_memguard import MemGuard
+
+FEATURES, WIDTH, CLASSES, STEPS, NODES = 32, 64, 4, 6, 5
+SAMPLES, CHOSEN = 48, 24
+
+
+# The batches
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass
+class Item:
+    x: torch.Tensor
+    y: torch.Tensor
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FrozenItem:
+    """Lightning leaves the moving of a frozen dataclass to its own ``to``."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def to(self, device: Any, **how: Any) -> FrozenItem:
+        return FrozenItem(self.x.to(device, **how), self.y.to(device, **how))
+
+
+class Typed(TypedDict):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Encoding(UserDict):
+    """As transformers' BatchEncoding: a UserDict with its keys for attributes, and ``to``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: Any, **how: Any) -> Encoding:
+        self.data = {key: value.to(device, **how) for key, value in self.data.items()}
+        return self
+
+
+class Store(Mapping):
+    """A mapping that is no dict, with a number beside what it maps."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self.mapping = tensors
+        self.num_graphs = int(tensors["batch"].max()) + 1 if "batch" in tensors else 1
+
+    def __getitem__(self, name: str) -> Any:
+        return self.mapping[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.mapping)
+
+    def __len__(self) -> int:
+        return len(self.mapping)
+
+
+class Graphs:
+    """As torch_geometric's Batch: tensors in a store, called to iterate, the number of graphs kept."""
+
+    def __init__(self, **tensors: Any) -> None:
+        self._store = Store(tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._store[name]
+
+    def __call__(self, *names: str) -> Iterator[Any]:
+        yield from (self._store[name] for name in names)
+
+    @property
+    def num_graphs(self) -> int:
+        return self._store.num_graphs
+
+    def to(self, device: Any, **how: Any) -> Graphs:
+        self._store.mapping = {name: value.to(device, **how) for name, value in self._store.items()}
+        return self
+
+
+def collate_graphs(graphs: list[Graphs]) -> Graphs:
+    firsts = torch.tensor([0, *(len(graph.x) for graph in graphs)]).cumsum(0)
+    return Graphs(
+        x=torch.cat([graph.x for graph in graphs]),
+        edge_index=torch.cat([g.edge_index + first for g, first in zip(graphs, firsts, strict=False)], dim=1),
+        y=torch.cat([graph.y for graph in graphs]),
+        batch=torch.repeat_interleave(torch.tensor([len(graph.x) for graph in graphs])),
+        ptr=firsts,
+    )
+
+
+class Slots:
+    """As attrs makes them by default."""
+
+    __slots__ = ("__y", "x")
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x = x
+        self.__y = y
+
+    @property
+    def y(self) -> torch.Tensor:
+        return self.__y
+
+
+class Boxed:
+    """An object whose tensors lie deeper than its attributes."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.fields = {"x": [x]}
+        self.label = deque([y])
+
+
+# The models
+
+
+class Step(pl.LightningModule):
+    """A network and a loss of its output; each kind of batch brings both."""
+
+    def __init__(self, net: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.net = net
+        self.loss = loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(self.net, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
+
+
+def rnn(kind: Any, **options: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        return nn.ModuleDict({"rnn": kind(FEATURES, WIDTH, **options), "head": nn.Linear(WIDTH, CLASSES)})
+
+    return make
+
+
+def of(read: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any, Any], torch.Tensor]:
+    """The loss of a batch in which ``read`` finds features and classes."""
+
+    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = read(batch)
+        return nn.functional.cross_entropy(net(x), y)
+
+    return loss
+
+
+def of_packed(net: Any, batch: Any) -> torch.Tensor:
+    packed, y = batch
+    out, _ = net["rnn"](packed)
+    padded, lengths = pad_packed_sequence(out, batch_first=True)
+    assert len(lengths) == len(y)
+    return nn.functional.cross_entropy(net["head"](padded.mean(1)), y)
+
+
+def of_padded(*, batch_first: bool) -> Callable[[Any, Any], torch.Tensor]:
+    def loss(net: Any, batch: Any) -> torch.Tensor:
+        x, lengths, y = batch
+        out, _ = net["rnn"](pack_padded_sequence(x, lengths, batch_first=batch_first, enforce_sorted=False))
+        padded, _ = pad_packed_sequence(out, batch_first=batch_first)
+        return nn.functional.cross_entropy(net["head"](padded.mean(int(batch_first))), y)
+
+    return loss
+
+
+def of_graphs(net: Any, graphs: Graphs, count: int) -> torch.Tensor:
+    source, target = graphs.edge_index
+    sent = torch.zeros_like(graphs.x).index_add(0, target, graphs.x[source])
+    pooled = torch.zeros(count, FEATURES, device=graphs.x.device).index_add(0, graphs.batch, graphs.x + sent)
+    return nn.functional.cross_entropy(net(pooled), graphs.y)
+
+
+def of_numpy(net: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    x = torch.from_numpy(batch["x"]).to(batch["y"].device) * batch["scale"]
+    return nn.functional.cross_entropy(net(x), batch["y"])
+
+
+# The kinds
+
+
+def x_and_y(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(FEATURES), torch.tensor(index % CLASSES)
+
+
+def sequence(index: int, steps: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(steps or STEPS, FEATURES), torch.tensor(index % CLASSES)
+
+
+def unequal(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return sequence(index, STEPS - index % 3)
+
+
+def graph(index: int) -> Graphs:
+    edges = torch.randint(0, NODES, (2, 3 * NODES))
+    return Graphs(x=torch.randn(NODES, FEATURES), edge_index=edges, y=torch.tensor([index % CLASSES]))
+
+
+def stacked(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+def into(make: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    return lambda samples: make(*stacked(samples))
+
+
+def packed(samples: list[Any]) -> tuple[PackedSequence, torch.Tensor]:
+    return pack_sequence([x for x, _ in samples], enforce_sorted=False), torch.stack([y for _, y in samples])
+
+
+def padded(*, batch_first: bool, lengths: Callable[[list[int]], Any] = torch.tensor) -> Callable[[list[Any]], Any]:
+    def collate(samples: list[Any]) -> Any:
+        x = pad_sequence([x for x, _ in samples], batch_first=batch_first)
+        return x, lengths([len(x) for x, _ in samples]), torch.stack([y for _, y in samples])
+
+    return collate
+
+
+def mixed(samples: list[Any]) -> dict[str, Any]:
+    x, y = stacked(samples)
+    return {
+        "x": x,
+        "y": y,
+        "name": "training",
+        "captions": [f"sample {place}" for place in range(len(samples))],
+        "nothing": None,
+        "count": len(samples),
+        "weights": [0.5] * len(samples),
+        "flag": True,
+    }
+
+
+def of_mixed(net: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    assert (batch["name"], batch["nothing"], batch["flag"]) == ("training", None, True)
+    assert len(batch["captions"]) == len(batch["weights"]) == batch["count"] == len(batch["x"])
+    losses = nn.functional.cross_entropy(net(batch["x"]), batch["y"], reduction="none")
+    return (losses * torch.tensor(batch["weights"], device=losses.device)).sum() / batch["count"]
+
+
+def constants(samples: list[Any]) -> dict[str, torch.Tensor]:
+    x, y = stacked(samples)
+    return {
+        "scale": torch.tensor(2.0),
+        "classes": torch.ones(CLASSES),
+        "table": torch.ones(FEATURES, 8),
+        "x": x,
+        "y": y,
+    }
+
+
+def of_constants(net: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    extra = (batch["x"] @ batch["table"]).mean() * batch["scale"]
+    return nn.functional.cross_entropy(net(batch["x"]), batch["y"], weight=batch["classes"]) + extra
+
+
+def tokens(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets are views of one tensor, as language models have them."""
+    together = torch.stack(samples)
+    return together[:, :-1], together[:, 1:]
+
+
+def of_images(net: nn.Module, batch: Any) -> torch.Tensor:
+    images, targets = batch
+    return nn.functional.cross_entropy(net(torch.stack(images)), torch.stack([t["label"] for t in targets]))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A dataset's samples, how they are collated, a network, its loss, and the rung that must carry."""
+
+    sample: Callable[[int], Any]
+    collate: Callable[[list[Any]], Any]
+    loss: Callable[[Any, Any], torch.Tensor]
+    net: Callable[[], nn.Module] = mlp
+    method: str = "fake"
+
+
+def flat(collate: Callable[[list[Any]], Any], read: Callable[[Any], Any]) -> Kind:
+    return Kind(x_and_y, collate, of(read))
+
+
+KINDS = {
+    "a tuple": flat(default_collate, tuple),
+    "a nested dict": flat(
+        lambda s: {"in": {"x": stacked(s)[0]}, "out": [{"y": stacked(s)[1]}]},
+        lambda b: (b["in"]["x"], b["out"][0]["y"]),
+    ),
+    "a namedtuple": flat(into(Pair), tuple),
+    "a dataclass": flat(into(Item), lambda b: (b.x, b.y)),
+    "a frozen dataclass": flat(into(FrozenItem), lambda b: (b.x, b.y)),
+    "a TypedDict": flat(into(lambda x, y: Typed(x=x, y=y)), lambda b: (b["x"], b["y"])),
+    "a UserDict": flat(into(lambda x, y: Encoding(x=x, y=y)), lambda b: (b.x, b["y"])),
+    "an object with slots": flat(into(Slots), lambda b: (b.x, b.y)),
+    "an object with nested tensors": flat(into(Boxed), lambda b: (b.fields["x"][0], b.label[0])),
+    "text, numbers and None beside": Kind(x_and_y, mixed, of_mixed),
+    "arrays": Kind(
+        x_and_y,
+        lambda s: {"x": np.stack([x.numpy() for x, _ in s]), "scale": np.float32(2), "y": stacked(s)[1]},
+        of_numpy,
+    ),
+    "constants and scalars beside": Kind(x_and_y, constants, of_constants),
+    "one tensor": Kind(lambda i: torch.randn(FEATURES), torch.stack, lambda net, x: net(x).square().mean()),
+    "one tensor twice": flat(
+        lambda s: {"x": (x := stacked(s)[0]), "target": x}, lambda b: (b["x"], b["target"][:, :CLASSES])
+    ),
+    "views of one tensor": Kind(
+        lambda i: torch.randint(0, CLASSES, (400,)),
+        tokens,
+        lambda net, b: nn.functional.cross_entropy(net(b[0]).mT, b[1]),
+        lambda: nn.Sequential(nn.Embedding(CLASSES, 2), nn.Linear(2, CLASSES)),
+    ),
+    "time first": Kind(
+        sequence,
+        lambda s: (pad_sequence([x for x, _ in s]), stacked(s)[1]),
+        lambda net, b: nn.functional.cross_entropy(net["head"](net["rnn"](b[0])[0].mean(0)), b[1]),
+        rnn(nn.GRU),
+    ),
+    "time first, transposed": Kind(
+        sequence,
+        lambda s: (stacked(s)[0].transpose(0, 1), stacked(s)[1]),
+        lambda net, b: nn.functional.cross_entropy(net["head"](net["rnn"](b[0])[0].mean(0)), b[1]),
+        rnn(nn.LSTM),
+    ),
+    "images and targets in lists": Kind(
+        x_and_y, lambda s: ([x.clone() for x, _ in s], [{"label": y.clone()} for _, y in s]), of_images
+    ),
+    "graphs": Kind(graph, collate_graphs, lambda net, b: of_graphs(net, b, b.num_graphs)),
+    "graphs counted by value": Kind(graph, collate_graphs, lambda net, b: of_graphs(net, b, int(b.batch.max()) + 1)),
+    "packed, LSTM": Kind(sequence, packed, of_packed, rnn(nn.LSTM)),
+    "packed, GRU": Kind(sequence, packed, of_packed, rnn(nn.GRU)),
+    "packed, unequal lengths": Kind(unequal, packed, of_packed, rnn(nn.GRU)),
+    "packed in the step, LSTM": Kind(
+        sequence, padded(batch_first=True), of_padded(batch_first=True), rnn(nn.LSTM, batch_first=True), "worst-case"
+    ),
+    "packed in the step, GRU": Kind(
+        sequence, padded(batch_first=False), of_padded(batch_first=False), rnn(nn.GRU), "worst-case"
+    ),
+    "packed in the step, unequal lengths": Kind(
+        unequal, padded(batch_first=True), of_padded(batch_first=True), rnn(nn.GRU, batch_first=True), "worst-case"
+    ),
+    "packed in the step, lengths in a list": Kind(
+        sequence,
+        padded(batch_first=True, lengths=list),
+        of_padded(batch_first=True),
+        rnn(nn.GRU, batch_first=True),
+        "worst-case",
+    ),
+}
+
+
+class Collating:
+    """Collates, and remembers how many samples each batch had."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+        self.counts: list[int] = []
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.counts.append(len(samples))
+        return self.collate(samples)
+
+
+def fit(kind: Kind, batch_size: int, *callbacks: pl.Callback, **options: Any) -> Collating:
+    """Train for an epoch, guarded or not."""
+    torch.manual_seed(0)
+    data = [kind.sample(index) for index in range(options.pop("samples", SAMPLES))]
+    module = options.pop("module", Step)(kind.net(), kind.loss)
+    collate = Collating(kind.collate)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+    )
+    loader = DataLoader(data, batch_size=batch_size, collate_fn=collate)
+    if "datamodule" in options:
+        trainer.fit(module, datamodule=options["datamodule"](loader))
+    else:
+        trainer.fit(module, train_dataloaders=loader)
+    return collate
+
+
+def guarded(kind: Kind, **options: Any) -> tuple[Any, Collating]:
+    guard = MemGuard(budget="1GiB", max_batch_size=CHOSEN)
+    collate = fit(kind, 4, guard, **options)
+    return guard.decision, collate
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KINDS)
+def test_the_size_is_chosen_and_trained(name):
+    decision, collate = guarded(KINDS[name])
+    assert (decision.outcome, decision.batch_size) == ("tuned", CHOSEN), decision.reason
+    assert collate.counts[-2:] == [CHOSEN, CHOSEN]
+    assert decision.footprint.method == KINDS[name].method, decision.footprint.notes
+
+
+# Predicted and measured
+
+
+def measured_peak(kind: Kind, batch_size: int, **options: Any) -> int:
+    """The peak of a training's tensors, as PyTorch's profiler sees them: the CPU allocator's own events, summed up."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        fit(kind, batch_size, **options)
+    nodes = [*profiler.profiler.kineto_results.experimental_event_tree()]
+    blocks = []
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        if node.tag == _EventType.Allocation:
+            blocks.append((node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size))
+    live: dict[int, int] = {}
+    total = peak = 0
+    for _, address, nbytes in sorted(blocks, key=lambda block: block[0]):
+        if nbytes > 0:
+            live[address] = nbytes
+            total += nbytes
+        else:
+            total -= live.pop(address, 0)
+        peak = max(peak, total)
+    return peak
+
+
+# The peak is exact to the byte; what a real training adds to it at most is a scalar or two of the Trainer's own.
+EXACT = (
+    "text, numbers and None beside",
+    "views of one tensor",
+    "time first, transposed",
+    "images and targets in lists",
+    "graphs counted by value",
+    "packed, LSTM",
+    "packed, GRU",
+    "packed in the step, LSTM",
+)
+
+
+def measured(kind: Kind, batch_size: int, **options: Any) -> int:
+    """All samples as large as the first, and made before the profile begins: they are no part of the training."""
+    torch.manual_seed(0)
+    samples = [kind.sample(0) for _ in range(SAMPLES)]
+    return measured_peak(replace(kind, sample=samples.__getitem__), batch_size, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EXACT)
+def test_the_prediction_is_what_the_profiler_sees(name):
+    decision, _ = guarded(KINDS[name])
+    assert decision.footprint.peak_allocated_bytes == pytest.approx(measured(KINDS[name], CHOSEN), rel=1e-3)
+
+
+# Hooks that change a batch on its way
+
+
+def upsampled(batch: Any) -> Any:
+    x, y = batch
+    return x.repeat_interleave(8, dim=0), y.repeat_interleave(8, dim=0)
+
+
+def doubled(batch: Any) -> Any:
+    x, y = batch
+    return torch.cat([x, x]).double().float(), torch.cat([y, y])
+
+
+class Hooks:
+    """Each hook makes the batch larger in its own way; module and datamodule take them alike."""
+
+    class Before:
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return upsampled(batch)
+
+    class Transfer:
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            return tuple(tensor.to(device) for tensor in upsampled(batch))
+
+    class After:
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return doubled(upsampled(batch))
+
+
+class Loading(pl.LightningDataModule):
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+
+def hooked(hook: type, owner: str) -> dict[str, Any]:
+    """Options of a fit in which the module or the datamodule has the hook."""
+    if owner == "module":
+        return {"module": type("HookedStep", (hook, Step), {})}
+    return {"datamodule": type("HookedLoading", (hook, Loading), {})}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("owner", ["module", "datamodule"])
+@pytest.mark.parametrize("hook", [Hooks.Before, Hooks.Transfer, Hooks.After])
+def test_a_hook_that_changes_the_batch_counts(hook, owner):
+    options = hooked(hook, owner)
+    decision, collate = guarded(KINDS["a tuple"], **options)
+    plain, _ = guarded(KINDS["a tuple"])
+    assert (decision.outcome, decision.batch_size, collate.counts[-1]) == ("tuned", CHOSEN, CHOSEN), decision.reason
+    assert decision.footprint.peak_allocated_bytes > 2 * plain.footprint.peak_allocated_bytes
+    peak = measured(KINDS["a tuple"], CHOSEN, **options)
+    assert decision.footprint.peak_allocated_bytes == pytest.approx(peak, rel=1e-3)
+
+
+# Batches that cannot be predicted
+
+
+def sparse(samples: list[Any]) -> Any:
+    x, y = stacked(samples)
+    return (x * (x > 1)).to_sparse(), y
+
+
+def of_sparse(net: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(torch.sparse.mm(batch[0], net[0].weight.T)[:, :CLASSES], batch[1])
+
+
+def nested(layout: torch.layout) -> Callable[[list[Any]], Any]:
+    return lambda samples: (
+        torch.nested.nested_tensor([x for x, _ in samples], layout=layout),
+        torch.stack([y for _, y in samples]),
+    )
+
+
+def of_nested(net: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(torch.nested.to_padded_tensor(net(batch[0]), 0.0).mean(1), batch[1])
+
+
+REFUSED = {
+    "sparse": (Kind(x_and_y, sparse, of_sparse), "a tensor of layout torch.sparse_coo: its bytes depend on its values"),
+    "nested": (Kind(unequal, nested(torch.strided), of_nested), "a nested tensor: its bytes depend on how long"),
+    "jagged": (Kind(unequal, nested(torch.jagged), of_nested), "a nested tensor: its bytes depend on how long"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_values_is_refused_in_words_and_trains_as_it_was(name):
+    kind, words = REFUSED[name]
+    decision, collate = guarded(kind)
+    assert (decision.outcome, decision.footprint.method) == ("kept", "states")
+    assert words in decision.footprint.notes[0]
+    assert collate.counts[-2:] == [4, 4]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_of_arrays_alone_is_left_alone():
+    kind = Kind(
+        x_and_y,
+        lambda s: {"x": np.stack([x.numpy() for x, _ in s])},
+        lambda net, b: net(torch.from_numpy(b["x"])).mean(),
+    )
+    decision, collate = guarded(kind)
+    assert decision.outcome == "stepped aside"
+    assert "no tensor to size it by" in decision.reason
+    assert collate.counts[-1] == 4
