@@ -19,7 +19,7 @@ CUDA_BIN := $(CUDA_VENV)/bin
 CUDA_STAMP := $(CUDA_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench accuracy builds clean
+.PHONY: help demo test lint bench accuracy builds matrix clean
 
 help: ## say what there is to run
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -40,6 +40,8 @@ bench: $(STAMP) ## measure accuracy on the CPU, speed, and the built-in BatchSiz
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/versus_batch_size_finder.py
 	$(BIN)/python benchmarks/freed_memory.py
+	$(BIN)/python benchmarks/long_tail.py
+	$(BIN)/python benchmarks/overhead.py
 
 accuracy: $(CUDA_STAMP) ## predictions for CUDA beside measurements on GPUs (downloads several GB on first use; no GPU needed)
 	$(CUDA_BIN)/python benchmarks/accuracy.py
@@ -50,8 +52,11 @@ builds: $(STAMP) $(CUDA_STAMP) ## what a CPU-only build of torch predicts for CU
 	$(BIN)/python benchmarks/builds.py --write build/one.json
 	$(CUDA_BIN)/python benchmarks/builds.py --compare build/one.json
 
+matrix: $(STAMP) ## test beside other versions of Lightning, torch and Python (16 environments of several GB; half an hour)
+	$(BIN)/python benchmarks/matrix.py
+
 clean: ## remove the virtual environment, caches and what trainings left behind
-	rm -rf $(VENV) $(CUDA_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs runs
+	rm -rf $(VENV) $(CUDA_VENV) .matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: it is the large one, and an interrupted installation goes on from there.

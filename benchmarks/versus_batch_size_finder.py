@@ -4,8 +4,12 @@ Each run is a process of its own under RLIMIT_AS: an allocation past the limit f
 choose a batch size for the same module and data; then the largest that really trains is found by trying, one process a
 try.
 
-    python benchmarks/versus_batch_size_finder.py                      # the default case, 1 GiB above the start
+A second part, `finder_defects.py`, puts both into the situations where BatchSizeFinder is known to go wrong.
+
+    python benchmarks/versus_batch_size_finder.py                      # both parts; 1 GiB above the start
     python benchmarks/versus_batch_size_finder.py mlp --room 512MiB
+    python benchmarks/versus_batch_size_finder.py --size               # the size and the speed alone
+    python benchmarks/versus_batch_size_finder.py --defects            # the situations alone
 """
 
 import argparse
@@ -21,6 +25,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from finder_defects import SCENARIOS, print_defects
 from pytorch_lightning.callbacks import BatchSizeFinder
 from torch.utils.data import DataLoader
 from truth import quieten
@@ -151,22 +156,12 @@ def largest_that_trains(case: str, room_bytes: int, start: int) -> int:
     return good
 
 
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="?", default="cnn_batch_norm")
-    parser.add_argument("--room", default="1GiB", help="memory beyond what the process has at the start")
-    parser.add_argument("--who", help=argparse.SUPPRESS)
-    parser.add_argument("--batch-size", type=int, default=2)
-    options = parser.parse_args()
-    room_bytes = parse_bytes(int(options.room) if options.room.isdigit() else options.room)
-    if options.who:
-        print(json.dumps(asdict(trained_here(case_named(options.case), options.who, options.batch_size, room_bytes))))
-        return
+def print_sizes(case: str, room_bytes: int) -> None:
+    """Which size each of the two chose, in how long, and the largest that trains."""
     room = f"{format_bytes(room_bytes)} of address space beyond the start"
-    print(f"{options.case}, {room}, {torch.get_num_threads()} threads\n")
-    guard, finder = (in_a_process(options.case, who, 2, room_bytes) for who in ("MemGuard", "BatchSizeFinder"))
-    largest = largest_that_trains(options.case, room_bytes, max(guard.batch_size, 1))
+    print(f"{case}, {room}, {torch.get_num_threads()} threads\n")
+    guard, finder = (in_a_process(case, who, 2, room_bytes) for who in ("MemGuard", "BatchSizeFinder"))
+    largest = largest_that_trains(case, room_bytes, max(guard.batch_size, 1))
     print(f"{'':18}{'batch size':>12}{'of largest':>12}{'seconds':>10}{'failed allocations':>20}  then trained")
     for outcome in (guard, finder):
         share = outcome.batch_size / largest
@@ -176,6 +171,26 @@ def main() -> None:
         )
     print(f"{'largest by trying':18}{largest:12}")
     print(f"\nMemGuard chose {finder.seconds / guard.seconds:.0f} times faster.")
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="?", default="cnn_batch_norm")
+    parser.add_argument("--room", default="1GiB", help="memory beyond what the process has at the start")
+    parser.add_argument("--size", action="store_true", help="compare size and speed; not the situations")
+    parser.add_argument("--defects", action="store_true", help="compare the situations; not size and speed")
+    parser.add_argument("--who", help=argparse.SUPPRESS)
+    parser.add_argument("--batch-size", type=int, default=2)
+    options = parser.parse_args()
+    room_bytes = parse_bytes(int(options.room) if options.room.isdigit() else options.room)
+    if options.who:
+        print(json.dumps(asdict(trained_here(case_named(options.case), options.who, options.batch_size, room_bytes))))
+        return
+    if options.size or not options.defects:
+        print_sizes(options.case, room_bytes)
+    if options.defects or not options.size:
+        print_defects(list(SCENARIOS))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,251 @@
+"""Run the tests beside other versions of Lightning, torch and Python: each of the two packages of Lightning alone.
+
+    python benchmarks/matrix.py                                  # every cell: 16 of them, one to two minutes each
+    python benchmarks/matrix.py --list                           # only say which cells there are
+    python benchmarks/matrix.py --cells 'lightning 2.5*' --tests tests/training
+    python benchmarks/matrix.py --cells '*torch 2.15*' --whole   # the whole suite
+
+The whole suite runs in `make test`. Here run the tests that meet Lightning or torch's insides, those of a step that is
+captured, grown and trained: `TESTS`. Left out is what asks the device, what starts many programs, and arithmetic.
+
+A cell is an environment of its own in ``.matrix/``, kept for the next run (``--fresh`` makes it again); the package in
+it is the working tree. `uv` makes it where there is one, and shares torch between cells; else `venv` and pip do, and
+every cell holds a torch of its own: several GB each on Linux, unless PIP_EXTRA_INDEX_URL names an index of CPU builds.
+A cell whose Python is not on this machine says so. Everything that a cell does not name is the newest that fits.
+
+`lightning` asks pip for `pytorch-lightning` too, so it is alone only where the other is taken out again, as here.
+Results: a table here and in ``.matrix/results.md``, the same with every failed test and each reason to skip in
+``.matrix/results.json``, and what pytest said in ``.matrix/<cell>.txt``. The exit status is 0 if every cell passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HOME = ROOT / ".matrix"
+
+TESTS = (
+    *(
+        f"tests/training/test_{name}.py"
+        for name in (
+            "callback", "cli_of_lightning", "evaluation", "loaders", "nothing_touched", "others", "resume", "sharded",
+            "step", "tune", "watch",
+        )
+    ),
+    *(f"tests/core/test_{name}.py" for name in ("backward", "capture", "estimate", "fake", "pretend")),
+    "tests/test_public_names.py",
+)  # fmt: skip
+
+OLDEST, DEVELOPED_ON, NEWEST = "2.11.0", "2.13.0", "2.15.0"  # torch
+# 2.6.2 and 2.6.3 of both packages were malicious uploads (GHSA-w37p-236h-pfx3): no cell may name or resolve to them.
+OLD_LIGHTNING, LIGHTNING = "2.5.0", "2.6.6"
+OTHERS = (
+    "nvidia-ml-py>=12", "psutil", "rich", "tensorboard", "hypothesis", "pytest>=8", "scikit-learn",
+    "jsonargparse[signatures]", "torchdata",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One environment: which Lightning, which torch, which Python."""
+
+    package: str  # "lightning", "pytorch-lightning" or "both"
+    lightning: str
+    torch: str
+    python: str = "3.11"
+
+    @property
+    def name(self) -> str:
+        return f"{self.package} {self.lightning}, torch {self.torch}, python {self.python}"
+
+    @property
+    def folder(self) -> Path:
+        return HOME / self.name.replace(", ", "_").replace(" ", "-")
+
+    @property
+    def interpreter(self) -> Path:
+        return self.folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+    @property
+    def requirements(self) -> list[str]:
+        """Both packages at one version, whichever stays: otherwise `lightning` brings the newest of the other."""
+        packages = ("pytorch-lightning",) if self.package == "pytorch-lightning" else ("lightning", "pytorch-lightning")
+        return [f"torch=={self.torch}", *(f"{package}=={self.lightning}" for package in packages), *OTHERS]
+
+
+CELLS = (
+    *(
+        Cell(package, lightning, torch)
+        for torch in (DEVELOPED_ON, NEWEST, OLDEST)
+        for lightning in (LIGHTNING, OLD_LIGHTNING)
+        for package in ("lightning", "pytorch-lightning")
+    ),
+    Cell("both", LIGHTNING, DEVELOPED_ON),
+    Cell("both", "2.5.6", DEVELOPED_ON),
+    Cell("both", OLD_LIGHTNING, OLDEST, python="3.10"),
+    Cell("both", LIGHTNING, NEWEST, python="3.13"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of the tests in a cell, or why there is no answer."""
+
+    cell: Cell
+    passed: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)  # how many, by reason
+    failed: dict[str, str] = field(default_factory=dict)  # the first line of the error, by test
+    seconds: float = 0.0
+    trouble: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and not self.trouble and self.passed > 0
+
+    @property
+    def row(self) -> str:
+        counts = f"{self.passed} | {len(self.failed)} | {sum(self.skipped.values())} | {self.seconds:.0f}"
+        cell = f"{self.cell.package} | {self.cell.lightning} | {self.cell.torch} | {self.cell.python}"
+        return f"| {cell} | {counts} | {'yes' if self.ok else self.trouble or 'NO'} |"
+
+
+HEAD = """\
+| package | Lightning | torch | Python | passed | failed | skipped | seconds | ok |
+|---|---|---|---|---:|---:|---:|---:|---|"""
+
+
+def interpreter_of(version: str) -> str | None:
+    """A Python of this version that runs: on the path, or one of pyenv's (whose shims do not always run)."""
+    pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), reverse=True)
+    for found in (shutil.which(f"python{version}"), *map(str, pyenv)):
+        if found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return found
+    return None
+
+
+def make(cell: Cell, python: str) -> None:
+    """Make a cell's environment, unless it is there."""
+    done = cell.folder / ".installed"
+    if done.exists() and done.read_text() == "\n".join(cell.requirements):
+        return
+    shutil.rmtree(cell.folder, ignore_errors=True)
+    uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
+    here = str(cell.interpreter)
+    # uv reads its own names for what pip is told by these.
+    given = {f"UV_{name}": os.environ[f"PIP_{name}"] for name in _SHARED if f"PIP_{name}" in os.environ}
+    if uv:
+        call(uv, "venv", "--quiet", "--python", python, str(cell.folder))
+        install = [uv, "pip", "install", "--quiet", "--python", here]
+        remove = [uv, "pip", "uninstall", "--quiet", "--python", here]
+    else:
+        call(python, "-m", "venv", str(cell.folder))
+        install = [here, "-m", "pip", "install", "--quiet"]
+        remove = [here, "-m", "pip", "uninstall", "--quiet", "--yes"]
+    call(*install, *cell.requirements, **given)
+    if cell.package == "lightning":
+        call(*remove, "pytorch-lightning")
+    call(*install, "--no-deps", "--editable", str(ROOT), **given)
+    done.write_text("\n".join(cell.requirements))
+
+
+_SHARED = ("EXTRA_INDEX_URL", "FIND_LINKS", "INDEX_URL")
+
+
+def call(*command: str, **settings: str) -> None:
+    subprocess.run(command, env={**os.environ, **settings}, check=True)
+
+
+def run(cell: Cell, tests: tuple[str, ...]) -> Result:
+    """Run the tests in a cell's environment, one thread each: cells are compared, and others work here too."""
+    report, log = (HOME / f"{cell.folder.name}.{suffix}" for suffix in ("xml", "txt"))
+    report.unlink(missing_ok=True)
+    command = [cell.interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+    started = time.monotonic()
+    with log.open("w") as said:
+        surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            subprocess.run(
+                command, cwd=ROOT, env=surroundings, stdout=said, stderr=said, timeout=_PATIENCE_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Result(cell, seconds=_PATIENCE_SECONDS, trouble="took too long")
+    seconds = round(time.monotonic() - started, 1)
+    if not report.exists():
+        return Result(cell, seconds=seconds, trouble=f"pytest did not run, see {log.name}")
+    return read(cell, report, seconds)
+
+
+_PATIENCE_SECONDS = 1200
+
+
+def read(cell: Cell, report: Path, seconds: float) -> Result:
+    """What pytest's report says."""
+    passed, skipped, failed = 0, Counter[str](), dict[str, str]()
+    for case in ET.parse(report).getroot().iter("testcase"):
+        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+        left = case.find("skipped")
+        if bad is not None:
+            name = f"{case.get('classname')}::{case.get('name')}"
+            failed[name] = (bad.get("message") or "").partition("\n")[0][:300]
+        elif left is not None:
+            skipped[left.get("message") or ""] += 1
+        else:
+            passed += 1
+    return Result(cell, passed, dict(skipped), failed, seconds)
+
+
+def answer(cell: Cell, tests: tuple[str, ...], fresh: bool) -> Result:
+    """A cell's environment made and its tests run, whatever becomes of it."""
+    python = interpreter_of(cell.python)
+    if python is None:
+        return Result(cell, trouble=f"no Python {cell.python} here")
+    if fresh:
+        shutil.rmtree(cell.folder, ignore_errors=True)
+    try:
+        make(cell, python)
+    except subprocess.CalledProcessError as error:
+        return Result(cell, trouble=f"could not be installed (exit status {error.returncode})")
+    return run(cell, tests)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", default=["*"], metavar="PATTERN", help="cells whose names match one")
+    parser.add_argument("--tests", nargs="+", default=list(TESTS), metavar="PATH", help="what pytest is given")
+    parser.add_argument("--whole", action="store_true", help="every test, not only the part above")
+    parser.add_argument("--fresh", action="store_true", help="make the environments again")
+    parser.add_argument("--list", action="store_true", help="say which cells there are")
+    settings = parser.parse_args()
+    cells = [cell for cell in CELLS if any(fnmatch(cell.name, f"{pattern}*") for pattern in settings.cells)]
+    if settings.list or not cells:
+        print("\n".join(cell.name for cell in CELLS))
+        return 0 if settings.list else 2
+    HOME.mkdir(exist_ok=True)
+    tests = ("tests",) if settings.whole else tuple(settings.tests)
+    print(HEAD, flush=True)
+    results = []
+    for cell in cells:
+        results.append(answer(cell, tests, settings.fresh))
+        print(results[-1].row, flush=True)
+        (HOME / "results.md").write_text("\n".join([HEAD, *(result.row for result in results), ""]))
+        (HOME / "results.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    for result in results:
+        for test, error in result.failed.items():
+            print(f"{result.cell.name}: {test}\n    {error}")
+    return 0 if all(result.ok for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
