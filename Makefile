@@ -52,7 +52,7 @@ builds: $(STAMP) $(CUDA_STAMP) ## what a CPU-only build of torch predicts for CU
 	$(BIN)/python benchmarks/builds.py --write build/one.json
 	$(CUDA_BIN)/python benchmarks/builds.py --compare build/one.json
 
-matrix: $(STAMP) ## test beside other versions of Lightning, torch and Python (16 environments of several GB; half an hour)
+matrix: $(STAMP) ## test beside other versions of Lightning, torch and Python (16 environments of several GB; an hour)
 	$(BIN)/python benchmarks/matrix.py
 
 clean: ## remove the virtual environment, caches and what trainings left behind
