@@ -47,6 +47,7 @@ ORDER = {
     "report/page.py": STD,
     "training/__init__.py": not STD,
     "training/alone.py": not STD,
+    "training/kinds.py": STD,
     "training/ddp.py": not STD,
     "training/others.py": not STD,
     "training/step.py": not STD,

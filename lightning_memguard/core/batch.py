@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_memguard.core.trace import Shapes
 from lightning_memguard.errors import CannotTraceError
 
 Build = Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]
@@ -46,6 +47,11 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     else:
         for value in (_open(tree) or {}).values():
             yield from tensors_in(value)
+
+
+def shapes_of(tree: Any) -> Shapes:
+    """Shapes of all tensors of a nesting, in order; a nested tensor has none."""
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(tree) if not tensor.is_nested)
 
 
 def batch_bytes(tree: Any) -> int:

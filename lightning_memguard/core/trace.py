@@ -34,6 +34,8 @@ SELDOM_PARTS = ("callbacks", "communication")
 """Named only where they hold bytes: what the Trainer's other callbacks keep (copies of the model), and what ranks that
 train together exchange (buckets of gradients)."""
 
+Shapes = tuple[tuple[int, ...], ...]
+"""Of a batch's tensors, in order."""
 
 CASES = ("low", "point", "high")
 """At least, most likely, at most: the sizes of a block that is not known exactly, such as a convolution's workspace."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from lightning_memguard.core.decision import Budget
 from lightning_memguard.core.footprint import Footprint
 from lightning_memguard.core.record import Measured
+from lightning_memguard.core.trace import Shapes
 from lightning_memguard.units import format_bytes
 
 _MOST_SHAPES = 6
 
 
-Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)

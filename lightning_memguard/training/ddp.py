@@ -6,10 +6,8 @@ becomes ready. Which moments those are was read in torch/nn/parallel/distributed
 reducer.cpp and comm.cpp, and measured on torch 2.13 with two gloo processes (`tests/training/test_ddp_memory.py`).
 
 Not counted: what the communication library takes outside of torch's allocator (NCCL's channels and buffers on each
-GPU, gloo's on the host); a few hundred bytes that live while ranks compare shapes and bucket indices; when a stream of
-NCCL's lets go of a tensor; and SyncBatchNorm, which keeps what BatchNorm keeps and one count for each rank, and for a
-moment gathers two numbers for each channel and rank. Private names of Lightning's DDPStrategy are read here, checked on
-2.6.6.
+GPU, gloo's on the host); a few hundred bytes that live while ranks compare shapes and bucket indices; and when a stream
+of NCCL's lets go of a tensor. Private names of Lightning's DDPStrategy are read here, checked on 2.6.6.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_memguard.core.capture import Recorder
+from lightning_memguard.training.kinds import is_a
 
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = 1 * _MIB  # dist._DEFAULT_FIRST_BUCKET_BYTES
@@ -47,13 +46,12 @@ _COMPRESSED_BYTES = {
 _UNCOMPRESSED = ("allreduce_hook", "noop_hook")
 _NOT_COUNTED = ("mixed_precision", "delay_all_reduce_named_params")
 # Children of DDPStrategy that do not wrap the module in DistributedDataParallel.
-_OTHER_WRAPPERS = frozenset({"DeepSpeedStrategy", "XLAStrategy"})
+_OTHER_WRAPPERS = ("DeepSpeedStrategy", "XLAStrategy")
 
 
 def wraps_in_ddp(strategy: object) -> bool:
     """Whether training under this Lightning strategy wraps the module in DistributedDataParallel."""
-    names = {cls.__name__ for cls in type(strategy).__mro__}
-    return "DDPStrategy" in names and not names & _OTHER_WRAPPERS
+    return is_a(strategy, "DDPStrategy") and not is_a(strategy, *_OTHER_WRAPPERS)
 
 
 def steps_until_steady(strategy: object) -> int:

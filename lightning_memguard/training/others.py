@@ -14,20 +14,12 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_memguard.core.capture import part_bytes
 from lightning_memguard.core.fake import real_twin
+from lightning_memguard.training.kinds import is_a
 
 _PACKAGES = ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 # Each keeps one copy of the whole module from its setup on; by name, since older Lightnings lack the first.
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 _DEPTH = 4  # of containers within a callback
-
-
-def copies(trainer: Any, device: torch.device) -> int:
-    """How many copies of the model Lightning's averaging callbacks keep on this type of device while it trains."""
-    return len(_averaging(trainer, device))
-
-
-def _averaging(trainer: Any, device: torch.device) -> list[Any]:
-    return [callback for callback in trainer.callbacks if _where(callback, device) == device.type]
 
 
 class Average:
@@ -68,7 +60,7 @@ class _Count(int):
 
 def averages(trainer: Any, device: torch.device, twin: nn.Module) -> list[Average]:
     """The averages that Lightning's callbacks keep on this type of device, each kept of the twin."""
-    return [Average(callback, twin) for callback in _averaging(trainer, device)]
+    return [Average(callback, twin) for callback in trainer.callbacks if _where(callback, device) == device.type]
 
 
 def _averages(callback: Any) -> str:
@@ -91,11 +83,7 @@ def _where(callback: Any, device: torch.device) -> str:
 
 def accumulation(trainer: Any) -> int:
     """The most batches that are accumulated in any epoch, by the Trainer or a GradientAccumulationScheduler."""
-    planned = [
-        max(callback.scheduling.values())
-        for callback in trainer.callbacks
-        if any(cls.__name__ == "GradientAccumulationScheduler" for cls in type(callback).__mro__)
-    ]
+    planned = [max(callback.scheduling.values()) for callback in _schedulers(trainer)]
     return int(max([trainer.accumulate_grad_batches, *planned]))
 
 
@@ -110,8 +98,11 @@ def validates_mid_step(trainer: Any, batches_a_step: int) -> bool:
 
 def schedules_accumulation(trainer: Any) -> bool:
     """Whether a callback sets the accumulation by epoch, so that nobody else may."""
-    name = "GradientAccumulationScheduler"
-    return any(cls.__name__ == name for each in trainer.callbacks for cls in type(each).__mro__)
+    return bool(_schedulers(trainer))
+
+
+def _schedulers(trainer: Any) -> list[Any]:
+    return [callback for callback in trainer.callbacks if is_a(callback, "GradientAccumulationScheduler")]
 
 
 def held_bytes(trainer: Any, module: nn.Module, device: torch.device, *, averaging: bool) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_memguard.core.decision import Budget, Decision
@@ -28,12 +28,9 @@ class Saved:
 def saved_state(tuning: Tuning) -> dict[str, int | None]:
     """What goes into a checkpoint: plain numbers, so that it loads with ``weights_only=True``."""
     decision = tuning.decision
-    return {
-        "batch_size": decision.batch_size,
-        "accumulate_grad_batches": decision.accumulate_grad_batches,
-        "ranks": tuning.team.size,
-        "validation_batch_size": decision.validation_batch_size,
-    }
+    return asdict(
+        Saved(decision.batch_size, decision.accumulate_grad_batches, tuning.team.size, decision.validation_batch_size)
+    )
 
 
 def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> Saved | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_memguard.core.estimate import Prediction
 from lightning_memguard.core.trace import Event, Trace
+from lightning_memguard.training.kinds import is_a
 
 _STATES = ("parameters", "gradients", "optimizer_state")
 
@@ -41,12 +42,11 @@ def shards_of(strategy: Any, world_size: int) -> Shards | None:
     Sources: torch.distributed.fsdp.ShardingStrategy (SHARD_GRAD_OP keeps the gathered parameters between forward and
     backward pass), the stages of DeepSpeed's ZeRO, the sizes of ModelParallelStrategy's device mesh.
     """
-    names = {cls.__name__ for cls in type(strategy).__mro__}
-    if "FSDPStrategy" in names:
+    if is_a(strategy, "FSDPStrategy"):
         return _fsdp(strategy, world_size)
-    if "DeepSpeedStrategy" in names:
+    if is_a(strategy, "DeepSpeedStrategy"):
         return _deepspeed(strategy, world_size)
-    if "ModelParallelStrategy" in names:
+    if is_a(strategy, "ModelParallelStrategy"):
         data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size
         known = isinstance(data, int) and isinstance(tensor, int)
         return Shards("ModelParallelStrategy", dict.fromkeys(_STATES, data * tensor if known else world_size))

@@ -15,6 +15,7 @@ import importlib
 import io
 import itertools
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,15 +25,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_memguard.core.batch import Batches, batch_bytes, tensors_in
+from lightning_memguard.core.batch import Batches, batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.capture import Recorder, gradients_of, refuse_sparse, states_of, watching
 from lightning_memguard.core.estimate import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.fake import fake_twin, real_twin
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.trace import Shapes
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training import others
 from lightning_memguard.training.alone import alone
 from lightning_memguard.training.ddp import attach, steps_until_steady
+from lightning_memguard.training.kinds import is_a
 
 # Each optimizer's first step makes its state, and its second runs with it. Those stepped by hand may step seldom.
 _STEPS = 2
@@ -79,7 +82,6 @@ class LightningProgram:
         stage: what runs; all but ``"fit"`` without a backward pass.
         setup_stage: what the module's ``setup`` is told (default: the same): a fit validates a module set up to fit.
         beside: blocks, by part and bytes, that stand on the device all the while and are none of the module's.
-        copies: how many copies of the module Lightning's averaging callbacks keep on the device.
         strategy: the user's, where it makes several processes train together.
         transferred: the batches are as the hooks around their transfer left them, which do not run again.
         seen: by batch size, the shapes and bytes of the batch that the step was given.
@@ -96,16 +98,19 @@ class LightningProgram:
     stage: Stage = "fit"
     setup_stage: str = ""
     beside: tuple[tuple[str, int], ...] = ()
-    copies: int = 0
     strategy: Any = None
     transferred: bool = False
-    seen: dict[int, tuple[tuple[tuple[int, ...], ...], int]] = field(default_factory=dict, compare=False)
+    seen: dict[int, tuple[Shapes, int]] = field(default_factory=dict, compare=False)
+
+    @property
+    def families(self) -> tuple[Batches, ...]:
+        """``batches``, by loader."""
+        return self.batches if isinstance(self.batches, tuple) else (self.batches,)
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `lightning_memguard.core.estimate.Program`."""
-        families = self.batches if isinstance(self.batches, tuple) else (self.batches,)
         kind = _SizedLoader if self.batches_per_epoch else _Loader
-        loaders = [kind(self, each, recorder, batch_size, fake) for each in families]
+        loaders = [kind(self, each, recorder, batch_size, fake) for each in self.families]
         with self._stage(recorder, batch_size, fake) as (shadow, twin), contextlib.suppress(_StepsDone):
             marks = shadow.callbacks[0]
             marks.batch_size = batch_size
@@ -122,7 +127,7 @@ class LightningProgram:
 
     def run_states(self, recorder: Recorder) -> None:
         """See `lightning_memguard.core.estimate.Program`."""
-        size = (self.batches[0] if isinstance(self.batches, tuple) else self.batches).small_size
+        size = self.families[0].small_size
         with self._stage(recorder, size, True) as (shadow, twin), contextlib.suppress(_StepsDone):
             if self.stage == "fit":
                 shadow.callbacks[0].on_ready = lambda: _only_states(recorder, twin, shadow)
@@ -159,7 +164,7 @@ class LightningProgram:
             _set_batch_size(twin, batch_size)
             twin.configure_callbacks = _no_callbacks
             twin.prepare_data = _nothing
-            if _is_a(self.strategy, "ModelParallelStrategy"):
+            if is_a(self.strategy, "ModelParallelStrategy"):
                 twin.configure_model = _nothing  # it shards, and wants the other ranks for that
             if self.transferred:
                 twin.on_before_batch_transfer = twin.on_after_batch_transfer = _first
@@ -172,7 +177,7 @@ class LightningProgram:
                     attach(self.strategy, model, recorder, fits=self.stage == "fit")
                 for part, nbytes in self.beside:
                     recorder.keep(nbytes, part)
-                for average in others.averages(self.trainer, self.device, model) if self.copies else ():
+                for average in others.averages(self.trainer, self.device, model) if self.stage == "fit" else ():
                     recorder.label(average.tensors, "callbacks")
                     shadow.callbacks[0].averages.append(average)
 
@@ -317,11 +322,9 @@ def _marks_class(pl: Any) -> Any:
 
         def note_batch(self, batch: Any) -> None:
             self.recorder.label(tensors_in(batch), "batch")
-            shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(batch) if not tensor.is_nested)
-            seen = (shapes, batch_bytes(batch))
-            self.program.seen[self.batch_size] = max(
-                seen, self.program.seen.get(self.batch_size, seen), key=_bytes_seen
-            )
+            seen = shapes_of(batch), batch_bytes(batch)
+            known = self.program.seen.get(self.batch_size, seen)
+            self.program.seen[self.batch_size] = max(seen, known, key=operator.itemgetter(1))
 
         def stand_for_the_rest(self, trainer: Any) -> None:
             """What each batch left behind (outputs kept for later) will be there once for every batch."""
@@ -446,14 +449,10 @@ def _set_up_as(setup: Callable[[str], Any], known_stage: str) -> Callable[[str],
     return as_known
 
 
-def _is_a(thing: object, name: str) -> bool:
-    return any(cls.__name__ == name for cls in type(thing).__mro__)
-
-
 def _precision_of(pl: Any, trainer: Any) -> Any:
     """The user's precision plugin, or one for one device that computes alike."""
     plugin = trainer.precision_plugin
-    if not (_is_a(plugin, "FSDPPrecision") or _is_a(plugin, "DeepSpeedPrecision")):
+    if not is_a(plugin, "FSDPPrecision", "DeepSpeedPrecision"):
         return copy.deepcopy(plugin)
     if plugin.precision.endswith("-mixed"):
         return pl.plugins.MixedPrecision(plugin.precision, "cuda")
@@ -488,10 +487,6 @@ def _set_batch_size(twin: Any, batch_size: int) -> None:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-def _bytes_seen(seen: tuple[Any, int]) -> int:
-    return seen[1]
 
 
 def _first(batch: Any, _: int) -> Any:

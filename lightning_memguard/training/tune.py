@@ -127,7 +127,7 @@ def tune(trainer: Any, module: Any, wishes: Wishes, stage: Stage = "fit") -> Tun
         look = replace(look, budget=shared(team, look.budget, trainer.strategy.root_device, look.held_bytes))
         free = all(team.gather(look.request.free_to_choose))
         look = replace(look, request=replace(look.request, free_to_choose=free))
-        tuning = choose(Tuning(_nothing_yet(trainer), _ROLES[stage], look, team), wishes)
+        tuning = choose(Tuning(_aside(trainer, "nothing was decided"), _ROLES[stage], look, team), wishes)
         return _without_samples(tuning)
     except CannotTraceError as error:
         return Tuning(_aside(trainer, str(error)), _ROLES[stage])
@@ -149,8 +149,9 @@ def _with_shapes_alone(prediction: Prediction) -> Prediction:
     assert isinstance(program, LightningProgram)
     if prediction.growth is None or prediction.method == "real":  # another size may still have to be run
         return prediction
-    families = program.batches if isinstance(program.batches, tuple) else (program.batches,)
-    attempt = tried(lambda: tuple(replace(each, small=_bare(each.small), large=_bare(each.large)) for each in families))
+    attempt = tried(
+        lambda: tuple(replace(each, small=_bare(each.small), large=_bare(each.large)) for each in program.families)
+    )
     if attempt.value is None:  # a kind of tensor without a meta twin
         return prediction
     batches = attempt.value if isinstance(program.batches, tuple) else attempt.value[0]
@@ -195,18 +196,16 @@ def looked_again(trainer: Any, module: Any, tuning: Tuning, wishes: Wishes) -> T
     if max(team.gather(extra)) <= 0:
         return tuning
     look = replace(look, extra={"callbacks": max(extra, 0)})
+    larger = replace(
+        tuning, look=look, decision=replace(tuning.decision, footprint=look.footprint_at(tuning.decision.batch_size))
+    )
     if not look.request.free_to_choose:
-        decision = replace(tuning.decision, footprint=look.footprint_at(tuning.decision.batch_size))
-        return replace(tuning, look=look, decision=decision)
+        return larger
     look = replace(look, request=replace(look.request, max_batch_size=tuning.decision.batch_size))
     try:
         again = choose(replace(tuning, look=look), wishes)
     except MemGuardError:  # it may run out of memory now, and a fit that is under way is not ours to end
-        return replace(
-            tuning,
-            look=look,
-            decision=replace(tuning.decision, footprint=look.footprint_at(tuning.decision.batch_size)),
-        )
+        return larger
     decision = again.decision
     if decision.batch_size == tuning.decision.batch_size:
         return replace(again, decision=replace(tuning.decision, footprint=decision.footprint))
@@ -259,7 +258,7 @@ def _look(trainer: Any, module: Any, wishes: Wishes, stage: Stage) -> Look:
     prediction = replace(prediction, context_bytes=context, _footprints={})
     if side is not None:
         side = replace(side, prediction=replace(side.prediction, context_bytes=context, _footprints={}))
-    request = _request(trainer, found, sampled, prediction, wishes, size)
+    request = _request(trainer, found, sampled, prediction, wishes, size, shards)
     ones = any(isinstance(each, _BatchNorm) for each in module.modules())
     return Look(found, prediction, budget, request, side, validation.value, held, ones, notes=tuple(notes))
 
@@ -289,7 +288,6 @@ def _program(
         gpu=gpu_of(device),
         stage=stage,
         beside=(("callbacks", others.held_bytes(trainer, module, device, averaging=False)),),
-        copies=others.copies(trainer, device) if stage == "fit" else 0,
         strategy=trainer.strategy,
     )
 
@@ -309,7 +307,6 @@ def _side(found: Found, training: Prediction, settings: AllocatorSettings) -> Si
         stage="validate",
         setup_stage="fit",
         beside=tuple(_standing(trace, gradients=others.validates_mid_step(program.trainer, accumulate))),
-        copies=0,
     )
     prediction = predict(program, size, settings, scalable=False)
     return Side(found, replace(prediction, share=training.share), size)
@@ -326,10 +323,15 @@ def _standing(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
 
 
 def _request(
-    trainer: Any, found: Found, sampled: Sampled, prediction: Prediction, wishes: Wishes, size: int
+    trainer: Any,
+    found: Found,
+    sampled: Sampled,
+    prediction: Prediction,
+    wishes: Wishes,
+    size: int,
+    shards: sharded.Shards | None,
 ) -> Request:
     fit = found.role == "train"
-    shards = sharded.shards_of(trainer.strategy, trainer.world_size)
     fixed = found.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
     largest = loaders.largest_for(trainer, found)
     return Request(
@@ -415,10 +417,6 @@ def _smaller(side: Side | None, batch_size: int) -> Side | None:
     if side is None or side.batch_size <= batch_size or not batch_size:
         return side
     return replace(side, batch_size=batch_size)
-
-
-def _nothing_yet(trainer: Any) -> Decision:
-    return _aside(trainer, "nothing was decided")
 
 
 def _aside(trainer: Any, reason: str) -> Decision:

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from lightning_memguard.core.batch import batch_bytes, batch_size_of, batches_from_one, map_tensors, tensors_in
+from lightning_memguard.core.batch import batch_bytes, batch_size_of, batches_from_one, map_tensors, shapes_of
 from lightning_memguard.core.decision import Budget, Request, decide
 from lightning_memguard.core.device import read_budget
 from lightning_memguard.core.estimate import Prediction, predict
 from lightning_memguard.core.footprint import Footprint
 from lightning_memguard.core.record import Measured
+from lightning_memguard.core.trace import Shapes
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.failure import Failure, Larger, Shapes
+from lightning_memguard.report.failure import Failure, Larger
 from lightning_memguard.training.ranks import tried
 from lightning_memguard.training.step import LightningProgram
 from lightning_memguard.training.tune import Look
@@ -36,7 +37,7 @@ class BatchWatch:
         self.prediction = prediction
         self.batch_size = batch_size
         self.predicted_shapes, self.limit_bytes = _expected(prediction, batch_size)
-        self.shapes: list[Any] = []
+        self.shapes: Shapes = ()
         self._quick_bytes = -1
 
     def larger(self, batch: Any) -> Larger | None:
@@ -45,32 +46,28 @@ class BatchWatch:
         if quick_bytes == self._quick_bytes != -1:
             return None  # as large as the one before
         self._quick_bytes = quick_bytes
-        nbytes, self.shapes = _glance(batch)
+        nbytes, self.shapes = batch_bytes(batch), shapes_of(batch)
         if nbytes <= self.limit_bytes:
             return None
         self.limit_bytes = int(nbytes * _NEXT)
         return tried(lambda: self._announce(batch)).value
 
     def _announce(self, batch: Any) -> Larger:
+        size = batch_size_of(batch)
         with torch.inference_mode(mode=False):
-            footprint = self._prediction_of(batch).footprint_at(batch_size_of(batch))
+            footprint = self._prediction_of(batch, size).footprint_at(size)
         for part, extra in self.look.extra.items():
             footprint = footprint.plus(extra, part)
-        return Larger(_shapes(batch), self.predicted_shapes, footprint, self.look.budget)
+        return Larger(shapes_of(batch), self.predicted_shapes, footprint, self.look.budget)
 
-    def _prediction_of(self, batch: Any, *, scalable: bool = False) -> Prediction:
+    def _prediction_of(self, batch: Any, size: int) -> Prediction:
         """Of a step on batches like this one, as it comes out of the hooks that transfer it."""
         program = self.prediction.program
         assert isinstance(program, LightningProgram)
         like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
-        size = self._size(batch)
         program = replace(program, batches=batches_from_one(like, size), transferred=True)
         known = self.prediction
-        return predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=scalable)
-
-    def _size(self, batch: Any) -> int:
-        first = next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), 0)
-        return int(first) or self.batch_size
+        return predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
 
 
 def _quick_bytes(batch: Any) -> int:
@@ -85,26 +82,15 @@ def _quick_bytes(batch: Any) -> int:
     return nbytes
 
 
-def _glance(batch: Any) -> tuple[int, list[Any]]:
-    """Bytes and shapes of a batch's tensors."""
-    return batch_bytes(batch), list(_shapes(batch))
-
-
-def _shapes(batch: Any) -> Shapes:
-    return tuple(tuple(tensor.shape) for tensor in tensors_in(batch) if not tensor.is_nested)
-
-
 def _expected(prediction: Prediction, batch_size: int) -> tuple[Shapes, int]:
     """Shapes and bytes of the batch that the step was predicted with, as its hooks left it."""
     program = prediction.program
     assert isinstance(program, LightningProgram)
-    families = program.batches if isinstance(program.batches, tuple) else (program.batches,)
     known = program.seen.get(batch_size)
     if known is not None:
         return known
-    made = [family.of(batch_size, _meta) for family in families]
-    largest = max(made, key=lambda batch: _glance(batch)[0])
-    return _shapes(largest), _glance(largest)[0]
+    largest = max((family.of(batch_size, _meta) for family in program.families), key=batch_bytes)
+    return shapes_of(largest), batch_bytes(largest)
 
 
 def _meta(shape: tuple[int, ...], example: torch.Tensor) -> torch.Tensor:
@@ -135,13 +121,12 @@ def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measure
     """Find out what stood against the prediction when memory ran out, and what would have fit."""
     budget = watch.look.budget
     now = tried(lambda: read_budget(device, margin=budget.margin_bytes / max(1, budget.free_bytes))).value
-    shapes = tuple(tuple(shape) for shape in watch.shapes)
     return Failure(
         predicted=decided,
         measured=measured,
         budget=budget,
         budget_now=now,
-        shapes=shapes,
+        shapes=watch.shapes,
         predicted_shapes=watch.predicted_shapes,
         would_fit=_would_fit(watch, decided, now or budget, measured),
     )

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision import Decision
-from lightning_memguard.training.others import copies
+from lightning_memguard.training.others import averages
 
 WEIGHTS = 4 * 333_834  # of `Wide`
 
@@ -61,6 +61,9 @@ def test_stochastic_averaging_between_epochs(wide: Any, wide_data: Any, as_measu
 
 @pytest.mark.parametrize("name", ["WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"])
 def test_an_average_on_another_device_takes_nothing_here(trainer: Any, name: str) -> None:
+    def copies(run: Any, device: torch.device) -> int:
+        return len(averages(run, device, nn.Linear(1, 1)))
+
     first = [0.01] if name == "StochasticWeightAveraging" else []
     run = trainer(averaging(name)(*first, device="cpu"))
     assert copies(run, torch.device("cpu")) == 1
