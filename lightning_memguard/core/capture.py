@@ -6,11 +6,15 @@ on fake and on real tensors, so the same recorder serves every rung of the ladde
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +31,7 @@ from lightning_memguard.core.trace import Event, Kernel, Method, Stretch, Trace,
 from lightning_memguard.errors import CannotTraceError
 
 _device_of = torch.ops.prim.device.default
+_COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _ACTIVATION_PHASES = ("forward", "transfer")
 
 
@@ -49,6 +54,7 @@ class Recorder(TorchDispatchMode):
         self.phase = "setup"
         self.step = 0
         self.module = ""
+        self.source: str | None = None  # of the forward pass, while the backward pass runs; None to look at the stack
         self._rows: list[tuple[Any, ...]] = []
         self._parts: dict[int, str] = {}
         self._live: dict[int, int] = {}  # address of the storage -> its block
@@ -75,7 +81,7 @@ class Recorder(TorchDispatchMode):
         if phase == "backward":
             self._keep_activations()
         self.phase = phase
-        self.module = ""
+        self.module, self.source = "", None
         self.step = self.step if step is None else step
 
     @contextmanager
@@ -134,6 +140,9 @@ class Recorder(TorchDispatchMode):
         known = fake.known_result(func, args)
         if known is not None:
             return known
+        if torch.is_inference_mode_enabled() and _is_composed(func):
+            with self:  # elsewhere autograd takes it apart, before it comes here
+                return func._op_dk(_COMPOSED, *args, **kwargs)
         if fake.only_writes(func, args):
             self._note(func, args, kwargs, None)
             return None
@@ -219,13 +228,14 @@ class Recorder(TorchDispatchMode):
     def _take(self, nbytes: int, operator: str) -> int:
         block = len(self._bytes)
         self._bytes.append(nbytes)
-        self._rows.append(("alloc", block, self._where(), self.step, self.module, operator, self._stream))
+        here = self._where(), self.step, self.module, operator, self._stream, "", self.line()
+        self._rows.append(("alloc", block, *here))
         return block
 
     def _forget(self, address: int, block: int) -> None:
         if self._live.get(address) == block:
             del self._live[address]
-            self._rows.append(("free", block, self._where(), self.step, self.module, "", 0))
+            self._rows.append(("free", block, self._where(), self.step, self.module, "", 0, "", ""))
 
     def _open_cublas(self, operator: str, chip: Chip) -> None:
         """Forward and backward pass run in threads of their own, each with a cuBLAS handle and its workspace."""
@@ -241,16 +251,20 @@ class Recorder(TorchDispatchMode):
         if nbytes:
             block = self._take(nbytes, operator)
             self._parts[block] = "workspaces"
-            self._rows.append(("free", block, self._where(), self.step, self.module, operator, 0))
+            self._rows.append(("free", block, self._where(), self.step, self.module, operator, 0, "", ""))
 
     def _scratch(self, scratch: Scratch, place: int | None, operator: str) -> None:
         """Take blocks that live inside the operator that ran last, and give them back."""
         start = len(self._rows)
-        like = Event("alloc", 0, 0, "workspaces", self._where(), self.step, self.module, operator)
+        like = Event("alloc", 0, 0, "workspaces", self._where(), self.step, self.module, operator, source=self.line())
         events = scratch_events(moments_of(scratch, place), -1 - self._scratch_blocks, like)
         self._scratch_blocks += len(events) // 2
         self._rows += events
         self._stretches.append(Stretch(start, len(self._rows), len(self._kernels) - 1, place, like))
+
+    def line(self) -> str:
+        """The line of the model's code that runs now, or ran when what is computed backward now ran forward."""
+        return _line() if self.source is None else self.source
 
     def _where(self) -> str:
         return "backward" if self._task != -1 and self.phase in _ACTIVATION_PHASES else self.phase
@@ -268,11 +282,38 @@ class Recorder(TorchDispatchMode):
         events = tuple(
             row
             if isinstance(row, Event)
-            else Event._make((*row[:2], sizes[row[1]], parts.get(row[1], "temporaries"), *row[2:], ""))
+            else Event._make((*row[:2], sizes[row[1]], parts.get(row[1], "temporaries"), *row[2:]))
             for row in self._rows
         )
         notes = (*notes, *self.assumptions)
         return Trace(batch_size, self.device_type, method, events, notes, tuple(self._kernels), tuple(self._stretches))
+
+
+@functools.cache
+def _is_composed(func: Any) -> bool:
+    """Whether an operator's kernel calls others, as ``conv2d`` calls ``convolution``. Checked on torch 2.11 to 2.13.
+
+    Its kernel in C++, as it really runs; ``func.decompose`` has other ways for some, ``gru`` among them.
+    """
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSED))
+
+
+# What a model's own code is called through, or calls.
+_NOT_THE_MODEL = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memguard", "contextlib"}
+_END_OF_THE_STEP = "lightning_memguard.core.estimate"  # further out is whoever asked for a capture
+
+
+def _line() -> str:
+    """The innermost line of the stack that is the model's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == _END_OF_THE_STEP:
+            return ""
+        if _is_the_models(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:
@@ -347,6 +388,23 @@ def _filled(value: Any, numbers: Iterator[int]) -> Any:
     return value
 
 
+def _is_the_models(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_MODEL
+
+
+def line_behind(error: BaseException) -> str:
+    """The innermost line of the model's own that an error came through, as ``file:line``; empty where there is none."""
+    for frame, lineno in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if _is_the_models(frame):
+            return f"{frame.f_code.co_filename}:{lineno}"
+    return ""
+
+
+def answered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch's, and answer in its place what a fake tensor or a pretended GPU cannot."""
+    return (pretend if pretend.is_pretended_op(func, args) else fake).call(func, args, kwargs)
+
+
 class _ModulePaths(TorchFunctionMode):
     """Tells the recorder which module runs, in the forward pass and, by hooks on graph nodes, in the backward pass."""
 
@@ -358,30 +416,28 @@ class _ModulePaths(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        out = (pretend if pretend.is_pretended_op(func, args) else fake).call(func, args, kwargs)
-        if self.recorder.module:
-            for tensor in _tensors(out):
-                self._follow(tensor.grad_fn)
+        out = answered(func, args, kwargs or {})
+        for tensor in _tensors(out):
+            self._follow(tensor.grad_fn)
         return out
 
     def _follow(self, node: Any) -> None:
         if node is not None and "memguard" not in node.metadata:
-            node.metadata["memguard"] = self.recorder.module
+            node.metadata["memguard"] = here = self.recorder.module, self.recorder.line()
             if not self.walked:
-                node.register_prehook(self._enter(self.recorder.module))
+                node.register_prehook(self._enter(here))
 
-    def _enter(self, path: str) -> Callable[[Any], None]:
+    def _enter(self, here: tuple[str, str]) -> Callable[[Any], None]:
         def enter(_: Any) -> None:
-            self.recorder.module = path
+            self.recorder.module, self.recorder.source = here
 
         return enter
 
     def enter_node(self, metadata: dict[str, Any]) -> None:
         """Called by a walk of the graph before each node."""
-        path = metadata.get("memguard")
-        if path is not None:
-            self.recorder.module = path
+        here = metadata.get("memguard")
+        if here is not None:
+            self.recorder.module, self.recorder.source = here
 
 
 @contextmanager

@@ -233,7 +233,7 @@ def _context_is_up(device: torch.device) -> bool:
     if not torch.cuda.is_initialized():
         return False
     # Private in torch 2.9 to 2.13 (torch/csrc/cuda/Module.cpp); without it, the context of a torch in use is likely up.
-    ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # noqa: SLF001
+    ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return ask is None or bool(ask(_indexed(device).index))
 
 
@@ -629,6 +629,36 @@ def _give_back_freed_memory() -> None:
     """
     if sys.platform == "linux":
         _or_none(lambda: ctypes.CDLL(None).malloc_trim(0))
+
+
+class ActualSnapshot:
+    """Records what the caching allocator of a CUDA device does from now on, with the stack of each request.
+
+    Whoever records already goes on undisturbed; then only the file is written. Private functions of
+    ``torch.cuda.memory``, checked on torch 2.11 to 2.15; `tests/core/test_device.py` says when they move.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._recorded_by_others = torch._C._cuda_isHistoryEnabled()
+        if not self._recorded_by_others:
+            torch.cuda.memory._record_memory_history("all", stacks="python", device=device)
+
+    def save(self, path: Path) -> Path:
+        """Stop recording, and write all of it.
+
+        Args:
+            path: the file to write.
+        """
+        try:
+            torch.cuda.memory._dump_snapshot(str(path))
+        finally:
+            if not self._recorded_by_others:
+                torch.cuda.memory._record_memory_history(None, device=self._device)
+        return path
 
 
 # Keeping to it

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 
 from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.batch import Batches, tensors_in
-from lightning_memguard.core.capture import Recorder, gradients_of, refuse_sparse, states_of, watching
+from lightning_memguard.core.capture import Recorder, gradients_of, line_behind, refuse_sparse, states_of, watching
 from lightning_memguard.core.fake import ValueNeededError, fake_twin, faking, isolated_rng, real_twin
 from lightning_memguard.core.footprint import Footprint, footprint
 from lightning_memguard.core.gpus import Gpu
@@ -97,12 +97,15 @@ class Prediction:
             self.traces[batch_size] = capture(self.program, batch_size, self.method)
         return self.traces[batch_size]
 
+    def own_trace_at(self, batch_size: int) -> Trace:
+        """The same as one process has them."""
+        trace = self.trace_at(batch_size)
+        return self.share(trace) if self.share else trace
+
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the step at one batch size."""
         if batch_size not in self._footprints:
-            trace = self.trace_at(batch_size)
-            trace = self.share(trace) if self.share else trace
-            found = footprint(trace, self.settings, self.context_bytes)
+            found = footprint(self.own_trace_at(batch_size), self.settings, self.context_bytes)
             self._footprints[batch_size] = replace(found, notes=(*dict.fromkeys((*self.notes, *found.notes)),))
         return self._footprints[batch_size]
 
@@ -241,7 +244,9 @@ def _reason(method: Method, error: BaseException) -> str:
         "states": "the optimizer could not run on a copy",
     }
     text = str(error).strip().splitlines()
-    return f"{ways[method]} ({type(error).__name__}: {text[0][:200] if text else 'no message'})"
+    place = line_behind(error)
+    where = f", at {place}" if place else ""
+    return f"{ways[method]} ({type(error).__name__}: {text[0][:200] if text else 'no message'}{where})"
 
 
 def _needs_value(error: BaseException | None) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from lightning_memguard.core.allocator import AllocatorSettings, Replay, replay
+from lightning_memguard.core.snapshot import save_snapshot
 from lightning_memguard.core.trace import PARTS, SELDOM_PARTS, Method, Trace
+from lightning_memguard.errors import MemGuardError
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Footprint:
         notes: what had to be assumed, in plain words.
         low: the peak if everything that is not known exactly is as small as it can be; None where all is known.
         high: the same, as large as it can be; this one is held against a budget.
+        trace: the events it was worked out from, where they were kept, as `estimate` does.
+        settings: the rules of the allocator they were replayed by.
     """
 
     batch_size: int
@@ -60,6 +66,8 @@ class Footprint:
     notes: tuple[str, ...] = ()
     low: Peak | None = None
     high: Peak | None = None
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+    settings: AllocatorSettings | None = field(default=None, repr=False, compare=False)
 
     @property
     def most_device_bytes(self) -> int:
@@ -83,6 +91,26 @@ class Footprint:
             low=more(self.low),
             high=more(self.high),
         )
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> Path:
+        """Write the predicted step as a PyTorch memory snapshot, see `lightning_memguard.core.snapshot`.
+
+        Args:
+            path: the file to write, usually ``*.pickle``; an existing one is replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            MemGuardError: the file cannot be written, or the step's events were not kept: those of a fit are the
+                guard's, see `MemGuard.save_snapshot`.
+        """
+        if self.trace is None or self.settings is None:
+            raise MemGuardError(
+                "This footprint holds no events to write down: they are kept by `estimate(...)`. For a fit, call "
+                "`guard.save_snapshot(path)`."
+            )
+        return save_snapshot(self.trace, self.settings, path)
 
     @property
     def largest_part(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -49,7 +49,9 @@ class Event(NamedTuple):
     ``nbytes`` is what was asked for, before any rounding, and stands on the free as on the alloc.
     ``block`` joins the two. ``module`` is the dotted path of the module that was running
     (empty outside any), ``operator`` the torch operator, such as ``aten.convolution.default``. ``case`` is empty, or
-    one of `CASES` for a block whose size is not known exactly: it stands three times, once for each case.
+    one of `CASES` for a block whose size is not known exactly: it stands three times, once for each case. ``source`` is
+    the line of the model's code behind it, as ``"<file>:<line>:<function>"``: of the forward pass, in the backward pass
+    too; empty where none is.
     """
 
     action: Action
@@ -62,6 +64,7 @@ class Event(NamedTuple):
     operator: str = ""
     stream: int = 0
     case: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,14 @@ class Trace:
             return self
         events = tuple(event for event in self.events if event.case in ("", case))
         return replace(self, events=events, kernels=(), stretches=())
+
+    def beside(self, parts: Mapping[str, int]) -> Trace:
+        """The events with blocks in front, by part and bytes, that stand there all the while."""
+        free = 1 + max((event.block for event in self.events), default=0)
+        blocks = (
+            Event("alloc", free + index, nbytes, part, "setup") for index, (part, nbytes) in enumerate(parts.items())
+        )
+        return replace(self, events=(*blocks, *self.events), kernels=(), stretches=()) if parts else self
 
     def __len__(self) -> int:
         return len(self.events)

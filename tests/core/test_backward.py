@@ -72,8 +72,8 @@ def traced_case(case: Any, *, walked: bool) -> Trace:
     entered: list[str] = []
 
     def enter(metadata: dict[str, Any]) -> None:
-        entered.append(metadata.get("memguard", recorder.module))
-        recorder.module = entered[-1]
+        recorder.module, recorder.source = metadata.get("memguard", (recorder.module, recorder.source))
+        entered.append(recorder.module)
 
     engine_alone = mock.patch.object(pretend, "can_pretend", return_value=False)  # a capture would walk by itself
     with engine_alone, walking(enter, adds_in_place=False) if walked else contextlib.nullcontext():

@@ -17,8 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard.core.allocator import AllocatorSettings, replay
+from lightning_memguard.core.batch import batches_from_one
 from lightning_memguard.core.capture import Recorder, gradients_of, part_bytes, refuse_sparse, states_of, watching
-from lightning_memguard.core.estimate import tensors
+from lightning_memguard.core.estimate import LoopProgram, capture, tensors
 from lightning_memguard.core.fake import fake_twin
 from lightning_memguard.core.trace import Trace
 from lightning_memguard.errors import CannotTraceError
@@ -197,6 +198,33 @@ def test_an_operator_knows_the_module_it_ran_for_forward_and_backward():
         ("backward", "relu", "aten.threshold_backward.default"),
         ("backward", "hidden", "aten.mm.default"),
     ]
+
+
+def test_an_operator_knows_its_line_of_the_models_code_forward_and_backward():
+    class Doubled(TwoLayers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.hidden(x)
+            return self.head(hidden * 2)
+
+    first = Doubled.forward.__code__.co_firstlineno
+    program = LoopProgram(
+        Doubled(), batches_from_one(empty_batch()), lambda m, x: m(x).sum(), momentum, torch.device("cpu")
+    )
+    trace = capture(program, 8, "fake")
+    ran = {
+        (event.phase, event.operator, event.source.rpartition("/")[2])
+        for event in trace
+        if event.action == "alloc" and event.operator in ("aten.mm.default", "aten.mul.Tensor")
+    }
+    assert ran == {
+        ("forward", "aten.mm.default", f"test_capture.py:{first + 1}:forward"),
+        ("forward", "aten.mul.Tensor", f"test_capture.py:{first + 2}:forward"),
+        ("forward", "aten.mm.default", f"test_capture.py:{first + 2}:forward"),
+        ("backward", "aten.mm.default", f"test_capture.py:{first + 2}:forward"),
+        ("backward", "aten.mul.Tensor", f"test_capture.py:{first + 2}:forward"),
+        ("backward", "aten.mm.default", f"test_capture.py:{first + 1}:forward"),
+    }
+    assert {event.source for event in trace if event.phase in ("optimizer", "transfer", "setup")} == {""}
 
 
 def test_nested_modules_have_dotted_paths():

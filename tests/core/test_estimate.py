@@ -163,8 +163,30 @@ def test_the_worst_case_of_a_mask_is_what_a_mask_of_ones_really_takes():
         [event[2:] for event in capture(program, 16, method) if event.phase in ("forward", "backward")]
         for method in ("worst-case", "real")
     )
-    assert 16 * 32 in [nbytes for nbytes, *_, operator, _, _ in worst if operator == "aten.index.Tensor"]
+    assert 16 * 32 in [nbytes for nbytes, *_, operator, _, _, _ in worst if operator == "aten.index.Tensor"]
     assert worst == real
+
+
+def test_a_part_of_the_step_under_inference_mode_takes_what_it_takes_under_no_grad():
+    """A teacher's forward pass: its operators come whole, and their kernels' scratch counts all the same."""
+
+    def step(guard):
+        def run(model, x):
+            with guard():
+                model(x)
+            return model(x).sum()
+
+        return run
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3))
+    batch = batches_from_one(torch.zeros(4, 3, 16, 16))
+    under = [
+        capture(LoopProgram(model, batch, step(guard), None, torch.device("cpu")), 8, "fake").events
+        for guard in (torch.no_grad, torch.inference_mode)
+    ]
+    taken = [[(event.nbytes, event.part) for event in events if event.action == "alloc"] for events in under]
+    assert taken[0] == taken[1]
+    assert any(part == "workspaces" for _, part in taken[1])
 
 
 def test_a_step_that_branches_on_a_value_runs_for_real_at_small_sizes():
@@ -218,7 +240,8 @@ def test_a_module_whose_child_cannot_be_copied_is_left_alone_too(step):
 def test_a_step_that_raises_leaves_the_states_alone_and_says_why():
     prediction = predicted(raises)
     assert (prediction.method, prediction.scalable) == ("states", False)
-    assert prediction.notes == ("the step could not run on a copy (ValueError: no such column)",)
+    line = raises.__code__.co_firstlineno + 1
+    assert prediction.notes == (f"the step could not run on a copy (ValueError: no such column, at {__file__}:{line})",)
     assert {part: nbytes for part, nbytes in prediction.footprint_at(16).parts.items() if nbytes} == {
         "parameters": 128,
         "gradients": 128,
@@ -238,7 +261,9 @@ def test_where_not_even_the_optimizer_can_be_made_both_reasons_are_given():
     with pytest.raises(CannotTraceError) as error:
         predicted(optimizer=no_optimizer)
     assert "RuntimeError: no such optimizer" in str(error.value)
-    assert "the optimizer could not run on a copy (RuntimeError: no such optimizer)" in str(error.value)
+    line = no_optimizer.__code__.co_firstlineno + 1
+    why = f"(RuntimeError: no such optimizer, at {__file__}:{line})"
+    assert f"the optimizer could not run on a copy {why}" in str(error.value)
 
 
 def test_one_size_alone_is_captured_where_the_batch_cannot_be_resized():

@@ -250,7 +250,7 @@ def _freed(address: int, taken: Event, event: Event, allocated_bytes: int) -> li
 
 def _closing(trace: Trace) -> _Entry:
     """PyTorch ends a snapshot's trace with this entry; the viewer fails where no entry has the category "unknown"."""
-    frame = {"filename": f"predicted by lightning-memguard at batch size {trace.batch_size}", "line": 0, "name": ""}
+    frame = _frame(f"predicted by lightning-memguard at batch size {trace.batch_size}", "")
     return {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [frame], "category": "unknown"}
 
 
@@ -284,20 +284,33 @@ def _block(address: int, size_bytes: int, owner: Event | None) -> dict[str, Any]
 
 
 def _stack(event: Event) -> list[_Frame]:
-    return _frames(event.step, event.phase, event.module, event.operator, event.part)
+    return _frames(event.step, event.phase, event.module, event.operator or event.part, event.source)
 
 
 @lru_cache(maxsize=4096)
-def _frames(step: int, phase: str, module: str, operator: str, part: str) -> list[_Frame]:
+def _frames(step: int, phase: str, module: str, asked_by: str, source: str) -> list[_Frame]:
     """Where a block was asked for, innermost first, as a stack of files, lines and functions.
 
     Paths of modules go where files do: viewers drop functions by parts of their names, such as ``_start``. Equal stacks
     are one list, which a pickle holds once.
     """
     names = module.split(".") if module else []
-    outer = [(".".join(names[:depth]), "module") for depth in range(len(names) - 1, 0, -1)]
-    stack = [(module or "outside any module", operator or part), *outer, (f"step {step + 1}", phase)]
-    return [{"filename": place, "line": 0, "name": name} for place, name in stack]
+    outer = [_frame(".".join(names[:depth]), "module") for depth in range(len(names) - 1, 0, -1)]
+    return [
+        _frame(module or "outside any module", asked_by),
+        *([_line(source)] if source else []),
+        *outer,
+        _frame(f"step {step + 1}", phase),
+    ]
+
+
+def _line(source: str) -> _Frame:
+    file, line, function = source.rsplit(":", 2)
+    return _frame(file, function, int(line))
+
+
+def _frame(filename: str, name: str, line: int = 0) -> _Frame:
+    return {"filename": filename, "line": line, "name": name}
 
 
 def _settings(settings: AllocatorSettings) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from torch import nn
 from lightning_memguard.core.allocator import AllocatorSettings, replay
 from lightning_memguard.core.batch import batches_from_one
 from lightning_memguard.core.estimate import LoopProgram, predict
+from lightning_memguard.core.snapshot import save_snapshot, snapshot
 from lightning_memguard.core.trace import PARTS, Event, Trace
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.snapshot import save_snapshot, snapshot
 from lightning_memguard.units import GIB, KIB, MIB
 
 CUDA = AllocatorSettings()
@@ -185,6 +185,18 @@ def test_each_block_tells_its_part_and_where_it_came_from():
         ("step 1", 0, "forward"),
     ]
     assert allocs[0]["frames"][0] == {"filename": "outside any module", "line": 0, "name": "parameters"}
+
+
+def test_the_line_of_the_models_code_stands_between_the_operator_and_the_modules_around_it():
+    asked = Event("alloc", 0, 512, module="head", operator="aten.mm.default", source="C:/net.py:12:forward")
+    (entry,) = [e for e in snapshot(Trace(1, "cuda", "fake", (asked,)), CUDA)["device_traces"][0] if "category" in e][
+        :1
+    ]
+    assert [(f["filename"], f["line"], f["name"]) for f in entry["frames"]] == [
+        ("head", 0, "aten.mm.default"),
+        ("C:/net.py", 12, "forward"),
+        ("step 1", 0, "forward"),
+    ]
 
 
 # What reads it
