@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MemGuardError(Exception):
     """Parent of every error that lightning-memguard raises."""
 
 
 class DoesNotFitError(MemGuardError):
-    """Even the smallest batch size allowed needs more than the budget offers."""
+    """Even the smallest batch size allowed needs more than the budget offers.
+
+    Attributes:
+        advice: what would take less, most saved first, each an `Advice` of `lightning_memguard.core.advice`; empty
+            where nothing was tried.
+    """
+
+    def __init__(self, message: str = "", *, advice: tuple[Any, ...] = ()) -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 class CannotTraceError(MemGuardError):

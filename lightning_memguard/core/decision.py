@@ -26,7 +26,7 @@ class Budget:
     """What the training may take on its device, in bytes, and who said so.
 
     ``source`` is ``"nvml"``, ``"cuda"``, ``"host"`` (available memory), ``"cgroup"``, ``"rlimit"``, ``"mps"``,
-    ``"xpu"`` or ``"given"``.
+    ``"xpu"``, ``"catalogue"`` (all that a GPU that is not here has) or ``"given"``.
     ``usable_bytes`` is ``free_bytes - margin_bytes``. ``device`` names the device in words.
     """
 
@@ -69,6 +69,11 @@ class Request:
     ranks: int = 1
     free_to_choose: bool = True
     fixed_because: str = ""
+
+    @property
+    def smallest_batch_size(self) -> int:
+        """The smallest size there is to choose."""
+        return -(-self.min_batch_size // self.multiple_of) * self.multiple_of
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,7 @@ def _range(request: Request) -> tuple[int, int, LimitedBy]:
         bounds.append((request.keep_effective_batch_size // request.ranks, "request"))
     highest, bound = min(bounds, key=lambda pair: pair[0])
     step = request.multiple_of
-    lowest = -(-request.min_batch_size // step) * step
+    lowest = request.smallest_batch_size
     effective = request.keep_effective_batch_size
     if effective is not None and lowest * request.ranks > effective:
         raise MemGuardError(
@@ -234,13 +239,32 @@ def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> str
     share = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
     part = footprint.largest_part
     words = part.replace("_", " ")
+    where = f" in {footprint.phase}" if footprint.phase in ("validation", "test", "prediction") else ""
     return (
-        f"Batch size {footprint.batch_size} needs {format_bytes(need)}; {budget.device} offers {format_bytes(usable)} "
-        f"after a {share:.0%} margin ({format_bytes(budget.free_bytes)} {_told(budget)}): "
+        f"Batch size {footprint.batch_size} needs {format_bytes(need)}{where}; {budget.device} offers "
+        f"{format_bytes(usable)} after a {share:.0%} margin ({format_bytes(budget.free_bytes)} {_told(budget)}): "
         f"{format_bytes(need - usable)} too little. "
         f"The largest part is {words}, {format_bytes(footprint.parts[part])} of it: {_ADVICE[part]}; "
-        f"or {_room(need, budget)}{', or lower `min_batch_size`' if request.min_batch_size > 1 else ''}."
+        f"{_outside(footprint)}or {_room(need, budget)}"
+        f"{', or lower `min_batch_size`' if request.min_batch_size > 1 else ''}."
     )
+
+
+def _outside(footprint: Footprint) -> str:
+    """What no tensor accounts for, where that is more than any part."""
+    context = footprint.peak_device_bytes - footprint.peak_reserved_bytes
+    unsure = footprint.most_device_bytes - footprint.peak_device_bytes
+    if context + unsure <= footprint.parts[footprint.largest_part]:
+        return ""
+    may = f", and {format_bytes(unsure)} stand for what only the device can tell" if unsure else ""
+    return f"{format_bytes(context)} are its context and libraries{may}; "
+
+
+def without_rule_of_thumb(message: str) -> str:
+    """The message of a `DoesNotFitError` that better advice follows: what was found stays, and what room there is."""
+    for rule in _ADVICE.values():
+        message = message.replace(f": {rule}; or ", ". You can ").replace(f": {rule}; ", "; ")
+    return message
 
 
 def check_settings(

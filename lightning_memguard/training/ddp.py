@@ -13,6 +13,7 @@ of NCCL's lets go of a tensor. Private names of Lightning's DDPStrategy are read
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import weakref
@@ -52,6 +53,13 @@ _OTHER_WRAPPERS = ("DeepSpeedStrategy", "XLAStrategy")
 def wraps_in_ddp(strategy: object) -> bool:
     """Whether training under this Lightning strategy wraps the module in DistributedDataParallel."""
     return is_a(strategy, "DDPStrategy") and not is_a(strategy, *_OTHER_WRAPPERS)
+
+
+def with_bucket_views(strategy: Any) -> Any:
+    """A shallow copy of a DDPStrategy to read from, whose gradients are views of their buckets."""
+    other = copy.copy(strategy)
+    other._ddp_kwargs = {**strategy._ddp_kwargs, "gradient_as_bucket_view": True}
+    return other
 
 
 def steps_until_steady(strategy: object) -> int:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import io
 import itertools
 import logging
 import operator
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,12 +26,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_memguard.core.batch import Batches, batch_bytes, shapes_of, tensors_in
-from lightning_memguard.core.capture import Recorder, gradients_of, refuse_sparse, states_of, watching
+from lightning_memguard.core.capture import Recorder, answered, gradients_of, refuse_sparse, states_of, watching
 from lightning_memguard.core.estimate import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.fake import fake_twin, real_twin
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.layers import LayerTable, table_of
 from lightning_memguard.core.trace import Shapes
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training import others
@@ -84,6 +88,8 @@ class LightningProgram:
         beside: blocks, by part and bytes, that stand on the device all the while and are none of the module's.
         strategy: the user's, where it makes several processes train together.
         transferred: the batches are as the hooks around their transfer left them, which do not run again.
+        precision: another precision than the Trainer's, such as ``"bf16-mixed"``; empty to keep that one.
+        changes: what is done to each copy before it is watched and before it has optimizers.
         seen: by batch size, the shapes and bytes of the batch that the step was given.
     """
 
@@ -100,6 +106,8 @@ class LightningProgram:
     beside: tuple[tuple[str, int], ...] = ()
     strategy: Any = None
     transferred: bool = False
+    precision: str = ""
+    changes: tuple[Callable[[Any], None], ...] = ()
     seen: dict[int, tuple[Shapes, int]] = field(default_factory=dict, compare=False)
 
     @property
@@ -109,21 +117,43 @@ class LightningProgram:
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `lightning_memguard.core.estimate.Program`."""
-        kind = _SizedLoader if self.batches_per_epoch else _Loader
-        loaders = [kind(self, each, recorder, batch_size, fake) for each in self.families]
         with self._stage(recorder, batch_size, fake) as (shadow, twin), contextlib.suppress(_StepsDone):
-            marks = shadow.callbacks[0]
-            marks.batch_size = batch_size
-            for loader in loaders:
-                loader.before_batch = marks.before_batch
-            if self.stage == "fit":
-                shadow.fit(twin, train_dataloaders=loaders[0])
-            else:
-                self._evaluate(shadow, twin, loaders)
+            self._run(shadow, twin, recorder, batch_size, fake)
         if self.stage == "fit" and not recorder.ran_backward:
             recorder.assumptions[
                 "training_step led to no backward pass (did it return None?): what one takes is missing"
             ] = None
+
+    def _run(self, shadow: Any, twin: Any, recorder: Recorder, batch_size: int, fake: bool) -> None:
+        kind = _SizedLoader if self.batches_per_epoch else _Loader
+        loaders = [kind(self, each, recorder, batch_size, fake) for each in self.families]
+        marks = shadow.callbacks[0]
+        marks.batch_size = batch_size
+        for loader in loaders:
+            loader.before_batch = marks.before_batch
+        if self.stage == "fit":
+            shadow.fit(twin, train_dataloaders=loaders[0])
+        else:
+            self._evaluate(shadow, twin, loaders)
+
+    def layer_table(self, batch_size: int) -> LayerTable:
+        """What each layer holds, keeps and computes in the first step, called as Lightning calls it."""
+        found: list[LayerTable] = []
+        recorder = Recorder(self.device.type)
+        with self._stage(recorder, batch_size, True, watched=False) as (shadow, twin):
+            hook = _STEP_HOOKS[self.stage]
+            step = getattr(twin, hook)
+
+            def told(batch: Any, *rest: Any) -> None:
+                found.append(table_of(twin, batch, batch_size, lambda _, given: step(given, *rest), self.gpu))
+                raise _StepsDone
+
+            setattr(twin, hook, told)
+            with contextlib.suppress(_StepsDone):
+                self._run(shadow, twin, recorder, batch_size, True)
+        if not found:
+            raise CannotTraceError(f"{type(self.module).__name__}.{hook} was not called.")
+        return found[0]
 
     def run_states(self, recorder: Recorder) -> None:
         """See `lightning_memguard.core.estimate.Program`."""
@@ -150,7 +180,9 @@ class LightningProgram:
             getattr(shadow, self.stage)(twin, loaders, verbose=False)
 
     @contextlib.contextmanager
-    def _stage(self, recorder: Recorder, batch_size: int, fake: bool) -> Iterator[tuple[Any, Any]]:
+    def _stage(
+        self, recorder: Recorder, batch_size: int, fake: bool, *, watched: bool = True
+    ) -> Iterator[tuple[Any, Any]]:
         """The shadow and the twin, in a quiet place where nothing they do is seen outside."""
         pl = lightning_of(self.module)
         with quiet(), alone(), tensors(fake=fake, gpu=self.gpu) as mode, ExitStack() as watch:
@@ -161,6 +193,7 @@ class LightningProgram:
             twin: Any = (
                 fake_twin(self.module, mode, device, instead) if mode else real_twin(self.module, instead).to(device)
             )
+            _give_optimizers(self.module, twin)
             _set_batch_size(twin, batch_size)
             twin.configure_callbacks = _no_callbacks
             twin.prepare_data = _nothing
@@ -172,6 +205,11 @@ class LightningProgram:
                 twin.setup = _set_up_as(twin.setup, self.setup_stage)
 
             def start(model: nn.Module) -> None:
+                for change in self.changes:
+                    change(model)
+                if not watched:
+                    watch.enter_context(_Answers())
+                    return
                 watch.enter_context(watching(recorder, model))
                 if self.stage == "fit" or self.setup_stage == "":  # a fit's own validation runs in its wrapper
                     attach(self.strategy, model, recorder, fits=self.stage == "fit")
@@ -195,7 +233,7 @@ def _shadow(
     shadow = _shadow_class(pl)(
         accelerator="cpu",
         strategy=_strategy_class(pl)(device, start, user.world_size),
-        plugins=[environments.LightningEnvironment(), _precision_of(pl, user)],
+        plugins=[environments.LightningEnvironment(), _precision_of(pl, program)],
         logger=dummy() if user.loggers else False,
         callbacks=[_marks_class(pl)(program, recorder)],
         max_epochs=user.max_epochs if user.max_epochs and user.max_epochs > 0 else 1000,
@@ -206,7 +244,7 @@ def _shadow(
         gradient_clip_algorithm=user.gradient_clip_algorithm,
         limit_val_batches=0 if program.stage == "fit" else 1.0,
         num_sanity_val_steps=0,
-        inference_mode=user.predict_loop.inference_mode,  # one setting for all loops; checked on 2.5.0 to 2.6.6
+        inference_mode=False,  # takes as much as no_grad, under which operators come to the recorder taken apart
         detect_anomaly=user._detect_anomaly,  # checked on 2.5.0 to 2.6.6
         log_every_n_steps=1 << 30,  # turning metrics into numbers needs values
         enable_checkpointing=False,
@@ -422,11 +460,26 @@ class _SizedLoader(_Loader):
         return max(_MOST_BATCHES + 1, (count(self.batch_size) if count else None) or 0)
 
 
+class _Answers(TorchFunctionMode):
+    """Has Lightning's own loops find a value in what they add up on the device, as `watching` does."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return answered(func, args, kwargs or {})
+
+
 def _only_states(recorder: Recorder, twin: Any, shadow: Any) -> None:
     step_states(recorder, twin, shadow.optimizers)
     raise _StepsDone
 
 
+_STEP_HOOKS = {
+    "fit": "training_step",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
 _PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}
 _LIMITS = {"validate": "val", "test": "test", "predict": "predict"}
 
@@ -449,14 +502,15 @@ def _set_up_as(setup: Callable[[str], Any], known_stage: str) -> Callable[[str],
     return as_known
 
 
-def _precision_of(pl: Any, trainer: Any) -> Any:
-    """The user's precision plugin, or one for one device that computes alike."""
-    plugin = trainer.precision_plugin
-    if not is_a(plugin, "FSDPPrecision", "DeepSpeedPrecision"):
+def _precision_of(pl: Any, program: LightningProgram) -> Any:
+    """The user's precision plugin, or one for one device that computes alike; or the one asked for instead."""
+    plugin = program.trainer.precision_plugin
+    if not (program.precision or is_a(plugin, "FSDPPrecision", "DeepSpeedPrecision")):
         return copy.deepcopy(plugin)
-    if plugin.precision.endswith("-mixed"):
-        return pl.plugins.MixedPrecision(plugin.precision, "cuda")
-    return pl.plugins.Precision() if plugin.precision == "32-true" else pl.plugins.HalfPrecision(plugin.precision)
+    precision = program.precision or plugin.precision
+    if precision.endswith("-mixed"):
+        return pl.plugins.MixedPrecision(precision, program.device.type)
+    return pl.plugins.Precision() if precision == "32-true" else pl.plugins.HalfPrecision(precision)
 
 
 def _let_scaler_step(precision: Any) -> None:
@@ -474,6 +528,20 @@ def _idle_datamodule(datamodule: Any) -> Any:
     for hook in ("prepare_data", "setup", "teardown", "on_exception"):
         setattr(idle, hook, _nothing)
     return idle
+
+
+def _give_optimizers(module: Any, twin: Any) -> None:
+    """Optimizers that LightningCLI made and hung on the module, over the twin's parameters.
+
+    They hang there in a bound partial, which a deep copy shares: the twin would step the user's own. Checked on 2.5.0
+    to 2.6.6.
+    """
+    made = getattr(vars(twin).get("configure_optimizers"), "__func__", None)
+    if not isinstance(made, functools.partial):
+        return
+    memo = {id(mine): theirs for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True)}
+    own = functools.partial(made.func, *made.args, **copy.deepcopy(made.keywords, memo))
+    twin.configure_optimizers = types.MethodType(functools.update_wrapper(own, made.func), twin)
 
 
 def _set_batch_size(twin: Any, batch_size: int) -> None:

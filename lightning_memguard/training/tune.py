@@ -12,16 +12,18 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_memguard.core.advice import shortlist, what_would_fit
 from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.batch import map_tensors
 from lightning_memguard.core.capture import part_bytes
-from lightning_memguard.core.decision import Budget, Decision, Request, decide
+from lightning_memguard.core.decision import Budget, Decision, Request, decide, without_rule_of_thumb
 from lightning_memguard.core.device import context_bytes, gpu_of, read_budget
 from lightning_memguard.core.estimate import Prediction, StepFailsError, predict
 from lightning_memguard.core.footprint import Footprint
 from lightning_memguard.core.trace import SELDOM_PARTS, Trace
-from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training import loaders, others, sharded
+from lightning_memguard.training.advise import Advised, remedies_tried
 from lightning_memguard.training.loaders import Found, Role, Sampled
 from lightning_memguard.training.ranks import Team, Tried, shared, tried
 from lightning_memguard.training.step import LightningProgram, Stage
@@ -83,11 +85,21 @@ class Look:
     extra: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    def trace_at(self, batch_size: int) -> Trace:
+        """The events behind `footprint_at`."""
+        side = self.side if self._in_validation(batch_size) else None
+        trace = side.prediction.own_trace_at(side.batch_size) if side else self.prediction.own_trace_at(batch_size)
+        return trace.beside(self.extra)
+
+    def _in_validation(self, batch_size: int) -> bool:
+        step = self.prediction.footprint_at(batch_size)
+        return self.side is not None and self.side.footprint.most_device_bytes > step.most_device_bytes
+
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the run at a batch size: of its training step, or of validation where that takes more."""
         step = self.prediction.footprint_at(batch_size)
         most = step
-        if self.side is not None and self.side.footprint.most_device_bytes > step.most_device_bytes:
+        if self.side is not None and self._in_validation(batch_size):
             note = f"the peak stands in validation, at its batch size of {self.side.batch_size}"
             most = replace(self.side.footprint, batch_size=batch_size)
             most = replace(most, notes=(note, *step.notes, *most.notes))
@@ -113,6 +125,7 @@ class Tuning:
 
 _ROLES: dict[str, Role] = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
 _MOST_ROUNDS = 5
+_ADVICE_SECONDS = 20.0  # the run is lost already: who waits for it should soon know why
 
 
 def tune(trainer: Any, module: Any, wishes: Wishes, stage: Stage = "fit") -> Tuning:
@@ -127,7 +140,10 @@ def tune(trainer: Any, module: Any, wishes: Wishes, stage: Stage = "fit") -> Tun
         look = replace(look, budget=shared(team, look.budget, trainer.strategy.root_device, look.held_bytes))
         free = all(team.gather(look.request.free_to_choose))
         look = replace(look, request=replace(look.request, free_to_choose=free))
-        tuning = choose(Tuning(_aside(trainer, "nothing was decided"), _ROLES[stage], look, team), wishes)
+        try:
+            tuning = choose(Tuning(_aside(trainer, "nothing was decided"), _ROLES[stage], look, team), wishes)
+        except DoesNotFitError as error:
+            raise _advised(error, look) from None
         return _without_samples(tuning)
     except CannotTraceError as error:
         return Tuning(_aside(trainer, str(error)), _ROLES[stage])
@@ -225,6 +241,23 @@ def _said(decision: Decision, sizes: list[tuple[int, int]], tuning: Tuning) -> D
         return decision
     held_back = original.max_batch_size is None or decision.batch_size < original.max_batch_size
     return replace(decision, limited_by="memory") if held_back else decision
+
+
+def _advised(error: DoesNotFitError, look: Look) -> DoesNotFitError:
+    """The same error with what would make it fit on this rank, where that can be told; no rank waits for another."""
+    found = tried(lambda: _remedies(look)).value
+    if not found or not found.advice:
+        return error
+    best = what_would_fit(shortlist(found.advice), found.not_tried)
+    return DoesNotFitError(f"{without_rule_of_thumb(str(error))}\n{best}", advice=found.advice)
+
+
+def _remedies(look: Look) -> Advised | None:
+    """None where it is another rank that it does not fit on, or validation alone."""
+    size, usable = look.request.smallest_batch_size, look.budget.usable_bytes
+    if look.prediction.footprint_at(size).most_device_bytes <= usable:
+        return None
+    return remedies_tried(look.prediction, size, look.budget, most_seconds=_ADVICE_SECONDS)
 
 
 # -- looking
@@ -408,8 +441,8 @@ def _fitting(look: Look) -> Side | None:
         return side
     try:
         size = decide(scaled.footprint_at, look.budget, request).batch_size
-    except MemGuardError:  # not even one sample: the training would not fit either, and says so better
-        return side
+    except MemGuardError:  # not even one sample, of training neither
+        size = side.found.unit
     return replace(side, prediction=scaled, batch_size=size)
 
 

@@ -78,6 +78,17 @@ def test_a_guard_from_the_command_line(package: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_an_optimizer_from_the_command_line_is_predicted_and_none_of_the_copys_business(package: str) -> None:
+    settings = ["--trainer.callbacks=MemGuard", "--trainer.callbacks.max_batch_size=20"]
+    made = cli(package, *settings, "--optimizer=Adam", "--optimizer.lr=0.01")
+    parts = guard_of(made).decision.footprint.parts  # type: ignore[union-attr]
+    assert parts["optimizer_state"] >= 2 * parts["parameters"]
+    (optimizer,) = made.trainer.optimizers
+    assert not optimizer._optimizer_step_post_hooks
+    assert {float(state["step"]) for state in optimizer.state.values()} == {made.trainer.global_step}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_beside_another_callback(package: str) -> None:
     arguments = ["--trainer.callbacks+=ModelSummary", "--trainer.callbacks+=MemGuard", "--trainer.callbacks.margin=0.2"]
     assert guard_of(cli(package, *arguments, run=False))._wishes.margin == 0.2

@@ -90,6 +90,27 @@ def test_each_stage_alone(evaluated: Any, wide_data: Any, as_measured: Any, stag
     assert decision.footprint.parts["optimizer_state"] == 0
 
 
+class Images(pl.LightningModule):
+    """What it runs comes to a recorder whole under inference_mode, and taken apart elsewhere: convolutions, a GRU."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.images = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.GELU(), nn.Conv2d(16, 3, 1))
+        self.rows = nn.GRU(256, 32, batch_first=True) if recurrent else None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        found = self.images(batch[0]) if self.rows is None else self.rows(batch[0].flatten(2))[0]
+        self.log("mean", found.mean())
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_scratch_inside_kernels_counts_in_validation(as_measured: Any, recurrent: bool, inference_mode: bool) -> None:
+    data = TensorDataset(torch.randn(96, 3, 16, 16), torch.zeros(96))
+    decision = as_measured(run("validate", lambda: Images(recurrent), data, size=32), inference_mode=inference_mode)
+    assert recurrent or decision.footprint.parts["workspaces"] > 0
+
+
 @pytest.mark.parametrize(("size", "inference_mode"), [(32, True), (32, False), (128, True), (256, True)])
 def test_outputs_that_are_kept_stand_there_once_for_every_batch(
     keeping: Any, wide_data: Any, as_measured: Any, size: int, inference_mode: bool

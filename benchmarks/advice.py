@@ -1,0 +1,143 @@
+"""Is the advice true? Train a small GPT for real with each remedy done as the advice says, and measure its peak.
+
+`advise` predicts the memory that each remedy leaves, from a run on a copy without memory. Here the same module is then
+written that way and trained by Lightning on the CPU, while PyTorch's profiler counts every byte (`truth.py`). Held
+against the prediction is the peak from the first batch on: turning weights to bfloat16, before that, may take more.
+Rows with bfloat16 can come out too small: the scratch of the CPU's bfloat16 convolutions and products is not counted.
+
+    python benchmarks/advice.py                       # every remedy that can be followed on a CPU, and the pairs
+    python benchmarks/advice.py --batch-size 8 --budget-share 0.5
+"""
+
+import argparse
+import functools
+import gc
+import itertools
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, default_collate
+from truth import fit, live_bytes, memory_events, quieten
+from zoo import Case, case_named
+
+from lightning_memguard.core.advice import Advice
+from lightning_memguard.core.allocator import AllocatorSettings
+from lightning_memguard.core.batch import batches_from_one
+from lightning_memguard.core.decision import Budget
+from lightning_memguard.core.estimate import Prediction, predict
+from lightning_memguard.training.advise import advise
+from lightning_memguard.training.estimate import trainer_for
+from lightning_memguard.training.step import LightningProgram
+
+OPTIMIZER = "adam"
+MIB = 2**20
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+    "fused optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=True),
+    "per-parameter optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, foreach=False),
+}
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What was advised, and what a training that follows it really took."""
+
+    name: str
+    batch_size: int
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def error_percent(self) -> float:
+        return 100 * (self.predicted_bytes / self.measured_bytes - 1)
+
+
+def predicted(case: Case, batch_size: int) -> Prediction:
+    """The training as it is."""
+    module = case.build(OPTIMIZER)
+    trainer = trainer_for(module, "32-true", None, **case.trainer_kwargs)
+    dataset = case.dataset(batch_size)
+    batches = batches_from_one(default_collate([dataset[index] for index in range(batch_size)]))
+    program = LightningProgram(trainer, module, batches, torch.device("cpu"), batches_per_epoch=lambda _: 100)
+    return predict(program, batch_size, AllocatorSettings.for_device("cpu", os.environ), scalable=False)
+
+
+# Follow --------------------------------------------------------------------------------------------------------------
+
+
+def following(case: Case, remedies: Sequence[str], how: Sequence[str]) -> Case:
+    """The case, rewritten as the advice says: lines with `self` are run on the module, the rest goes to the Trainer."""
+    lines = [line for line in how if "self" in line]
+    optimizer = next((OPTIMIZERS[name] for name in remedies if name in OPTIMIZERS), None)
+    settings: dict[str, Any] = {}
+    for call in re.findall(r"Trainer\(.*?\)", " ".join(how)):
+        settings |= eval(call, {"Trainer": dict})
+    period = settings.get("accumulate_grad_batches", 1)
+    build = functools.partial(rewritten, case.build, lines, optimizer)
+    return replace(case, build=build, trainer_kwargs={**case.trainer_kwargs, **settings}, period=period)
+
+
+def rewritten(build: Callable[[str], pl.LightningModule], lines: Sequence[str], optimizer: Any, name: str) -> Any:
+    module = build(name)
+    for line in lines:
+        exec(line, {"self": module, "torch": torch, "functools": functools})
+    if optimizer is not None:
+        module.configure_optimizers = lambda: optimizer(module.parameters())
+    return module
+
+
+def follow(case: Case, advice: Advice) -> Followed:
+    """Train as advised, and measure."""
+    rewritten_case = following(case, advice.remedies, advice.how)
+    size = advice.footprint.batch_size
+    measured = measured_bytes(rewritten_case, size)
+    return Followed(" + ".join(advice.remedies), size, advice.footprint.peak_allocated_bytes, measured)
+
+
+def measured_bytes(case: Case, batch_size: int, steps: int = 3) -> int:
+    """The peak of a real training, from its first batch on."""
+    gc.collect()
+    batches = steps * case.period
+    dataset = case.dataset(batches * batch_size)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        fit(case, OPTIMIZER, DataLoader(dataset, batch_size=batch_size), batches)
+    events = memory_events(profiler)
+    trains = itertools.dropwhile(lambda pair: pair[0].phase != "forward", zip(events, live_bytes(events), strict=True))
+    return max(total for _, (total, _) in trains)
+
+
+def print_table(rows: Sequence[Followed]) -> None:
+    width = max(len(row.name) for row in rows)
+    print(f"{'remedy':<{width}} {'batch':>5} {'predicted MiB':>13} {'measured MiB':>12} {'error %':>8}")
+    for row in rows:
+        print(
+            f"{row.name:<{width}} {row.batch_size:>5} {row.predicted_bytes / MIB:>13.3f} "
+            f"{row.measured_bytes / MIB:>12.3f} {row.error_percent:>+8.3f}"
+        )
+    print(f"\n{len(rows)} trainings, worst error {max(abs(row.error_percent) for row in rows):.3f} %")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default="gpt", help="a case of the zoo")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--budget-share", type=float, default=0.6, help="the budget, as a share of what the step takes")
+    arguments = parser.parse_args()
+    quieten()
+    case, size = case_named(arguments.case), arguments.batch_size
+    prediction = predicted(case, size)
+    need = prediction.footprint_at(size).peak_allocated_bytes
+    found = advise(prediction, size, Budget(need, int(arguments.budget_share * need), 0, "given"))
+    as_it_is = Followed("as it is", size, need, measured_bytes(case, size))
+    print_table([as_it_is, *(follow(case, each) for each in found)])
+
+
+if __name__ == "__main__":
+    main()
