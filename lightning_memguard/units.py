@@ -30,6 +30,18 @@ def format_bytes(nbytes: int) -> str:
     return f"{size / KIB:.1f} TiB"
 
 
+def format_count(count: int) -> str:
+    """Write how many of something there are, in decimal units; nothing where there are none.
+
+    >>> format_count(58_982_400), format_count(640)
+    ('59.0 M', '640')
+    """
+    for unit, name in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return str(count or "")
+
+
 def parse_bytes(quantity: int | str) -> int:
     """Read a number of bytes as people write it.
 

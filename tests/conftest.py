@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -94,3 +95,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"`{absent}` is not installed"))
         elif item.path.name == "test_examples.py" and absent == "pytorch_lightning":
             item.add_marker(pytest.mark.skip(reason=f"the examples import `{absent}`, which is not installed"))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A training leaves its report where it runs."""
+    monkeypatch.chdir(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from lightning_memguard.core.footprint import Footprint
 from lightning_memguard.units import GIB
@@ -28,13 +29,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """Predicted beside measured, for one epoch."""
+    """Predicted beside measured, for one epoch; ``margin_bytes`` of the budget were to be kept free."""
 
     epoch: int
     batch_size: int
     predicted: Footprint
     measured: Measured
     budget_bytes: int
+    margin_bytes: int = 0
 
     @property
     def error_ratio(self) -> float:
@@ -51,11 +53,27 @@ class EpochRecord:
         return self.budget_bytes - self.measured.peak_bytes
 
     def as_metrics(self) -> dict[str, float]:
-        """The values to log, by their public names (unit in the key)."""
-        return {
-            "memguard/predicted_peak_gib": self.predicted.peak_device_bytes / GIB,
+        """The values to log, by their public names (unit in the key).
+
+        Bounds stand there only where the prediction has some. ``stacked`` is each part on top of those below it, for
+        charts that can draw lines and no areas.
+        """
+        predicted = self.predicted
+        metrics = {
+            "memguard/predicted_peak_gib": predicted.peak_device_bytes / GIB,
             "memguard/actual_peak_gib": self.measured.peak_bytes / GIB,
             "memguard/error_pct": 100 * self.error_ratio,
             "memguard/headroom_gib": self.headroom_bytes / GIB,
             "memguard/batch_size": float(self.batch_size),
-        } | {f"memguard/parts/{part}_gib": nbytes / GIB for part, nbytes in self.predicted.parts.items()}
+            "memguard/limit_gib": self.budget_bytes / GIB,
+            "memguard/usable_gib": (self.budget_bytes - self.margin_bytes) / GIB,
+        }
+        if predicted.low and predicted.high:
+            metrics["memguard/predicted_low_gib"] = predicted.low.device_bytes / GIB
+            metrics["memguard/predicted_high_gib"] = predicted.high.device_bytes / GIB
+        metrics |= {f"memguard/parts/{part}_gib": nbytes / GIB for part, nbytes in predicted.parts.items()}
+        present = {part: nbytes for part, nbytes in predicted.parts.items() if nbytes}
+        heights = accumulate(present.values())
+        return metrics | {
+            f"memguard/stacked/{part}_gib": height / GIB for part, height in zip(present, heights, strict=True)
+        }

@@ -13,8 +13,6 @@ from lightning_memguard.units import format_bytes
 _MOST_SHAPES = 6
 
 
-
-
 @dataclass(frozen=True)
 class Larger:
     """A batch that is larger than the one predicted from, and what it will take."""

@@ -21,10 +21,12 @@ from lightning_memguard.core.allocator import Allocator, AllocatorSettings, Bloc
 from lightning_memguard.core.decision import Budget, Decision
 from lightning_memguard.core.footprint import Footprint
 from lightning_memguard.core.record import EpochRecord
-from lightning_memguard.core.trace import PARTS, SELDOM_PARTS, Event, Trace
+from lightning_memguard.core.trace import Event, Trace
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.table import why
-from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
+from lightning_memguard.report.colours import COLOURS
+from lightning_memguard.report.data import budget_data, footprint_data, layer_data
+from lightning_memguard.report.table import totals_of, why
+from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes, format_count
 
 if TYPE_CHECKING:
     from lightning_memguard.core.layers import Layer, LayerTable
@@ -35,22 +37,7 @@ DATA_NAME = "memguard_report.json"
 _COLUMNS = 480  # of the timeline: about what a screen can show, and some 60 KB of page
 _EPOCHS_SHOWN = 24
 _LAYERS_SHOWN = 400
-
-# What stays stands at the bottom of the stack, what comes and goes on top. Most colours are those of Okabe and Ito,
-# which people tell apart however they see colours; neighbours also differ in lightness.
-_COLOURS = {
-    "parameters": "#0072b2",
-    "buffers": "#8a8f98",
-    "callbacks": "#7a5230",
-    "communication": "#b8bec7",
-    "optimizer_state": "#cc79a7",
-    "gradients": "#e69f00",
-    "activations": "#009e73",
-    "batch": "#e3cb00",
-    "temporaries": "#d55e00",
-    "workspaces": "#56b4e9",
-}
-assert set(_COLOURS) == {*PARTS, *SELDOM_PARTS}
+_LAYERS_AT_ONCE = 40  # more are scrolled
 
 
 @dataclass(frozen=True)
@@ -212,7 +199,7 @@ def timeline_of(trace: Trace, settings: AllocatorSettings, columns: int = _COLUM
     walked = list(_walked(trace, settings))
     if len(walked) < len(trace):
         walked = list(_walked(trace, replace(settings, capacity_bytes=None)))
-    live = dict.fromkeys(_COLOURS, 0)
+    live = dict.fromkeys(COLOURS, 0)
     total, best = 0, -1
     shown: list[tuple[int, list[int], int]] = []
     totals: list[int] = []
@@ -304,38 +291,14 @@ def data(shown: _Shown) -> dict[str, Any]:
             "reason": decision.reason,
             "fits": decision.fits,
         },
-        "footprint": _footprint_data(decision.footprint),
-        "budget": _budget_data(decision.budget),
+        "footprint": footprint_data(decision.footprint) if decision.footprint else None,
+        "budget": budget_data(decision.budget) if decision.budget else None,
         "timeline": _timeline_data(shown.timeline),
         "curve": [vars(point) for point in report.curve],
         "epochs": [_record_data(record) for record in report.records],
-        "layers": [_layer_data(layer) for layer in report.layers or ()],
+        "layers": [layer_data(layer) for layer in report.layers or ()],
         "layers_batch_size": report.layers.batch_size if report.layers else None,
     }
-
-
-def _footprint_data(footprint: Footprint | None) -> dict[str, Any] | None:
-    if footprint is None:
-        return None
-    return {
-        "batch_size": footprint.batch_size,
-        "device": footprint.device,
-        "peak_allocated_bytes": footprint.peak_allocated_bytes,
-        "peak_reserved_bytes": footprint.peak_reserved_bytes,
-        "peak_device_bytes": footprint.peak_device_bytes,
-        "most_device_bytes": footprint.most_device_bytes,
-        "low_device_bytes": footprint.low.device_bytes if footprint.low else None,
-        "parts_bytes": dict(footprint.parts),
-        "phase": footprint.phase,
-        "module": footprint.module,
-        "operator": footprint.operator,
-        "method": footprint.method,
-        "notes": list(footprint.notes),
-    }
-
-
-def _budget_data(budget: Budget | None) -> dict[str, Any] | None:
-    return None if budget is None else {**vars(budget), "usable_bytes": budget.usable_bytes}
 
 
 def _timeline_data(timeline: Timeline) -> dict[str, Any] | None:
@@ -375,22 +338,6 @@ def _record_data(record: EpochRecord) -> dict[str, Any]:
         "measured_peak_reserved_bytes": measured.peak_reserved_bytes,
         "error_ratio": record.error_ratio if measured.peak_bytes else None,
         "headroom_bytes": record.headroom_bytes,
-    }
-
-
-def _layer_data(layer: Layer) -> dict[str, Any]:
-    return {
-        "name": layer.name,
-        "type": layer.type,
-        "output_shape": layer.output_shape,
-        "calls": layer.calls,
-        "parameters": layer.parameters,
-        "trainable_parameters": layer.trainable_parameters,
-        "parameter_bytes": layer.parameter_bytes,
-        "activation_bytes": layer.activation_bytes,
-        "flops": layer.flops,
-        "multiply_adds": layer.multiply_adds,
-        "shared_with": layer.shared_with,
     }
 
 
@@ -446,7 +393,7 @@ def _headline(decision: Decision) -> str:
 
 def _setup(footprint: Footprint, budget: Budget) -> str:
     rows = []
-    for part, colour in _COLOURS.items():
+    for part, colour in COLOURS.items():
         nbytes = footprint.parts.get(part, 0)
         if nbytes:
             share = nbytes / footprint.peak_allocated_bytes
@@ -454,17 +401,9 @@ def _setup(footprint: Footprint, budget: Budget) -> str:
                 f'<tr><th scope="row">{_swatch(part)}{_words(part)}</th><td>{format_bytes(nbytes)}</td>'
                 f'<td class="meter">{_meter(share, colour)}<span>{_percent(share)}</span></td></tr>'
             )
-    sums = [("Peak of tensors", footprint.peak_allocated_bytes)]
-    if footprint.peak_device_bytes != footprint.peak_allocated_bytes:
-        sums.append(("Reserved by the allocator", footprint.peak_reserved_bytes))
-        sums.append(("On the device, all in all", footprint.peak_device_bytes))
-    if footprint.most_device_bytes > footprint.peak_device_bytes:
-        sums.append(("On the device at most", footprint.most_device_bytes))
-    sums.append((f"Budget on {budget.device} ({budget.source})", budget.free_bytes))
-    margin = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
-    sums.append((f"Usable after a margin of {margin:.0%}", budget.usable_bytes))
     totals = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td>{format_bytes(nbytes)}</td><td></td></tr>' for name, nbytes in sums
+        f'<tr><th scope="row">{escape(name)}</th><td>{format_bytes(nbytes)}</td><td></td></tr>'
+        for name, nbytes in totals_of(footprint, budget)
     )
     return f"""<section><h2>At the peak, batch size {footprint.batch_size}</h2>
 <p class="sub">{_peak_words(footprint)}</p>
@@ -489,7 +428,7 @@ def _words(part: str) -> str:
 
 
 def _swatch(part: str) -> str:
-    return f'<i class="swatch" style="background:{_COLOURS.get(part, "#8a8f98")}"></i>'
+    return f'<i class="swatch" style="background:{COLOURS.get(part, "#8a8f98")}"></i>'
 
 
 def _meter(share: float, colour: str = "var(--line)", mark: float | None = None) -> str:
@@ -644,13 +583,13 @@ def _timeline(timeline: Timeline, report: Report) -> str:
         return ""
     totals = timeline.totals
     axis = _Axis.up_to(max(*totals, *timeline.reserved))
-    order = [*(part for part in _COLOURS if part in timeline.parts), *(set(timeline.parts) - set(_COLOURS))]
+    order = [*(part for part in COLOURS if part in timeline.parts), *(set(timeline.parts) - set(COLOURS))]
     # Each part is drawn as all up to it, the whole stack first, so that it covers all but its own stripe.
     heights = [0] * len(totals)
     layers = []
     for part in order:
         heights = [height + nbytes for height, nbytes in zip(heights, timeline.parts[part], strict=True)]
-        layers.append(f'<path fill="{_COLOURS.get(part, "#8a8f98")}" d="{_steps(heights, axis.top)}Z"/>')
+        layers.append(f'<path fill="{COLOURS.get(part, "#8a8f98")}" d="{_steps(heights, axis.top)}Z"/>')
     reserved = f'<path class="reserved" d="{_outline(timeline.reserved, axis.top)}"/>' if timeline.reserved else ""
     peak = timeline.peak_column
     at = (peak + 0.5) / len(totals)
@@ -813,9 +752,10 @@ def _layers(table: LayerTable | None) -> str:
     told = f" The first {_LAYERS_SHOWN} of {len(layers)}." if len(layers) > _LAYERS_SHOWN else ""
     heads = ("Type", "Output", "Parameters", "Their bytes", "Kept for backward", "FLOPs, forward")
     names = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    scroll = "scroll tall" if len(layers) > _LAYERS_AT_ONCE else "scroll"
     return f"""<section><h2>By layer</h2><p class="sub">One forward pass at batch size {table.batch_size};
 each row without what its children do.{told}</p>
-<div class="scroll tall"><table class="layers"><thead><tr><th scope="col">Layer</th>{names}</tr></thead>
+<div class="{scroll}"><table class="layers"><thead><tr><th scope="col">Layer</th>{names}</tr></thead>
 <tbody>{rows}</tbody></table></div></section>"""
 
 
@@ -825,22 +765,15 @@ def _layer(layer: Layer, most_bytes: int) -> str:
     frozen = "" if layer.trainable_parameters == layer.parameters else " frozen"
     shared = f" as {layer.shared_with}" if layer.shared_with else ""
     kept = format_bytes(layer.activation_bytes) if layer.activation_bytes else ""
-    bar = _meter(layer.activation_bytes / most_bytes, _COLOURS["activations"]) if kept else ""
+    bar = _meter(layer.activation_bytes / most_bytes, COLOURS["activations"]) if kept else ""
     return (
         f'<tr><th scope="row" title="{escape(layer.name)}" style="padding-left:{layer.depth}em">{escape(name)}</th>'
         f"<td>{escape(layer.type)}{escape(shared)}</td><td>{escape(shape)}</td>"
         f"<td>{f'{layer.parameters:,}' if layer.parameters else ''}{frozen}</td>"
         f"<td>{format_bytes(layer.parameter_bytes) if layer.parameter_bytes else ''}</td>"
         f'<td class="kept">{bar}<span>{kept}</span></td>'
-        f"<td>{_flops(layer.flops)}</td></tr>"
+        f"<td>{format_count(layer.flops)}</td></tr>"
     )
-
-
-def _flops(flops: int) -> str:
-    for unit, name in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if flops >= unit:
-            return f"{flops / unit:.1f} {name}"
-    return str(flops or "")
 
 
 _STYLE = """
@@ -885,7 +818,7 @@ td.meter { padding-left: 1rem; } .meter { text-align: left; } .meter span:last-c
 .layers td:nth-child(2), .layers td:nth-child(3), .layers th:nth-child(2), .layers th:nth-child(3) { text-align: left; }
 .layers .kept .bar { width: 5rem; margin-right: .6rem; }
 .layers .kept span:last-child { display: inline-block; min-width: 5.2em; }
-.scroll { overflow-x: auto; } .tall { max-height: 34rem; overflow-y: auto; }
+.scroll { overflow-x: auto; } .tall { max-height: 46rem; overflow-y: auto; }
 .tall thead th { position: sticky; top: 0; background: var(--card); z-index: 1; }
 details { margin-top: .75rem; } summary { color: var(--soft); font-size: .875rem; cursor: pointer; }
 .hidden { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
@@ -939,7 +872,7 @@ span.dot { position: absolute; transform: translate(-50%, 50%); } .dot.asked { b
 .readout { margin: .6rem 0 0; font-size: .8125rem; min-height: 3em; font-variant-numeric: tabular-nums;
   overflow-wrap: anywhere; }
 footer { margin-top: 1.25rem; color: var(--soft); font-size: .8125rem; }
-@media print { body { background: none; } section { break-inside: avoid; } }
+@media print { body { background: none; } section { break-inside: avoid; } .tall { max-height: none; } }
 """
 
 _SCRIPT = """

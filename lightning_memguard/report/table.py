@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,9 @@ from lightning_memguard.core.footprint import Footprint
 from lightning_memguard.core.record import EpochRecord
 from lightning_memguard.units import format_bytes
 
+Row = tuple[str, str, str]
+"""A part, or what all of them come to; its size; its share."""
+
 _METHODS = {
     "fake": "a traced step, no memory taken",
     "worst-case": "a traced step; where its size depends on values, the largest",
@@ -20,41 +24,114 @@ _METHODS = {
 }
 
 
-def print_decision(decision: Decision, console: Console | None = None) -> None:
-    """Print what was predicted, how much, and why this batch size."""
+def print_decision(decision: Decision, console: Console | None = None, kind: str = "training") -> None:
+    """Print what was predicted, how much, and why this batch size.
+
+    Args:
+        decision: what was predicted and chosen.
+        console: where (default: the terminal).
+        kind: what runs, where its phase does not say so.
+    """
     console = console or Console(highlight=False)
     if decision.footprint is None or decision.budget is None:
         console.print(f"MemGuard stepped aside: {decision.reason}", markup=False)
         return
-    console.print(_table(decision.footprint, decision.budget))
+    console.print(_table(decision.footprint, decision.budget, kind))
     console.print(_peak(decision.footprint), markup=False)
     console.print(why(decision), markup=False)
     for note in decision.footprint.notes:
         console.print(f"Note: {note}.", markup=False)
 
 
-def _table(footprint: Footprint, budget: Budget) -> Table:
-    kind = footprint.phase if footprint.phase in ("validation", "test", "prediction") else "training"
-    table = Table(title=f"MemGuard: memory of a {kind} step", title_justify="left", title_style="bold")
+def _title(footprint: Footprint, kind: str) -> str:
+    kind = footprint.phase if footprint.phase in ("validation", "test", "prediction") else kind
+    return f"MemGuard: memory of {'an' if kind[0] in 'aeiou' else 'a'} {kind} step"
+
+
+def _table(footprint: Footprint, budget: Budget, kind: str) -> Table:
+    table = Table(title=_title(footprint, kind), title_justify="left", title_style="bold")
     table.add_column("Part at the peak")
     table.add_column(f"Predicted at batch size {footprint.batch_size}", justify="right")
     table.add_column("Share", justify="right")
-    for part, nbytes in footprint.parts.items():
-        if nbytes:
-            table.add_row(
-                part.replace("_", " "), format_bytes(nbytes), f"{nbytes / footprint.peak_allocated_bytes:.0%}"
-            )
+    for row in _part_rows(footprint):
+        table.add_row(*row)
     table.add_section()
-    table.add_row("Peak of tensors", format_bytes(footprint.peak_allocated_bytes), "100%")
-    if footprint.peak_device_bytes != footprint.peak_allocated_bytes:
-        table.add_row("Reserved by the allocator", format_bytes(footprint.peak_reserved_bytes), "")
-        table.add_row("On the device, all in all", format_bytes(footprint.peak_device_bytes), "")
-    if footprint.most_device_bytes > footprint.peak_device_bytes:  # what is held against the budget
-        table.add_row("On the device at most", format_bytes(footprint.most_device_bytes), "")
-    table.add_row(f"Budget on {budget.device} ({budget.source})", format_bytes(budget.free_bytes), "")
-    share = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
-    table.add_row(f"Usable after a margin of {share:.0%}", format_bytes(budget.usable_bytes), "")
+    for row in _total_rows(footprint, budget):
+        table.add_row(*row)
     return table
+
+
+def _part_rows(footprint: Footprint) -> list[Row]:
+    return [
+        (part.replace("_", " "), format_bytes(nbytes), f"{nbytes / footprint.peak_allocated_bytes:.0%}")
+        for part, nbytes in footprint.parts.items()
+        if nbytes
+    ]
+
+
+def _total_rows(footprint: Footprint, budget: Budget) -> list[Row]:
+    totals = totals_of(footprint, budget)
+    return [(name, format_bytes(nbytes), "100%" if name == totals[0][0] else "") for name, nbytes in totals]
+
+
+def totals_of(footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
+    """What the parts come to on the device, and what there is of it, in bytes under their names."""
+    share = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
+    totals = [("Peak of tensors", footprint.peak_allocated_bytes)]
+    if footprint.peak_device_bytes != footprint.peak_allocated_bytes:
+        totals.append(("Reserved by the allocator", footprint.peak_reserved_bytes))
+        totals.append(("Context and libraries", footprint.peak_device_bytes - footprint.peak_reserved_bytes))
+        totals.append(("On the device, all in all", footprint.peak_device_bytes))
+    if footprint.most_device_bytes > footprint.peak_device_bytes:  # what is held against the budget
+        totals.append(("On the device at most", footprint.most_device_bytes))
+    totals.append((f"Budget on {budget.device} ({budget.source})", budget.free_bytes))
+    totals.append((f"Usable after a margin of {share:.0%}", budget.usable_bytes))
+    return totals
+
+
+def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
+    """The table and the sentences under it as rows of text, under their heading, for loggers that show tables."""
+    footprint, budget = decision.footprint, decision.budget
+    if footprint is None or budget is None:
+        return ("", "MemGuard stepped aside", ""), [("Why", decision.reason, "")]
+    heading = ("Part at the peak", f"Predicted at batch size {footprint.batch_size}", "Share")
+    sentences = [("Peak", _peak(footprint), ""), ("Batch size", why(decision), "")]
+    notes = [("Note", f"{note}.", "") for note in footprint.notes]
+    return heading, [*_part_rows(footprint), *_total_rows(footprint, budget), *sentences, *notes]
+
+
+def markdown(decision: Decision, kind: str = "training") -> str:
+    """What `print_decision` prints, as Markdown.
+
+    Args:
+        decision: what was predicted and chosen.
+        kind: what runs, where its phase does not say so.
+    """
+    footprint, budget = decision.footprint, decision.budget
+    if footprint is None or budget is None:
+        return f"### MemGuard stepped aside\n\n{_escaped(decision.reason)}\n"
+    heading, _ = setup_rows(decision)
+    lines = [
+        _markdown_row(heading),
+        "| :--- | ---: | ---: |",
+        *map(_markdown_row, _part_rows(footprint)),
+        *(_markdown_row([f"**{cell}**" if cell else "" for cell in row]) for row in _total_rows(footprint, budget)),
+    ]
+    title = f"### {_title(footprint, kind)}"
+    below = [_peak(footprint), *(f"Note: {note}." for note in footprint.notes)]
+    # What matters most stands on top: viewers such as TensorBoard's show ten lines of a text.
+    return "\n\n".join([title, _escaped(why(decision)), "\n".join(lines), *map(_escaped, below)]) + "\n"
+
+
+def _markdown_row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _escaped(text: str) -> str:
+    """Names such as ``__init__`` stay as they are written; what stands in backticks needs no care."""
+    pieces = text.split("`")
+    pieces[::2] = [re.sub(r"([\\*_<\[|])", r"\\\1", piece) for piece in pieces[::2]]
+    return "`".join(pieces)
 
 
 def _peak(footprint: Footprint) -> str:

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from lightning_memguard.core.capture import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision import Decision, check_settings
-from lightning_memguard.core.device import KEPT_FREED_RATIO, PeakMeter, return_freed_memory
+from lightning_memguard.core.device import KEPT_FREED_RATIO, ActualSnapshot, PeakMeter, return_freed_memory
 from lightning_memguard.core.estimate import Prediction
 from lightning_memguard.core.record import EpochRecord, Measured
+from lightning_memguard.core.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import announcement, note
+from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.table import last_line, print_decision, why
 from lightning_memguard.training import loaders, resume, watch
 from lightning_memguard.training.others import schedules_accumulation
+from lightning_memguard.training.pages import Page, boards_of, page_of
 from lightning_memguard.training.ranks import tried
 from lightning_memguard.training.step import logging_step
 from lightning_memguard.training.tune import Tuning, Wishes, looked_again, tune
-from lightning_memguard.units import format_bytes, parse_bytes
+from lightning_memguard.units import KIB, format_bytes, parse_bytes
+
+T = TypeVar("T")
 
 _STEPS_TO_LOOK_AT = 4  # optimizers stepped in turn each have a step of their own
 # Called at every batch, and of no use to us: Lightning skips a hook that is not callable, its context manager included,
@@ -90,6 +97,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             raise MemGuardError(f"mode={mode!r} is unknown; choose 'tune' or 'check'.")
         check_settings(margin, min_batch_size, max_batch_size, multiple_of, keep_effective_batch_size)
         nbytes = None if budget is None else parse_bytes(budget)
+        if nbytes is not None and nbytes < KIB:
+            raise MemGuardError(f"budget={budget!r} is {nbytes} bytes, which no training fits; is '{budget}MiB' meant?")
         self._wishes = Wishes(
             mode, nbytes, margin, min_batch_size, max_batch_size, multiple_of, keep_effective_batch_size
         )
@@ -101,11 +110,41 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self._undo: list[Callable[[], None]] = []
         self._gradient_bytes: list[int] = []
         self._watches: dict[str, watch.BatchWatch] = {}
+        self._page: Page | None = None
+        self._boards: Boards | None = None
+        self._snapshot: Path | None = None
+        self._recording: ActualSnapshot | None = None
 
     @property
     def decision(self) -> Decision | None:
         """The batch size and why; None before the first run was set up."""
         return self._tuning.decision if self._tuning else None
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> Path:
+        """Write the predicted step as a PyTorch memory snapshot; on CUDA, the actual one of the same steps next to it.
+
+        It opens in https://pytorch.org/memory_viz and with ``python -m torch.cuda._memory_viz``. Called before the
+        first run, it is written when that starts. The actual snapshot can only be recorded while a run trains: of its
+        first two optimizer steps, or of the next two where this is called from a hook.
+
+        Args:
+            path: the file to write, usually ``*.pickle``; an existing one is replaced. The actual snapshot lies beside
+                it, its name ending in ``_actual``.
+
+        Returns:
+            The path.
+
+        Raises:
+            MemGuardError: the file cannot be written, or the guard had stepped aside.
+        """
+        tuning = self._tuning
+        if tuning is None or self._meter is not None:
+            self._snapshot = Path(path)
+        if tuning is None or tuning.team.rank:
+            return Path(path)
+        if tuning.look is None:
+            raise MemGuardError(f"There is no predicted step to write down: {tuning.decision.reason}.")
+        return save_snapshot(tuning.look.trace_at(tuning.decision.batch_size), tuning.look.prediction.settings, path)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Predict and choose, before the model reaches its device."""
@@ -207,6 +246,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         """Start measuring, now that the model is on its device."""
         self._tell(trainer)
         self._start(trainer, pl_module)
+        wanted = self._snapshot
+        if wanted is not None and trainer.is_global_zero:
+            self._attempt("snapshot", lambda: self.save_snapshot(wanted))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Count what the other callbacks hold by now, where no loader of ours has asked before."""
@@ -229,12 +271,36 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         tuning = self._tuning
         if self._meter is None or tuning is None or tuning.look is None or tuning.decision.footprint is None:
             return
+        self._show(trainer, pl_module, tuning)  # first: on the CPU, what drawing loads would be measured as training's
         model = {"model": [*pl_module.parameters(), *pl_module.buffers()]}
         self._meter.start(part_bytes(model, trainer.strategy.root_device.type)["model"])
         role = "train" if tuning.role == "train" else "val"
         self._watch(role, tuning.look.prediction, tuning.decision.batch_size)
         if tuning.look.side is not None:
             self._watch("val", tuning.look.side.prediction, tuning.look.side.batch_size)
+
+    def _show(self, trainer: Any, pl_module: Any, tuning: Tuning) -> None:
+        """Show what is known before the first step, which may be the last."""
+        self._boards = boards_of(trainer)
+        if self._boards is not None:
+            self._boards.log_setup(tuning.decision, trainer.global_step)
+        self._page = self._attempt("report", lambda: page_of(trainer, pl_module, tuning))
+        self._write_page()
+
+    def _attempt(self, what: str, work: Callable[[], T]) -> T | None:
+        """Do what no training shall fail for."""
+        attempt = tried(work)
+        if attempt.reason:
+            warnings.warn(f"MemGuard's {what} was not written: {attempt.reason}", stacklevel=3)
+        return attempt.value
+
+    def _write_page(self) -> Path | None:
+        page, decision = self._page, self.decision
+        if page is None or decision is None:
+            return None
+        path = self._attempt("report", lambda: page.write(decision, self.records))
+        self._page = page if path else None  # what failed once is not tried again
+        return path
 
     def _watch(self, role: str, prediction: Prediction, batch_size: int) -> None:
         look = self._tuning.look if self._tuning else None
@@ -244,7 +310,26 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Say so when a batch is larger than predicted."""
+        if self._snapshot is not None:
+            self._record_snapshot(trainer)
         self._see(trainer, "train", batch, batch_idx)
+
+    def _record_snapshot(self, trainer: Any) -> None:
+        """Record what the device's allocator does, from this batch on until two optimizer steps are over."""
+        if self._recording is None:
+            if trainer.strategy.root_device.type == "cuda" and trainer.is_global_zero:
+                self._recording = tried(lambda: ActualSnapshot(trainer.strategy.root_device)).value
+            self._recorded_from = trainer.global_step
+        if self._recording is None:
+            self._snapshot = None
+        elif trainer.global_step >= self._recorded_from + 2 * len(trainer.optimizers):
+            self._end_recording()
+
+    def _end_recording(self) -> None:
+        recording, path = self._recording, self._snapshot
+        self._recording = self._snapshot = None
+        if recording is not None and path is not None:
+            self._attempt("snapshot", lambda: recording.save(path.with_name(f"{path.stem}_actual{path.suffix}")))
 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -287,14 +372,21 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if record is not None:
             self.records.append(record)
             self._log_record(trainer, pl_module, record)
+            if len(self.records).bit_count() == 1:  # after 1, 2, 4, 8, ... epochs: some are over in no time
+                self._write_page()
 
     def _record(self, trainer: Any, pl_module: Any) -> EpochRecord | None:
         decision = self.decision
         if self._meter is None or decision is None or decision.footprint is None or decision.budget is None:
             return None
-        measured = self._measure(trainer, pl_module)
+        measured, budget = self._measure(trainer, pl_module), decision.budget
         return EpochRecord(
-            trainer.current_epoch, decision.batch_size, decision.footprint, measured, decision.budget.free_bytes
+            trainer.current_epoch,
+            decision.batch_size,
+            decision.footprint,
+            measured,
+            budget.free_bytes,
+            budget.margin_bytes,
         )
 
     def _measure(self, trainer: Any, pl_module: Any) -> Measured:
@@ -311,6 +403,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         metrics = record.as_metrics()
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logging_step(trainer))
+        if self._boards is not None:
+            self._boards.log_epoch(record, logging_step(trainer))
         if not trainer.barebones:
             watched = {name: metrics[name] for name in ("memguard/predicted_peak_gib", "memguard/actual_peak_gib")}
             pl_module.log_dict(watched, logger=False, on_step=False, on_epoch=True)
@@ -319,6 +413,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         """Say how near the prediction came."""
         if self.records and trainer.is_global_zero:
             print(last_line(self.records))  # noqa: T201 - the one line the design asks for
+            page = self._write_page()
+            if page is not None:
+                print(f"MemGuard: all of it in {page}")  # noqa: T201
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """The same where only validation (or test, or prediction) runs."""
@@ -351,8 +448,12 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave the Trainer as it was."""
         self._close()
+        self._snapshot = None
 
     def _close(self) -> None:
+        if self._recording is not None:
+            self._end_recording()
+        self._page = self._boards = None
         if self._meter is not None:
             self._meter.close()
         for undo in reversed(self._undo):

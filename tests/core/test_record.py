@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from lightning_memguard.core.footprint import Footprint
+from lightning_memguard.core.footprint import Footprint, Peak
 from lightning_memguard.core.record import EpochRecord, Measured
 from lightning_memguard.core.trace import PARTS
 from lightning_memguard.units import GIB
@@ -17,7 +18,7 @@ def record_of(predicted_bytes: int, measured_bytes: int, budget_bytes: int = 8 *
     parts = dict.fromkeys(PARTS, 0) | {"parameters": GIB, "activations": GIB // 2}
     footprint = Footprint(32, "cuda", predicted_bytes // 4, predicted_bytes // 2, predicted_bytes, parts)
     measured = Measured(measured_bytes, "nvml", {}, measured_bytes // 4, measured_bytes // 2)
-    return EpochRecord(3, 32, footprint, measured, budget_bytes)
+    return EpochRecord(3, 32, footprint, measured, budget_bytes, margin_bytes=GIB // 2)
 
 
 @pytest.mark.parametrize(("predicted", "measured", "ratio"), [(3, 2, 0.5), (2, 2, 0.0), (1, 2, -0.5)])
@@ -41,6 +42,8 @@ def test_the_metrics_have_their_public_names_and_their_unit_in_the_key():
         "memguard/error_pct": 50.0,
         "memguard/headroom_gib": 4.0,
         "memguard/batch_size": 32.0,
+        "memguard/limit_gib": 8.0,
+        "memguard/usable_gib": 7.5,
         "memguard/parts/parameters_gib": 1.0,
         "memguard/parts/buffers_gib": 0.0,
         "memguard/parts/gradients_gib": 0.0,
@@ -49,7 +52,16 @@ def test_the_metrics_have_their_public_names_and_their_unit_in_the_key():
         "memguard/parts/batch_gib": 0.0,
         "memguard/parts/temporaries_gib": 0.0,
         "memguard/parts/workspaces_gib": 0.0,
+        "memguard/stacked/parameters_gib": 1.0,
+        "memguard/stacked/activations_gib": 1.5,
     }
+
+
+def test_bounds_are_logged_where_the_prediction_has_some():
+    record = record_of(6 * GIB, 4 * GIB)
+    bounded = replace(record.predicted, low=Peak(1, 2, 5 * GIB), high=Peak(1, 2, 7 * GIB))
+    added = replace(record, predicted=bounded).as_metrics().items() - record.as_metrics().items()
+    assert dict(added) == {"memguard/predicted_low_gib": 5.0, "memguard/predicted_high_gib": 7.0}
 
 
 def test_loggers_get_floats_alone():

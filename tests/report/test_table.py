@@ -59,6 +59,7 @@ MemGuard: memory of a training step
 ├─────────────────────────────────────┼────────────────────────────┼───────┤
 │ Peak of tensors                     │                   20.0 GiB │  100% │
 │ Reserved by the allocator           │                   21.0 GiB │       │
+│ Context and libraries               │                    1.0 GiB │       │
 │ On the device, all in all           │                   22.0 GiB │       │
 │ Budget on NVIDIA L4 (cuda:0) (nvml) │                   24.0 GiB │       │
 │ Usable after a margin of 4%         │                   23.0 GiB │       │

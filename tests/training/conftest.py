@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision import Decision
+from lightning_memguard.training import callback
 from lightning_memguard.training.tune import Tuning, tune
 
 
@@ -35,6 +36,14 @@ class Small(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_look_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out reports and pictures, a tenth of the time of a small fit, but where they are or may matter."""
+    if request.path.name not in ("test_callback.py", "test_nothing_touched.py", "test_pages.py"):
+        monkeypatch.setattr(callback, "page_of", lambda *_: None)
+        monkeypatch.setattr(callback, "boards_of", lambda _: None)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,30 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch finds none here"),
 ]
+
+
+def peak_of(snapshot: Path) -> int:
+    """The most bytes that were asked for and not given back, in a snapshot's own trace."""
+    live, sizes, peak = 0, {}, 0
+    for entry in pickle.loads(snapshot.read_bytes())["device_traces"][0]:
+        if entry["action"] == "alloc":
+            sizes[entry["addr"]] = entry["size"]
+            live += entry["size"]
+        elif entry["action"] == "free_completed":
+            live -= sizes.pop(entry["addr"], 0)
+        peak = max(peak, live)
+    return peak
+
+
+def test_the_actual_snapshot_lies_beside_the_predicted_one(trainer: Any, small: Any, tmp_path: Path) -> None:
+    """What stood there before recording began (the model, its first batch) is in the predicted one alone."""
+    data = TensorDataset(torch.randn(65536, 16), torch.randint(0, 4, (65536,)))
+    guard = MemGuard("check")
+    guard.save_snapshot(tmp_path / "step.pickle")
+    trainer(guard, accelerator="gpu", devices=1).fit(small(), DataLoader(data, batch_size=16384))
+    predicted, actual = peak_of(tmp_path / "step.pickle"), peak_of(tmp_path / "step_actual.pickle")
+    before = 4 * (16 * 64 + 64 + 64 * 4 + 4) + 16384 * (16 * 4 + 8)
+    assert actual + before == pytest.approx(predicted, rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -1,0 +1,300 @@
+"""Decision and records -> what each logger can show beside scalars: the table, pictures, a layout of charts.
+
+This file changes when a logging library does. None of them is imported: a logger is told by the methods it has. They
+are looked up on its class, since Lightning's dummy loggers (of ``fast_dev_run``, and of ranks other than zero) pretend
+to have any method at all.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning_memguard.core.decision import Decision
+from lightning_memguard.core.record import EpochRecord
+from lightning_memguard.report.figure import Picture, draw, picture_of_epoch, picture_of_setup
+from lightning_memguard.report.table import markdown, setup_rows
+from lightning_memguard.units import MIB
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SETUP_NAME, PICTURE_NAME = "memguard_setup.md", "memguard_peak.png"
+
+_SETUP, _PICTURE = "memguard/setup", "memguard/peak"
+_DRAWN_EVERY_TIME = 16
+_CHANGE_TO_DRAW = 0.01
+_MOST_TO_READ = 8 * MIB
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is shown once a run: the decision, and what runs, where the decision's phase does not say so."""
+
+    decision: Decision
+    kind: str = "training"
+
+    @property
+    def markdown(self) -> str:
+        """The table and the sentences under it."""
+        return markdown(self.decision, self.kind)
+
+
+class Board(Protocol):
+    """Where a run's table and pictures go; any method may raise."""
+
+    def show_setup(self, setup: Setup, step: int) -> None:
+        """Show the table."""
+
+    def show_picture(self, picture: Image, name: str, step: int) -> None:
+        """Show a picture; ``name`` tells it from others of the same run."""
+
+
+@dataclass
+class Boards:
+    """The loggers of one run, each shown what it can show. Nothing here raises: a logger that fails is left alone.
+
+    For the process of global rank zero. Scalars are not its business: those go to every logger by ``log_metrics``.
+
+    Args:
+        loggers: the Trainer's.
+        folder: where files go if no logger takes the table and pictures; None for nowhere. The names are
+            ``memguard_setup.md`` and ``memguard_peak.png``, the last one drawn; a CSV logger gets the same beside its
+            ``metrics.csv``.
+
+    Example:
+        >>> boards = Boards(trainer.loggers, Path(trainer.log_dir))  # doctest: +SKIP
+        >>> boards.log_setup(guard.decision)  # doctest: +SKIP
+        >>> boards.log_epoch(record, trainer.global_step)  # doctest: +SKIP
+    """
+
+    loggers: Iterable[Any]
+    folder: Path | None = None
+    _boards: list[tuple[str, Board]] = field(init=False, repr=False)
+    _epochs: int = field(default=0, init=False, repr=False)
+    _last_drawn_bytes: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._boards = []
+        for logger in self.loggers:
+            name = type(logger).__name__
+            try:
+                board = _board_of(logger)
+            except Exception as error:  # noqa: BLE001 - a logger's trouble is not the training's
+                _warn(name, error)
+                continue
+            if board is not None:
+                self._boards.append((name, board))
+        if not self._boards and self.folder is not None:
+            self._boards.append((str(self.folder), Folder(self.folder)))
+
+    def log_setup(self, decision: Decision, step: int = 0, kind: str = "training") -> None:
+        """Show the table, the layout of the charts and the predicted picture: once a run, the decision being known.
+
+        Call it before anything is measured: what drawing loads is then in memory already.
+
+        Args:
+            decision: what was predicted and chosen.
+            step: the Trainer's step, more than 0 where a run is resumed.
+            kind: what runs, where the decision's phase does not say so.
+        """
+        self._show(lambda board: board.show_setup(Setup(decision, kind), step))
+        self._draw(picture_of_setup(decision), "setup", step)
+
+    def log_epoch(self, record: EpochRecord, step: int) -> None:
+        """Show predicted beside measured as a picture, for each epoch that has something new to see.
+
+        That is each of the first 16; after these, one whose measured peak differs by more than 1 % from that of the
+        last picture, and the 32nd, 64th, ...: runs of ten thousand short epochs exist, and a picture has 50 KB.
+        """
+        self._epochs += 1
+        last, now = self._last_drawn_bytes, record.measured.peak_bytes
+        few = self._epochs <= _DRAWN_EVERY_TIME or self._epochs.bit_count() == 1
+        if few or abs(now - last) > _CHANGE_TO_DRAW * last:
+            self._draw(picture_of_epoch(record), f"epoch_{record.epoch:04}", step)
+            self._last_drawn_bytes = now
+
+    def _draw(self, picture: Picture | None, name: str, step: int) -> None:
+        if picture is None or not self._boards:
+            return
+        try:
+            drawn = draw(picture)
+        except Exception as error:  # noqa: BLE001 - such as a Pillow that was built without fonts
+            self._boards.clear()
+            _warn("picture", error)
+            return
+        self._show(lambda board: board.show_picture(drawn, name, step))
+
+    def _show(self, show: Callable[[Board], None]) -> None:
+        """Do it on every board; one that fails is not asked again."""
+        self._boards = [(name, board) for name, board in self._boards if _works(show, board, name)]
+
+
+def _works(show: Callable[[Board], None], board: Board, name: str) -> bool:
+    try:
+        show(board)
+    except Exception as error:  # noqa: BLE001 - a logger's trouble is not the training's
+        _warn(name, error)
+        return False
+    return True
+
+
+def _warn(name: str, error: Exception) -> None:
+    warnings.warn(
+        f"MemGuard's table and pictures are missing from {name}: {type(error).__name__}: {error}", stacklevel=2
+    )
+
+
+def _board_of(logger: Any) -> Board | None:
+    """What shows tables and pictures on this logger; None where nothing of ours is known to work."""
+    if _has(logger, "log_table", "log_image"):
+        return WeightsAndBiases(logger)
+    experiment = logger.experiment
+    if _has(experiment, "add_text", "add_image", "add_custom_scalars"):
+        return TensorBoard(logger)
+    if _has(logger, "run_id") and _has(experiment, "log_text", "log_image"):
+        return MLflow(logger)
+    if _has(experiment, "log_text", "log_image", "log_table", "log_html"):
+        return Comet(logger)
+    table = getattr(experiment, "metrics_file_path", None)
+    if isinstance(table, str) and "://" not in table:
+        return Folder(Path(table).parent)
+    return None
+
+
+def _has(thing: Any, *methods: str) -> bool:
+    return all(hasattr(type(thing), method) for method in methods)
+
+
+@dataclass(frozen=True)
+class TensorBoard:
+    """`torch.utils.tensorboard.SummaryWriter` and tensorboardX's: charts, text, images."""
+
+    logger: Any
+
+    def show_setup(self, setup: Setup, step: int) -> None:
+        """The table under Text, and a layout of charts unless the run has one."""
+        writer = self.logger.experiment
+        writer.add_text(_SETUP, setup.markdown, step)
+        if not _has_layout(writer):
+            writer.add_custom_scalars(layout(setup.decision, getattr(self.logger, "_prefix", "")))
+
+    def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one tag, by step
+        """Under Images, with a slider over the epochs."""
+        import numpy as np
+
+        self.logger.experiment.add_image(_PICTURE, np.asarray(picture), step, dataformats="HWC")
+
+
+def layout(decision: Decision, prefix: str | None = "") -> dict[str, dict[str, list[Any]]]:
+    """TensorBoard's Custom Scalars page: predicted, measured and the limit in one chart; the margin; parts stacked.
+
+    Args:
+        decision: what was predicted and chosen.
+        prefix: what the logger puts before each name (Lightning 2.6 keeps it as ``_prefix``).
+    """
+    start = f"{prefix}-memguard/" if prefix else "memguard/"
+
+    def named(*names: str) -> list[str]:
+        return [f"{start}{name}_gib" for name in names]
+
+    charts: dict[str, list[Any]] = {
+        "Peak: predicted, measured, the limit (GiB)": [
+            "Multiline",
+            named("predicted_peak", "actual_peak", "limit", "usable"),
+        ],
+        "Measured peak, and the margin to keep free (GiB)": ["Margin", named("actual_peak", "usable", "limit")],
+        "Parts at the predicted peak, stacked (GiB)": ["Multiline", [f"{start}stacked/.*"]],  # a regular expression
+    }
+    if decision.footprint is not None and decision.footprint.high is not None:
+        charts["Measured peak in the predicted range (GiB)"] = [
+            "Margin",
+            named("actual_peak", "predicted_low", "predicted_high"),
+        ]
+    return {"memguard": charts}
+
+
+def _has_layout(writer: Any) -> bool:
+    """Whether the run has a layout: the user's, or ours of an earlier fit. TensorBoard shows one alone."""
+    folder = getattr(writer, "log_dir", None) or getattr(writer, "logdir", None)
+    if not folder or "://" in str(folder):
+        return False
+    writer.flush()
+    files = Path(folder).glob("events.out.tfevents.*")
+    return any(b"custom_scalars__config__" in _start_of(file) for file in files)
+
+
+def _start_of(file: Path) -> bytes:
+    """Where a layout is written; a run that is resumed may have left gigabytes."""
+    with file.open("rb") as stream:
+        return stream.read(_MOST_TO_READ)
+
+
+@dataclass(frozen=True)
+class WeightsAndBiases:
+    """Lightning's `WandbLogger`: a table and images among the run's media."""
+
+    logger: Any
+
+    def show_setup(self, setup: Setup, step: int) -> None:
+        """The table; W&B shows no Markdown in a run, so the sentences are rows of it."""
+        heading, rows = setup_rows(setup.decision)
+        self.logger.log_table(_SETUP, columns=list(heading), data=[list(row) for row in rows], step=step)
+
+    def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one key, by step
+        """An image, with a slider over the epochs."""
+        self.logger.log_image(_PICTURE, [picture], step)
+
+
+@dataclass(frozen=True)
+class MLflow:
+    """Lightning's `MLFlowLogger` and its `MlflowClient`: artifacts of the run, in a folder of ours."""
+
+    logger: Any
+
+    def show_setup(self, setup: Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
+        """A Markdown file."""
+        self.logger.experiment.log_text(self.logger.run_id, setup.markdown, f"memguard/{SETUP_NAME}")
+
+    def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - a file has no step
+        """An image file."""
+        self.logger.experiment.log_image(self.logger.run_id, picture, f"memguard/peak_{name}.png")
+
+
+@dataclass(frozen=True)
+class Comet:
+    """Comet's `CometExperiment`: the table under Assets, the same as text, images under Graphics."""
+
+    logger: Any
+
+    def show_setup(self, setup: Setup, step: int) -> None:
+        """The rows as a table, and the whole of it as text."""
+        heading, rows = setup_rows(setup.decision)
+        self.logger.experiment.log_table("memguard_setup.csv", [list(row) for row in rows], headers=list(heading))
+        self.logger.experiment.log_text(setup.markdown, step=step)
+
+    def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one name, by step
+        """An image, with a slider over the epochs."""
+        self.logger.experiment.log_image(picture, name=_PICTURE, step=step)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Files, for a CSV logger and where there is no logger."""
+
+    path: Path
+
+    def show_setup(self, setup: Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
+        """A Markdown file."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / SETUP_NAME).write_text(setup.markdown, encoding="utf-8")
+
+    def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - the newest replaces it
+        """An image file, replaced each time."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path / f".{PICTURE_NAME}"
+        picture.save(unfinished, "png")
+        unfinished.replace(self.path / PICTURE_NAME)  # whoever has it open never sees half of it
