@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_epochs=1,
         limit_train_batches=options.steps,
         gradient_clip_val=1.0,
-        logger=False,  # this example leaves no files behind; quickstart.py shows the logs
+        logger=False,  # quickstart.py shows the logs; here MemGuard's report alone is left, in the folder memguard/
         enable_checkpointing=False,
     )
     trainer.fit(model, datamodule=data)

@@ -22,6 +22,8 @@ KEYS = {
     "memguard/error_pct",
     "memguard/headroom_gib",
     "memguard/batch_size",
+    "memguard/limit_gib",
+    "memguard/usable_gib",
     *(f"memguard/parts/{part}_gib" for part in PARTS),
 }
 
@@ -85,7 +87,7 @@ def test_quickstart_says_one_row_an_epoch_and_how_to_open_the_logs(quickstart: R
 
 def test_quickstart_logs_every_value_once_an_epoch(quickstart: Run) -> None:
     logged = {key: events for key, events in quickstart.scalars().items() if key.startswith("memguard/")}
-    assert set(logged) == KEYS
+    assert {key for key in logged if not key.startswith("memguard/stacked/")} == KEYS
     for key, events in logged.items():
         assert len(events) == EPOCHS, key
         assert events[0].step < events[1].step, key
@@ -109,6 +111,15 @@ def test_quickstart_measures_what_it_predicted(quickstart: Run) -> None:
     assert all(abs(error) < 10 for error in errors), errors
 
 
+def test_llama_is_planned_for_a_gpu_without_a_download(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the model is Hugging Face's own")
+    done = run("llama.py", tmp_path, "--layers", "2", "--lengths", "128", "256", "--device", "RTX 4090")
+    peaks = [float(peak) for peak in re.findall(r"tokens: +([\d.]+) GiB", done.text)]
+    assert len(peaks) == 2
+    assert 2 < peaks[0] <= peaks[1] < 5  # 384 million parameters, each with a gradient and two moments of 2 bytes
+    assert not list(tmp_path.iterdir())
+
+
 def test_char_gpt_tunes_its_datamodule_and_writes_before_and_after(tmp_path: Path) -> None:
     done = run("char_gpt.py", tmp_path, "--steps", "2", "--budget", "96MiB")
     before, after = (done.text.partition(f"\n{title}:\n")[2][:200] for title in ("Before", "After"))
@@ -117,4 +128,4 @@ def test_char_gpt_tunes_its_datamodule_and_writes_before_and_after(tmp_path: Pat
     assert after.startswith("def ")
     assert before != after
     assert "Loss after 2 steps" in done.text
-    assert not list(tmp_path.iterdir())  # no logs, no checkpoints
+    assert [path.name for path in tmp_path.iterdir()] == ["memguard"]  # no logs, no checkpoints

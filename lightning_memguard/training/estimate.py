@@ -77,12 +77,12 @@ def estimate(
     ):
         if given is not None and not callable(given):
             raise MemGuardError(f"{argument}= is a {type(given).__name__}; give a class or a function: {shape}.")
-    target = _target(device)
+    target = target_of(device)
     batches = batches_from_one(batch)
     size = batches.small_size if batch_size is None else batch_size
     if type(size) is not int or size < 1:
         raise MemGuardError(f"batch_size={batch_size!r} is no count; give an int of 1 or more.")
-    program = _program(model, batches, step, optimizer, target, precision, training)
+    program = program_of(model, batches, step, optimizer, target, precision, training)
     settings = replace(
         AllocatorSettings.for_device(target.device.type, os.environ), capacity_bytes=target.capacity_bytes
     )
@@ -90,11 +90,12 @@ def estimate(
     if prediction.method == "states":
         raise CannotTraceError(f"The step cannot be predicted: {'; '.join(prediction.notes)}.")
     found = prediction.footprint_at(size)
-    return replace(found, notes=(*found.notes, *target.notes))
+    trace = replace(prediction.own_trace_at(size).only("point"), kernels=(), stretches=())
+    return replace(found, notes=(*found.notes, *target.notes), trace=trace, settings=prediction.settings)
 
 
 @dataclass(frozen=True)
-class _Target:
+class Target:
     """What to predict for; ``capacity_bytes`` is None where the memory is not known or not to be filled."""
 
     device: torch.device
@@ -107,7 +108,15 @@ class _Target:
 _STAND_IN = "NVIDIA A100-SXM4-80GB"
 
 
-def _target(name: str) -> _Target:
+def target_of(name: str) -> Target:
+    """What a device's name means: one that is here, or a GPU of the catalogue.
+
+    Args:
+        name: see ``device`` of `estimate`.
+
+    Raises:
+        MemGuardError: it names no device, or none that trains.
+    """
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -115,27 +124,28 @@ def _target(name: str) -> _Target:
     if device.type not in ("cpu", "cuda", "mps", "xpu"):
         raise MemGuardError(f"device={name!r} trains nothing; give 'cpu', 'cuda' or the name of a GPU.")
     if device.type != "cuda":
-        return _Target(device)
+        return Target(device)
     if torch.cuda.is_available():
-        return _Target(device, gpu_of(device), context_bytes(device))
+        return Target(device, gpu_of(device), context_bytes(device))
     note = f"no CUDA device is here: predicted for one like the {_STAND_IN}; give `device` the name of yours"
     return replace(_planned(gpus.find(_STAND_IN)), capacity_bytes=None, notes=(note,))
 
 
-def _planned(gpu: Gpu) -> _Target:
-    return _Target(torch.device("cuda"), gpu, CONTEXT_BYTES, gpu.memory_bytes - CONTEXT_BYTES[1])
+def _planned(gpu: Gpu) -> Target:
+    return Target(torch.device("cuda"), gpu, CONTEXT_BYTES, gpu.memory_bytes - CONTEXT_BYTES[1])
 
 
-def _program(
+def program_of(
     model: Any,
     batches: Batches,
     step: Callable[[Any, Any], Any] | None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
-    target: _Target,
+    target: Target,
     precision: str,
     training: bool,
 ) -> Program:
-    lightning = _is_lightning(model)
+    """What `estimate` runs: a module's step in Lightning's order, in PyTorch's loop, or an inference."""
+    lightning = is_lightning(model)
     if lightning and training:
         if step is not None or optimizer is not None:
             raise MemGuardError(
@@ -149,7 +159,8 @@ def _program(
     return LoopProgram(model, batches, run, optimizer, target.device, precision, training, target.gpu)
 
 
-def _is_lightning(model: Any) -> bool:
+def is_lightning(model: Any) -> bool:
+    """Whether it is a LightningModule, of either package."""
     try:
         return isinstance(model, lightning_of(model).LightningModule)
     except CannotTraceError:
@@ -157,7 +168,14 @@ def _is_lightning(model: Any) -> bool:
 
 
 def trainer_for(model: Any, precision: str, gpu: Gpu | None, **settings: Any) -> Any:
-    """A Trainer to read settings from; it never runs, and needs no device."""
+    """A Trainer to read settings from; it never runs, and needs no device.
+
+    Args:
+        model: a LightningModule, whose package the Trainer comes from.
+        precision: one of `PRECISIONS`.
+        gpu: what it shall train on; None for the CPU.
+        settings: more of a Trainer's arguments.
+    """
     pl = lightning_of(model)
     if precision not in PRECISIONS:
         raise MemGuardError(f"precision={precision!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
@@ -168,14 +186,11 @@ def trainer_for(model: Any, precision: str, gpu: Gpu | None, **settings: Any) ->
     with quiet():
         return pl.Trainer(
             accelerator="cpu",
-            devices=1,
-            max_epochs=1,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **chosen,
-            **settings,
+            **{"devices": 1, "max_epochs": 1, **chosen, **settings},
         )
 
 

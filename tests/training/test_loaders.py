@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from lightning_memguard import CannotResizeLoaderError, CannotTraceError
 from lightning_memguard.training import loaders, samples
@@ -213,3 +221,19 @@ def test_a_loader_hook_is_asked_on_a_copy(trainer: Any) -> None:
     found = loaders.find(fit)
     assert (found.batch_size, found.origin) == (8, "the datamodule's train_dataloader()")
     assert not hasattr(data, "asked")
+
+
+def test_a_loader_hook_that_fails_leaves_torchs_classes_as_they_were(trainer: Any, small: Any) -> None:
+    """Lightning notes a loader's arguments by patches that it takes back only where nothing was raised."""
+
+    class Fails(small):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            raise ValueError("no data today")
+
+    before = DataLoader.__init__, BatchSampler.__init__
+    run = trainer()
+    run.strategy.connect(Fails())
+    loaders.give(run, run.lightning_module)
+    with pytest.raises(ValueError, match="no data today"):
+        loaders.find(run)
+    assert (DataLoader.__init__, BatchSampler.__init__) == before
