@@ -28,20 +28,21 @@ demo: $(STAMP) ## train a small model with MemGuard (examples/quickstart.py)
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -q --durations=10
+	$(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
 
 lint: $(STAMP) ## check rules, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## measure accuracy on the CPU, speed, and the built-in BatchSizeFinder beside us
+bench: $(STAMP) ## measure accuracy on the CPU, speed, advice, and the built-in BatchSizeFinder beside us
 	$(BIN)/python benchmarks/cpu_truth.py
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/versus_batch_size_finder.py
 	$(BIN)/python benchmarks/freed_memory.py
 	$(BIN)/python benchmarks/long_tail.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/advice.py
 
 accuracy: $(CUDA_STAMP) ## predictions for CUDA beside measurements on GPUs (downloads several GB on first use; no GPU needed)
 	$(CUDA_BIN)/python benchmarks/accuracy.py
@@ -56,7 +57,7 @@ matrix: $(STAMP) ## test beside other versions of Lightning, torch and Python (1
 	$(BIN)/python benchmarks/matrix.py
 
 clean: ## remove the virtual environment, caches and what trainings left behind
-	rm -rf $(VENV) $(CUDA_VENV) .matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs runs
+	rm -rf $(VENV) $(CUDA_VENV) .matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs memguard runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: it is the large one, and an interrupted installation goes on from there.
