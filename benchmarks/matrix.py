@@ -40,11 +40,12 @@ TESTS = (
     *(
         f"tests/training/test_{name}.py"
         for name in (
-            "callback", "cli_of_lightning", "evaluation", "loaders", "nothing_touched", "others", "resume", "sharded",
-            "step", "tune", "watch",
+            "advise", "callback", "cli_of_lightning", "evaluation", "loaders", "nothing_touched", "others", "pages",
+            "resume", "sharded", "step", "tune", "watch",
         )
     ),
     *(f"tests/core/test_{name}.py" for name in ("backward", "capture", "estimate", "fake", "pretend")),
+    "tests/test_cli.py",
     "tests/test_public_names.py",
 )  # fmt: skip
 
