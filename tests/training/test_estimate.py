@@ -277,7 +277,8 @@ def test_a_step_that_raises_is_refused_with_its_reason(pl):
     def training_step(self: Any, batch: torch.Tensor, index: int) -> torch.Tensor:
         raise KeyError("image")
 
-    reason = "The step cannot be predicted: the step could not run on a copy (KeyError: 'image')."
+    place = f"{__file__}:{training_step.__code__.co_firstlineno + 1}"
+    reason = f"The step cannot be predicted: the step could not run on a copy (KeyError: 'image', at {place})."
     with refused(CannotTraceError, reason):
         estimate(lightning_module(pl, training_step=training_step), BATCH, device="cpu")
     with refused(CannotTraceError, reason):
