@@ -617,8 +617,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         "one will do); not needed where --config names it",
     )
     group = parser.add_argument_group("the model")
-    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=VALUE"}
-    group.add_argument("--args", **several, help="arguments of TARGET: width=128 'sizes=[1, 2]'")
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    group.add_argument("--args", **several, metavar="NAME=VALUE", help="arguments of TARGET: width=128 'sizes=[1, 2]'")
     group.add_argument(
         "--config",
         metavar="FILE",
@@ -645,16 +645,12 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--target-shape", **repeated, metavar="SHAPE", help="what to learn: 8:int64:10 is ten classes")
     group.add_argument(
         "--input",
-        nargs="+",
-        action="extend",
-        default=[],
+        **several,
         metavar="NAME=SHAPE",
         help="a batch by name: input_ids=8,512:int64 labels=8,512:int64",
     )
     group.add_argument("--datamodule", metavar="module:Class", help="a LightningDataModule to draw samples from")
-    group.add_argument(
-        "--data-args", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="arguments of --datamodule"
-    )
+    group.add_argument("--data-args", **several, metavar="NAME=VALUE", help="arguments of --datamodule")
     group.add_argument("--batch-size", type=_count, metavar="N", help="the size asked about (default: the batch's own)")
 
 

@@ -52,8 +52,7 @@ def print_plans(plans: Sequence[Plan], console: Console, *, advised: bool = Fals
             _point(plan.largest),
         )
     console.print(table)
-    budget = plans[0].budget
-    share = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
+    share = plans[0].budget.margin_share
     console.print(f"Fits: the largest it may take is within the device's memory less a margin of {share:.0%}.")
     for reason in dict.fromkeys(plan.reason for plan in plans if plan.reason):
         console.print(f"No largest batch: {_told(reason, advised)}", markup=False)

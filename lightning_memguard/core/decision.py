@@ -41,6 +41,11 @@ class Budget:
         """Bytes the predicted peak is held against."""
         return self.free_bytes - self.margin_bytes
 
+    @property
+    def margin_share(self) -> float:
+        """The margin as a share of what is free."""
+        return self.margin_bytes / self.free_bytes if self.free_bytes else 0.0
+
 
 @dataclass(frozen=True)
 class Request:
@@ -236,14 +241,13 @@ _ADVICE = {
 
 def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> str:
     need, usable = footprint.most_device_bytes, budget.usable_bytes
-    share = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
     part = footprint.largest_part
     words = part.replace("_", " ")
-    where = f" in {footprint.phase}" if footprint.phase in ("validation", "test", "prediction") else ""
+    where = f" in {footprint.phase}" if footprint.is_evaluation else ""
     return (
         f"Batch size {footprint.batch_size} needs {format_bytes(need)}{where}; {budget.device} offers "
-        f"{format_bytes(usable)} after a {share:.0%} margin ({format_bytes(budget.free_bytes)} {_told(budget)}): "
-        f"{format_bytes(need - usable)} too little. "
+        f"{format_bytes(usable)} after a {budget.margin_share:.0%} margin ({format_bytes(budget.free_bytes)} "
+        f"{_told(budget)}): {format_bytes(need - usable)} too little. "
         f"The largest part is {words}, {format_bytes(footprint.parts[part])} of it: {_ADVICE[part]}; "
         f"{_outside(footprint)}or {_room(need, budget)}"
         f"{', or lower `min_batch_size`' if request.min_batch_size > 1 else ''}."
@@ -252,7 +256,7 @@ def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> str
 
 def _outside(footprint: Footprint) -> str:
     """What no tensor accounts for, where that is more than any part."""
-    context = footprint.peak_device_bytes - footprint.peak_reserved_bytes
+    context = footprint.outside_bytes
     unsure = footprint.most_device_bytes - footprint.peak_device_bytes
     if context + unsure <= footprint.parts[footprint.largest_part]:
         return ""
@@ -265,6 +269,16 @@ def without_rule_of_thumb(message: str) -> str:
     for rule in _ADVICE.values():
         message = message.replace(f": {rule}; or ", ". You can ").replace(f": {rule}; ", "; ")
     return message
+
+
+def check_count(name: str, value: object) -> None:
+    """Check a number of samples or batches that a user gave.
+
+    Raises:
+        MemGuardError: it is no whole number of 1 or more.
+    """
+    if type(value) is not int or value < 1:
+        raise MemGuardError(f"{name}={value!r} is no count; give an int of 1 or more.")
 
 
 def check_settings(
@@ -286,8 +300,8 @@ def check_settings(
         "keep_effective_batch_size": effective,
     }
     for name, value in counts.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise MemGuardError(f"{name}={value!r} is no count; give an int of 1 or more.")
+        if value is not None:
+            check_count(name, value)
     if max_batch_size is not None and -(-min_batch_size // multiple_of) * multiple_of > max_batch_size:
         raise MemGuardError(
             f"min_batch_size={min_batch_size} (in multiples of {multiple_of}) is above "

@@ -74,6 +74,16 @@ class Footprint:
         """What is held against a budget: `peak_device_bytes`, or its high bound where it has one."""
         return self.high.device_bytes if self.high else self.peak_device_bytes
 
+    @property
+    def outside_bytes(self) -> int:
+        """What the process takes on its device outside the allocator: CUDA's context and libraries."""
+        return self.peak_device_bytes - self.peak_reserved_bytes
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the peak stands in validation, test or prediction."""
+        return self.phase in ("validation", "test", "prediction")
+
     def plus(self, nbytes: int, part: str) -> Footprint:
         """The same with a block beside it that stands there all the while."""
 

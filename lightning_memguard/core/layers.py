@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_memguard.core.backward import graph_task
 from lightning_memguard.core.batch import Batches, batch_bytes, batches_from_one, map_tensors, tensors_in
 from lightning_memguard.core.capture import Recorder, watching
+from lightning_memguard.core.decision import check_count
 from lightning_memguard.core.fake import fake_twin, faking, isolated_rng, real_twin
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.pretend import FAKE_DEVICE, FakeCudaMode, pretended_cuda
@@ -240,8 +241,7 @@ def layer_table(
         raise MemGuardError(f"step= is a {type(step).__name__}; give a function: (model, batch) -> anything.")
     batches = batches_from_one(batch)
     size = batches.small_size if batch_size is None else batch_size
-    if type(size) is not int or size < 1:
-        raise MemGuardError(f"batch_size={batch_size!r} is no count; give an int of 1 or more.")
+    check_count("batch_size", size)
     run = step or run_model
     device = FAKE_DEVICE if gpu else torch.device("cpu")
     try:

@@ -44,21 +44,26 @@ def print_decision(decision: Decision, console: Console | None = None, kind: str
 
 
 def _title(footprint: Footprint, kind: str) -> str:
-    kind = footprint.phase if footprint.phase in ("validation", "test", "prediction") else kind
+    kind = footprint.phase if footprint.is_evaluation else kind
     return f"MemGuard: memory of {'an' if kind[0] in 'aeiou' else 'a'} {kind} step"
 
 
 def _table(footprint: Footprint, budget: Budget, kind: str) -> Table:
     table = Table(title=_title(footprint, kind), title_justify="left", title_style="bold")
-    table.add_column("Part at the peak")
-    table.add_column(f"Predicted at batch size {footprint.batch_size}", justify="right")
-    table.add_column("Share", justify="right")
+    part, *figures = _heading(footprint)
+    table.add_column(part)
+    for figure in figures:
+        table.add_column(figure, justify="right")
     for row in _part_rows(footprint):
         table.add_row(*row)
     table.add_section()
     for row in _total_rows(footprint, budget):
         table.add_row(*row)
     return table
+
+
+def _heading(footprint: Footprint) -> Row:
+    return "Part at the peak", f"Predicted at batch size {footprint.batch_size}", "Share"
 
 
 def _part_rows(footprint: Footprint) -> list[Row]:
@@ -76,16 +81,15 @@ def _total_rows(footprint: Footprint, budget: Budget) -> list[Row]:
 
 def totals_of(footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
     """What the parts come to on the device, and what there is of it, in bytes under their names."""
-    share = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
     totals = [("Peak of tensors", footprint.peak_allocated_bytes)]
     if footprint.peak_device_bytes != footprint.peak_allocated_bytes:
         totals.append(("Reserved by the allocator", footprint.peak_reserved_bytes))
-        totals.append(("Context and libraries", footprint.peak_device_bytes - footprint.peak_reserved_bytes))
+        totals.append(("Context and libraries", footprint.outside_bytes))
         totals.append(("On the device, all in all", footprint.peak_device_bytes))
     if footprint.most_device_bytes > footprint.peak_device_bytes:  # what is held against the budget
         totals.append(("On the device at most", footprint.most_device_bytes))
     totals.append((f"Budget on {budget.device} ({budget.source})", budget.free_bytes))
-    totals.append((f"Usable after a margin of {share:.0%}", budget.usable_bytes))
+    totals.append((f"Usable after a margin of {budget.margin_share:.0%}", budget.usable_bytes))
     return totals
 
 
@@ -94,10 +98,9 @@ def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
         return ("", "MemGuard stepped aside", ""), [("Why", decision.reason, "")]
-    heading = ("Part at the peak", f"Predicted at batch size {footprint.batch_size}", "Share")
     sentences = [("Peak", _peak(footprint), ""), ("Batch size", why(decision), "")]
     notes = [("Note", f"{note}.", "") for note in footprint.notes]
-    return heading, [*_part_rows(footprint), *_total_rows(footprint, budget), *sentences, *notes]
+    return _heading(footprint), [*_part_rows(footprint), *_total_rows(footprint, budget), *sentences, *notes]
 
 
 def markdown(decision: Decision, kind: str = "training") -> str:
@@ -110,9 +113,8 @@ def markdown(decision: Decision, kind: str = "training") -> str:
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
         return f"### MemGuard stepped aside\n\n{_escaped(decision.reason)}\n"
-    heading, _ = setup_rows(decision)
     lines = [
-        _markdown_row(heading),
+        _markdown_row(_heading(footprint)),
         "| :--- | ---: | ---: |",
         *map(_markdown_row, _part_rows(footprint)),
         *(_markdown_row([f"**{cell}**" if cell else "" for cell in row]) for row in _total_rows(footprint, budget)),

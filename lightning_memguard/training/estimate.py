@@ -16,6 +16,7 @@ from torch import nn
 from lightning_memguard.core import gpus
 from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.batch import Batches, batches_from_one
+from lightning_memguard.core.decision import check_count
 from lightning_memguard.core.device import context_bytes, gpu_of
 from lightning_memguard.core.estimate import PRECISIONS, LoopProgram, Program, predict
 from lightning_memguard.core.footprint import Footprint
@@ -80,8 +81,7 @@ def estimate(
     target = target_of(device)
     batches = batches_from_one(batch)
     size = batches.small_size if batch_size is None else batch_size
-    if type(size) is not int or size < 1:
-        raise MemGuardError(f"batch_size={batch_size!r} is no count; give an int of 1 or more.")
+    check_count("batch_size", size)
     program = program_of(model, batches, step, optimizer, target, precision, training)
     settings = replace(
         AllocatorSettings.for_device(target.device.type, os.environ), capacity_bytes=target.capacity_bytes

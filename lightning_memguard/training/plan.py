@@ -20,7 +20,7 @@ from lightning_memguard.core import gpus
 from lightning_memguard.core.allocator import AllocatorSettings
 from lightning_memguard.core.batch import Batches, batches_from_one, tensors_in
 from lightning_memguard.core.capture import part_bytes
-from lightning_memguard.core.decision import Budget, Decision, Request, check_settings, decide
+from lightning_memguard.core.decision import Budget, Decision, Request, check_count, check_settings, decide
 from lightning_memguard.core.device import read_budget
 from lightning_memguard.core.estimate import PRECISIONS, Prediction, Program, StepFailsError, predict
 from lightning_memguard.core.footprint import Footprint
@@ -216,8 +216,8 @@ def look(
     training: bool = True,
 ) -> Subject:
     """Look at what shall be planned for, once for all devices; see `plan`."""
-    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-        raise MemGuardError(f"batch_size={batch_size!r} is no count; give an int of 1 or more.")
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
     if precision not in PRECISIONS:
         raise MemGuardError(f"precision={precision!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
     settings = dict(trainer or {})

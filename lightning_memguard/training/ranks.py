@@ -108,11 +108,10 @@ def shared(team: Team, budget: Budget, device: torch.device, held_bytes: int) ->
     if budget.source == "given" or len(same) < 2:
         return budget
     free = max(0, min(same)) // len(same) + held_bytes
-    share = budget.margin_bytes / budget.free_bytes if budget.free_bytes else 0
     return replace(
         budget,
         free_bytes=free,
-        margin_bytes=int(free * share),
+        margin_bytes=int(free * budget.margin_share),
         device=f"{budget.device}, shared by {len(same)} ranks",
     )
 

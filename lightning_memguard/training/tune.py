@@ -87,21 +87,22 @@ class Look:
 
     def trace_at(self, batch_size: int) -> Trace:
         """The events behind `footprint_at`."""
-        side = self.side if self._in_validation(batch_size) else None
+        side = self._higher_side(batch_size)
         trace = side.prediction.own_trace_at(side.batch_size) if side else self.prediction.own_trace_at(batch_size)
         return trace.beside(self.extra)
 
-    def _in_validation(self, batch_size: int) -> bool:
-        step = self.prediction.footprint_at(batch_size)
-        return self.side is not None and self.side.footprint.most_device_bytes > step.most_device_bytes
+    def _higher_side(self, batch_size: int) -> Side | None:
+        """Validation, where it takes more than the training step."""
+        step, side = self.prediction.footprint_at(batch_size), self.side
+        return side if side and side.footprint.most_device_bytes > step.most_device_bytes else None
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the run at a batch size: of its training step, or of validation where that takes more."""
-        step = self.prediction.footprint_at(batch_size)
+        step, side = self.prediction.footprint_at(batch_size), self._higher_side(batch_size)
         most = step
-        if self.side is not None and self._in_validation(batch_size):
-            note = f"the peak stands in validation, at its batch size of {self.side.batch_size}"
-            most = replace(self.side.footprint, batch_size=batch_size)
+        if side is not None:
+            note = f"the peak stands in validation, at its batch size of {side.batch_size}"
+            most = replace(side.footprint, batch_size=batch_size)
             most = replace(most, notes=(note, *step.notes, *most.notes))
         for part, nbytes in self.extra.items():
             most = most.plus(nbytes, part)

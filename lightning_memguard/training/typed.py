@@ -222,15 +222,6 @@ def _check_arguments(thing: Callable[..., Any], given: Mapping[str, Any], name: 
 # -- the model
 
 
-def model(name: str, given: Mapping[str, Any]) -> nn.Module:
-    """A model by name, made without memory where its class allows that.
-
-    Raises:
-        MemGuardError: there is no such class, it cannot be made, or it makes no module.
-    """
-    return made(load(name), given, name)
-
-
 def made(thing: Any, given: Mapping[str, Any], name: str, *, meta: bool = True) -> nn.Module:
     """Make a model, on the meta device where that works.
 
@@ -239,6 +230,9 @@ def made(thing: Any, given: Mapping[str, Any], name: str, *, meta: bool = True) 
         given: its keyword arguments.
         name: how it was called.
         meta: False to give it memory.
+
+    Raises:
+        MemGuardError: it cannot be made, or it is no module.
     """
     found = None
     if meta:

@@ -120,7 +120,7 @@ def ran_out_of_memory(exception: BaseException) -> bool:
 def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measured: Measured | None) -> Failure:
     """Find out what stood against the prediction when memory ran out, and what would have fit."""
     budget = watch.look.budget
-    now = tried(lambda: read_budget(device, margin=budget.margin_bytes / max(1, budget.free_bytes))).value
+    now = tried(lambda: read_budget(device, margin=budget.margin_share)).value
     return Failure(
         predicted=decided,
         measured=measured,
