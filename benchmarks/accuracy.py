@@ -147,11 +147,13 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 def predict(row: dict[str, str]) -> Run:
     """Predict one published run."""
     from lightning_memguard.core import gpus
-    from lightning_memguard.core.allocator import AllocatorSettings, replay
-    from lightning_memguard.core.batch import batches_from_one
-    from lightning_memguard.core.estimate import LoopProgram, capture
-    from lightning_memguard.core.footprint import footprint
-    from lightning_memguard.core.overheads import CONTEXT_BYTES
+    from lightning_memguard.core.capture.batch import batches_from_one
+    from lightning_memguard.core.capture.predict import capture
+    from lightning_memguard.core.capture.program import LoopProgram
+    from lightning_memguard.core.device.context import CONTEXT_BYTES
+    from lightning_memguard.core.replay.footprint import footprint
+    from lightning_memguard.core.replay.replay import replay
+    from lightning_memguard.core.replay.settings import AllocatorSettings
 
     quieten()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0" if row["version"] == "2025-05" else ""
@@ -195,7 +197,7 @@ def predict(row: dict[str, str]) -> Run:
 
 def least_capacity(trace: Any, settings: Any, enough: int) -> int:
     """The least memory in which the replay runs, found by halving; ``enough`` is known to do."""
-    from lightning_memguard.core.allocator import replay
+    from lightning_memguard.core.replay.replay import replay
 
     point, low = trace.only("point"), 0
     while enough - low > 8 * MIB:
@@ -310,12 +312,13 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
     from corpus import corpus
     from torch.utils.data import DataLoader
 
-    from lightning_memguard.core.allocator import AllocatorSettings, replay
-    from lightning_memguard.core.batch import batches_from_one
-    from lightning_memguard.core.estimate import predict as predict_program
+    from lightning_memguard.core.capture.batch import batches_from_one
+    from lightning_memguard.core.capture.predict import predict as predict_program
     from lightning_memguard.core.gpus import Gpu
-    from lightning_memguard.training.estimate import trainer_for
-    from lightning_memguard.training.step import LightningProgram
+    from lightning_memguard.core.replay.replay import replay
+    from lightning_memguard.core.replay.settings import AllocatorSettings
+    from lightning_memguard.training.adapter.program import LightningProgram
+    from lightning_memguard.training.planning.estimate import trainer_for
 
     quieten()
     name, case, machine = task
@@ -355,7 +358,7 @@ def replay_history(history: Sequence[Sequence[Any]], settings: Any) -> tuple[int
     Returns:
         How many requests there were, and after how many of them the reserved bytes differ.
     """
-    from lightning_memguard.core.allocator import Allocator
+    from lightning_memguard.core.replay.allocator import Allocator
 
     allocator = Allocator(settings)
     blocks: dict[int, Any] = {}

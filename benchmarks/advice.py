@@ -26,14 +26,14 @@ from torch.utils.data import DataLoader, default_collate
 from truth import fit, live_bytes, memory_events, quieten
 from zoo import Case, case_named
 
-from lightning_memguard.core.advice import Advice
-from lightning_memguard.core.allocator import AllocatorSettings
-from lightning_memguard.core.batch import batches_from_one
-from lightning_memguard.core.decision import Budget
-from lightning_memguard.core.estimate import Prediction, predict
-from lightning_memguard.training.advise import advise
-from lightning_memguard.training.estimate import trainer_for
-from lightning_memguard.training.step import LightningProgram
+from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.core.decision.advice import Advice
+from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.training.adapter.program import LightningProgram
+from lightning_memguard.training.planning.advise import advise
+from lightning_memguard.training.planning.estimate import trainer_for
 
 OPTIMIZER = "adam"
 MIB = 2**20

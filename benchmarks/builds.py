@@ -17,12 +17,12 @@ from truth import quieten
 from zoo import CASES, Case
 
 from lightning_memguard.core import gpus
-from lightning_memguard.core.allocator import AllocatorSettings
-from lightning_memguard.core.batch import batches_from_one
-from lightning_memguard.core.estimate import predict
-from lightning_memguard.core.footprint import Footprint
-from lightning_memguard.training.estimate import trainer_for
-from lightning_memguard.training.step import LightningProgram
+from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.predict import predict
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.training.adapter.program import LightningProgram
+from lightning_memguard.training.planning.estimate import trainer_for
 
 GPU = "NVIDIA H200"
 PRECISIONS = ("32-true", "bf16-mixed")

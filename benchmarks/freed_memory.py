@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import default_collate
 from zoo import case_named
 
-from lightning_memguard.core.device import return_freed_memory
+from lightning_memguard.core.device.malloc import return_freed_memory
 
 ROUNDS = 6
 SIZES = {"resnet": 32, "unet": 32, "mlp": 1024}

@@ -37,17 +37,20 @@ ROOT = Path(__file__).parents[1]
 HOME = ROOT / ".matrix"
 
 TESTS = (
-    *(
-        f"tests/training/test_{name}.py"
-        for name in (
-            "advise", "callback", "cli_of_lightning", "evaluation", "loaders", "nothing_touched", "others", "pages",
-            "resume", "sharded", "step", "tune", "watch",
-        )
-    ),
-    *(f"tests/core/test_{name}.py" for name in ("backward", "capture", "estimate", "fake", "pretend")),
-    "tests/test_cli.py",
+    "tests/core/capture/test_backward.py",
+    "tests/core/capture/test_fake.py",
+    "tests/core/capture/test_fake_cuda.py",
+    "tests/core/capture/test_predict.py",
+    "tests/core/capture/test_recorder.py",
+    "tests/training/adapter/test_callbacks.py",
+    "tests/training/adapter/test_program.py",
+    "tests/training/adapter/test_sharded.py",
+    "tests/training/data/test_loaders.py",
+    "tests/training/planning/test_advise.py",
+    "tests/training/run",
+    "tests/cli",
     "tests/test_public_names.py",
-)  # fmt: skip
+)
 
 OLDEST, DEVELOPED_ON, NEWEST = "2.11.0", "2.13.0", "2.15.0"  # torch
 # 2.6.2 and 2.6.3 of both packages were malicious uploads (GHSA-w37p-236h-pfx3): no cell may name or resolve to them.

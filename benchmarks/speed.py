@@ -25,9 +25,9 @@ from truth import quieten
 from zoo import Case, case_named
 
 from lightning_memguard import MemGuard
-from lightning_memguard.core.estimate import capture
-from lightning_memguard.core.footprint import footprint
-from lightning_memguard.training.tune import Tuning, tune
+from lightning_memguard.core.capture.predict import capture
+from lightning_memguard.core.replay.footprint import footprint
+from lightning_memguard.training.run.tune import Tuning, tune
 
 ROUNDS = 3
 

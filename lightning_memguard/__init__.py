@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_memguard.core.decision import Budget, Decision
-    from lightning_memguard.core.footprint import Footprint
-    from lightning_memguard.core.record import EpochRecord
+    from lightning_memguard.core.decision.decision import Budget, Decision
+    from lightning_memguard.core.decision.record import EpochRecord
+    from lightning_memguard.core.replay.footprint import Footprint
     from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError, DoesNotFitError, MemGuardError
-    from lightning_memguard.training.callback import MemGuard
-    from lightning_memguard.training.estimate import estimate
+    from lightning_memguard.training.planning.estimate import estimate
+    from lightning_memguard.training.run.callback import MemGuard
 
 __version__ = "0.1.0"
 
@@ -33,16 +33,16 @@ __all__ = [
 
 # Type checkers read the imports above; at run time this says the same.
 _HOMES = {
-    "Budget": "lightning_memguard.core.decision",
+    "Budget": "lightning_memguard.core.decision.decision",
     "CannotResizeLoaderError": "lightning_memguard.errors",
     "CannotTraceError": "lightning_memguard.errors",
-    "Decision": "lightning_memguard.core.decision",
+    "Decision": "lightning_memguard.core.decision.decision",
     "DoesNotFitError": "lightning_memguard.errors",
-    "EpochRecord": "lightning_memguard.core.record",
-    "Footprint": "lightning_memguard.core.footprint",
-    "MemGuard": "lightning_memguard.training.callback",
+    "EpochRecord": "lightning_memguard.core.decision.record",
+    "Footprint": "lightning_memguard.core.replay.footprint",
+    "MemGuard": "lightning_memguard.training.run.callback",
     "MemGuardError": "lightning_memguard.errors",
-    "estimate": "lightning_memguard.training.estimate",
+    "estimate": "lightning_memguard.training.planning.estimate",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspelt name for one of ours

@@ -13,7 +13,7 @@ class DoesNotFitError(MemGuardError):
     """Even the smallest batch size allowed needs more than the budget offers.
 
     Attributes:
-        advice: what would take less, most saved first, each an `Advice` of `lightning_memguard.core.advice`; empty
+        advice: what would take less, most saved first, each an `lightning_memguard.core.decision.advice.Advice`; empty
             where nothing was tried.
     """
 

@@ -77,7 +77,7 @@ _ABSENT = [name for name in _PRESENT_OF if importlib.util.find_spec(name) is Non
 
 if len(_ABSENT) == 1:
     # First what is tested: MemGuard asks which packages there are when it is imported, and must see what users' does.
-    importlib.import_module("lightning_memguard.training.callback")
+    importlib.import_module("lightning_memguard.training.run.callback")
     sys.meta_path.append(_StandInFinder(_PRESENT_OF[_ABSENT[0]]))
 
 

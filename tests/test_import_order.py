@@ -9,69 +9,87 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "lightning_memguard"
-STD = True
-
-# The layout, from the first file to the last. Files marked STD import neither torch nor Lightning.
-# report/ stands above training/ because the callback prints its table; a report knows records, never a trainer.
+# The layout: rooms from first to last, and the files of each from first to last. All but NOT_STD import neither torch
+# nor Lightning. report/ comes before training/ because the callback prints its table; a report knows records, no trainer.
+ROOMS = {
+    "": ["errors", "units"],
+    "core": ["__init__"],
+    "core/trace": ["__init__", "scratch", "trace", "growth"],
+    "core/replay": ["__init__", "settings", "allocator", "replay", "snapshot", "footprint"],
+    "core/kernels": ["__init__", "cpu", "cuda", "table", "attention"],
+    "core/decision": ["__init__", "decision", "advice", "record"],
+    "core/gpus": [],
+    "core/capture": [
+        "__init__",
+        "batch",
+        "fake",
+        "mkldnn_lstm",
+        "cudnn_rnn",
+        "fake_cuda",
+        "backward",
+        "recorder",
+        "program",
+        "predict",
+    ],
+    "core/device": [
+        "__init__",
+        "asking",
+        "room",
+        "host",
+        "nvml",
+        "malloc",
+        "context",
+        "budget",
+        "meter",
+        "recording",
+    ],
+    "core/layers": ["__init__", "layers", "textbook"],
+    "report": ["__init__", "data", "table", "failure", "colors", "figure", "loggers", "page"],
+    "training": ["__init__"],
+    "training/adapter": [
+        "__init__",
+        "lightning_types",
+        "no_collectives",
+        "ddp",
+        "callbacks",
+        "sharded",
+        "ranks",
+        "program",
+    ],
+    "training/data": ["__init__", "samples", "loaders"],
+    "training/planning": ["__init__", "advise", "estimate", "plan"],
+    "training/run": ["__init__", "tune", "resume", "batch_monitor", "run_report", "callback"],
+    "cli": ["__init__", "target", "tables", "main"],
+    "__main__": [],
+}
+NOT_STD = {
+    "core/capture/batch.py",
+    "core/capture/fake.py",
+    "core/capture/mkldnn_lstm.py",
+    "core/capture/cudnn_rnn.py",
+    "core/capture/fake_cuda.py",
+    "core/capture/backward.py",
+    "core/capture/recorder.py",
+    "core/capture/program.py",
+    "core/capture/predict.py",
+    "core/kernels/attention.py",
+    "core/device/asking.py",
+    "core/device/nvml.py",
+    "core/device/malloc.py",
+    "core/device/context.py",
+    "core/device/budget.py",
+    "core/device/meter.py",
+    "core/device/recording.py",
+    "core/layers/layers.py",
+    "training/__init__.py",
+    "cli/main.py",
+    "cli/target.py",
+    "__main__.py",
+}
 ORDER = {
-    "errors.py": STD,
-    "units.py": STD,
-    "core/__init__.py": STD,
-    "core/scratch.py": STD,
-    "core/trace.py": STD,
-    "core/allocator.py": STD,
-    "core/snapshot.py": STD,
-    "core/growth.py": STD,
-    "core/cpu_kernels.py": STD,
-    "core/cuda_kernels.py": STD,
-    "core/overheads.py": STD,
-    "core/rnn.py": not STD,
-    "core/footprint.py": STD,
-    "core/decision.py": STD,
-    "core/advice.py": STD,
-    "core/record.py": STD,
-    "core/gpus.py": STD,
-    "core/batch.py": not STD,
-    "core/fake.py": not STD,
-    "core/attention.py": not STD,
-    "core/cudnn_rnn.py": not STD,
-    "core/pretend.py": not STD,
-    "core/backward.py": not STD,
-    "core/capture.py": not STD,
-    "core/layers.py": not STD,
-    "core/textbook.py": STD,
-    "core/device.py": not STD,
-    "core/estimate.py": not STD,
-    "report/__init__.py": STD,
-    "report/data.py": STD,
-    "report/table.py": STD,
-    "report/failure.py": STD,
-    "report/colours.py": STD,
-    "report/figure.py": STD,
-    "report/loggers.py": STD,
-    "report/page.py": STD,
-    "training/__init__.py": not STD,
-    "training/alone.py": not STD,
-    "training/kinds.py": STD,
-    "training/ddp.py": not STD,
-    "training/others.py": not STD,
-    "training/step.py": not STD,
-    "training/advise.py": not STD,
-    "training/estimate.py": not STD,
-    "training/samples.py": not STD,
-    "training/loaders.py": not STD,
-    "training/sharded.py": not STD,
-    "training/ranks.py": not STD,
-    "training/tune.py": not STD,
-    "training/resume.py": not STD,
-    "training/watch.py": not STD,
-    "training/pages.py": not STD,
-    "training/callback.py": not STD,
-    "training/plan.py": not STD,
-    "training/typed.py": not STD,
-    "terminal.py": STD,
-    "cli.py": not STD,
-    "__main__.py": not STD,
+    file: file not in NOT_STD and not file.startswith("training/")
+    for room, names in ROOMS.items()
+    for file in ([f"{room}/{name}.py".lstrip("/") for name in names] or [f"{room}.py"])
 }
 
 TORCH = {"torch"}
@@ -101,7 +119,7 @@ def test_a_file_imports_only_from_files_above_it(file):
 def test_a_std_file_imports_neither_torch_nor_lightning(file):
     names = imported_names(without_type_checking(tree_of(file)))
     assert not {name for name in names if name.partition(".")[0] in TORCH | LIGHTNING}
-    assert not {name for name in names if name.startswith(f"{ROOT.name}.") and not ORDER.get(file_of(name), STD)}
+    assert not {name for name in names if name.startswith(f"{ROOT.name}.") and not ORDER.get(file_of(name), True)}
 
 
 @pytest.mark.parametrize("file", [file for file in LISTED if not file.startswith(ROOM_OF_LIGHTNING)])

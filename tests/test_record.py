@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_memguard.core.allocator import AllocatorSettings
+from lightning_memguard.core.replay.settings import AllocatorSettings
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MIB = 1 << 20

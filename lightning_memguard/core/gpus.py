@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from lightning_memguard.core.scratch import Chip
+from lightning_memguard.core.trace.scratch import Chip
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import GIB, MIB, format_bytes
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_memguard.core.decision import Budget
-from lightning_memguard.core.footprint import Footprint, Peak
+from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.replay.footprint import Footprint, Peak
 
 if TYPE_CHECKING:
-    from lightning_memguard.core.layers import Layer
+    from lightning_memguard.core.layers.layers import Layer
 
 
 def footprint_data(footprint: Footprint) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_memguard.core.decision import Budget
-from lightning_memguard.core.footprint import Footprint
-from lightning_memguard.core.record import Measured
-from lightning_memguard.core.trace import Shapes
+from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.decision.record import Measured
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.units import format_bytes
 
 _MOST_SHAPES = 6

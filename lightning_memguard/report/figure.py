@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from lightning_memguard.core.decision import Decision
-from lightning_memguard.core.footprint import Footprint
-from lightning_memguard.core.record import EpochRecord, Measured
-from lightning_memguard.report.colours import COLOURS
+from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.core.decision.record import EpochRecord, Measured
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.report.colors import COLOURS
 from lightning_memguard.units import GIB, KIB, MIB, format_bytes
 
 if TYPE_CHECKING:

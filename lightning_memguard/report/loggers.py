@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_memguard.core.decision import Decision
-from lightning_memguard.core.record import EpochRecord
+from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.report.figure import Picture, draw, picture_of_epoch, picture_of_setup
 from lightning_memguard.report.table import markdown, setup_rows
 from lightning_memguard.units import MIB

@@ -17,19 +17,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_memguard.core.allocator import Allocator, AllocatorSettings, Block
-from lightning_memguard.core.decision import Budget, Decision
-from lightning_memguard.core.footprint import Footprint
-from lightning_memguard.core.record import EpochRecord
-from lightning_memguard.core.trace import Event, Trace
+from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.core.replay.allocator import Allocator, Block
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.colours import COLOURS
+from lightning_memguard.report.colors import COLOURS
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data
 from lightning_memguard.report.table import totals_of, why
 from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes, format_count
 
 if TYPE_CHECKING:
-    from lightning_memguard.core.layers import Layer, LayerTable
+    from lightning_memguard.core.layers.layers import Layer, LayerTable
 
 PAGE_NAME = "memguard_report.html"
 DATA_NAME = "memguard_report.json"

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memguard.core.decision import Budget, Decision
-from lightning_memguard.core.footprint import Footprint
-from lightning_memguard.core.record import EpochRecord
+from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.units import format_bytes
 
 Row = tuple[str, str, str]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from lightning_memguard.core.gpus import CATALOGUE, Gpu, find
-from lightning_memguard.core.scratch import Chip
+from lightning_memguard.core.trace.scratch import Chip
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import GIB, MIB
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_memguard.core.decision import Budget, Decision
-from lightning_memguard.core.footprint import Footprint, Peak
-from lightning_memguard.core.record import EpochRecord, Measured
-from lightning_memguard.core.trace import PARTS
-from lightning_memguard.report.colours import COLOURS
+from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.record import EpochRecord, Measured
+from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.trace.trace import PARTS
+from lightning_memguard.report.colors import COLOURS
 from lightning_memguard.report.figure import Group, Picture, draw, groups_of, picture_of_epoch, picture_of_setup
 from lightning_memguard.units import GIB, MIB
 

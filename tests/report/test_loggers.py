@@ -15,9 +15,9 @@ from pytorch_lightning.loggers.logger import DummyLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from lightning_memguard.core.decision import Budget, Decision
-from lightning_memguard.core.footprint import Footprint, Peak
-from lightning_memguard.core.record import EpochRecord, Measured
+from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.record import EpochRecord, Measured
+from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.report import loggers as file
 from lightning_memguard.report.loggers import Boards, layout
 from lightning_memguard.report.table import markdown

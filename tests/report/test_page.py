@@ -13,14 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memguard.core.allocator import AllocatorSettings, replay
-from lightning_memguard.core.batch import batches_from_one
-from lightning_memguard.core.decision import Budget, Decision, Request, decide
-from lightning_memguard.core.estimate import LoopProgram, Prediction, predict
-from lightning_memguard.core.footprint import Footprint, Peak
-from lightning_memguard.core.layers import Layer, LayerTable, Weight
-from lightning_memguard.core.record import EpochRecord, Measured
-from lightning_memguard.core.trace import PARTS, SELDOM_PARTS, Event, Trace
+from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
+from lightning_memguard.core.decision.record import EpochRecord, Measured
+from lightning_memguard.core.layers.layers import Layer, LayerTable, Weight
+from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.replay import replay
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.trace import PARTS, SELDOM_PARTS, Event, Trace
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.page import CurvePoint, Report, Timeline, curve_of, timeline_of, write_report
 from lightning_memguard.units import GIB, KIB, MIB

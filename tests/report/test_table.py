@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lightning_memguard.core.decision import Budget, Decision
-from lightning_memguard.core.footprint import Footprint, Peak
-from lightning_memguard.core.record import EpochRecord, Measured
-from lightning_memguard.core.trace import PARTS
+from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.record import EpochRecord, Measured
+from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.trace.trace import PARTS
 from lightning_memguard.report.table import last_line, print_decision, why
 from lightning_memguard.units import GIB, MIB
 

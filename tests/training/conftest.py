@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
-from lightning_memguard.core.decision import Decision
-from lightning_memguard.training import callback
-from lightning_memguard.training.tune import Tuning, tune
+from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.training.run import callback
+from lightning_memguard.training.run.tune import Tuning, tune
 
 
 class Small(pl.LightningModule):
@@ -41,7 +41,7 @@ class Small(pl.LightningModule):
 @pytest.fixture(autouse=True)
 def _nothing_to_look_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out reports and pictures, a tenth of the time of a small fit, but where they are or may matter."""
-    if request.path.name not in ("test_callback.py", "test_nothing_touched.py", "test_pages.py"):
+    if request.path.name not in ("test_callback.py", "test_nothing_touched.py", "test_run_report.py"):
         monkeypatch.setattr(callback, "page_of", lambda *_: None)
         monkeypatch.setattr(callback, "boards_of", lambda _: None)
 

@@ -1,0 +1,1 @@
+"""The command line: ``memguard plan``, ``layers``, ``snapshot``, ``gpus``, ``devices``."""

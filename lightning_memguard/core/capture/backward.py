@@ -1,0 +1,671 @@
+"""The backward pass, walked in Python, where autograd's engine wants a device that is not there.
+
+The engine asks each device for its context, so it cannot run on fake tensors of a CUDA that is only pretended. Its
+order is reproduced here from torch/csrc/autograd/engine.cpp, input_buffer.cpp and functions/accumulate_grad.cpp: which
+node is next, when gradients are added in place, when a gradient is taken over and when it is copied, when saved tensors
+are freed. On fake CPU tensors both can run, and `tests/core/capture/test_backward.py` holds their event lists against
+each other.
+
+Private names of torch are read in this folder alone. Checked on torch 2.11 and 2.13; the canary
+tests stand in the same test file.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+
+_LATEST = (1 << 64) - 1  # AccumulateGrad's sequence number: it runs before everything else
+
+# Outside of a walk: -1, or the number of the engine's running backward pass.
+_engine_task = torch._C._current_graph_task_id
+
+_walks: list[int] = []  # the running walks, the innermost last: a reentrant checkpoint starts one inside another
+
+
+def graph_task() -> int:
+    """The number of the running backward pass, walked or run by the engine; -1 outside of one."""
+    return _walks[-1] if _walks else _engine_task()
+
+
+@contextmanager
+def walking(enter: Callable[[Any], None] | None = None, *, adds_in_place: bool = True) -> Iterator[None]:
+    """Inside, every backward pass is walked in Python.
+
+    Forward passes must run inside too: the tensors they save are held in handles that the walk can empty.
+
+    Args:
+        enter: called with each node's ``metadata`` before the node runs.
+        adds_in_place: add a second gradient to the first in place where the engine does on plain tensors. The engine
+            does not where tensors are fake, and False walks as it does there.
+    """
+    engine = _Walker(enter, adds_in_place=adds_in_place)
+    with (
+        mock.patch.object(Variable, "_execution_engine", engine),
+        mock.patch.object(torch._C, "_current_graph_task_id", graph_task),
+        engine.hooks_seen(),
+        engine.saved.hooked(),
+    ):
+        yield
+
+
+# -- saved tensors
+
+
+class _Hooks:
+    """Saved-tensor hooks of the user's or of a checkpoint: autograd keeps this object in their place.
+
+    A checkpoint's hooks hold its inputs, so they too must go when the last tensor that they packed does.
+    """
+
+    def __init__(self, saved: _Saved, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> None:
+        self.saved = saved
+        self.both: tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]] | None = (pack, unpack)
+        self.users = 1  # the region they are on in, and every tensor packed there
+
+    def __call__(self, tensor: torch.Tensor) -> _Handle:
+        assert self.both is not None
+        self.users += 1
+        number = _saver(tensor)  # before the hook can make nodes of its own
+        return self.saved.handle(self.both[0](tensor), self, number)
+
+    def unpack(self, content: Any) -> Any:
+        assert self.both is not None
+        return self.both[1](content)
+
+    def leave(self) -> None:
+        self.users -= 1
+        if not self.users:
+            self.both = None
+
+
+class _Handle:
+    """What autograd keeps instead of a saved tensor; emptied when its node has run."""
+
+    __slots__ = ("__weakref__", "content", "hooks", "number")
+
+    def __init__(self, content: Any, hooks: _Hooks | None, number: int) -> None:
+        self.content = content
+        self.hooks = hooks  # None: the content is the tensor
+        self.number = number  # the order in which tensors are saved is that in which a node frees them
+
+    def empty(self) -> None:
+        self.content = None
+        if self.hooks is not None:
+            self.hooks.leave()
+            self.hooks = None
+
+
+class _Saved:
+    """The handles of all saved tensors, found again by the node that saved them."""
+
+    def __init__(self) -> None:
+        # By sequence number: as a rule the node that saves is the last one made.
+        self.handles: dict[int, list[weakref.ref[_Handle]]] = defaultdict(list)
+        self.count = 0
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Save all tensors in handles; those that hooks of the user's or of a checkpoint pack, as these pack them."""
+        autograd = torch._C._autograd
+        push, pop = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+        inside: list[_Hooks] = []
+
+        def push_users(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+            inside.append(_Hooks(self, pack, unpack))
+            push(inside[-1], self._unpack)
+
+        def pop_users() -> None:
+            pop()
+            inside.pop().leave()
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
+            mock.patch.object(autograd, "_push_saved_tensors_default_hooks", push_users),
+            mock.patch.object(autograd, "_pop_saved_tensors_default_hooks", pop_users),
+        ):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> _Handle:
+        # A node's own result comes with its history, and the node would keep itself alive.
+        return self.handle(tensor.detach() if tensor.requires_grad else tensor, None, _saver(tensor))
+
+    def handle(self, content: Any, hooks: _Hooks | None, number: int) -> _Handle:
+        self.count += 1
+        handle = _Handle(content, hooks, self.count)
+        self.handles[number].append(weakref.ref(handle))
+        return handle
+
+    def _unpack(self, handle: _Handle) -> Any:
+        if handle.content is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time (or directly access saved tensors after they have "
+                "already been freed). Specify retain_graph=True if you need to."
+            )
+        return handle.content if handle.hooks is None else handle.hooks.unpack(handle.content)
+
+    def release(self, node: Any, before: int) -> None:
+        """Free what a node has saved. ``before``: the sequence number of the graph's next older node."""
+        sequence_nr = node._sequence_nr()
+        if isinstance(node, torch._C._FunctionBase):
+            node.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
+        # CopySlices wraps the node of an in-place operator on a view, which was made just before it.
+        first = before + 1 if node.name().endswith("CopySlices") else sequence_nr
+        numbers = range(first, sequence_nr + 1)
+        found = {handle for name in _saved_names(node.__class__) for handle in self._handles_of(node, name)}
+        found |= {handle for number in numbers for ref in self.handles.pop(number, ()) if (handle := ref()) is not None}
+        for handle in sorted(found, key=lambda handle: handle.number):
+            handle.empty()
+
+    def _handles_of(self, node: Any, name: str) -> list[_Handle]:
+        """In-place operators copy their input first, as a node of its own: then only the attribute leads to it."""
+        saved = getattr(node, name)
+        items = [item.data for item in (saved if isinstance(saved, (list, tuple)) else (saved,))]
+        return [item for item in items if isinstance(item, _Handle)]
+
+
+def _saver(tensor: torch.Tensor) -> int:
+    """The number of the node that saves a tensor: the last one made.
+
+    Of an operator in place on a view it is CopySlices, above which the view's own node has been made anew.
+    """
+    latest: int = torch._C._autograd._get_sequence_nr() - 1
+    node: Any = tensor.grad_fn if tensor.requires_grad and tensor._is_view() else None
+    while node is not None and latest - _MADE_ANEW <= (number := node._sequence_nr()) <= latest:
+        if node.name().endswith("CopySlices"):
+            return int(number)
+        node = node.next_functions[0][0] if node.next_functions else None
+    return latest
+
+
+_MADE_ANEW = 8  # nodes that a chain of views may have; an older CopySlices is of another operator
+
+
+@functools.cache
+def _saved_names(node_type: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
+
+
+# -- the queue
+
+
+class _Queue:
+    """Nodes that are ready, the latest made first; ties fall as in libstdc++'s ``std::priority_queue``."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[int, Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.heap)
+
+    def push(self, node: Any) -> None:
+        entry = (node._sequence_nr(), node)
+        self.heap.append(entry)
+        self._sift_up(len(self.heap) - 1, entry, 0)
+
+    def pop(self) -> Any:
+        top = self.heap[0]
+        last = self.heap.pop()
+        if self.heap:
+            self._sift_down(last)
+        return top[1]
+
+    def _sift_up(self, hole: int, entry: tuple[int, Any], top: int) -> None:
+        heap = self.heap
+        while hole > top and heap[parent := (hole - 1) // 2][0] < entry[0]:
+            heap[hole] = heap[parent]
+            hole = parent
+        heap[hole] = entry
+
+    def _sift_down(self, entry: tuple[int, Any]) -> None:
+        """Move the hole at the top down to a leaf, always to the larger child, then put the entry in from there."""
+        heap, size, hole = self.heap, len(self.heap), 0
+        child = 0
+        while child < (size - 1) // 2:
+            child = 2 * (child + 1)
+            if heap[child][0] < heap[child - 1][0]:
+                child -= 1
+            heap[hole] = heap[child]
+            hole = child
+        if size % 2 == 0 and child == (size - 2) // 2:
+            child = 2 * (child + 1)
+            heap[hole] = heap[child - 1]
+            hole = child - 1
+        self._sift_up(hole, entry, 0)
+
+
+# -- the walk
+
+
+class _Root:
+    """Starts a backward pass from several tensors at once, as the engine's GraphRoot."""
+
+    def __init__(self, edges: Sequence[tuple[Any, int]], grads: Sequence[Any]) -> None:
+        self.next_functions = tuple(edges)
+        self.grads = tuple(grads)
+        self.metadata: dict[str, Any] = {}
+        self._input_metadata: tuple[Any, ...] = ()
+
+    def __call__(self) -> tuple[Any, ...]:
+        return self.grads
+
+    def _sequence_nr(self) -> int:
+        return 0
+
+    def name(self) -> str:
+        return "GraphRoot"
+
+
+class _Walker:
+    """Stands in for ``torch.autograd.Variable._execution_engine``."""
+
+    def __init__(self, enter: Callable[[Any], None] | None, *, adds_in_place: bool) -> None:
+        self.enter = enter
+        self.adds_in_place = adds_in_place
+        self.saved = _Saved()
+        self.started = 0
+        self.callbacks: list[Callable[[], None]] = []
+        self.retaining: list[weakref.ref[torch.Tensor]] = []  # an operator in place gives them another node
+
+    # -- the engine's own interface
+
+    def run_backward(
+        self,
+        tensors: Sequence[Any],
+        grad_tensors: Sequence[Any],
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any] = (),
+        allow_unreachable: bool = True,
+        accumulate_grad: bool = False,
+    ) -> tuple[Any, ...]:
+        """See `torch.autograd.graph._engine_run_backward`."""
+        edges = [_edge(tensor) for tensor in tensors]
+        grads = [_valid(grad, *edge) for grad, edge in zip(grad_tensors, edges, strict=True)]
+        wanted = [_edge(tensor) for tensor in inputs]
+        if accumulate_grad:
+            for tensor in inputs:
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.retain_grad()
+        self._place_retained()
+        walk = _Walk(self, keep_graph, [None if accumulate_grad else edge for edge in wanted])
+        self.started += 1
+        _walks.append(self.started)
+        outer_callbacks, self.callbacks = self.callbacks, []
+        try:
+            with torch.set_grad_enabled(create_graph):
+                walk.run(edges, grads, wanted)
+            while self.callbacks:
+                self.callbacks.pop(0)()
+        finally:
+            _walks.pop()
+            self.callbacks = outer_callbacks
+        if not allow_unreachable and any(grad is None for grad in walk.captured):
+            raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
+        return () if accumulate_grad else tuple(walk.captured)
+
+    def _place_retained(self) -> None:
+        """Note at the nodes which tensors keep their gradients."""
+        self.retaining = [reference for reference in self.retaining if reference() is not None]
+        for reference in self.retaining:
+            tensor = reference()
+            if tensor is not None and tensor.grad_fn is not None:
+                _metadata(tensor.grad_fn).setdefault(_RETAINED, {})[tensor.output_nr] = reference
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        """Run something once the backward pass that runs now is done."""
+        self.callbacks.append(callback)
+
+    def is_checkpoint_valid(self) -> bool:
+        """Whether reentrant checkpointing may run: with ``backward()`` it may."""
+        return True
+
+    # -- hooks, which the engine keeps where Python cannot read them
+
+    @contextmanager
+    def hooks_seen(self) -> Iterator[None]:
+        """Note hooks while they are registered."""
+        register_hook, retain_grad = torch.Tensor.register_hook, torch.Tensor.retain_grad
+        materialize = FunctionCtx.set_materialize_grads
+
+        def hook_tensor(tensor: torch.Tensor, hook: Any) -> Any:
+            handle = register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+            if tensor.grad_fn is not None:
+                _metadata(tensor.grad_fn).setdefault(_TENSOR_HOOKS, {})[tensor.output_nr] = tensor._backward_hooks
+            return handle
+
+        def retain(tensor: torch.Tensor) -> None:
+            already = tensor.retains_grad
+            retain_grad(tensor)
+            if tensor.grad_fn is not None and not already:
+                self.retaining.append(weakref.ref(tensor))
+
+        def set_materialize(ctx: Any, value: bool) -> None:
+            materialize(ctx, value)
+            ctx.memguard_materializes = value
+
+        def hook_node(key: str) -> Callable[[Any, Any], Any]:
+            def register(node: Any, hook: Any) -> Any:
+                hooks = node.metadata.setdefault(key, OrderedDict())  # a plain dict takes no weak references
+                handle = torch.utils.hooks.RemovableHandle(hooks)
+                hooks[handle.id] = hook
+                return handle
+
+            return register
+
+        with (
+            mock.patch.object(torch.Tensor, "register_hook", hook_tensor),
+            mock.patch.object(torch.Tensor, "retain_grad", retain),
+            mock.patch.object(FunctionCtx, "set_materialize_grads", set_materialize),
+            mock.patch.object(BackwardCFunction, "register_hook", hook_node(_POST_HOOKS)),
+            mock.patch.object(BackwardCFunction, "register_prehook", hook_node(_PRE_HOOKS)),
+        ):
+            yield
+
+
+_TENSOR_HOOKS, _RETAINED, _PRE_HOOKS, _POST_HOOKS = (f"memguard {kind}" for kind in ("tensor", "retain", "pre", "post"))
+
+
+class _Walk:
+    """One backward pass."""
+
+    def __init__(self, walker: _Walker, keep_graph: bool, wanted: Sequence[tuple[Any, int] | None]) -> None:
+        self.walker = walker
+        self.keep_graph = keep_graph
+        self.captured: list[Any] = [None] * len(wanted)
+        self.captures: dict[Any, list[tuple[int, int]]] = defaultdict(list)  # node -> places of input and capture
+        for place, edge in enumerate(wanted):
+            if edge is not None:
+                self.captures[edge[0]].append((edge[1], place))
+        self.needed: set[Any] | None = None  # nodes that lead to what is wanted; None: all
+        self.edges: dict[
+            Any, tuple[tuple[Any, int], ...]
+        ] = {}  # also keeps each node's Python object, and its identity
+        self.waiting: dict[Any, int] = {}
+        self.buffers: dict[Any, list[Any]] = {}
+        self.queue = _Queue()
+        self.older: dict[Any, int] = {}  # by node, the sequence number of the next older one
+
+    def run(self, edges: Sequence[tuple[Any, int]], grads: Sequence[Any], wanted: Sequence[tuple[Any, int]]) -> None:
+        root = edges[0][0] if len(edges) == 1 else _Root(edges, grads)
+        order = self._explore(root)
+        numbers = sorted((node._sequence_nr(), place) for place, node in enumerate(order))
+        self.older = {order[place]: older for (_, place), (older, _) in zip(numbers, [(-1, 0), *numbers], strict=False)}
+        if wanted:
+            self._find_needed(order, {node for node, _ in wanted})
+        if len(edges) == 1:
+            self.buffers[root] = [None] * _arity(root)
+            self.buffers[root][edges[0][1]] = grads[0]
+        else:
+            self.buffers[root] = []
+        self.queue.push(root)
+        while self.queue:
+            self._evaluate(self.queue.pop())
+
+    def _explore(self, root: Any) -> list[Any]:
+        """Find all nodes and count what each waits for (`Engine::compute_dependencies`)."""
+        order, stack = [], [root]
+        self.edges[root] = root.next_functions
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            for following, _ in self.edges[node]:
+                if following is not None:
+                    self.waiting[following] = self.waiting.get(following, 0) + 1
+                    if following not in self.edges:
+                        self.edges[following] = following.next_functions
+                        stack.append(following)
+        return order
+
+    def _find_needed(self, order: list[Any], wanted: set[Any]) -> None:
+        """Nodes on a path to a wanted one (`GraphTask::init_to_execute`)."""
+        followers: dict[Any, list[Any]] = defaultdict(list)
+        for node in order:
+            for following, _ in self.edges[node]:
+                if following is not None:
+                    followers[following].append(node)
+        captured_only = wanted & self.captures.keys()
+        self.needed = wanted - captured_only
+        stack = [node for node in wanted if node in self.edges]
+        while stack:
+            for parent in followers[stack.pop()]:
+                if parent not in self.needed:
+                    self.needed.add(parent)
+                    stack.append(parent)
+
+    def _evaluate(self, node: Any) -> None:
+        """`Engine::evaluate_function`."""
+        grads = self.buffers.pop(node)
+        metadata = node.metadata
+        needed = self.needed is None or node in self.needed
+        if not needed:
+            grads = _hooked_inputs(node, metadata, grads)
+        for place, capture in self.captures.get(node, ()):
+            self.captured[capture] = grads[place]
+        if not needed:
+            return
+        grads = _hooked_inputs(node, metadata, grads)  # a node that runs is captured without its hooks
+        if self.walker.enter is not None:
+            self.walker.enter(metadata)
+        for hook in tuple(metadata.get(_PRE_HOOKS, {}).values()):
+            changed = hook(tuple(grads))
+            grads = grads if changed is None else list(changed)
+        outputs = self._call(node, grads)
+        for hook in tuple(metadata.get(_POST_HOOKS, {}).values()):
+            changed = hook(tuple(outputs), tuple(grads))
+            if changed is not None:
+                outputs = list(changed) if isinstance(changed, tuple) else [changed]
+        _drop_in_order(grads)
+        if not self.keep_graph:
+            self.walker.saved.release(node, self.older[node])
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            for place in range(len(outputs)):  # by place: a name of its own would keep the last alive
+                if outputs[place] is not None:
+                    torch.isnan(outputs[place]).any()  # for the memory it takes: nothing fake has a value
+        self._distribute(node, outputs)
+
+    def _call(self, node: Any, grads: list[Any]) -> list[Any]:
+        """`call_function`: run the node and bring its results into the shape their receivers expect."""
+        if _is_accumulation(node):
+            _accumulate_grad(node.variable, grads)
+            return []
+        outputs = _python_outputs(node, grads) if isinstance(node, torch._C._FunctionBase) else node(*grads)
+        outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+        for place, edge in enumerate(self.edges[node][: len(outputs)]):
+            if edge[0] is not None and outputs[place] is not None:
+                outputs[place] = _valid(outputs[place], *edge)
+        return outputs
+
+    def _distribute(self, node: Any, outputs: list[Any]) -> None:
+        """Hand each result to its receiver, and queue the receivers that wait for nothing more."""
+        added: list[Any] = []  # what was added to another gradient lives on until all are handed over
+        outputs.reverse()
+        for following, place in self.edges[node]:
+            received = [outputs.pop() if outputs else None]
+            if following is None:
+                continue
+            self.waiting[following] -= 1
+            if not (self.needed is None or following in self.needed or following in self.captures):
+                continue
+            buffer = self.buffers.get(following)
+            if buffer is None:
+                buffer = self.buffers[following] = [None] * _arity(following)
+            if received[0] is None:
+                pass
+            elif buffer[place] is None:
+                buffer[place] = received.pop()
+            else:
+                self._add(buffer, place, received[0])
+                added += received
+            if not self.waiting[following]:
+                self.queue.push(following)
+        _drop_in_order(added)
+
+    def _add(self, buffer: list[Any], place: int, new: Any) -> None:
+        """`InputBuffer::add` and `accumulate`."""
+        old = buffer[place]
+        references = sys.getrefcount(old)
+        if self.walker.adds_in_place and not torch.is_grad_enabled() and _is_ours_alone(old, references, held=3):
+            old.add_(new)
+        else:
+            buffer[place] = old + new
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    """What can be hung on a node; it lives as long as the node itself, unlike the node's Python object."""
+    return node.metadata  # type: ignore[no-any-return]
+
+
+def _drop_in_order(tensors: list[Any]) -> None:
+    """Let go of the first one first, as a C++ vector does; a Python list begins at its end."""
+    tensors.reverse()
+    while tensors:
+        tensors.pop()
+
+
+def _edge(tensor: Any) -> tuple[Any, int]:
+    """`gradient_edge` (torch/csrc/autograd/variable.cpp)."""
+    edge = tensor if not isinstance(tensor, torch.Tensor) else torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _arity(node: Any) -> int:
+    """How many gradients a node takes."""
+    return len(_input_metadata(node))
+
+
+def _input_metadata(node: Any) -> tuple[Any, ...]:
+    found = node._input_metadata
+    return found if isinstance(found, tuple) else tuple(found) if isinstance(found, list) else (found,)
+
+
+def _is_accumulation(node: Any) -> bool:
+    return bool(node._sequence_nr() == _LATEST) and hasattr(node, "variable")
+
+
+def _valid(grad: Any, node: Any, place: int) -> Any:
+    """`validate_outputs`: reduce a gradient that was broadcast, and give it its receiver's dtype."""
+    if grad is None:
+        return None
+    expected = _input_metadata(node)[place]
+    shape = tuple(expected.shape)
+    if grad.shape != shape:
+        grad = grad.sum_to_size(shape)
+    if expected.dtype is not None and grad.dtype != expected.dtype:
+        grad = grad.to(expected.dtype)
+    return grad
+
+
+def _hooked_inputs(node: Any, metadata: dict[str, Any], grads: list[Any]) -> list[Any]:
+    """Hooks on the tensors whose gradients come in."""
+    if _is_accumulation(node):
+        hooks = {0: node.variable._backward_hooks}
+    else:
+        hooks = metadata.get(_TENSOR_HOOKS, {})
+    for place, own in hooks.items():
+        for hook in tuple((own or {}).values()):
+            changed = hook(grads[place])
+            if changed is not None:
+                grads[place] = changed
+    for place, reference in metadata.get(_RETAINED, {}).items():
+        tensor = reference()
+        if tensor is not None and tensor.grad_fn is node and grads[place] is not None:
+            kept = tensor.grad
+            tensor.grad = grads[place].clone() if kept is None else kept + grads[place]
+    return grads
+
+
+def _python_outputs(node: Any, grads: list[Any]) -> list[Any]:
+    """`PyNode::apply` (torch/csrc/autograd/python_function.cpp): a ``torch.autograd.Function`` of the user's."""
+    if getattr(node, "memguard_materializes", True):
+        for place, expected in enumerate(_input_metadata(node)):
+            if grads[place] is None:
+                grads[place] = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
+    outputs = node.apply(*grads)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if len(outputs) == len(node.next_functions):
+        return list(outputs)
+    # One result for each argument of forward(), but one edge for each that is a tensor: those with an edge that leads
+    # somewhere are those that need a gradient, in order.
+    needed = iter([output for output, need in zip(outputs, node.needs_input_grad, strict=False) if need])
+    return [next(needed, None) if following is not None else None for following, _ in node.next_functions]
+
+
+# -- leaves
+
+
+def _accumulate_grad(variable: torch.Tensor, grads: list[Any]) -> None:
+    """`AccumulateGrad::apply` and `accumulateGrad` (torch/csrc/autograd/functions/accumulate_grad.{h,cpp})."""
+    if grads[0] is None or not variable.requires_grad:
+        return
+    new = grads.pop()
+    references = sys.getrefcount(new)
+    if variable.grad is not None:
+        if torch.is_grad_enabled():
+            variable.grad = variable.grad + new
+        else:
+            variable.grad += new
+    elif new.layout is not torch.strided:
+        variable.grad = new.detach() if not torch.is_grad_enabled() else new.clone()
+    elif not torch.is_grad_enabled() and _is_unshared(new, references, held=2) and _is_laid_out_as(new, variable):
+        variable.grad = new.detach()
+    else:
+        variable.grad = _copy_laid_out_as(new, variable)
+    for hook in tuple((getattr(variable, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(variable)
+
+
+def _is_unshared(tensor: torch.Tensor, references: int, held: int) -> bool:
+    """Whether nobody but the walk holds the tensor: ``held`` names in Python, and one reference from its object."""
+    return references <= held and tensor._use_count() == 1  # type: ignore[attr-defined]
+
+
+# A storage counts its tensor and its own Python object, which `untyped_storage()` makes.
+_ONE_TENSOR = 2
+
+
+def _is_ours_alone(tensor: torch.Tensor, references: int, held: int) -> bool:
+    """`can_accumulate_inplace`: nobody else holds the tensor nor its storage, and it is dense."""
+    if not _is_unshared(tensor, references, held) or tensor.layout is not torch.strided:
+        return False
+    count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count <= _ONE_TENSOR and _is_dense(tensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """``is_non_overlapping_and_dense``: some order of the dimensions makes the tensor contiguous."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_laid_out_as(grad: torch.Tensor, variable: torch.Tensor) -> bool:
+    """`obeys_layout_contract` (torch/csrc/autograd/utils/grad_layout_contract.h)."""
+    if not _is_dense(variable):
+        return grad.is_contiguous()
+    return all(
+        mine == theirs if size != 1 else mine != 0
+        for size, mine, theirs in zip(grad.shape, grad.stride(), variable.stride(), strict=True)
+    )
+
+
+def _copy_laid_out_as(grad: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
+    """`clone_obey_contract`."""
+    if not _is_dense(variable):
+        return grad.clone(memory_format=torch.contiguous_format)
+    return grad.new_empty_strided(variable.shape, variable.stride(), dtype=variable.dtype).copy_(grad)

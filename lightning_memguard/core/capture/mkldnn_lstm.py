@@ -1,0 +1,269 @@
+"""What an LSTM layer takes on the CPU, where oneDNN runs it and torch's fake kernel knows only half of what it returns.
+
+The reason to change is oneDNN's LSTM, or the way torch calls it. Checked on torch 2.13 and 2.14 (oneDNN 3.12).
+
+On the CPU ``at::lstm`` runs ``aten::mkldnn_rnn_layer`` for each layer and direction (`use_mkldnn` in
+aten/src/ATen/native/RNN.cpp), for fake tensors as for real ones: what it asks of them is their device. But the fake
+kernel (torch/_meta_registrations.py) returns an empty workspace, though the real one outweighs all else that the layer
+keeps for the backward pass, and one tensor for both bias gradients. And oneDNN's reordered weights and its scratchpads
+come out of torch's allocator too (`cpu_alloc` in aten/src/ATen/native/mkldnn/IDeepRegistration.cpp).
+
+GRU, plain RNN, and LSTM with projections, in float64 or of packed sequences have no such path: real and fake tensors
+alike are taken through linear operators, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+_FORWARD = torch.ops.aten.mkldnn_rnn_layer.default
+_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+
+_PAGE = 4096  # `set_offsets` in oneDNN, src/cpu/rnn/rnn_utils.cpp
+_ALIGNMENT = 128  # `default_alignment` in oneDNN, src/common/memory_tracking.hpp
+_GATES = 4
+_FLOAT = 4  # oneDNN accumulates in float32 and so are all gradients
+
+
+def fake_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
+    """What an LSTM layer, or its backward pass, really returns: each result a tensor of its own, of its true size.
+
+    Args:
+        func: the operator that a dispatch mode was called with.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        New fake tensors; None for any other operator, for real tensors and for other devices, where torch knows better.
+    """
+    if func not in (_FORWARD, _BACKWARD):
+        return None
+    given = _by_name(func, args, kwargs)
+    x, hx, hidden = given["input"], given["hx_"], given["hidden_size"]
+    if not isinstance(x, FakeTensor) or x.device.type != "cpu":
+        return None
+    if func is _FORWARD:
+        training = torch.is_grad_enabled()  # what `mkldnn_rnn_layer` itself asks
+        return (
+            x.new_empty((*x.shape[:2], hidden)),
+            hx.new_empty(hx.shape),
+            given["cx_"].new_empty(given["cx_"].shape),
+            x.new_empty((_workspace_bytes(_layer(given)) if training else 0,), dtype=torch.uint8),
+        )
+    bias = (_GATES * hidden,)
+    shapes = (x.shape, given["weight1"].shape, given["weight2"].shape, bias, bias, hx.shape, given["cx_tmp"].shape)
+    return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """How far the bytes alive inside an LSTM layer, or its backward pass, rise above its results.
+
+    Args:
+        func: the operator that a dispatch mode was called with.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        Bytes that the kernel takes from torch's CPU allocator and gives back; 0 for every other operator or device.
+    """
+    if func not in (_FORWARD, _BACKWARD):
+        return 0
+    given = _by_name(func, args, kwargs)
+    if given["input"].device.type != "cpu":
+        return 0
+    return _forward_scratch(given) if func is _FORWARD else _backward_scratch(given)
+
+
+# -- what the operators were given
+
+
+@dataclass(frozen=True)
+class _Layer:
+    steps: int
+    batch: int
+    inputs: int
+    hidden: int
+    element: int  # bytes of a number: 4 in float32, 2 in bfloat16
+
+
+def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = (argument.name for argument in func._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _layer(given: Mapping[str, Any]) -> _Layer:
+    x = given["input"]
+    steps, batch, inputs = x.shape
+    return _Layer(steps, batch, inputs, given["hidden_size"], x.element_size())
+
+
+# -- what torch allocates around oneDNN: aten/src/ATen/native/mkldnn/RNN.cpp, include/ideep/operators/lstm.hpp
+
+
+def _forward_scratch(given: Mapping[str, Any]) -> int:
+    """`mkldnn_rnn_layer`: the sum of both biases (or zeros), then oneDNN's copies of the weights and its scratchpad."""
+    layer, training = _layer(given), torch.is_grad_enabled()
+    weights = _contiguous_copy(given["weight0"]) + _contiguous_copy(given["weight1"])
+    bias = _GATES * layer.hidden * layer.element
+    return weights + bias + _forward_weights_bytes(layer, training) + _forward_scratchpad_bytes(layer, training)
+
+
+def _backward_scratch(given: Mapping[str, Any]) -> int:
+    """`mkldnn_rnn_layer_backward`: gradients that are missing, strided or not in float32, and what oneDNN takes.
+
+    oneDNN's own bias gradient is left out: when the second result of that size is cloned from the first, it is gone.
+    """
+    layer = _layer(given)
+    states = (given["output"], given["hx_"], given["cx_tmp"])
+    grads = (given["grad_output"], given["grad_hy"], given["grad_cy"])
+    taken = sum(
+        _bytes(state) if grad is None else _contiguous_copy(grad) for grad, state in zip(grads, states, strict=True)
+    )
+    if layer.element != _FLOAT:
+        taken += sum(state.numel() * _FLOAT for state in states)
+    if _share_storage(given["hx_"], given["cx_tmp"]):
+        taken += _bytes(given["cx_tmp"])
+    weights = _contiguous_copy(given["weight1"]) + _contiguous_copy(given["weight2"])
+    bias = _GATES * layer.hidden * layer.element
+    return taken + weights + bias + _backward_weights_bytes(layer) + _backward_scratchpad_bytes(layer)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _contiguous_copy(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_contiguous() else _bytes(tensor)
+
+
+def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+# -- which of its kernels oneDNN takes: `init_brgemm`, else `init_ref`, in oneDNN, src/cpu/rnn/ref_rnn.cpp
+
+
+def _is_brgemm(layer: _Layer, training: bool) -> bool:
+    """Whether it takes the blocked kernels: never to train in float32; in bfloat16 where there are instructions for it.
+
+    Left uncounted: on AMX some 16 KiB a thread; without AVX2, or AVX512-BF16, what inference packs its weights into.
+    """
+    if layer.element == _FLOAT:
+        return not training and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def _block(layer: _Layer) -> int:
+    """`brgemm_calc_n_block` (src/cpu/x64/rnn/rnn_brgemm_utils.cpp): two registers, four for a single row on AVX2."""
+    wide = layer.element != _FLOAT or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return 32 if wide or layer.batch == 1 else 16
+
+
+# -- weights in oneDNN's order: `set_expected_desc` in oneDNN, src/cpu/rnn/rnn_utils.cpp
+
+
+def _forward_weights_bytes(layer: _Layer, training: bool) -> int:
+    """Both weights with their rows by input (ldigo, rows padded); of a single row torch's order is as good."""
+    sizes, columns, e = (layer.inputs, layer.hidden), _GATES * layer.hidden, layer.element
+    if _is_brgemm(layer, training):
+        together = _FLOAT // e  # two numbers in bfloat16 go side by side
+        return sum(_round_up(size, together) for size in sizes) * _GATES * _round_up(layer.hidden, _block(layer)) * e
+    return sum(size * _good_ld(columns, e) * e for size in sizes if size > 1)
+
+
+def _backward_weights_bytes(layer: _Layer) -> int:
+    """Both weights with their rows by gate (ldgoi), torch's own order, which suits where no padding is needed.
+
+    Their gradients come out with rows by input, to be reordered, and in float32.
+    """
+    sizes, columns, e = (layer.inputs, layer.hidden), _GATES * layer.hidden, layer.element
+    diffs = sum(size * (_good_ld(columns, _FLOAT) if size > 1 else columns) * _FLOAT for size in sizes)
+    if _is_brgemm(layer, training=True):
+        return diffs + sum(_round_up(size, 32) for size in sizes) * _GATES * _round_up(layer.hidden, 2) * e
+    padded = ((size, _good_ld(size, e)) for size in sizes)
+    return diffs + sum(columns * row * e for size, row in padded if row != size)
+
+
+# -- workspace and scratchpad: `init_conf`, `set_workspace_sizes` (rnn_utils.hpp), `set_offsets` (rnn_utils.cpp)
+
+
+def _workspace_bytes(layer: _Layer) -> int:
+    """What the forward pass leaves for the backward pass, alike on all processors: gates, states, their gradients."""
+    n, h, e = layer.batch, layer.hidden, layer.element
+    cells = layer.steps * n
+    states = 2 * (layer.steps + 1) * n  # below and above the layer, with the initial ones
+    widest = max(layer.inputs, h)
+    gates = cells * _good_ld(_GATES * h, e) * e
+    before_projection = cells * _good_ld(h, e) * e
+    diff_states = states * _good_ld(widest, _FLOAT) * _FLOAT
+    return _pages(
+        gates,
+        before_projection,
+        states * _good_ld(widest, e) * e,
+        states * h * e,
+        diff_states,
+        diff_states,
+        states * h * _FLOAT,
+    )
+
+
+def _forward_scratchpad_bytes(layer: _Layer, training: bool) -> int:
+    n, h, e = layer.batch, layer.hidden, layer.element
+    brgemm = _is_brgemm(layer, training)
+    merged = n == 1 if brgemm else n < 128  # one product with the inputs of all steps; `merge_gemm_layer`
+    gates = (layer.steps if merged else 1) * n * _good_ld(_GATES * h, _FLOAT) * _FLOAT
+    space = _pages(gates, n * _good_ld(h, e) * e, n * _good_ld(h, _FLOAT) * _FLOAT if training else 0)
+    if not training:  # what would have been the workspace
+        states = 2 * (layer.steps + 1) * n
+        space += _pages(states * _good_ld(max(layer.inputs, h), e) * e, states * h * e)
+    fused = brgemm and layer.inputs == h and not (merged and layer.steps > 1)
+    return _scratchpad(layer, space, _batches(2 * (2 if fused else 1)) if brgemm else 0)
+
+
+def _backward_scratchpad_bytes(layer: _Layer) -> int:
+    n, h, e = layer.batch, layer.hidden, layer.element
+    brgemm = _is_brgemm(layer, training=True)
+    gates = (1 if brgemm else layer.steps) * n * _good_ld(_GATES * h, e) * e
+    space = _pages(gates, n * _good_ld(h, e) * e, n * _good_ld(h, _FLOAT) * _FLOAT)
+    if not brgemm:
+        return _scratchpad(layer, space)
+    rows = _round_up(n, 2)
+    copies = 1 if n > 1 else torch.get_num_threads()  # of one sample each thread transposes its own block: a bound
+    return _scratchpad(
+        layer,
+        space,
+        _batches(_GATES + 1),
+        torch.get_num_threads() * rows * 32 * e,
+        copies * layer.inputs * rows * e,
+        copies * h * rows * e,
+    )
+
+
+def _scratchpad(layer: _Layer, space: int, *blocks: int) -> int:
+    """`init_scratchpad` (src/cpu/rnn/ref_rnn.cpp): the space itself, four lists of pointers, and what brgemm adds."""
+    pointers = (8, 8, 8, 8 * layer.element)
+    return space + _PAGE + sum(block + _ALIGNMENT for block in (*pointers, *blocks) if block)
+
+
+def _batches(blocks: int) -> int:
+    return torch.get_num_threads() * blocks * 40  # sizeof(brgemm_batch_element_t)
+
+
+def _good_ld(size: int, element: int) -> int:
+    """`get_good_ld`: rows begin on cache lines, yet not on multiples of 256 numbers."""
+    line = 64 // element
+    ld = _round_up(size, line)
+    return ld + line if ld % 256 == 0 else ld
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _pages(*sizes: int) -> int:
+    return sum(_round_up(size, _PAGE) for size in sizes)

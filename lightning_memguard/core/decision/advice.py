@@ -1,0 +1,68 @@
+"""What would make a step fit: remedies, each with the memory it was predicted to leave and with its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One remedy, or two together, and the step's memory with them.
+
+    Attributes:
+        remedies: their names, such as ``"bf16-mixed"``.
+        how: what to write for each, such as ``'Trainer(precision="bf16-mixed")'``.
+        costs: what each costs in accuracy, time or behaviour, in plain words.
+        footprint: the memory of the step with them; with accumulation, of a step on the smaller batches.
+        saved_bytes: how much less that is than the step as it is.
+        fits: whether it is within the budget.
+    """
+
+    remedies: tuple[str, ...]
+    how: tuple[str, ...]
+    costs: tuple[str, ...]
+    footprint: Footprint
+    saved_bytes: int
+    fits: bool
+
+
+def text(advice: Advice) -> str:
+    """Write advice for a person, in one line: what, how much, how, at what cost.
+
+    Example:
+        >>> footprint = Footprint(8, "cuda", 5 << 30, 5 << 30, 5 << 30)
+        >>> text(Advice(("fused",), ("Adam(..., fused=True)",), ("none",), footprint, 1 << 30, True))
+        'fused: 5.0 GiB, 1.0 GiB less, fits. Adam(..., fused=True). Costs: none.'
+    """
+    need = format_bytes(advice.footprint.most_device_bytes)
+    verdict = "fits" if advice.fits else "does not fit"
+    return (
+        f"{' + '.join(advice.remedies)}: {need}, {format_bytes(advice.saved_bytes)} less, {verdict}. "
+        f"{'; '.join(advice.how)}. Costs: {'; '.join(advice.costs)}."
+    )
+
+
+def by_savings(advice: Iterable[Advice]) -> tuple[Advice, ...]:
+    """Sort by what is saved, most first; of equals, the single remedy before the pair."""
+    return tuple(sorted(advice, key=lambda each: (-each.saved_bytes, len(each.remedies))))
+
+
+def shortlist(advice: Iterable[Advice], most: int = 4) -> tuple[Advice, ...]:
+    """The few worth reading: of those that fit, single remedies before pairs; if none fits, those that come nearest."""
+    known = by_savings(advice)
+    fitting = sorted((each for each in known if each.fits), key=lambda each: len(each.remedies))
+    return tuple(fitting[:most]) or known[:most]
+
+
+def what_would_fit(advice: Sequence[Advice], not_tried: int = 0) -> str:
+    """Write a shortlist under its headline, as an error shows it; empty where there is no advice."""
+    if not advice:
+        return ""
+    fitting = any(each.fits for each in advice)
+    headline = "What would make it fit" if fitting else "Nothing that was tried makes it fit; what comes nearest"
+    lines = [f"{headline} (each predicted by running the step on a copy):", *(f"  - {text(each)}" for each in advice)]
+    return "\n".join([*lines, f"  ({not_tried} more were not tried, for lack of time)"] if not_tried else lines)

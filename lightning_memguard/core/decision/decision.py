@@ -1,0 +1,309 @@
+"""Footprint + Budget -> Decision: the largest batch size that fits, and why that one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.errors import DoesNotFitError, MemGuardError
+from lightning_memguard.units import format_bytes
+
+Outcome = Literal["tuned", "kept", "checked", "stepped aside"]
+"""``tuned``: the batch size was changed. ``kept``: it is what was asked for. ``checked``: ``mode="check"``: predicted,
+nothing changed. ``stepped aside``: no prediction could be made."""
+
+LimitedBy = Literal["memory", "dataset", "max_batch_size", "request", "checkpoint"]
+"""What keeps the batch size from being larger. ``request``: the size was not ours to choose. ``checkpoint``: the run
+goes on from one that was trained at it."""
+
+_NO_LIMIT = 1 << 20  # an iterable dataset has no length; a million samples a step is beyond any use
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the training may take on its device, in bytes, and who said so.
+
+    ``source`` is ``"nvml"``, ``"cuda"``, ``"host"`` (available memory), ``"cgroup"``, ``"rlimit"``, ``"mps"``,
+    ``"xpu"``, ``"catalogue"`` (all that a GPU that is not here has) or ``"given"``.
+    ``usable_bytes`` is ``free_bytes - margin_bytes``. ``device`` names the device in words.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    margin_bytes: int
+    source: str
+    device: str = "cpu"
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes the predicted peak is held against."""
+        return self.free_bytes - self.margin_bytes
+
+    @property
+    def margin_share(self) -> float:
+        """The margin as a share of what is free."""
+        return self.margin_bytes / self.free_bytes if self.free_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, and what stands in the way of choosing freely.
+
+    Attributes:
+        batch_size: the loader's own.
+        min_batch_size: the smallest size to choose.
+        max_batch_size: the largest, or None.
+        multiple_of: only multiples of this are chosen.
+        dataset_size: samples a rank has in an epoch, or None where nobody knows.
+        keep_effective_batch_size: samples an optimizer step shall see over all ranks, or None.
+        accumulate_grad_batches: the Trainer's own.
+        ranks: processes that train together.
+        free_to_choose: False to predict at ``batch_size`` and change nothing.
+        fixed_because: why the size is not free to choose, in plain words; empty where it is, or nobody asked.
+    """
+
+    batch_size: int
+    min_batch_size: int = 1
+    max_batch_size: int | None = None
+    multiple_of: int = 1
+    dataset_size: int | None = None
+    keep_effective_batch_size: int | None = None
+    accumulate_grad_batches: int = 1
+    ranks: int = 1
+    free_to_choose: bool = True
+    fixed_because: str = ""
+
+    @property
+    def smallest_batch_size(self) -> int:
+        """The smallest size there is to choose."""
+        return -(-self.min_batch_size // self.multiple_of) * self.multiple_of
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The batch size, and why.
+
+    Attributes:
+        batch_size: samples a batch on each rank; the one to train with.
+        requested_batch_size: the loader's own.
+        accumulate_grad_batches: batches an optimizer step.
+        outcome: see `Outcome`.
+        footprint: predicted at ``batch_size``; None where the guard stepped aside.
+        budget: what the device offers; None where it was not read.
+        limited_by: what keeps the batch size from being larger.
+        reason: why the guard chose nothing or stepped aside, in plain words; empty otherwise.
+        multiple_of: only multiples of this were chosen from.
+        validation_batch_size: samples a batch in the fit's validation: as asked, or the largest that fits; None where
+            validation was not predicted.
+    """
+
+    batch_size: int
+    requested_batch_size: int
+    accumulate_grad_batches: int
+    outcome: Outcome
+    footprint: Footprint | None
+    budget: Budget | None
+    limited_by: LimitedBy
+    reason: str = ""
+    multiple_of: int = 1
+    validation_batch_size: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is within the usable budget; False where nothing was predicted."""
+        if self.footprint is None or self.budget is None:
+            return False
+        return self.footprint.most_device_bytes <= self.budget.usable_bytes
+
+    def would_overrun(self, ratio: float) -> bool:
+        """Whether a peak ``ratio`` times the predicted one would pass the whole budget, margin included."""
+        if self.footprint is None or self.budget is None:
+            return False
+        return self.footprint.most_device_bytes * ratio > self.budget.free_bytes
+
+
+def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Request) -> Decision:
+    """Choose the largest batch size whose predicted peak fits the budget.
+
+    Args:
+        footprint_at: batch size -> footprint. Peaks grow with the size.
+        budget: what the device offers.
+        request: what was asked for.
+
+    Raises:
+        DoesNotFitError: even the smallest size allowed does not fit.
+        MemGuardError: the effective batch size asked for is below the smallest size allowed.
+    """
+
+    def fits(size: int) -> bool:
+        return footprint_at(size).most_device_bytes <= budget.usable_bytes
+
+    if not request.free_to_choose:
+        size = request.batch_size
+        return Decision(size, size, request.accumulate_grad_batches, "checked", footprint_at(size), budget, "request")
+    lowest, highest, bound = _range(request)
+    if not fits(lowest):
+        raise DoesNotFitError(_does_not_fit(footprint_at(lowest), budget, request))
+    size = _largest(lowest, highest, request.multiple_of, fits)
+    limited_by: LimitedBy = bound if size + request.multiple_of > highest else "memory"
+    accumulate = request.accumulate_grad_batches
+    if request.keep_effective_batch_size is not None:
+        largest = size
+        size, accumulate = _split(largest, request, lowest)
+        limited_by = limited_by if size == largest else "request"
+    outcome: Outcome = "kept" if size == request.batch_size else "tuned"
+    return Decision(
+        size,
+        request.batch_size,
+        accumulate,
+        outcome,
+        footprint_at(size),
+        budget,
+        limited_by,
+        multiple_of=request.multiple_of,
+    )
+
+
+def _range(request: Request) -> tuple[int, int, LimitedBy]:
+    """The smallest and largest size to choose from, both multiples of ``multiple_of``, and what sets the largest."""
+    bounds: list[tuple[int, LimitedBy]] = [(_NO_LIMIT, "memory")]
+    if request.dataset_size is not None:
+        bounds.append((request.dataset_size, "dataset"))
+    if request.max_batch_size is not None:
+        bounds.append((request.max_batch_size, "max_batch_size"))
+    if request.keep_effective_batch_size is not None:
+        bounds.append((request.keep_effective_batch_size // request.ranks, "request"))
+    highest, bound = min(bounds, key=lambda pair: pair[0])
+    step = request.multiple_of
+    lowest = request.smallest_batch_size
+    effective = request.keep_effective_batch_size
+    if effective is not None and lowest * request.ranks > effective:
+        raise MemGuardError(
+            f"keep_effective_batch_size={effective} is below the smallest batch there is: {lowest} samples on each of "
+            f"{request.ranks} ranks. Lower `min_batch_size` or `multiple_of`, or raise it."
+        )
+    return lowest, max(highest // step * step, lowest), bound
+
+
+def _largest(lowest: int, highest: int, step: int, fits: Callable[[int], bool]) -> int:
+    """The largest size that fits, by doubling and then halving the gap; ``lowest`` fits."""
+    good, reach = lowest, step
+    while good < highest:
+        trial = min(good + reach, highest)
+        if not fits(trial):
+            break
+        good, reach = trial, reach * 2
+    else:
+        return good
+    bad = min(good + reach, highest)
+    while bad - good > step:
+        middle = good + (bad - good) // (2 * step) * step
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def _split(largest: int, request: Request, lowest: int) -> tuple[int, int]:
+    """Size and accumulation whose product over all ranks comes nearest to the effective size, and not above it.
+
+    A size down to half the largest is taken where it comes nearer; below that, the same size twice does.
+    """
+    effective = request.keep_effective_batch_size or 0
+    nearly = range(largest, max(lowest, largest // 2) - 1, -request.multiple_of)
+    total, size = max((size * request.ranks * max(1, effective // (size * request.ranks)), size) for size in nearly)
+    return size, total // (size * request.ranks)
+
+
+def _room(need: int, budget: Budget) -> str:
+    if need <= budget.free_bytes:
+        return "lower `margin`"
+    if budget.source == "given":
+        return "raise `budget`"
+    return "free memory that others hold" if need <= budget.total_bytes else "train on a larger device"
+
+
+def _told(budget: Budget) -> str:
+    return "as given" if budget.source == "given" else f"by {budget.source}"
+
+
+_ADVICE = {
+    "parameters": "use a smaller model, or shard it over several devices",
+    "buffers": "use smaller buffers, or keep them off the device",
+    "gradients": "freeze part of the model, or shard it over several devices",
+    "optimizer_state": "use an optimizer that keeps less (SGD, Adafactor), or shard it over several devices",
+    "activations": "use bf16-mixed precision, activation checkpointing, or smaller inputs",
+    "batch": "use smaller inputs",
+    "temporaries": "use bf16-mixed precision, or smaller inputs",
+    "workspaces": "use smaller inputs",
+}
+
+
+def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> str:
+    need, usable = footprint.most_device_bytes, budget.usable_bytes
+    part = footprint.largest_part
+    words = part.replace("_", " ")
+    where = f" in {footprint.phase}" if footprint.is_evaluation else ""
+    return (
+        f"Batch size {footprint.batch_size} needs {format_bytes(need)}{where}; {budget.device} offers "
+        f"{format_bytes(usable)} after a {budget.margin_share:.0%} margin ({format_bytes(budget.free_bytes)} "
+        f"{_told(budget)}): {format_bytes(need - usable)} too little. "
+        f"The largest part is {words}, {format_bytes(footprint.parts[part])} of it: {_ADVICE[part]}; "
+        f"{_outside(footprint)}or {_room(need, budget)}"
+        f"{', or lower `min_batch_size`' if request.min_batch_size > 1 else ''}."
+    )
+
+
+def _outside(footprint: Footprint) -> str:
+    """What no tensor accounts for, where that is more than any part."""
+    context = footprint.outside_bytes
+    unsure = footprint.most_device_bytes - footprint.peak_device_bytes
+    if context + unsure <= footprint.parts[footprint.largest_part]:
+        return ""
+    may = f", and {format_bytes(unsure)} stand for what only the device can tell" if unsure else ""
+    return f"{format_bytes(context)} are its context and libraries{may}; "
+
+
+def without_rule_of_thumb(message: str) -> str:
+    """The message of a `DoesNotFitError` that better advice follows: what was found stays, and what room there is."""
+    for rule in _ADVICE.values():
+        message = message.replace(f": {rule}; or ", ". You can ").replace(f": {rule}; ", "; ")
+    return message
+
+
+def check_count(name: str, value: object) -> None:
+    """Check a number of samples or batches that a user gave.
+
+    Raises:
+        MemGuardError: it is no whole number of 1 or more.
+    """
+    if type(value) is not int or value < 1:
+        raise MemGuardError(f"{name}={value!r} is no count; give an int of 1 or more.")
+
+
+def check_settings(
+    margin: object, min_batch_size: int, max_batch_size: int | None, multiple_of: int, effective: int | None
+) -> None:
+    """Check the numbers a user can give.
+
+    Raises:
+        MemGuardError: one of them is out of its range, or two contradict each other.
+    """
+    if not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+        raise MemGuardError(
+            f"margin={margin!r} is outside [0, 1); it is the share of the budget to keep free, such as 0.05."
+        )
+    counts = {
+        "min_batch_size": min_batch_size,
+        "max_batch_size": max_batch_size,
+        "multiple_of": multiple_of,
+        "keep_effective_batch_size": effective,
+    }
+    for name, value in counts.items():
+        if value is not None:
+            check_count(name, value)
+    if max_batch_size is not None and -(-min_batch_size // multiple_of) * multiple_of > max_batch_size:
+        raise MemGuardError(
+            f"min_batch_size={min_batch_size} (in multiples of {multiple_of}) is above "
+            f"max_batch_size={max_batch_size}: no batch size is left to choose."
+        )

@@ -1,0 +1,79 @@
+"""Predicted + measured -> EpochRecord: how near the prediction came, once an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.units import GIB
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the device itself said the training took, in bytes.
+
+    ``peak_bytes`` is the counter that `Footprint.peak_device_bytes` predicts; ``source`` names the counter. ``parts``
+    holds the parts whose true size is readable (parameters, buffers, gradients, optimizer state), each from the real
+    tensors.
+    ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, where the device has one.
+    """
+
+    peak_bytes: int
+    source: str
+    parts: Mapping[str, int] = field(default_factory=dict)
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """Predicted beside measured, for one epoch; ``margin_bytes`` of the budget were to be kept free."""
+
+    epoch: int
+    batch_size: int
+    predicted: Footprint
+    measured: Measured
+    budget_bytes: int
+    margin_bytes: int = 0
+
+    @property
+    def error_ratio(self) -> float:
+        """``predicted / measured - 1``; positive when the prediction was too high."""
+        return (
+            self.predicted.peak_device_bytes / self.measured.peak_bytes - 1
+            if self.measured.peak_bytes
+            else float("nan")
+        )
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What the measured peak left of the budget, margin included; negative when it went over."""
+        return self.budget_bytes - self.measured.peak_bytes
+
+    def as_metrics(self) -> dict[str, float]:
+        """The values to log, by their public names (unit in the key).
+
+        Bounds stand there only where the prediction has some. ``stacked`` is each part on top of those below it, for
+        charts that can draw lines and no areas.
+        """
+        predicted = self.predicted
+        metrics = {
+            "memguard/predicted_peak_gib": predicted.peak_device_bytes / GIB,
+            "memguard/actual_peak_gib": self.measured.peak_bytes / GIB,
+            "memguard/error_pct": 100 * self.error_ratio,
+            "memguard/headroom_gib": self.headroom_bytes / GIB,
+            "memguard/batch_size": float(self.batch_size),
+            "memguard/limit_gib": self.budget_bytes / GIB,
+            "memguard/usable_gib": (self.budget_bytes - self.margin_bytes) / GIB,
+        }
+        if predicted.low and predicted.high:
+            metrics["memguard/predicted_low_gib"] = predicted.low.device_bytes / GIB
+            metrics["memguard/predicted_high_gib"] = predicted.high.device_bytes / GIB
+        metrics |= {f"memguard/parts/{part}_gib": nbytes / GIB for part, nbytes in predicted.parts.items()}
+        present = {part: nbytes for part, nbytes in predicted.parts.items() if nbytes}
+        heights = accumulate(present.values())
+        return metrics | {
+            f"memguard/stacked/{part}_gib": height / GIB for part, height in zip(present, heights, strict=True)
+        }

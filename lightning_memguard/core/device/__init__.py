@@ -1,0 +1,1 @@
+"""What a device has free, and what a training took of it."""

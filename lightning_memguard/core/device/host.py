@@ -1,0 +1,108 @@
+"""The host's memory: what is available, and the limits of control groups and of the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from lightning_memguard.core.device.room import Room, smallest
+
+_NO_LIMIT_BYTES = 1 << 60
+"""Control groups v1 spell "no limit" as the largest multiple of a page below 2**63."""
+
+
+# The host's memory
+
+
+def host_room() -> Room:
+    """Read what the host has available: free, or in use for what it can drop."""
+    memory = psutil.virtual_memory()
+    return Room(memory.total, memory.available, "host")
+
+
+def cgroup_room(root: Path = Path("/")) -> Room | None:
+    """Read what the process's control group leaves it: the least of its groups up to the top; None without a limit.
+
+    Args:
+        root: where ``proc`` and the mount points lie.
+    """
+    return smallest(tuple(_group_room(folder) for folder in _group_folders(root)))
+
+
+def _group_folders(root: Path) -> Iterator[Path]:
+    """The folders of the process's memory groups, v1 and v2, each with those above it."""
+    lines = (root / "proc/self/cgroup").read_text().splitlines()
+    groups = {names: path for _, names, path in (line.split(":", 2) for line in lines)}
+    for mounted, mount_point, names in _group_mounts(root):
+        path = next((path for key, path in groups.items() if names in key.split(",")), None)
+        if path is not None:
+            top = root / mount_point.lstrip("/")
+            folder = top / _below(path, mounted)
+            yield from (at for at in (folder, *folder.parents) if at.is_relative_to(top))
+
+
+def _group_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
+    """For each hierarchy that holds memory groups: the part of it that is mounted, where, and its name in /proc."""
+    # man 5 proc: id parent major:minor root mount-point options [tags ...] - type source super-options
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        mounted, mount_point = left.split()[3:5]
+        kind, *_, options = right.split()
+        if kind == "cgroup2":
+            yield mounted, mount_point, ""
+        elif kind == "cgroup" and "memory" in options.split(","):
+            yield mounted, mount_point, "memory"
+
+
+def _below(path: str, mounted: str) -> str:
+    """Where ``path`` lies under what is mounted; a container's own group may be all that is mounted."""
+    prefix = mounted.rstrip("/")
+    inside = path == mounted or path.startswith(f"{prefix}/")
+    return path[len(prefix) :].lstrip("/") if inside and ".." not in path.split("/") else ""
+
+
+def _group_room(folder: Path) -> Room | None:
+    """One group's limit less its use. Page cache that nobody used lately is dropped at need, so it is no use."""
+    # Above memory.high a group is slowed down until it hardly runs; above the others it is killed.
+    limit = _least_number(folder, "memory.max", "memory.high", "memory.limit_in_bytes")
+    use = _least_number(folder, "memory.current", "memory.usage_in_bytes")
+    if limit is None or use is None or limit >= _NO_LIMIT_BYTES:
+        return None
+    stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    # v1 sums up the groups below under `total_...`; v2 does so everywhere (kernel.org: cgroup-v1/memory.rst 5.2).
+    droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    return Room(limit, max(0, limit - max(0, use - droppable)), "cgroup")
+
+
+def _least_number(folder: Path, *names: str) -> int | None:
+    """The least of the numbers in these files; a file may be missing, or say ``max``."""
+    texts = (_text(folder / name).strip() for name in names)
+    return min((int(text) for text in texts if text.isdecimal()), default=None)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+def rlimit_room(process: Path = Path("/proc/self")) -> Room | None:
+    """Read what the process's own limits leave it (``ulimit -v``, ``ulimit -d``); None without a limit, or off Linux.
+
+    Args:
+        process: the process's folder in ``/proc``.
+    """
+    import resource
+
+    status = status_bytes(process)
+    uses = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))  # man 2 setrlimit
+    rooms = ((resource.getrlimit(kind)[0], status[used]) for kind, used in uses)
+    return smallest(
+        tuple(Room(limit, max(0, limit - used), "rlimit") for limit, used in rooms if limit != resource.RLIM_INFINITY)
+    )
+
+
+def status_bytes(process: Path) -> dict[str, int]:
+    """The sizes in a process's status file, in bytes."""
+    fields = (line.split() for line in (process / "status").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in fields if words[2:] == ["kB"]}

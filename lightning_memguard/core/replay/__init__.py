@@ -1,0 +1,1 @@
+"""What PyTorch's allocator makes of a trace."""

@@ -1,0 +1,497 @@
+"""Trace -> Replay: what PyTorch's caching allocator would hold for the events of a trace.
+
+This file changes when PyTorch changes how it hands out device memory. Names in brackets at a rule, such as
+[get_free_block], are functions of c10/cuda/CUDACachingAllocator.cpp (class DeviceCachingAllocator) unless another file
+is named; they were read as of torch 2.9 to 2.13. Not replayed: private pools of CUDA graphs and ``torch.cuda.MemPool``,
+and blocks that ``record_stream`` holds back (a trace does not tell when another stream is done).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_memguard.core.replay.settings import (
+    BLOCK_UNIT,
+    OWN_SEGMENT_FROM,
+    OWN_SEGMENT_UNIT,
+    ROUNDUP_INTERVALS,
+    SMALL_LIMIT,
+    SMALL_SEGMENT,
+    UNLIMITED,
+    AllocatorSettings,
+)
+
+# An expandable segment reserves addresses for 9/8 of the device (ExpandableSegment) and grows within them. Addresses
+# cost nothing and the replay may not know the device, so it takes more of them than any device has memory.
+_ADDRESSES_PER_SEGMENT = 1 << 48
+
+
+class Block:
+    """A stretch of device memory that was handed out, waits in the cache, or (expandable segments) is not mapped yet.
+
+    What `Allocator.alloc` returns and `Allocator.free` takes. Blocks of one segment form a chain by address.
+    """
+
+    __slots__ = (
+        "address",
+        "allocated",
+        "idle_since",
+        "mapped",
+        "next",
+        "pool",
+        "previous",
+        "requested_bytes",
+        "size_bytes",
+    )
+
+    def __init__(self, pool: Pool, address: int, size_bytes: int, mapped: bool = True) -> None:
+        self.pool = pool
+        self.address = address
+        self.size_bytes = size_bytes
+        self.mapped = mapped
+        self.allocated = False
+        self.requested_bytes = 0
+        self.idle_since = 0
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the block shares its segment with others."""
+        return self.previous is not None or self.next is not None
+
+
+class Pool:
+    """The blocks that wait for a request of one size class (small or large) on one stream.
+
+    PyTorch keeps all streams of a size class in one sorted set and compares the stream first; a list for each stream
+    gives the same order.
+    """
+
+    __slots__ = ("cached", "page_bytes", "small", "smallest_rest_bytes", "stream", "unmapped")
+
+    def __init__(self, small: bool, stream: int, settings: AllocatorSettings) -> None:
+        self.small = small
+        self.stream = stream
+        self.page_bytes = SMALL_SEGMENT if small else settings.large_segment_size_bytes
+        # The least that is split off a block and kept [should_split]: in the large pool it must exceed 1 MiB.
+        self.smallest_rest_bytes = BLOCK_UNIT if small or settings.expandable_segments else SMALL_LIMIT + 1
+        self.cached: list[tuple[int, int, Block]] = []  # (size, address, block), sorted [BlockComparatorSize]
+        self.unmapped: list[Block] = []  # sorted by address [BlockComparatorAddress]
+
+
+@dataclass(frozen=True)
+class BlockInfo:
+    """A block as ``torch.cuda.memory._snapshot`` would show it."""
+
+    address: int
+    size_bytes: int
+    requested_bytes: int
+    allocated: bool
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """A segment as ``torch.cuda.memory._snapshot`` would show it: blocks that lie end to end."""
+
+    address: int
+    stream: int
+    segment_type: Literal["small", "large"]
+    blocks: tuple[BlockInfo, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Device memory that the segment holds."""
+        return sum(block.size_bytes for block in self.blocks)
+
+
+class Allocator:
+    """PyTorch's caching allocator, without the memory: allocate, free, and look.
+
+    Args:
+        settings: of kind ``"cuda"``.
+
+    Attributes:
+        allocated_bytes, reserved_bytes: now; ``peak_allocated_bytes`` and ``peak_reserved_bytes`` so far.
+        retries: how often the whole cache was given back to make room for one request.
+
+    >>> allocator = Allocator(AllocatorSettings())
+    >>> block = allocator.alloc(700)
+    >>> allocator.allocated_bytes, allocator.reserved_bytes
+    (1024, 2097152)
+    >>> allocator.free(block)
+    >>> allocator.allocated_bytes, allocator.reserved_bytes
+    (0, 2097152)
+    """
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        assert settings.kind == "cuda", "exact memory needs no allocator"
+        self.settings = settings
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.retries = 0
+
+        self._expandable = settings.expandable_segments
+        self._capacity = UNLIMITED if settings.capacity_bytes is None else settings.capacity_bytes
+        self._oversize_from = settings.max_split_size_bytes or UNLIMITED
+        self._oversize_waste = settings.max_non_split_rounding_bytes or settings.large_segment_size_bytes
+        self._split_below = UNLIMITED if self._expandable else self._oversize_from
+        self._rounds_to_divisions = any(divisions > 1 for divisions in settings.roundup_power2_divisions)
+        self._torch_enforces_limit = settings.per_process_memory_fraction < 1.0
+        self._collects_garbage = (
+            settings.garbage_collection_threshold > 0.0
+            and self._torch_enforces_limit
+            and settings.capacity_bytes is not None
+            and not self._expandable
+        )
+        self._large_searches = 0  # the clock by which garbage collection tells old blocks from young ones
+
+        self._small_pools: dict[int, Pool] = {}
+        self._large_pools: dict[int, Pool] = {}
+        # First block of every segment by address. When blocks are joined the lower one lives on, so a segment's first
+        # block never changes. Addresses are never used twice; on a device cudaMalloc may, and then a tie between two
+        # free blocks of one size can fall differently.
+        self._segments: dict[int, Block] = {}
+        self._next_address = SMALL_SEGMENT
+        self._nothing = Block(Pool(True, 0, settings), 0, 0)
+
+    @property
+    def segment_count(self) -> int:
+        """Segments held now; an expandable segment counts once."""
+        return len(self._segments)
+
+    def alloc(self, nbytes: int, stream: int = 0) -> Block | None:
+        """The block that serves a request, or None if it does not fit the capacity even with the cache given back."""
+        if nbytes == 0:  # PyTorch gives no memory to an empty tensor [NativeCachingAllocator::allocate]
+            return self._nothing
+        size = self._rounded(nbytes)
+        pool = self._pool(size, stream)
+        block = self._best_fit(pool, size) or self._reserve(pool, size)
+        if block is None:
+            return None
+        # An unsplit rest counts as allocated [should_split, alloc_found_block].
+        if block.size_bytes - size >= pool.smallest_rest_bytes and size < self._split_below:
+            self._cache(_cut(block, size))
+        block.allocated = True
+        block.requested_bytes = nbytes
+        self.allocated_bytes += block.size_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Put a block back into the cache, joined with free neighbours [free_block]."""
+        if block is self._nothing:
+            return
+        assert block.allocated, "freed twice"
+        block.allocated = False
+        block.requested_bytes = 0
+        self.allocated_bytes -= block.size_bytes
+        self._cache(self._joined(block))
+
+    def segments(self) -> tuple[SegmentInfo, ...]:
+        """Everything held now, by address [snapshot]; an expandable segment is shown as its mapped stretches."""
+        return tuple(
+            SegmentInfo(
+                address=stretch[0].address,
+                stream=stretch[0].pool.stream,
+                segment_type="small" if stretch[0].pool.small else "large",
+                blocks=tuple(
+                    BlockInfo(block.address, block.size_bytes, block.requested_bytes, block.allocated)
+                    for block in stretch
+                ),
+            )
+            for first in self._segments.values()
+            for stretch in _mapped_stretches(first)
+        )
+
+    # Where a request goes
+
+    def _rounded(self, nbytes: int) -> int:
+        """The size of the block a request gets [round_size]."""
+        if self._rounds_to_divisions:
+            interval = min(max(nbytes.bit_length() - SMALL_LIMIT.bit_length(), 0), ROUNDUP_INTERVALS - 1)
+            divisions = self.settings.roundup_power2_divisions[interval]
+            if divisions > 1 and nbytes > BLOCK_UNIT * divisions:
+                # [roundup_power2_next_division]; a power of two is a multiple of its own steps and stays what it is.
+                step = (1 << (nbytes.bit_length() - 1)) // divisions
+                return _round_up(nbytes, step)
+        return _round_up(nbytes, BLOCK_UNIT)
+
+    def _pool(self, size: int, stream: int) -> Pool:
+        """The cache that serves a block of this size [get_pool]."""
+        pools = self._small_pools if size <= SMALL_LIMIT else self._large_pools
+        pool = pools.get(stream)
+        if pool is None:
+            pool = pools[stream] = Pool(size <= SMALL_LIMIT, stream, self.settings)
+        return pool
+
+    def _segment_bytes(self, size: int) -> int:
+        """What is reserved where no cached block serves [get_allocation_size]."""
+        if size <= SMALL_LIMIT:
+            return SMALL_SEGMENT
+        if size < OWN_SEGMENT_FROM:
+            return self.settings.large_segment_size_bytes
+        return _round_up(size, OWN_SEGMENT_UNIT)
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        """Take the smallest cached block that is large enough, the lowest of several [get_free_block]."""
+        if self._collects_garbage and not pool.small:
+            self._large_searches += 1
+        cached = pool.cached
+        at = bisect_left(cached, (size, 0))
+        if at == len(cached):
+            return None
+        if self._expandable:
+            at = _least_expandable(cached, at)
+        block = cached[at][2]
+        # An oversize block serves oversize requests alone, and of these only those that waste little of it.
+        if size < self._oversize_from <= block.size_bytes:
+            return None
+        if size >= self._oversize_from and block.size_bytes >= size + self._oversize_waste:
+            return None
+        del cached[at]
+        return block
+
+    def _reserve(self, pool: Pool, size: int) -> Block | None:
+        """A block from the device; where it is full, first from less and then from all of the cache [malloc]."""
+        if self._collects_garbage:
+            self._collect_garbage()
+        block = self._new_block(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = self._new_block(pool, size)
+        if block is None:
+            self._release_cached()
+            self.retries += 1
+            block = self._new_block(pool, size)
+        return block
+
+    def _new_block(self, pool: Pool, size: int) -> Block | None:
+        """A block that the device gives, if it fits: a new segment, or new pages of an expandable one [alloc_block]."""
+        segment_bytes = self._segment_bytes(size)
+        if self._expandable:
+            # PyTorch holds its own limit against a whole segment; the device only against the pages that are missing.
+            refused = self._torch_enforces_limit and not self._fits(segment_bytes)
+            return None if refused else self._grow(pool, size)
+        if not self._fits(segment_bytes):
+            return None
+        self._count_reserved(segment_bytes)
+        return self._new_segment(pool, segment_bytes, mapped=True)
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.reserved_bytes + nbytes <= self._capacity
+
+    def _count_reserved(self, nbytes: int) -> None:
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _new_segment(self, pool: Pool, nbytes: int, mapped: bool) -> Block:
+        address = self._next_address
+        self._next_address += nbytes
+        block = self._segments[address] = Block(pool, address, nbytes, mapped)
+        return block
+
+    # The cache
+
+    def _cache(self, block: Block) -> None:
+        """Let a free block wait for a request; an unmapped one, for pages [insert_into_blocks]."""
+        if block.mapped:
+            insort(block.pool.cached, (block.size_bytes, block.address, block))
+            block.idle_since = self._large_searches
+        else:
+            block.pool.unmapped.append(block)
+            block.pool.unmapped.sort(key=lambda unmapped: unmapped.address)
+
+    def _take(self, block: Block) -> None:
+        """Undo `_cache`."""
+        if block.mapped:
+            cached = block.pool.cached
+            del cached[bisect_left(cached, (block.size_bytes, block.address))]
+        else:
+            block.pool.unmapped.remove(block)
+
+    def _joined(self, block: Block) -> Block:
+        """Join a block with those neighbours that are free and, like it, mapped or not [try_merge_blocks]."""
+        after = block.next
+        if after is not None and not after.allocated and after.mapped is block.mapped:
+            self._take(after)
+            _absorb_next(block, after)
+        before = block.previous
+        if before is not None and not before.allocated and before.mapped is block.mapped:
+            self._take(before)
+            _absorb_next(before, block)
+            return before
+        return block
+
+    # Giving memory back
+
+    def _collect_garbage(self) -> None:
+        """Above the threshold, give back those whole segments that were unused longest [garbage_collect_cached_blocks].
+
+        Age is the number of searches of the large pool since the block was freed. Each round gives back all that are
+        at least of average age, also past the goal.
+        """
+        excess = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self._capacity)
+        idle = [block for pool in self._large_pools.values() for *_, block in pool.cached if not block.is_split]
+        while idle and excess > 0:
+            newest = self._large_searches - sum(self._large_searches - block.idle_since for block in idle) / len(idle)
+            for block in idle:
+                if block.idle_since <= newest:
+                    excess -= block.size_bytes
+                    self._release(block)
+            idle = [block for block in idle if block.idle_since > newest]
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back the one oversize block that makes enough room, else several, largest first.
+
+        True if what was given back is enough [release_available_cached_blocks].
+        """
+        if self.settings.max_split_size_bytes is None or self._expandable:
+            return False
+        wanted = max(size, self._oversize_from)
+        at = bisect_left(pool.cached, (wanted, 0))
+        if at < len(pool.cached):
+            self._release(pool.cached[at][2])
+            return True
+        released = 0
+        while released < wanted and pool.cached and pool.cached[-1][0] >= self._oversize_from:
+            released += pool.cached[-1][0]
+            self._release(pool.cached[-1][2])
+        return released >= wanted
+
+    def _release_cached(self) -> None:
+        """Give back every segment, or page, that is wholly free [release_cached_blocks, release_blocks]."""
+        for pool in (*self._large_pools.values(), *self._small_pools.values()):
+            for *_, block in tuple(pool.cached):
+                if self._expandable:
+                    self._unmap(block)
+                elif not block.is_split:
+                    self._release(block)
+
+    def _release(self, block: Block) -> None:
+        """Give back a segment that is one free block [release_block]."""
+        self._take(block)
+        del self._segments[block.address]
+        self.reserved_bytes -= block.size_bytes
+
+    # Expandable segments
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """Map pages behind a free block until it is large enough [try_allocate_expandable_block]."""
+        block: Block | None = self._expandable_block(pool, size)
+        if block is not None and not block.mapped:
+            block = self._map(block, min(size, block.size_bytes))
+        while block is not None and block.size_bytes < size:
+            assert block.next is not None, "free addresses were counted before"
+            block = self._map(block.next, min(size - block.size_bytes, block.next.size_bytes))
+        if block is not None:
+            self._take(block)
+        return block
+
+    def _expandable_block(self, pool: Pool, size: int) -> Block:
+        """Where the lowest free addresses start that can hold the size, mapped or not [find_expandable_block]."""
+        for unmapped in pool.unmapped:
+            before = unmapped.previous
+            first = before if before is not None and not before.allocated else unmapped
+            if _free_addresses_from(first, enough=size) >= size:
+                return first
+        page = pool.page_bytes
+        self._next_address = _round_up(self._next_address, page)  # so that pages start at multiples of their size
+        first = self._new_segment(pool, _ADDRESSES_PER_SEGMENT // page * page, mapped=False)
+        self._cache(first)
+        return first
+
+    def _map(self, block: Block, nbytes: int) -> Block | None:
+        """Back the first bytes of an unmapped block with pages, if they fit [map_block, ExpandableSegment::map]."""
+        pages_bytes = _round_up(nbytes, block.pool.page_bytes)
+        if not self._fits(pages_bytes):
+            return None
+        self._take(block)
+        if pages_bytes < block.size_bytes:
+            self._cache(_cut(block, pages_bytes))
+        block.mapped = True
+        self._count_reserved(pages_bytes)
+        block = self._joined(block)
+        self._cache(block)
+        return block
+
+    def _unmap(self, block: Block) -> None:
+        """Give back the pages that lie wholly inside a free block [unmap_block, ExpandableSegment::unmap]."""
+        page = block.pool.page_bytes
+        begin = _round_up(block.address, page)
+        end = (block.address + block.size_bytes) // page * page
+        if begin >= end:
+            return
+        self._take(block)
+        if begin > block.address:
+            after = _cut(block, begin - block.address)
+            self._cache(block)
+            block = after
+        if end < block.address + block.size_bytes:
+            self._cache(_cut(block, end - begin))
+        block.mapped = False
+        self.reserved_bytes -= end - begin
+        block = self._joined(block)
+        if block.is_split:
+            self._cache(block)
+        else:  # [release_expandable_segment]
+            del self._segments[block.address]
+
+
+def _round_up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def _cut(block: Block, nbytes: int) -> Block:
+    """Shorten a block, and return what was cut off as its new neighbour."""
+    rest = Block(block.pool, block.address + nbytes, block.size_bytes - nbytes, block.mapped)
+    rest.previous, rest.next = block, block.next
+    if block.next is not None:
+        block.next.previous = rest
+    block.next = rest
+    block.size_bytes = nbytes
+    return rest
+
+
+def _absorb_next(block: Block, after: Block) -> None:
+    block.size_bytes += after.size_bytes
+    block.next = after.next
+    if after.next is not None:
+        after.next.previous = block
+
+
+def _least_expandable(cached: list[tuple[int, int, Block]], at: int) -> int:
+    """With expandable segments the best fit counts what a block could grow to: skip on while that gets less."""
+    while at + 1 < len(cached) and _expandable_bytes(cached[at + 1][2]) < _expandable_bytes(cached[at][2]):
+        at += 1
+    return at
+
+
+def _expandable_bytes(block: Block) -> int:
+    after = block.next
+    return block.size_bytes + (after.size_bytes if after is not None and not after.mapped else 0)
+
+
+def _free_addresses_from(block: Block | None, enough: int) -> int:
+    """Bytes from this block on that are not in use; no need to count past enough."""
+    free_bytes = 0
+    while block is not None and not block.allocated and free_bytes < enough:
+        free_bytes += block.size_bytes
+        block = block.next
+    return free_bytes
+
+
+def _mapped_stretches(first: Block) -> Iterator[list[Block]]:
+    stretch: list[Block] = []
+    block: Block | None = first
+    while block is not None:
+        if block.mapped:
+            stretch.append(block)
+        elif stretch:
+            yield stretch
+            stretch = []
+        block = block.next
+    if stretch:
+        yield stretch

@@ -1,0 +1,215 @@
+"""The environment -> AllocatorSettings: how PyTorch's caching allocator was told to hand out memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_memguard.errors import MemGuardError
+from lightning_memguard.units import MIB
+
+# The sizes that PyTorch fixes. c10/core/AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc,
+# kRoundLarge, large_segment_size_; c10/core/AllocatorConfig.cpp: kRoundUpPowerOfTwoIntervals.
+BLOCK_UNIT = 512  # every block is a multiple of this
+SMALL_LIMIT = 1 * MIB  # requests up to this come from the small pool
+SMALL_SEGMENT = 2 * MIB  # what the small pool reserves at a time
+OWN_SEGMENT_FROM = 10 * MIB  # requests from here on reserve a segment of their own size ...
+OWN_SEGMENT_UNIT = 2 * MIB  # ... rounded up to this
+LARGE_SEGMENT = 20 * MIB  # what the large pool reserves below that, unless large_segment_size_mb says otherwise
+ROUNDUP_INTERVALS = 16  # [1 MiB, 2 MiB), [2 MiB, 4 MiB), ... and all from 32 GiB on
+
+UNLIMITED = 1 << 64
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """How memory is handed out: PyTorch's settings, in bytes.
+
+    Attributes:
+        kind: ``"cuda"`` follows the rules of the caching allocator. ``"exact"`` neither rounds nor caches, so that
+            reserved equals allocated; this is the CPU.
+        capacity_bytes: device memory the process may reserve; None for no limit.
+        expandable_segments: one growing segment for each pool and stream instead of many of fixed size.
+        roundup_power2_divisions: into how many steps each power of two is divided when a request is rounded up; 16
+            numbers for requests from 1 MiB, 2 MiB, 4 MiB, ... on, the first also for smaller ones; 0 and 1 mean no
+            such rounding. This is how torch stores it.
+        max_split_size_bytes: blocks from this size on are never split; None for no such limit.
+        max_non_split_rounding_bytes: how much larger than the request a block that may not be split can be; None for
+            ``large_segment_size_bytes``.
+        garbage_collection_threshold: share of the capacity above which cached segments are given back early; 0 for
+            never. PyTorch heeds it only when a memory fraction below 1 is set, and so does the replay.
+        per_process_memory_fraction: as set in ``torch.cuda.set_per_process_memory_fraction``. It only tells whether
+            PyTorch enforces a limit itself; the limit is ``capacity_bytes``.
+        large_segment_size_bytes: what the large pool reserves for a request below 10 MiB, and the page size of its
+            expandable segments.
+    """
+
+    kind: Literal["cuda", "exact"] = "cuda"
+    capacity_bytes: int | None = None
+    expandable_segments: bool = False
+    roundup_power2_divisions: tuple[int, ...] = (0,) * ROUNDUP_INTERVALS
+    max_split_size_bytes: int | None = None
+    max_non_split_rounding_bytes: int | None = None
+    garbage_collection_threshold: float = 0.0
+    per_process_memory_fraction: float = 1.0
+    large_segment_size_bytes: int = LARGE_SEGMENT
+
+    @classmethod
+    def for_device(cls, device_type: str, environ: Mapping[str, str]) -> AllocatorSettings:
+        """The settings that PyTorch would use on a type of device, given the environment variables.
+
+        Args:
+            device_type: a torch device type, such as ``"cuda"`` or ``"cpu"``.
+            environ: the environment variables, usually ``os.environ``.
+
+        Raises:
+            MemGuardError: PyTorch would refuse the variable, or it asks for an allocator that cannot be replayed.
+
+        >>> AllocatorSettings.for_device("cuda", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}).max_split_size_bytes
+        67108864
+        """
+        if device_type not in _CACHING_DEVICES:
+            return cls(kind="exact")
+        # The first variable that exists is read and no other, even if it is empty; the old names come before the
+        # general one (c10/core/AllocatorConfig.cpp, AcceleratorAllocatorConfig::instance).
+        for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            if variable in environ:
+                return _settings_from(variable, environ[variable])
+        return cls()
+
+
+# Reading the environment. c10/core/AllocatorConfig.cpp (AcceleratorAllocatorConfig::parseArgs) and
+# c10/cuda/CUDAAllocatorConfig.cpp (CUDAAllocatorConfig::parseArgs) share one syntax, `key:value,key:[a:1,b:2]`, in
+# which blanks mean nothing. A number ends where its digits end: PyTorch reads 128 from `128MB`.
+
+# XPU's allocator (c10/xpu/XPUCachingAllocator.cpp) has the same pools, sizes and expandable segments.
+_CACHING_DEVICES = ("cuda", "xpu")
+
+_OPTION = re.compile(r"([^,:\[\]]+):(\[[^\]]*\]|[^,:\[\]]+)(?:,|$)")
+_WHOLE_NUMBER = re.compile(r"[+-]?\d+")
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+
+
+def _settings_from(variable: str, text: str) -> AllocatorSettings:
+    """Read the options that decide how much memory is held; the last of equal keys counts.
+
+    Any other key is passed over: PyTorch itself refuses a key it does not know as soon as CUDA is used, so one that
+    gets here belongs to something else (pinned memory, say) or to a newer PyTorch.
+    """
+    options = {key: _Option(variable, key, value) for key, value in _split_options(variable, text)}
+    if "backend" in options:
+        options["backend"].check_backend()
+
+    # Read first: it is the least that max_split_size_mb and max_non_split_rounding_mb may be.
+    large_segment = LARGE_SEGMENT
+    if "large_segment_size_mb" in options:
+        large_segment = options["large_segment_size_mb"].mebibytes(at_least=OWN_SEGMENT_FROM + MIB)
+    max_split = max_non_split_rounding = None
+    if "max_split_size_mb" in options:
+        max_split = options["max_split_size_mb"].mebibytes(at_least=large_segment)
+    if "max_non_split_rounding_mb" in options:
+        max_non_split_rounding = options["max_non_split_rounding_mb"].mebibytes(at_least=large_segment)
+    divisions: tuple[int, ...] = (0,) * ROUNDUP_INTERVALS
+    if "roundup_power2_divisions" in options:
+        divisions = options["roundup_power2_divisions"].divisions()
+    threshold, fraction = 0.0, 1.0
+    if "garbage_collection_threshold" in options:
+        threshold = options["garbage_collection_threshold"].share(ends_included=False)
+    if "per_process_memory_fraction" in options:
+        fraction = options["per_process_memory_fraction"].share(ends_included=True)
+    return AllocatorSettings(
+        expandable_segments="expandable_segments" in options and options["expandable_segments"].flag(),
+        roundup_power2_divisions=divisions,
+        max_split_size_bytes=max_split,
+        max_non_split_rounding_bytes=max_non_split_rounding,
+        garbage_collection_threshold=threshold,
+        per_process_memory_fraction=fraction,
+        large_segment_size_bytes=large_segment,
+    )
+
+
+def _split_options(variable: str, text: str) -> Iterator[tuple[str, str]]:
+    text = "".join(text.split())
+    at = 0
+    while at < len(text):
+        option = _OPTION.match(text, at)
+        if option is None:
+            raise MemGuardError(f"{variable} is {text!r}; expected key:value,key:value, but found {text[at:]!r}.")
+        yield option[1], option[2]
+        at = option.end()
+
+
+def _leading_whole_number(text: str) -> int | None:
+    number = _WHOLE_NUMBER.match(text)
+    return int(number[0]) % UNLIMITED if number else None  # as std::stoull: -1 is the largest number there is
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One `key:value` of the environment variable, read as what it is meant to be."""
+
+    variable: str
+    key: str
+    value: str
+
+    def flag(self) -> bool:
+        if self.value not in ("True", "False"):
+            raise self._refused("True or False")
+        return self.value == "True"
+
+    def mebibytes(self, at_least: int) -> int:
+        number = _leading_whole_number(self.value)
+        if number is None or number * MIB < at_least:
+            raise self._refused(f"a whole number of MiB, at least {at_least // MIB}")
+        return number * MIB
+
+    def share(self, ends_included: bool) -> float:
+        number = _NUMBER.match(self.value)
+        share = float(number[0]) if number else -1.0
+        if not (0.0 <= share <= 1.0 if ends_included else 0.0 < share < 1.0):
+            raise self._refused("a number from 0 to 1" if ends_included else "a number between 0 and 1")
+        return share
+
+    def divisions(self) -> tuple[int, ...]:
+        """One number for all sizes, or a list such as `[256:1,512:2,>:8]` (parseRoundUpPower2Divisions).
+
+        That list gives 1 to requests from 256 MiB on, 2 from 512 MiB on, and 8 to all larger ones. Sizes below the
+        first that is named take the first's number; sizes between two that are named take 0.
+        """
+        if not self.value.startswith("["):
+            return (self._power_of_two(self.value),) * ROUNDUP_INTERVALS
+        divisions = [0] * ROUNDUP_INTERVALS
+        last: int | None = None
+        for pair in filter(None, self.value[1:-1].split(",")):
+            size, _, number = pair.partition(":")
+            value = self._power_of_two(number, or_zero=True)
+            if size == ">":
+                from_here = (last or 0) + 1
+                divisions[from_here:] = [value] * (ROUNDUP_INTERVALS - from_here)
+                continue
+            interval = min(self._power_of_two(size).bit_length() - 1, ROUNDUP_INTERVALS - 1)
+            if last is None:
+                divisions[:interval] = [value] * interval
+            divisions[interval] = value
+            last = interval
+        return tuple(divisions)
+
+    def check_backend(self) -> None:
+        if self.value in ("cudaMallocAsync", "hipMallocAsync"):
+            raise MemGuardError(
+                f"{self.variable} sets backend:{self.value}, where the CUDA driver decides what is held, by rules that "
+                "cannot be replayed. Use backend:native to have memory predicted."
+            )
+        if self.value != "native":
+            raise self._refused("native or cudaMallocAsync")
+
+    def _power_of_two(self, text: str, or_zero: bool = False) -> int:
+        number = _leading_whole_number(text)
+        if number is None or number & (number - 1) or (number == 0 and not or_zero):
+            raise self._refused("powers of two, as in 4 or [256:1,512:2,1024:4,>:8]")
+        return number
+
+    def _refused(self, expected: str) -> MemGuardError:
+        return MemGuardError(f"{self.variable} sets {self.key}:{self.value}; expected {expected}.")

@@ -1,0 +1,1 @@
+"""What one training step allocates and frees, at any batch size."""

@@ -1,0 +1,1 @@
+"""The only folder that reads private names of Lightning."""

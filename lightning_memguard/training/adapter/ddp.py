@@ -1,0 +1,524 @@
+"""DistributedDataParallel, as far as memory goes: its buckets, its broadcasts, and when each of them comes and goes.
+
+The shadow runs a copy of the module on one device, without a process group, so nothing wraps it. What the wrapper would
+allocate is allocated here instead, at the same moments: when it is built, before each forward, and as each gradient
+becomes ready. Which moments those are was read in torch/nn/parallel/distributed.py and in torch/csrc/distributed/c10d/
+reducer.cpp and comm.cpp, and measured on torch 2.13 with two gloo processes (`tests/training/adapter/test_ddp.py`).
+
+Not counted: what the communication library takes outside of torch's allocator (NCCL's channels and buffers on each
+GPU, gloo's on the host); a few hundred bytes that live while ranks compare shapes and bucket indices; and when a stream
+of NCCL's lets go of a tensor. Private names of Lightning's DDPStrategy are read here, checked on 2.6.6.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_memguard.core.capture.recorder import Recorder
+from lightning_memguard.training.adapter.lightning_types import is_a
+
+_MIB = 1 << 20
+_FIRST_BUCKET_BYTES = 1 * _MIB  # dist._DEFAULT_FIRST_BUCKET_BYTES
+_BUCKET_BYTES = 25 * _MIB  # torch/nn/parallel/distributed.py, _DEFAULT_BUCKET_CAP_MB
+_BROADCAST_BYTES = 250 * _MIB  # DistributedDataParallel.broadcast_bucket_size
+_BROADCASTS_IN_FLIGHT = 2  # broadcast_coalesced in comm.cpp
+_SIDE_STREAM = 1  # DDPStrategy._setup_model builds the wrapper on a CUDA stream of its own
+
+# Communication hooks that send a copy of each bucket, by the bytes that one element of the copy takes.
+_COMPRESSED_BYTES = {
+    "fp16_compress_hook": 2,
+    "bf16_compress_hook": 2,
+    "fp16_compress_wrapper": 2,
+    "bf16_compress_wrapper": 2,
+}
+_UNCOMPRESSED = ("allreduce_hook", "noop_hook")
+_NOT_COUNTED = ("mixed_precision", "delay_all_reduce_named_params")
+# Children of DDPStrategy that do not wrap the module in DistributedDataParallel.
+_OTHER_WRAPPERS = ("DeepSpeedStrategy", "XLAStrategy")
+
+
+def wraps_in_ddp(strategy: object) -> bool:
+    """Whether training under this Lightning strategy wraps the module in DistributedDataParallel."""
+    return is_a(strategy, "DDPStrategy") and not is_a(strategy, *_OTHER_WRAPPERS)
+
+
+def with_bucket_views(strategy: Any) -> Any:
+    """A shallow copy of a DDPStrategy to read from, whose gradients are views of their buckets."""
+    other = copy.copy(strategy)
+    other._ddp_kwargs = {**strategy._ddp_kwargs, "gradient_as_bucket_view": True}
+    return other
+
+
+def steps_until_steady(strategy: object) -> int:
+    """The optimizer steps after which a step's memory no longer changes: a static graph moves its buckets in its third.
+
+    Returns:
+        How many steps are worth watching: 2, or 3 where the buckets are built anew before the third forward pass.
+    """
+    return 3 if wraps_in_ddp(strategy) and Arguments.of(strategy).static_graph else 2
+
+
+def attach(strategy: object, twin: Any, recorder: Recorder, *, fits: bool = True) -> None:
+    """Have a twin's run allocate what it would under DistributedDataParallel; nothing for any other strategy.
+
+    Call it where DDP would wrap the module: when the twin is on its device and watched, before it has optimizers.
+
+    Args:
+        strategy: the user's Lightning strategy; its settings are read, nothing is changed.
+        twin: the LightningModule that will run; its ``training_step`` and ``manual_backward`` are wrapped.
+        recorder: watches the twin.
+        fits: False for a validation, test or prediction on its own: Lightning then wraps nothing, and only has the
+            ranks agree on parameters and buffers.
+
+    Example:
+        ```python
+        start(self.model)
+        attach(user.strategy, self.model, recorder)
+        ```
+    """
+    if not wraps_in_ddp(strategy):
+        return
+    if not fits:
+        _broadcast(_states_of(twin, buffers=True), recorder)
+        return
+    arguments = Arguments.of(strategy)
+    if not any(parameter.requires_grad for parameter in twin.parameters()):
+        return  # DDP refuses such a module
+    for note in arguments.notes(twin):
+        recorder.assumptions[note] = None
+    wrapper = _Wrapper(arguments, twin, recorder)
+    _wrap_training_step(twin, wrapper)
+    _wrap_manual_backward(twin, wrapper)
+    if strategy._layer_sync is not None:  # type: ignore[attr-defined]
+        _exchange_statistics(twin, arguments.ranks, recorder)
+
+
+def _exchange_statistics(twin: nn.Module, ranks: int, recorder: Recorder) -> None:
+    """What SyncBatchNorm takes beside the batch norm it replaces, which keeps as much for the backward pass.
+
+    Mean, inverse deviation and count of each channel are joined, and gathered from all ranks (``SyncBatchNorm.forward``
+    in torch/nn/modules/_functions.py, torch 2.13).
+    """
+
+    def gather(module: Any, _: Any, output: torch.Tensor) -> None:
+        if module.training:
+            joined = 2 * module.num_features + 1
+            taken = [output.new_empty(joined * count, dtype=torch.float32) for count in (1, ranks)]
+            recorder.label(taken, "communication")
+
+    for module in twin.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.register_forward_hook(gather)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Those arguments of DistributedDataParallel that decide what it allocates.
+
+    Attributes:
+        bucket_bytes: the size at which a bucket is full.
+        first_bucket_bytes: the same of the bucket that is ready first.
+        bucket_bytes_list: one such size for each bucket, where the user gave a list.
+        find_unused_parameters, gradient_as_bucket_view, static_graph: as DDP names them.
+        batched_grad_copy: copy the gradients of a bucket together once all are there.
+        sync_buffers: broadcast buffers before each forward pass.
+        init_sync: broadcast parameters and buffers when the wrapper is built.
+        init_sync_buffers: buffers too.
+        ranks: how many processes train together.
+        hook: the name of the communication hook, empty without one; those inside a wrapper are not told apart.
+        ignored: arguments given that are not counted.
+    """
+
+    bucket_bytes: int = _BUCKET_BYTES
+    first_bucket_bytes: int = _FIRST_BUCKET_BYTES
+    bucket_bytes_list: tuple[int, ...] = ()
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    batched_grad_copy: bool = False
+    sync_buffers: bool = True
+    init_sync: bool = True
+    init_sync_buffers: bool = True
+    ranks: int = 1
+    hook: str = ""
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, strategy: Any) -> Arguments:
+        """Read them off a Lightning DDPStrategy."""
+        given = dict(strategy._ddp_kwargs)
+        cap_mb, caps_mb = given.get("bucket_cap_mb"), given.get("bucket_cap_mb_list") or ()
+        most_mb = max(caps_mb) if caps_mb else cap_mb
+        bucket_bytes = _BUCKET_BYTES if most_mb is None else int(most_mb * _MIB)
+        broadcast = given.get("broadcast_buffers")
+        forward_sync = given.get("forward_sync_buffers")
+        old = True if broadcast is None else bool(broadcast)
+        hook = strategy._ddp_comm_wrapper or strategy._ddp_comm_hook
+        return cls(
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=_FIRST_BUCKET_BYTES if most_mb is None else bucket_bytes,
+            bucket_bytes_list=tuple(int(mb * _MIB) for mb in caps_mb),
+            find_unused_parameters=bool(given.get("find_unused_parameters", False)),
+            gradient_as_bucket_view=bool(given.get("gradient_as_bucket_view", False)),
+            static_graph=bool(given.get("static_graph", False)),
+            batched_grad_copy=bool(given.get("batched_grad_copy", False)),
+            sync_buffers=old if forward_sync is None else bool(forward_sync),
+            init_sync=bool(given.get("init_sync", True)),
+            init_sync_buffers=old if forward_sync is None else True,
+            ranks=max(1, strategy.num_processes * strategy.num_nodes),
+            hook=getattr(hook, "__name__", type(hook).__name__) if hook else "",
+            ignored=tuple(name for name in _NOT_COUNTED if given.get(name) is not None),
+        )
+
+    @property
+    def finds_unused(self) -> bool:
+        """Whether each backward pass asks which parameters it leaves out; such buckets are never built anew."""
+        return self.find_unused_parameters and not self.static_graph
+
+    @property
+    def first_limits(self) -> list[int]:
+        """Sizes at which the buckets that the wrapper starts with are full, the last one for all further buckets."""
+        if self.bucket_bytes_list:
+            return list(self.bucket_bytes_list)
+        if not self.finds_unused:
+            return [sys.maxsize]
+        if self.first_bucket_bytes < self.bucket_bytes:
+            return [self.first_bucket_bytes, self.bucket_bytes]
+        return [self.bucket_bytes]
+
+    @property
+    def later_limits(self) -> list[int]:
+        """The same of the buckets that are built anew, in the order in which gradients were ready."""
+        return list(self.bucket_bytes_list) or [self.first_bucket_bytes, self.bucket_bytes]
+
+    def notes(self, twin: Any) -> Iterator[str]:
+        """What a prediction for this module has to leave out."""
+        for name in self.ignored:
+            yield f"DistributedDataParallel({name}=...) was not counted"
+        counted = not self.hook or self.hook in _COMPRESSED_BYTES or self.hook in _UNCOMPRESSED
+        if not counted and _device_of(twin).type == "cuda":
+            yield f"what the communication hook {self.hook} takes was not counted"
+
+
+def first_buckets(arguments: Arguments, parameters: Sequence[torch.Tensor], sparse: Sequence[bool]) -> list[list[int]]:
+    """The buckets that DDP starts with, the one that is reduced first in front.
+
+    Args:
+        arguments: how DDP is set.
+        parameters: those that need a gradient, in the module's order.
+        sparse: which of them will have a sparse gradient, and so no bucket in memory.
+
+    Returns:
+        By bucket, the places of its parameters.
+    """
+    return _partition(parameters, arguments.first_limits, sparse)[::-1]
+
+
+def later_buckets(
+    arguments: Arguments, parameters: Sequence[torch.Tensor], sparse: Sequence[bool], ready: Sequence[int]
+) -> list[list[int]]:
+    """The buckets that DDP goes on with, after ``ready`` told it in which order gradients come."""
+    return _partition([parameters[index] for index in ready], arguments.later_limits, sparse, ready)
+
+
+def _partition(
+    tensors: Sequence[torch.Tensor], limits: Sequence[int], sparse: Sequence[bool] = (), order: Sequence[int] = ()
+) -> list[list[int]]:
+    # Private: what DistributedDataParallel itself calls. Checked on torch 2.13. Not every torch is built with it.
+    from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+
+    buckets, _ = _compute_bucket_assignment_by_size(list(tensors), list(limits), list(sparse), list(order))
+    return [list(bucket) for bucket in buckets]
+
+
+class _Wrapper:
+    """What DistributedDataParallel and its reducer hold and do, by the names they give to it."""
+
+    def __init__(self, arguments: Arguments, twin: nn.Module, recorder: Recorder) -> None:
+        self.arguments = arguments
+        self.twin = weakref.ref(twin)
+        self.recorder = recorder
+        self.parameters, self.sparse = _reduced_parameters(twin)
+        self.buckets: list[list[int]] = []
+        self.views: dict[int, torch.Tensor] = {}  # by parameter: where its gradient goes
+        self.bucket_of: dict[int, int] = {}
+        self.pending: list[int] = []
+        self.ready_order: list[int] = []
+        self.rebuilt = False
+        self.backward_passes = 0
+        self.expects_gradients = False
+        self.delayed = False  # a static graph reduces its first gradients only once all are there
+        self.syncs_buffers = arguments.sync_buffers
+        with self._on_side_stream():
+            self._sync_states(twin)
+            self._make_buckets(first_buckets(arguments, self.parameters, self.sparse))
+            self.used_maps = self._used_maps()
+        for index, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(functools.partial(_gradient_ready, weakref.ref(self), index))
+
+    # -- when the wrapper is built
+
+    def _sync_states(self, twin: nn.Module) -> None:
+        if self.arguments.init_sync:
+            _broadcast(_states_of(twin, buffers=self.arguments.init_sync_buffers), self.recorder)
+
+    def _used_maps(self) -> list[torch.Tensor]:
+        """Which parameters had a gradient: on the host and on the device."""
+        if not (self.arguments.find_unused_parameters or self.arguments.static_graph):
+            return []
+        devices = (torch.device("cpu"), self.parameters[0].device)
+        maps = [torch.empty(len(self.parameters), dtype=torch.int32, device=device) for device in devices]
+        self.recorder.label(maps, "communication")
+        return maps
+
+    def _make_buckets(self, buckets: list[list[int]]) -> None:
+        """One flat tensor for each bucket, and a view into it for each of its parameters."""
+        self.views.clear()  # the old buckets go before the new ones come
+        self.buckets = buckets
+        for number, bucket in enumerate(buckets):
+            self.bucket_of |= dict.fromkeys(bucket, number)
+            if not any(self.sparse[index] for index in bucket):
+                self._make_bucket(bucket)
+        self._expect_all()
+
+    def _make_bucket(self, bucket: list[int]) -> None:
+        members = [self.parameters[index] for index in bucket]
+        flat = torch.empty(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
+        self.recorder.label([flat], "communication")  # also where the gradients are views into it
+        offset = 0
+        for index, parameter in zip(bucket, members, strict=True):
+            self.views[index] = _view(flat, offset, parameter)
+            offset += parameter.numel()
+            if self.arguments.gradient_as_bucket_view:
+                self._copy_in(index)
+
+    # -- before and after each forward pass
+
+    def before_forward(self) -> None:
+        self.rebuild()
+        if self.syncs_buffers:
+            twin = self.twin()
+            assert twin is not None
+            _broadcast(_states_of(twin, parameters=False, buffers=True), self.recorder)
+
+    def rebuild(self) -> None:
+        """Build the buckets anew, once, in the order in which the first gradients were ready."""
+        if self.rebuilt or not self.ready_order or self.arguments.finds_unused:
+            return
+        self.rebuilt = True
+        order = [*dict.fromkeys((*self.ready_order, *range(len(self.parameters))))]
+        self._make_buckets(later_buckets(self.arguments, self.parameters, self.sparse, order))
+
+    def after_forward(self, output: Any, *, syncs: bool) -> Any:
+        self.expects_gradients = False
+        self.syncs_buffers = False
+        if syncs:
+            self.prepare_for_backward()
+        if self.arguments.finds_unused or (self.arguments.static_graph and not self.delayed):
+            return _through_sink(self, output)
+        return output
+
+    def prepare_for_backward(self) -> None:
+        self.expects_gradients = True
+        self.syncs_buffers = self.arguments.sync_buffers
+        self._expect_all()
+
+    def _expect_all(self) -> None:
+        self.pending = [len(bucket) for bucket in self.buckets]
+
+    # -- as gradients become ready
+
+    def gradient_ready(self, index: int) -> None:
+        """The reducer's hook on a parameter, run when its gradient has been accumulated."""
+        if self.arguments.static_graph and not self.backward_passes:
+            return
+        if not self.expects_gradients:
+            return
+        if not self.rebuilt:
+            self.ready_order.append(index)
+        self._mark_ready(index)
+
+    def backward_begins(self) -> None:
+        """The first node of a static graph's first backward pass: all is reduced when that pass has ended."""
+        if self.arguments.static_graph and not self.delayed:
+            self.delayed = True
+            Variable._execution_engine.queue_callback(self._reduce_all)
+
+    def after_manual_backward(self) -> None:
+        """A static graph's first backward pass inside the step, before any sink (`DDPStrategy.post_backward`)."""
+        if self.arguments.static_graph and not self.backward_passes:
+            self._reduce_all()
+
+    def _reduce_all(self) -> None:
+        self.backward_passes += 1
+        self._expect_all()
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._mark_ready(index)
+
+    def _mark_ready(self, index: int) -> None:
+        bucket = self.bucket_of[index]
+        self.pending[bucket] -= 1
+        done = self.buckets[bucket] if not self.pending[bucket] else []
+        for ready in done if self.arguments.batched_grad_copy else [index]:
+            if self.parameters[ready].grad is not None:
+                self._copy_in(ready)
+        if done:
+            self._send(bucket)
+
+    def _copy_in(self, index: int) -> None:
+        parameter, view = self.parameters[index], self.views.get(index)
+        if view is None or parameter.grad is None:
+            return
+        if parameter.grad is not view:
+            with torch.no_grad():
+                torch.mul(parameter.grad, 1.0, out=view)  # as the reducer does, with one over the ranks for 1
+        if self.arguments.gradient_as_bucket_view:
+            parameter.grad = view
+
+    def _send(self, bucket: int) -> None:
+        """A hook that compresses takes a smaller copy of the bucket. Lightning registers hooks on CUDA only."""
+        bytes_each = _COMPRESSED_BYTES.get(self.arguments.hook)
+        first = self.parameters[self.buckets[bucket][0]]
+        if bytes_each and first.device.type == "cuda":
+            elements = sum(self.parameters[index].numel() for index in self.buckets[bucket])
+            copy = torch.empty(elements * bytes_each, dtype=torch.uint8, device=first.device)
+            self.recorder.label([copy], "communication")
+
+    def _on_side_stream(self) -> contextlib.AbstractContextManager[None]:
+        if self.parameters[0].device.type == "cuda":
+            return self.recorder.on_stream(_SIDE_STREAM)
+        return contextlib.nullcontext()
+
+
+def _broadcast(tensors: list[torch.Tensor], recorder: Recorder) -> None:
+    """Flatten tensors into a few large ones, of which two are on their way at once."""
+    in_flight: deque[torch.Tensor] = deque()
+    for group in _partition(tensors, [_BROADCAST_BYTES]) if tensors else []:
+        if len(in_flight) == _BROADCASTS_IN_FLIGHT:
+            in_flight.popleft()
+        members = [tensors[index] for index in group]
+        if len(members) > 1 or not members[0].is_contiguous():  # one alone is sent as it is
+            in_flight.append(members[0].new_empty(sum(tensor.numel() for tensor in members)))
+            recorder.label(in_flight, "communication")
+
+
+def _gradient_ready(wrapper: weakref.ref[_Wrapper], index: int, _: torch.Tensor) -> None:
+    alive = wrapper()
+    if alive is not None:
+        alive.gradient_ready(index)
+
+
+# -- what runs inside the wrapper
+
+
+def _wrap_training_step(twin: Any, wrapper: _Wrapper) -> None:
+    step = twin.training_step
+
+    @functools.wraps(step)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        wrapper.before_forward()
+        output = step(*args, **kwargs)
+        return wrapper.after_forward(output, syncs=twin.automatic_optimization and not _accumulates(twin))
+
+    twin.training_step = inside
+
+
+def _wrap_manual_backward(twin: Any, wrapper: _Wrapper) -> None:
+    """With manual optimization each backward pass reduces its gradients (`DDPStrategy.pre_backward`)."""
+    backward = twin.manual_backward
+
+    @functools.wraps(backward)
+    def inside(*args: Any, **kwargs: Any) -> None:
+        wrapper.rebuild()
+        wrapper.prepare_for_backward()
+        backward(*args, **kwargs)
+        wrapper.after_manual_backward()
+
+    twin.manual_backward = inside
+
+
+def _accumulates(twin: Any) -> bool:
+    """Whether this micro-batch's gradients stay on their rank: the last one before a step sends them all."""
+    return bool(twin.trainer.fit_loop._should_accumulate())
+
+
+class _Sink(torch.autograd.Function):
+    """`_DDPSink`: copies what the step returns, and knows when the backward pass begins."""
+
+    @staticmethod
+    def forward(ctx: Any, wrapper: Callable[[], _Wrapper | None], *outputs: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.wrapper = wrapper
+        return tuple(output.clone() if isinstance(output, torch.Tensor) else output for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        wrapper = ctx.wrapper()
+        if wrapper is not None:
+            wrapper.backward_begins()
+        return (None, *grads)
+
+
+def _through_sink(wrapper: _Wrapper, output: Any) -> Any:
+    leaves, spec = tree_flatten(output)
+    copies = _Sink.apply(weakref.ref(wrapper), *leaves)  # type: ignore[no-untyped-call]
+    through = [
+        leaf if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None else copy
+        for leaf, copy in zip(leaves, copies, strict=True)
+    ]
+    return tree_unflatten(through, spec)
+
+
+# -- the module, as DDP reads it
+
+
+def _ignored_by(twin: nn.Module) -> frozenset[str]:
+    return frozenset(getattr(twin, "_ddp_params_and_buffers_to_ignore", ()))  # checked on torch 2.13
+
+
+def _states_of(twin: nn.Module, *, parameters: bool = True, buffers: bool) -> list[torch.Tensor]:
+    """What the ranks agree on by broadcasts."""
+    ignored = _ignored_by(twin)
+    named: list[tuple[str, torch.Tensor]] = [*twin.named_parameters()] if parameters else []
+    named += twin.named_buffers() if buffers else []
+    return [tensor for name, tensor in named if name not in ignored]
+
+
+def _reduced_parameters(twin: nn.Module) -> tuple[list[nn.Parameter], list[bool]]:
+    """Parameters that need a gradient, each once, and which of them will have a sparse one."""
+    ignored = _ignored_by(twin)
+    found: dict[nn.Parameter, bool] = {}
+    for path, module in twin.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and f"{path}.{name}" not in ignored:
+                found.setdefault(parameter, bool(_embeds(module) and module.sparse))
+    return list(found), list(found.values())
+
+
+def _embeds(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+
+
+def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    """A part of a bucket, laid out as the parameter is where that is dense: then a tensor like it has its strides."""
+    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+        return flat.as_strided(parameter.shape, parameter.stride(), offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def _device_of(twin: nn.Module) -> torch.device:
+    return next(iter(twin.parameters())).device

@@ -1,0 +1,124 @@
+"""The processes that train together: they choose one batch size together, or all step aside.
+
+Whatever a rank finds out alone is said to all before anyone acts on it, so every rank reaches the same calls in the
+same order, and none waits for one that went another way.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tried(Generic[T]):
+    """What came of an attempt: a value, or the reason why there is none. ``too_large``: nothing fits."""
+
+    value: T | None = None
+    reason: str = ""
+    too_large: bool = False
+
+    def got(self) -> T:
+        """The value of an attempt that succeeded."""
+        assert self.value is not None
+        return self.value
+
+
+def tried(attempt: Callable[[], T]) -> Tried[T]:
+    """Attempt something that must not fail the training it guards."""
+    try:
+        return Tried(attempt())
+    except DoesNotFitError as error:
+        return Tried(reason=str(error), too_large=True)
+    except MemGuardError as error:
+        return Tried(reason=str(error))
+    except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training it guards
+        return Tried(reason=f"{type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class Team:
+    """All ranks of a run; a team of one where it has one process."""
+
+    size: int = 1
+    rank: int = 0
+
+    @classmethod
+    def of(cls, trainer: Any) -> Team:
+        """The team of a Trainer whose process group stands.
+
+        Raises:
+            CannotTraceError: its ranks cannot be spoken to, on any of them alike.
+        """
+        if trainer.world_size <= 1:
+            return cls()
+        if not (dist.is_available() and dist.is_initialized()):
+            raise CannotTraceError(
+                f"the run has {trainer.world_size} processes under {type(trainer.strategy).__name__}, and no process "
+                "group of torch.distributed through which they could agree on a size"
+            )
+        return cls(trainer.world_size, trainer.global_rank)
+
+    def gather(self, mine: T) -> list[T]:
+        """What each rank says, by rank. All ranks must call it."""
+        if self.size == 1:
+            return [mine]
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, mine)  # on NCCL this also opens its communicators, before memory is read
+        return said
+
+    def agree(self, mine: Tried[T]) -> T:
+        """Hand the value back if every rank has one.
+
+        Raises:
+            DoesNotFitError: on one of them nothing fits.
+            CannotTraceError: one of them failed.
+        """
+        said = self.gather((mine.reason, mine.too_large))
+        failed = [(rank, *each) for rank, each in enumerate(said) if each[0]]
+        if not failed:
+            return mine.got()
+        rank, reason, _ = next((each for each in failed if each[2]), failed[0])
+        where = f"rank {rank}: " if self.size > 1 else ""
+        kind = DoesNotFitError if any(too_large for *_, too_large in failed) else CannotTraceError
+        raise kind(where + reason)
+
+
+def shared(team: Team, budget: Budget, device: torch.device, held_bytes: int) -> Budget:
+    """This rank's part of what several ranks find free on one and the same device. All ranks must call it.
+
+    Args:
+        team: the ranks.
+        budget: what this rank read.
+        device: what it was read from.
+        held_bytes: what of it this rank's model takes already.
+    """
+    said = team.gather((_name(device, team.rank), budget.free_bytes - held_bytes, budget.source))
+    same = [free for name, free, source in said if name == said[team.rank][0] and source != "given"]
+    if budget.source == "given" or len(same) < 2:
+        return budget
+    free = max(0, min(same)) // len(same) + held_bytes
+    return replace(
+        budget,
+        free_bytes=free,
+        margin_bytes=int(free * budget.margin_share),
+        device=f"{budget.device}, shared by {len(same)} ranks",
+    )
+
+
+def _name(device: torch.device, rank: int) -> tuple[str, str]:
+    """What tells one device from another on all machines."""
+    if device.type == "cpu":
+        return socket.gethostname(), "cpu"
+    facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return socket.gethostname(), str(getattr(facts, "uuid", None) or f"{device} of rank {rank}")

@@ -1,0 +1,1 @@
+"""The loaders of a run: their samples, and the same loaders at another batch size."""

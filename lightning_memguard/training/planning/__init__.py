@@ -1,0 +1,1 @@
+"""Predictions for anyone without a running Trainer, and what would make a step fit."""

@@ -1,0 +1,1 @@
+"""One run of a Trainer, from setup to teardown."""

@@ -1,0 +1,105 @@
+"""A batch size in a checkpoint, and a run that goes on from one: it keeps the size while that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.training.adapter.ranks import tried
+from lightning_memguard.training.run.tune import Look, Tuning, Wishes
+from lightning_memguard.units import format_bytes
+
+KEY = "lightning_memguard"  # in the checkpoint, beside Lightning's own keys
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of the run that wrote it."""
+
+    batch_size: int
+    accumulate_grad_batches: int
+    ranks: int
+    validation_batch_size: int | None = None
+
+
+def saved_state(tuning: Tuning) -> dict[str, int | None]:
+    """What goes into a checkpoint: plain numbers, so that it loads with ``weights_only=True``."""
+    decision = tuning.decision
+    return asdict(
+        Saved(decision.batch_size, decision.accumulate_grad_batches, tuning.team.size, decision.validation_batch_size)
+    )
+
+
+def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> Saved | None:
+    """Read a checkpoint; one without our entry, saved within an epoch, was counted in batches of the loader's own size.
+
+    Returns:
+        None where nothing ties the run to a size.
+    """
+    state = checkpoint.get(KEY)
+    if isinstance(state, Mapping) and isinstance(state.get("batch_size"), int):
+        return Saved(**{name: state[name] for name in Saved.__annotations__ if name in state})
+    return Saved(own_size, 0, 0) if _mid_epoch(checkpoint) else None
+
+
+def _mid_epoch(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was saved between two batches of an epoch. Checked on Lightning 2.5.0 to 2.6.6."""
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    return bool(progress.get("current", {}).get("completed", 0)) and not progress.get("is_last_batch", True)
+
+
+def resumed(tuning: Tuning, saved: Saved, wishes: Wishes) -> Tuning:
+    """Go on at the size that the checkpoint was trained at, if it fits every rank and the settings still allow it.
+
+    All ranks must call it.
+    """
+    look, team = tuning.look, tuning.team
+    if look is None:
+        return tuning
+    attempt = tried(lambda: look.footprint_at(saved.batch_size))
+    obstacle = _obstacle(saved, wishes) or attempt.reason or _excess(attempt.got(), look.budget)
+    obstacle = next((each for each in team.gather(obstacle) if each), "")
+    before = f"the checkpoint was trained at batch size {saved.batch_size}"
+    if obstacle:
+        if tuning.decision.batch_size == saved.batch_size:
+            return tuning
+        return replace(tuning, decision=replace(tuning.decision, reason=f"{before}; {obstacle}"))
+    decision = _kept(tuning.decision, look, saved, wishes)
+    return replace(tuning, decision=replace(decision, footprint=attempt.got()))
+
+
+def _excess(footprint: Footprint, budget: Budget) -> str:
+    need, usable = footprint.most_device_bytes, budget.usable_bytes
+    if need <= usable:
+        return ""
+    return f"that needs {format_bytes(need)} and {budget.device} offers {format_bytes(usable)}"
+
+
+def _obstacle(saved: Saved, wishes: Wishes) -> str:
+    size = saved.batch_size
+    if wishes.max_batch_size is not None and size > wishes.max_batch_size:
+        return f"max_batch_size={wishes.max_batch_size} forbids it"
+    if size < wishes.min_batch_size:
+        return f"min_batch_size={wishes.min_batch_size} forbids it"
+    return ""
+
+
+def _kept(decision: Decision, look: Look, saved: Saved, wishes: Wishes) -> Decision:
+    effective, ranks = wishes.keep_effective_batch_size, look.request.ranks
+    accumulate = look.request.accumulate_grad_batches
+    if effective:
+        accumulate = max(1, effective // (saved.batch_size * ranks))
+    elif saved.accumulate_grad_batches and saved.ranks == ranks:
+        accumulate = saved.accumulate_grad_batches
+    requested = look.request.batch_size
+    return replace(
+        decision,
+        batch_size=saved.batch_size,
+        accumulate_grad_batches=accumulate,
+        outcome="kept" if saved.batch_size == requested else "tuned",
+        limited_by="checkpoint",
+        validation_batch_size=saved.validation_batch_size or decision.validation_batch_size,
+    )

@@ -1,0 +1,378 @@
+"""The command line: what it answers, what it refuses, and with which words and exit status.
+
+Each test runs `main` in this process, on models so small that a second is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memguard.cli.main import BAD_USE, DOES_NOT_FIT, FITS, main
+
+NET = ["net:Net", "--args", "width=64"]
+DATA = ["--datamodule", "net:Data"]
+LINEAR = ["torch.nn:Linear", "--args", "in_features=512", "out_features=512"]
+BATCH = ["--input-shape", "8,512", "--target-shape", "8,512:float32"]
+
+SOURCE = """
+    import pytorch_lightning as pl
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    print("imported")
+
+    class Net(pl.LightningModule):
+        def __init__(self, width: int, depth: int = 1):
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Sequential(nn.Linear(32, width), *[nn.Linear(width, width) for _ in range(depth)])
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return nn.functional.cross_entropy(self.net(x), y)
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    class Example(Net):
+        example_input_array = torch.zeros(16, 32)
+
+    class Named(Net):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch["x"]).sum() + batch["mask"].sum()
+
+    class NeedsMemory(Net):
+        def __init__(self):
+            super().__init__(8)
+            self.rates = [float(rate) for rate in torch.linspace(0, 1, 3)]
+
+    class NeedsValues(Net):
+        def training_step(self, batch, batch_idx):
+            scale = self.net[0].weight.detach().numpy().sum()
+            return super().training_step(batch, batch_idx) * float(scale)
+
+    class Breaks(Net):
+        def __init__(self):
+            super().__init__(8)
+            self.share = 1 / 0
+
+    class Data(pl.LightningDataModule):
+        def __init__(self, batch_size: int = 4):
+            super().__init__()
+            self.batch_size = batch_size
+        def train_dataloader(self):
+            data = TensorDataset(torch.zeros(1000, 32), torch.zeros(1000, dtype=torch.long))
+            return DataLoader(data, batch_size=self.batch_size)
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with somebody's project, as the place to be in."""
+    (tmp_path / "net.py").write_text(textwrap.dedent(SOURCE), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delitem(sys.modules, "net", raising=False)
+    yield tmp_path
+    sys.modules.pop("net", None)
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = FITS) -> Any:
+    """What a command prints as JSON; it must be all that is on stdout."""
+    assert main([*arguments, "--json"]) == status, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = FITS) -> str:
+    assert main(list(arguments)) == status, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a refusal says: on stderr, without a traceback."""
+    assert main(list(arguments)) == BAD_USE
+    answer = capsys.readouterr()
+    assert not answer.out
+    assert "Traceback" not in answer.err
+    return answer.err
+
+
+# -- plan
+
+
+def test_a_plan_says_for_each_device_whether_it_fits_and_the_largest_batch(capsys) -> None:
+    answer = told(capsys, "plan", *NET, *DATA, "--device", "T4", "--device", "cpu")
+    t4, cpu = answer["devices"]
+    assert (answer["model"], answer["batch_size"], answer["fits"]) == ("Net", 4, True)
+    assert (t4["device"], t4["budget"]["source"]) == ("Tesla T4", "catalogue")
+    assert t4["budget"]["usable_bytes"] == t4["budget"]["total_bytes"] - int(0.05 * t4["budget"]["total_bytes"])
+    assert (t4["largest_batch_size"], t4["limited_by"]) == (1000, "dataset")
+    assert cpu["asked"]["parts_bytes"]["optimizer_state"] > 2 * cpu["asked"]["parts_bytes"]["parameters"] - 1
+
+
+def test_a_plan_is_what_the_callback_would_decide(capsys) -> None:
+    import pytorch_lightning as pl
+
+    from lightning_memguard import MemGuard
+    from lightning_memguard.cli.target import load
+
+    answer = told(capsys, "plan", *NET, *DATA, "--device", "cpu", "--budget", "300KiB")
+    guard = MemGuard(budget="300KiB")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        callbacks=[guard],
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(load("net:Net")(64), datamodule=load("net:Data")())
+    assert answer["devices"][0]["largest_batch_size"] == guard.decision.batch_size
+    assert answer["devices"][0]["largest"]["peak_device_bytes"] == guard.decision.footprint.peak_device_bytes
+
+
+def test_the_exit_status_is_1_where_no_device_fits_and_0_where_one_does(capsys) -> None:
+    small = ["plan", *LINEAR, *BATCH, "--device", "cpu", "--budget", "1MiB"]
+    answer = told(capsys, *small, status=DOES_NOT_FIT)
+    assert not answer["fits"]
+    assert answer["devices"][0]["largest_batch_size"] is None
+    assert "needs" in answer["devices"][0]["why_no_largest"]
+    assert "does NOT fit" in shown(capsys, *small, status=DOES_NOT_FIT)
+    budget = ["--budget", "560MiB", "--batch-size", "60000"]
+    assert not told(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", *budget, status=DOES_NOT_FIT)["fits"]
+
+
+def test_one_device_is_shown_by_part_and_several_in_a_row_each(capsys) -> None:
+    one = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--max-batch-size", "64")
+    assert "optimizer state" in one
+    assert "Batch size 8 fits." in one
+    assert "Largest batch: 64" in one
+    several = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--device", "RTX 4090", "--max-batch-size", "64")
+    assert "batch size 8 on 2 devices" in several
+    assert "NVIDIA GeForce RTX 4090" in several
+    assert "64+" in several
+
+
+def test_overrides_reach_the_step(capsys) -> None:
+    def parts(*options: str) -> dict[str, int]:
+        return told(capsys, "plan", *NET, *DATA, "--device", "cpu", "--max-batch-size", "8", *options)["devices"][0][
+            "asked"
+        ]["parts_bytes"]
+
+    plain = parts()
+    assert parts("--optimizer", "torch.optim.SGD")["optimizer_state"] == 0
+    momentum = parts("--optimizer", "sgd,momentum=0.9")["optimizer_state"]
+    assert momentum == plain["parameters"]
+    assert parts("--precision", "bf16-true")["parameters"] * 2 == plain["parameters"]
+    assert parts("--batch-size", "8")["batch"] == 2 * plain["batch"]
+    assert parts("--data-args", "batch_size=2")["batch"] * 2 == plain["batch"]
+    inference = parts("--inference")
+    assert (inference["gradients"], inference["parameters"]) == (0, plain["parameters"])
+
+
+def test_accumulation_leaves_the_gradients_through_the_forward_pass(capsys) -> None:
+    alone = told(capsys, "plan", *NET, *DATA, "--device", "cpu", "--batch-size", "1000")
+    twice = told(capsys, "plan", *NET, *DATA, "--device", "cpu", "--batch-size", "1000", "--accumulate", "2")
+    assert twice["devices"][0]["accumulate_grad_batches"] == 2
+    assert twice["devices"][0]["asked"]["peak_device_bytes"] > alone["devices"][0]["asked"]["peak_device_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("target", "batch"),
+    [
+        (["net:Example", "--args", "width=16", "--target-shape", "16:int64:10"], "16 x 32 float32, 16 int64"),
+        (["net:Named", "--args", "width=16", "--input", "x=4,32", "--input", "mask=4"], "4 x 32 float32, 4 float32"),
+        (["net.py:NeedsMemory", "--input-shape", "6,32", "--target-shape", "6:int64"], "6 x 32 float32, 6 int64"),
+    ],
+    ids=["example_input_array", "by name", "a class that cannot be made without memory"],
+)
+def test_batches_are_made_from_what_was_typed(capsys, target: list[str], batch: str) -> None:
+    assert told(capsys, "plan", *target, "--device", "cpu", "--max-batch-size", "32")["batch"] == batch
+
+
+def test_a_step_that_wants_values_is_run_with_a_model_that_has_memory(capsys) -> None:
+    answer = told(capsys, "plan", "net:NeedsValues", "--args", "width=8", *DATA, "--device", "cpu")
+    assert answer["devices"][0]["asked"]["method"] == "real"
+
+
+def test_advice_is_given_on_the_device_that_it_does_not_fit(capsys) -> None:
+    options = ["--optimizer", "adam", "--device", "cpu", "--budget", "3MiB", "--advise"]
+    answer = told(capsys, "plan", *LINEAR, *BATCH, *options, status=DOES_NOT_FIT)
+    assert answer["advice_on"] == "CPU"
+    assert any(each["fits"] and each["saved_bytes"] > 0 for each in answer["advice"])
+
+
+def test_a_lightning_cli_config_is_read_with_its_optimizer_and_trainer(capsys, project: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    settings = """
+        seed_everything: 1
+        trainer:
+          accelerator: gpu
+          devices: 2
+          strategy: ddp
+          precision: bf16-mixed
+          accumulate_grad_batches: 3
+          logger: {class_path: pytorch_lightning.loggers.WandbLogger}
+        model: {class_path: net.Net, init_args: {width: 256}}
+        data: {class_path: net.Data, init_args: {batch_size: 8}}
+        optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1, momentum: 0.9}}
+        ckpt_path: null
+    """
+    (project / "config.yaml").write_text(textwrap.dedent(settings), encoding="utf-8")
+    answer = told(capsys, "plan", "--config", "config.yaml", "--device", "H100")
+    asked = answer["devices"][0]["asked"]["parts_bytes"]
+    assert (answer["batch_size"], answer["precision"]) == (8, "bf16-mixed")
+    assert answer["devices"][0]["accumulate_grad_batches"] == 3
+    assert answer["devices"][0]["largest_batch_size"] == 500  # half of the samples to each of two ranks
+    assert asked["communication"] > 0
+    assert asked["optimizer_state"] == asked["parameters"]
+
+
+def test_a_config_that_does_not_fit_the_class_says_where(capsys, project: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    (project / "config.yaml").write_text("model: {width: wide}\ndata: {batch_size: 4}\n", encoding="utf-8")
+    said = refused(capsys, "plan", "net:Net", *DATA, "--config", "config.yaml")
+    assert "config.yaml" in said
+    assert "width" in said
+
+
+def test_a_trainer_that_cannot_be_made_is_told(capsys, project: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    settings = "trainer: {strategy: carrier_pigeon}\nmodel: {class_path: net.Net, init_args: {width: 8}}\n"
+    (project / "config.yaml").write_text(settings, encoding="utf-8")
+    assert "carrier_pigeon" in refused(capsys, "plan", "--config", "config.yaml", *BATCH)
+
+
+# -- the other commands
+
+
+def test_layers_shows_each_layer_and_the_textbook_beside_the_trace(capsys) -> None:
+    answer = told(capsys, "layers", *NET, *DATA, "--textbook", "sgd")
+    parameters = 32 * 64 + 64 + 64 * 64 + 64
+    assert answer["parameters"] == parameters
+    assert [layer["name"] for layer in answer["layers"]] == ["", "net", "net.0", "net.1"]
+    states = next(each for each in answer["textbook"] if each["name"] == "states and activations")
+    assert "optimizer_state" not in states["terms"] or states["terms"]["optimizer_state"] == 0
+    assert states["ratio_to_peak"] == states["total_bytes"] / answer["training"]["peak_allocated_bytes"]
+    assert answer["weights"]["int8"] == [parameters, parameters]
+    momentum = told(capsys, "layers", *NET, *DATA, "--optimizer", "torch.optim.SGD,momentum=0.9")["textbook"]
+    assert "1 of momentum" in next(each["formula"] for each in momentum if each["name"] == "states and activations")
+    text = shown(capsys, "layers", *NET, *DATA, "--depth", "1")
+    assert "[parameters +" in text  # and no markup of rich's
+    assert f"{parameters:,}" in text
+    assert "net.0" not in text
+
+
+def test_the_catalogue_is_listed_and_filtered(capsys) -> None:
+    names = [gpu["name"] for gpu in told(capsys, "gpus", "a100")]
+    assert "NVIDIA A100-SXM4-80GB" in names
+    assert all("A100" in name for name in names)
+    assert "Tesla T4" in shown(capsys, "gpus")
+
+
+def test_devices_says_what_is_free_and_by_which_source(capsys) -> None:
+    cpu = told(capsys, "devices")[0]
+    assert cpu["device"] == "cpu"
+    assert 0 < cpu["free_bytes"] <= cpu["total_bytes"]
+    assert cpu["source"] in ("host", "cgroup", "rlimit")
+    assert "CPU" in shown(capsys, "devices")
+
+
+def test_a_snapshot_is_written_and_says_how_to_open_it(capsys, project: Path) -> None:
+    said = shown(capsys, "snapshot", *NET, *DATA, "--device", "H100", "-o", "step.pickle")
+    assert "pytorch.org/memory_viz" in said
+    assert pickle.loads((project / "step.pickle").read_bytes())["segments"]
+
+
+def test_a_report_is_written(capsys, project: Path) -> None:
+    shown(capsys, "plan", *NET, *DATA, "--device", "T4", "--report", "out")
+    assert "net.0" in (project / "out" / "memguard_report.html").read_text(encoding="utf-8")
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nope.models:Net"], ["no module 'nope'", "looked in"]),
+        (["nope.py:Net"], ["no file nope.py", "net.py"]),
+        (["net:Nets", *DATA], ["no 'Nets'", "Near it: Net"]),
+        (["torch.nn.Linear"], ["torch.nn:Linear meant?"]),
+        (["net:Net", *DATA], ["net:Net needs width", "width=..."]),
+        (["net:Net", "--args", "widht=3", *DATA], ["no argument 'widht'", "Near it: width"]),
+        (["net:Breaks", *DATA], ["ZeroDivisionError: division by zero", "self.share = 1 / 0", "net.py:"]),
+        ([*NET], ["There is no batch to plan with", "--input-shape", "--datamodule"]),
+        ([*LINEAR], ["no batch", "--input-shape"]),
+        ([*LINEAR, "--input-shape", "8,0"], ["'8,0' is no shape"]),
+        ([*LINEAR, "--input-shape", "8,512:flot32"], ["'flot32' is no type of number", "float32"]),
+        ([*LINEAR, "--input-shape", "8,512", "--target-shape", "7:int64"], ["--target-shape 7:int64", "8 samples"]),
+        ([*LINEAR, "--input-shape", "8,99", "--device", "T4"], ["cannot be predicted", "8 x 99 float32"]),
+        ([*LINEAR, *BATCH, "--device", "H1000"], ["no GPU called 'H1000'", "H100"]),
+        ([*LINEAR, *BATCH, "--device", "meta"], ["'meta'"]),
+        ([*LINEAR, *BATCH, "--optimizer", "sgdd"], ["no 'sgdd'"]),
+        ([*LINEAR, *BATCH, "--optimizer", "sgd,moment=1"], ["no argument 'moment'", "momentum"]),
+        ([*LINEAR, *BATCH, "--precision", "fp8"], ["precision='fp8' is unknown"]),
+        ([*LINEAR, *BATCH, "--budget", "lots"], ["'lots' is no quantity"]),
+        ([*LINEAR, *BATCH, "--device", "T4", "--budget", "20GiB"], ["20.0 GiB is more than the Tesla T4 has"]),
+        ([*LINEAR, *BATCH, "--margin", "5"], ["margin=5.0 is outside"]),
+        ([*LINEAR, *BATCH, "--batch-size", "0"], ["'0' is no count"]),
+        ([*LINEAR, *BATCH, "--device", "cpu", "--report", "net.py/out"], ["cannot be written", "net.py"]),
+        (["--config", "nope.yaml"], ["nope.yaml cannot be read"]),
+        (["--args", *NET], ["Give a TARGET", "before the options"]),
+    ],
+    ids=lambda value: " ".join(value)[:40] if value and isinstance(value, list) else None,
+)
+def test_bad_use_is_told_in_words(capsys, arguments: list[str], words: list[str]) -> None:
+    said = refused(capsys, "plan", *arguments)
+    for word in words:
+        assert word in said, said
+
+
+def test_a_snapshot_into_no_folder_is_refused_before_anything_runs(capsys) -> None:
+    said = refused(capsys, "snapshot", *NET, *DATA, "-o", "nowhere/step.pickle")
+    assert "no folder nowhere" in said
+    assert "imported" not in said  # not even the user's module
+
+
+def test_a_gpu_that_nothing_is_like_is_refused(capsys) -> None:
+    assert "no GPU called 'zzz'" in refused(capsys, "gpus", "zzz")
+
+
+# -- help
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["layers"], ["snapshot"], ["gpus"], ["devices"]])
+def test_every_command_has_help(capsys, command: list[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    assert "usage: memguard" in capsys.readouterr().out
+
+
+def test_help_loads_neither_torch_nor_lightning() -> None:
+    code = (
+        "import sys; from lightning_memguard.cli.main import main; main(['--help']); main(['gpus', 'h100']);"
+        "print(sorted({'torch', 'lightning', 'pytorch_lightning'} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert answer.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "lightning_memguard", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+    assert answer.stdout.startswith("memguard ")

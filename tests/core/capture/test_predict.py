@@ -1,0 +1,448 @@
+"""The stages joined: from a program that can run a step to its footprint at any size, by the best way that carries."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memguard.core import gpus
+from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.predict import Prediction, StepFailsError, capture, predict
+from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.errors import CannotTraceError, MemGuardError
+
+CPU = torch.device("cpu")
+EXACT = AllocatorSettings(kind="exact")
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum()
+
+
+def program_of(step: Callable[[Any, Any], Any] = plain, samples: int = 16, **options: Any) -> LoopProgram:
+    """One weight of 4 x 8 floats (128 bytes); 16 bytes of input and 32 of output a sample."""
+    options.setdefault("model", None)
+    options["model"] = options["model"] or nn.Linear(4, 8, bias=False)
+    options = {"batches": batches_from_one(torch.ones(samples, 4)), "optimizer": momentum, "device": CPU, **options}
+    return LoopProgram(step=step, **options)
+
+
+def predicted(step: Callable[[Any, Any], Any] = plain, batch_size: int = 16, **options: Any) -> Prediction:
+    return predict(program_of(step, **options), batch_size, EXACT)
+
+
+# Weight and momentum, the batch and the output, the loss and the one before it.
+def forward_peak(n: int) -> int:
+    return 128 + 128 + n * (16 + 32) + 4 + 4
+
+
+# A plain module in PyTorch's own loop
+
+
+@pytest.mark.parametrize("n", [16, 17, 100, 4096])
+def test_the_footprint_at_any_size_is_the_sum_one_does_by_hand(n):
+    footprint = predicted().footprint_at(n)
+    assert footprint.peak_allocated_bytes == forward_peak(n)
+    assert {part: nbytes for part, nbytes in footprint.parts.items() if nbytes} == {
+        "parameters": 128,
+        "optimizer_state": 128,
+        "batch": 16 * n,
+        "temporaries": 32 * n,
+        "activations": 8,
+    }
+    assert (footprint.batch_size, footprint.phase, footprint.method, footprint.notes) == (n, "forward", "fake", ())
+
+
+def test_with_few_samples_the_gradient_makes_the_peak_instead():
+    """A kink: 128 bytes of gradient against 32 a sample."""
+    footprint = predicted().footprint_at(2)
+    assert footprint.parts["gradients"] == 128
+    assert footprint.peak_allocated_bytes < forward_peak(2) + 128
+    assert footprint.phase == "backward"
+
+
+def test_without_an_optimizer_there_are_gradients_alone():
+    trace = capture(program_of(optimizer=None), 2, "fake")
+    assert {event.part for event in trace} == {"parameters", "batch", "temporaries", "activations", "gradients"}
+
+
+def test_an_inference_keeps_nothing_for_a_backward_pass_and_drops_nothing_out():
+    """Of three tanh one after the other, each result dies with the next: two of 32 bytes a sample at once."""
+    module = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Dropout(0.5), nn.Tanh(), nn.Tanh(), nn.Tanh())
+    program = program_of(lambda model, x: model(x), model=module, training=False)
+    made = {event.operator for event in capture(program, 2, "fake") if event.action == "alloc" and event.module}
+    assert made == {"aten.mm.default", "aten.tanh.default"}
+    footprint = predict(program, 2, EXACT).footprint_at(100)
+    assert {part: nbytes for part, nbytes in footprint.parts.items() if nbytes} == {
+        "parameters": 128,
+        "batch": 16 * 100,
+        "temporaries": 2 * 32 * 100,
+    }
+    assert module.training
+
+
+def test_what_the_process_takes_beside_its_tensors_is_added():
+    bare, with_context = (predict(program_of(), 16, EXACT, context_bytes=extra).footprint_at(16) for extra in (0, 1000))
+    assert with_context == replace(bare, peak_device_bytes=bare.peak_device_bytes + 1000)
+
+
+def test_bf16_mixed_keeps_weights_of_four_bytes_and_computes_in_two():
+    trace = capture(program_of(precision="bf16-mixed"), 2, "fake")
+    taken = [(event.part, event.phase, event.nbytes) for event in trace if event.action == "alloc" and event.step == 0]
+    assert ("parameters", "setup", 128) in taken
+    # The weight (4 x 8), the batch (2 x 4), the output (2 x 8) and the loss, in two bytes each.
+    assert [nbytes for part, phase, nbytes in taken if phase == "forward"] == [64, 16, 32, 2]
+    assert ("gradients", "backward", 128) in taken
+
+
+@pytest.mark.parametrize(
+    ("precision", "nbytes"), [("32-true", 128), ("bf16-true", 64), ("16-true", 64), ("64-true", 256)]
+)
+def test_true_precision_is_that_of_the_weights(precision, nbytes):
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x.to(next(model.parameters()).dtype)).sum()
+
+    parts = predicted(step, precision=precision).footprint_at(16).parts
+    assert (parts["parameters"], parts["optimizer_state"]) == (nbytes, nbytes)
+
+
+def test_an_unknown_precision_is_refused_with_the_known_ones():
+    with pytest.raises(MemGuardError) as error:
+        program_of(precision="bf16")
+    assert str(error.value) == (
+        "precision='bf16' is unknown; choose one of 16-mixed, 16-true, 32-true, 64-true, bf16-mixed, bf16-true."
+    )
+
+
+def test_the_loops_own_name_for_the_batch_keeps_it_alive_until_the_next():
+    """`for batch in loader:` holds it through backward and step, even where no gradient needs it."""
+    trace = capture(program_of(lambda model, x: model.weight.sum() + 0 * x.sum()), 2, "fake")
+    dies = [event.phase for event in trace if event.action == "free" and event.part == "batch" and event.step == 0]
+    assert dies in ([], ["zero_grad"])
+
+
+# The ladder
+
+
+def needs_a_value(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).sum()
+    if loss.item() > 1e9:
+        raise ValueError("diverged")
+    return loss
+
+
+def keeps_by_mask(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)[x[:, 0] > 0].sum()
+
+
+def raises(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no such column\nand more lines")
+
+
+def test_a_mask_is_given_its_worst_case_and_a_note_says_so():
+    prediction = predicted(keeps_by_mask)
+    assert prediction.method == "worst-case"
+    assert prediction.footprint_at(100).notes == ("aten.index.Tensor was taken to give its largest result",)
+
+
+def test_the_worst_case_of_a_mask_is_what_a_mask_of_ones_really_takes():
+    """The example is all ones, so that a real step keeps every row."""
+    program = program_of(keeps_by_mask)
+    worst, real = (
+        [event[2:] for event in capture(program, 16, method) if event.phase in ("forward", "backward")]
+        for method in ("worst-case", "real")
+    )
+    assert 16 * 32 in [nbytes for nbytes, *_, operator, _, _, _ in worst if operator == "aten.index.Tensor"]
+    assert worst == real
+
+
+def test_a_part_of_the_step_under_inference_mode_takes_what_it_takes_under_no_grad():
+    """A teacher's forward pass: its operators come whole, and their kernels' scratch counts all the same."""
+
+    def step(guard):
+        def run(model, x):
+            with guard():
+                model(x)
+            return model(x).sum()
+
+        return run
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3))
+    batch = batches_from_one(torch.zeros(4, 3, 16, 16))
+    under = [
+        capture(LoopProgram(model, batch, step(guard), None, torch.device("cpu")), 8, "fake").events
+        for guard in (torch.no_grad, torch.inference_mode)
+    ]
+    taken = [[(event.nbytes, event.part) for event in events if event.action == "alloc"] for events in under]
+    assert taken[0] == taken[1]
+    assert any(part == "workspaces" for _, part in taken[1])
+
+
+def test_a_step_that_branches_on_a_value_runs_for_real_at_small_sizes():
+    prediction = predicted(needs_a_value)
+    assert (prediction.method, prediction.scalable) == ("real", True)
+    assert prediction.growth is not None
+    assert prediction.growth.sizes == (2, 4, 8)
+    assert len(prediction.notes) == 1
+    assert "(ValueNeededError: The step compares the value of a tensor" in prediction.notes[0]
+
+
+def test_no_larger_size_runs_for_real_even_where_the_answer_is_for_one():
+    sizes = []
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return needs_a_value(model, x)
+
+    prediction = predicted(step, batch_size=100_000)
+    assert prediction.footprint_at(100_000).method == "real"
+    assert prediction.proven_at(100_000) is prediction
+    assert max(sizes) <= 16
+
+
+def test_a_real_run_takes_what_a_fake_one_would_however_large_the_example():
+    """The example is 16 kB; what is asked for is 16 samples, 1 kB in all."""
+    prediction = predicted(needs_a_value, samples=1000)
+    assert prediction.method == "real"
+    assert prediction.footprint_at(16).peak_allocated_bytes == forward_peak(16)
+
+
+def test_a_real_run_leaves_weights_and_random_state_as_they_were():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+    weights, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert predicted(needs_a_value, model=model).method == "real"
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [p.grad for p in model.parameters()] == [None, None]
+
+
+@pytest.mark.parametrize("step", [plain, needs_a_value])
+def test_a_module_whose_child_cannot_be_copied_is_left_alone_too(step):
+    model = nn.Sequential(nn.Linear(4, 8))
+    model[0].lock = threading.Lock()
+    weights = copy.deepcopy(model.state_dict())
+    predicted(step, model=model)
+    assert model[0].weight.grad is None
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_step_that_raises_leaves_the_states_alone_and_says_why():
+    prediction = predicted(raises)
+    assert (prediction.method, prediction.scalable) == ("states", False)
+    line = raises.__code__.co_firstlineno + 1
+    assert prediction.notes == (f"the step could not run on a copy (ValueError: no such column, at {__file__}:{line})",)
+    assert {part: nbytes for part, nbytes in prediction.footprint_at(16).parts.items() if nbytes} == {
+        "parameters": 128,
+        "gradients": 128,
+        "optimizer_state": 128,
+    }
+
+
+def test_states_are_the_same_at_any_size():
+    prediction = predicted(raises)
+    assert prediction.footprint_at(4096) == replace(prediction.footprint_at(16), batch_size=4096)
+
+
+def test_where_not_even_the_optimizer_can_be_made_both_reasons_are_given():
+    def no_optimizer(parameters: object) -> torch.optim.Optimizer:
+        raise RuntimeError("no such optimizer")
+
+    with pytest.raises(CannotTraceError) as error:
+        predicted(optimizer=no_optimizer)
+    assert "RuntimeError: no such optimizer" in str(error.value)
+    line = no_optimizer.__code__.co_firstlineno + 1
+    why = f"(RuntimeError: no such optimizer, at {__file__}:{line})"
+    assert f"the optimizer could not run on a copy {why}" in str(error.value)
+
+
+def test_one_size_alone_is_captured_where_the_batch_cannot_be_resized():
+    prediction = predict(program_of(), 16, EXACT, scalable=False)
+    assert (prediction.scalable, prediction.growth, list(prediction.traces)) == (False, None, [16])
+    assert prediction.footprint_at(16).peak_allocated_bytes == forward_peak(16)
+
+
+# How it grows
+
+
+def sizes_run(step: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], list[int]]:
+    """The same step, and the sizes it ran at: each twice, for two optimizer steps."""
+    sizes: list[int] = []
+
+    def counted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return step(model, x)
+
+    return counted, sizes
+
+
+def test_three_small_sizes_are_run_and_no_other_whatever_is_asked():
+    step, sizes = sizes_run(plain)
+    prediction = predicted(step)
+    for n in (1, 16, 100, 10**6):
+        prediction.footprint_at(n)
+    assert sizes == [4, 4, 8, 8, 16, 16]
+
+
+def test_a_square_is_checked_at_a_fourth_size():
+    def every_sample_against_every_other(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return (y @ y.t()).exp().sum()
+
+    step, sizes = sizes_run(every_sample_against_every_other)
+    prediction = predicted(step)
+    assert prediction.growth is not None
+    assert prediction.growth.degree == 2
+    assert sizes[::2] == [4, 8, 16, 32]
+    small, large = (prediction.footprint_at(n).peak_allocated_bytes for n in (1000, 2000))
+    assert 3.9 < large / small < 4
+
+
+def test_a_step_that_runs_differently_at_each_size_is_captured_at_each_size_asked_for():
+    def more_layers_for_more_samples(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return sum(model(x).tanh().sum() for _ in range(len(x) // 4))
+
+    step, sizes = sizes_run(more_layers_for_more_samples)
+    prediction = predicted(step)
+    assert (prediction.method, prediction.growth, prediction.scalable) == ("fake", None, True)
+    before = len(sizes)
+    prediction.footprint_at(20)
+    prediction.footprint_at(20)
+    assert sizes[before:] == [20, 20], "captured once, with its two steps"
+
+
+def test_a_step_that_refuses_small_batches_is_run_at_the_size_asked_for_and_its_doubles():
+    def twenty_or_more(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if len(x) < 20:
+            raise ValueError("too few samples")
+        return plain(model, x)
+
+    prediction = predicted(twenty_or_more, batch_size=24)
+    assert prediction.growth is not None
+    assert prediction.growth.sizes == (24, 48, 96)
+    assert prediction.footprint_at(100).peak_allocated_bytes == forward_peak(100)
+
+
+def test_a_step_that_runs_at_one_size_alone_is_known_at_that_size_alone():
+    def sixteen(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return plain(model, x.view(16, 4))
+
+    prediction = predicted(sixteen)
+    assert (prediction.method, prediction.scalable) == ("fake", False)
+    assert prediction.footprint_at(16).peak_allocated_bytes == forward_peak(16)
+
+
+# The proof at the chosen size
+
+
+def test_a_size_that_runs_as_it_grew_is_proven():
+    step, sizes = sizes_run(plain)
+    prediction = predicted(step)
+    assert prediction.proven_at(50) is prediction
+    assert sizes[-2:] == [50, 50]
+
+
+def test_a_size_that_was_captured_needs_no_proof():
+    step, sizes = sizes_run(plain)
+    prediction = predicted(step)
+    assert prediction.proven_at(16) is prediction
+    assert sizes == [4, 4, 8, 8, 16, 16]
+
+
+def test_a_size_that_runs_otherwise_puts_an_end_to_growth_and_a_note_says_so():
+    def two_ways(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return (y.tanh() if len(x) > 40 else y).sum()
+
+    grown = predicted(two_ways)
+    promised = grown.footprint_at(50).peak_allocated_bytes
+    proven = grown.proven_at(50)
+    assert proven.growth is None
+    assert proven.notes == ("the step at batch size 50 did not grow as at [4, 8, 16]: each size was captured",)
+    assert proven.footprint_at(50).peak_allocated_bytes == promised + 50 * 32, "tanh keeps its result"
+    assert proven.footprint_at(30).peak_allocated_bytes == grown.footprint_at(30).peak_allocated_bytes
+    assert grown.footprint_at(50).peak_allocated_bytes == promised, "the first prediction was edited"
+
+
+def test_a_size_at_which_the_step_raises_is_told_apart_from_one_that_grows_otherwise():
+    def even(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if len(x) % 2:
+            raise ValueError("samples come in pairs")
+        return plain(model, x)
+
+    prediction = predicted(even)
+    with pytest.raises(StepFailsError, match=r"at batch size 51 .* samples come in pairs"):
+        prediction.proven_at(51)
+    assert prediction.proven_at(50) is prediction
+
+
+# A GPU that is not there
+
+CUDA = AllocatorSettings()
+H200 = gpus.find("NVIDIA H200")
+
+
+def on_an_h200(step: Callable[[Any, Any], Any] = plain, **options: Any) -> LoopProgram:
+    return program_of(step, device=torch.device("cuda"), gpu=H200, **options)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:2"])
+def test_a_step_for_cuda_runs_on_one_fake_device_whichever_is_meant(device):
+    seen = []
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.append({x.device, model.weight.device})
+        return plain(model, x)
+
+    trace = capture(replace(on_an_h200(step), device=torch.device(device)), 4, "fake")
+    assert (trace.device, trace.notes) == ("cuda", ())
+    assert seen == [{torch.device("cuda:0")}] * 2
+
+
+@pytest.mark.parametrize("n", [3, 100, 2048])
+def test_growth_on_a_gpu_that_is_not_there_is_a_capture(n):
+    grown = predict(on_an_h200(), 16, CUDA)
+    assert grown.growth is not None
+    assert grown.trace_at(n).events == capture(on_an_h200(), n, "fake").events
+    assert grown.proven_at(n) is grown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_step_that_has_to_run_for_real_runs_on_the_cpu_there_and_a_note_says_so():
+    prediction = predict(on_an_h200(needs_a_value), 16, CUDA)
+    found = prediction.footprint_at(100)
+    assert (prediction.method, found.device) == ("real", "cuda")
+    assert found.notes[-1] == "the step ran on the CPU, whose kernels may keep other tensors than the GPU's"
+
+
+def test_states_alone_are_made_on_a_gpu_that_is_not_there():
+    prediction = predict(on_an_h200(raises, optimizer=torch.optim.Adam), 16, CUDA)
+    assert prediction.method == "states"
+    parts = prediction.footprint_at(16).parts
+    assert (parts["parameters"], parts["optimizer_state"]) == (512, 1024)
+
+
+def test_a_worst_case_is_known_on_a_gpu_that_is_not_there():
+    prediction = predict(on_an_h200(keeps_by_mask), 16, CUDA)
+    assert prediction.method == "worst-case"
+    assert prediction.footprint_at(16).notes == ("aten.index.Tensor was taken to give its largest result",)
+
+
+def test_a_context_that_was_not_measured_gives_bounds():
+    found = predict(on_an_h200(), 16, CUDA, context_bytes=(1000, 2000, 3000)).footprint_at(16)
+    assert found.low is not None
+    assert found.high is not None
+    reserved = found.peak_reserved_bytes
+    assert (found.low.device_bytes, found.peak_device_bytes) == (reserved + 1000, reserved + 2000)
+    assert found.high.device_bytes == found.most_device_bytes == reserved + 3000

@@ -1,0 +1,529 @@
+"""One training step, watched storage by storage: what was allocated, when, for what, and when it died."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._profiler import _EventType
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.fake import fake_twin
+from lightning_memguard.core.capture.predict import capture
+from lightning_memguard.core.capture.program import LoopProgram, tensors
+from lightning_memguard.core.capture.recorder import (
+    Recorder,
+    gradients_of,
+    part_bytes,
+    refuse_sparse,
+    states_of,
+    watching,
+)
+from lightning_memguard.core.replay.replay import replay
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.trace import Trace
+from lightning_memguard.errors import CannotTraceError
+
+CPU = torch.device("cpu")
+
+
+class TwoLayers(nn.Module):
+    """4 -> 8 -> 2 without biases: weights of 128 and 64 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(4, 8, bias=False)
+        self.relu = nn.ReLU()
+        self.head = nn.Linear(8, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.relu(self.hidden(x)))
+
+
+@contextmanager
+def recording(device_type: str = "cpu", *, worst_case: bool = False) -> Iterator[Recorder]:
+    """A recorder at work in a forward pass on fake tensors, with no module to watch."""
+    with tensors(fake=True):
+        recorder = Recorder(device_type, worst_case=worst_case)
+        recorder.mark("forward")
+        with watching(recorder, nn.Module()):
+            yield recorder
+
+
+def traced(
+    module: nn.Module,
+    make_batch: Callable[[], torch.Tensor],
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    *,
+    fake: bool = True,
+    steps: int = 1,
+) -> Trace:
+    """A few steps of a copy of the module: zero_grad, forward, backward, optimizer."""
+    with tensors(fake=fake) as mode:
+        twin = fake_twin(module, mode, CPU) if mode else copy.deepcopy(module)
+        optimizers = [make_optimizer(twin.parameters())] if make_optimizer else []
+        recorder = Recorder("cpu")
+        with watching(recorder, twin):
+            for step in range(steps):
+                recorder.mark("zero_grad", step=step)
+                twin.zero_grad()
+                recorder.mark("forward")
+                batch = make_batch()
+                recorder.label([batch], "batch")
+                loss = twin(batch).sum()
+                del batch
+                recorder.mark("backward")
+                loss.backward()
+                recorder.label(gradients_of(optimizers, twin), "gradients")
+                recorder.mark("optimizer")
+                for optimizer in optimizers:
+                    optimizer.step()
+                recorder.label(states_of(optimizers), "optimizer_state")
+            recorder.mark("end")
+        return recorder.trace(2, "fake" if fake else "real")
+
+
+def lines(trace: Trace | Iterable[Any], step: int = 0) -> list[str]:
+    """Each event as text, such as "+128 parameters in setup"; what falls apart after the run is left out."""
+    signs = {"alloc": "+", "free": "-"}
+    return [
+        f"{signs[event.action]}{event.nbytes} {event.part} in {event.phase}"
+        for event in trace
+        if event.step == step and event.phase != "end"
+    ]
+
+
+def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def empty_batch() -> torch.Tensor:
+    return torch.empty(2, 4)
+
+
+# A whole step, by hand
+
+FIRST_STEP = [
+    "+128 parameters in setup",  # hidden.weight: 4 x 8 floats
+    "+64 parameters in setup",  # head.weight: 8 x 2
+    "+32 batch in forward",  # 2 x 4
+    "+64 temporaries in forward",  # hidden(x): 2 x 8, which only relu needs
+    "+64 activations in forward",  # relu's result, which backward needs
+    "-64 temporaries in forward",
+    "+16 temporaries in forward",  # head's result: 2 x 2
+    "+4 activations in forward",  # the loss
+    "-16 temporaries in forward",
+    "+4 activations in backward",  # the ones that backward starts from
+    "+64 gradients in backward",  # of head.weight
+    "+64 temporaries in backward",  # of relu's result
+    "+64 temporaries in backward",  # of hidden's result
+    "-64 temporaries in backward",
+    "-64 activations in backward",  # relu's result is needed no more
+    "+128 gradients in backward",  # of hidden.weight
+    "-64 temporaries in backward",
+    "-32 batch in backward",
+    "-4 activations in backward",
+    "+128 optimizer_state in optimizer",  # momentum of hidden.weight
+    "+64 optimizer_state in optimizer",  # and of head.weight
+]
+
+
+def test_a_step_of_two_layers_event_by_event():
+    assert lines(traced(TwoLayers(), empty_batch, momentum)) == FIRST_STEP
+
+
+def test_the_second_step_drops_the_gradients_first_and_makes_no_state():
+    trace = traced(TwoLayers(), empty_batch, momentum, steps=2)
+    second = lines(trace, step=1)
+    assert second[:3] == ["-128 gradients in zero_grad", "-64 gradients in zero_grad", "+32 batch in forward"]
+    # The old loss lives until the new one takes its name.
+    assert second[3:] == [*FIRST_STEP[3:9], "-4 activations in forward", *FIRST_STEP[9:19]]
+
+
+def test_real_tensors_leave_the_same_events_as_fake_ones():
+    module = TwoLayers()
+    fake = traced(module, empty_batch, momentum, steps=2)
+    real = traced(module, empty_batch, momentum, steps=2, fake=False)
+    assert real.events == fake.events
+
+
+def test_a_trace_says_of_what_it_is():
+    trace = traced(TwoLayers(), empty_batch)
+    assert (trace.batch_size, trace.device, trace.method, trace.notes) == (2, "cpu", "fake", ())
+
+
+def test_every_block_is_taken_once_and_given_back_at_most_once_at_its_size():
+    live: dict[int, int] = {}
+    for event in traced(TwoLayers(), empty_batch, momentum, steps=2):
+        if event.action == "alloc":
+            live[event.block] = event.nbytes
+        else:
+            assert live.pop(event.block) == event.nbytes
+
+
+def test_activations_die_in_backward_in_the_order_opposite_to_their_making():
+    """Three tanh of 2 x 3, 2 x 5 and 2 x 7 floats, each needed for its own gradient."""
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh())
+    trace = traced(module, empty_batch)
+    kept = [event for event in trace if event.part == "activations" and event.nbytes in (24, 40, 56)]
+    assert [event.nbytes for event in kept if event.action == "alloc" and event.phase == "forward"] == [24, 40, 56]
+    assert [event.nbytes for event in kept if event.action == "free" and event.phase == "backward"] == [56, 40, 24]
+
+
+def test_all_that_an_optimizer_keeps_is_its_state():
+    """Adam keeps two averages of each of two weights (192 bytes) and two counters of a float."""
+    trace = traced(TwoLayers(), empty_batch, torch.optim.Adam)
+    state = [event.nbytes for event in trace if event.part == "optimizer_state" and event.action == "alloc"]
+    assert sorted(state) == [4, 4, 64, 64, 128, 128]
+
+
+def test_buffers_are_told_from_parameters():
+    trace = traced(nn.BatchNorm1d(4, affine=False), lambda: torch.empty(2, 4, requires_grad=True))
+    setup = [line for line in lines(trace) if line.endswith("setup")]
+    assert setup == ["+16 buffers in setup", "+16 buffers in setup", "+8 buffers in setup"]
+
+
+# Where a step stands
+
+
+def test_an_operator_knows_the_module_it_ran_for_forward_and_backward():
+    trace = traced(TwoLayers(), empty_batch)
+    ran = [(event.phase, event.module, event.operator) for event in trace if event.action == "alloc" and event.module]
+    assert ran == [
+        ("forward", "hidden", "aten.mm.default"),
+        ("forward", "relu", "aten.relu.default"),
+        ("forward", "head", "aten.mm.default"),
+        ("backward", "head", "aten.mm.default"),
+        ("backward", "head", "aten.mm.default"),
+        ("backward", "relu", "aten.threshold_backward.default"),
+        ("backward", "hidden", "aten.mm.default"),
+    ]
+
+
+def test_an_operator_knows_its_line_of_the_models_code_forward_and_backward():
+    class Doubled(TwoLayers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.hidden(x)
+            return self.head(hidden * 2)
+
+    first = Doubled.forward.__code__.co_firstlineno
+    program = LoopProgram(
+        Doubled(), batches_from_one(empty_batch()), lambda m, x: m(x).sum(), momentum, torch.device("cpu")
+    )
+    trace = capture(program, 8, "fake")
+    ran = {
+        (event.phase, event.operator, event.source.rpartition("/")[2])
+        for event in trace
+        if event.action == "alloc" and event.operator in ("aten.mm.default", "aten.mul.Tensor")
+    }
+    assert ran == {
+        ("forward", "aten.mm.default", f"test_recorder.py:{first + 1}:forward"),
+        ("forward", "aten.mul.Tensor", f"test_recorder.py:{first + 2}:forward"),
+        ("forward", "aten.mm.default", f"test_recorder.py:{first + 2}:forward"),
+        ("backward", "aten.mm.default", f"test_recorder.py:{first + 2}:forward"),
+        ("backward", "aten.mul.Tensor", f"test_recorder.py:{first + 2}:forward"),
+        ("backward", "aten.mm.default", f"test_recorder.py:{first + 1}:forward"),
+    }
+    assert {event.source for event in trace if event.phase in ("optimizer", "transfer", "setup")} == {""}
+
+
+def test_nested_modules_have_dotted_paths():
+    """What a module does after its child is its own again."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.inner(x)).exp()
+
+    trace = traced(nn.Sequential(nn.Sequential(Residual())), empty_batch)
+    ran = [(event.module, event.operator) for event in trace if event.action == "alloc" and event.phase == "forward"]
+    assert ran[1:4] == [
+        ("0.0.inner", "aten.mm.default"),
+        ("0.0", "aten.add.Tensor"),
+        ("0.0", "aten.exp.default"),
+    ]
+
+
+def test_outside_any_module_there_is_no_path():
+    trace = traced(TwoLayers(), empty_batch, momentum)
+    assert {event.module for event in trace if event.phase == "optimizer"} == {""}
+
+
+def test_a_module_whose_operators_give_several_tensors_is_known_in_backward_too():
+    """The halves of a split are put together again in backward, for the module that split."""
+
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x.split(2, dim=1)
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = nn.Linear(4, 4)
+            self.halves = Halves()
+            self.head = nn.Bilinear(2, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(*self.halves(self.hidden(x)))
+
+    trace = traced(Gated(), empty_batch)
+    assert [event.module for event in trace if event.operator == "aten.cat.default"] == ["halves"]
+
+
+def test_a_backward_pass_that_nobody_announced_is_seen():
+    """A module that steps by hand calls backward in the middle of its forward pass."""
+    with recording() as recorder:
+        x = torch.empty(4, requires_grad=True)
+        (x * x).sum().backward()
+    made = {event.operator: event.phase for event in recorder.trace(1, "fake") if event.action == "alloc"}
+    assert made["aten.sum.default"] == "forward"
+    assert made["aten.mul.Tensor"] == "backward"
+
+
+def test_what_lives_when_backward_begins_is_an_activation_and_what_comes_then_is_not():
+    with recording() as recorder:
+        before = torch.empty(4)
+        recorder.mark("backward")
+        after = torch.empty(8)
+    assert (len(before), len(after)) == (4, 8)
+    assert lines(recorder.trace(1, "fake"))[:2] == ["+16 activations in forward", "+32 temporaries in backward"]
+
+
+def test_a_block_keeps_the_first_part_it_was_given():
+    """Gradients that an optimizer also keeps in its state are counted once, and stay gradients."""
+    with recording() as recorder:
+        x = torch.empty(4)
+        recorder.label([x], "gradients")
+        recorder.label([x, x.view(2, 2)], "optimizer_state")
+        recorder.label([None, "no tensor", 3], "batch")
+    assert lines(recorder.trace(1, "fake"))[0] == "+16 gradients in forward"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])  # fmt: skip
+def test_gradients_are_gradients_with_checkpointing_too(reentrant):
+    """The weights are 128, 512 and 128 bytes; the middle one's activations are computed again in backward."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 8, bias=False)
+            self.middle = nn.Linear(8, 16, bias=False)
+            self.last = nn.Linear(16, 2, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(lambda y: torch.relu(self.middle(y)), self.first(x), use_reentrant=reentrant)
+            return self.last(x)
+
+    trace = traced(Checkpointed(), empty_batch)
+    gradients = [event.nbytes for event in trace if event.part == "gradients" and event.action == "alloc"]
+    assert sorted(gradients) == [128, 128, 512]
+
+
+# What counts as one block
+
+
+def test_views_of_one_storage_count_once_and_die_with_the_last():
+    with recording() as recorder:
+        x = torch.empty(4, 4)
+        rows, turned = x[:2], x.t()
+        del x
+        recorder.mark("one view left")
+        del rows
+        del turned
+    assert lines(recorder.trace(1, "fake")) == ["+64 temporaries in forward", "-64 temporaries in one view left"]
+
+
+def test_a_slice_counts_as_the_whole_storage_it_keeps_alive():
+    with recording() as recorder:
+        x = torch.empty(1000)[:1]
+        recorder.label([x], "batch")
+    assert lines(recorder.trace(1, "fake"))[0] == "+4000 batch in forward"
+
+
+def test_writing_in_place_takes_nothing():
+    with recording() as recorder:
+        x = torch.empty(4)
+        before = len(recorder.trace(1, "fake"))
+        x.add_(1).mul_(x).relu_().copy_(x)
+        x[:2] = 0
+        assert len([event for event in recorder.trace(1, "fake") if event.nbytes == 16]) == before
+
+
+def test_a_storage_resized_in_place_is_given_back_and_taken_anew():
+    with recording() as recorder:
+        x = torch.empty(4)
+        x.resize_(100)
+        del x
+    assert lines(recorder.trace(1, "fake")) == [
+        "+16 temporaries in forward",
+        "-16 temporaries in forward",
+        "+400 temporaries in forward",
+        "-400 temporaries in forward",
+    ]
+
+
+def test_an_empty_tensor_is_no_block():
+    with recording() as recorder:
+        x = torch.empty(0, 4)
+        y = x + 1
+    assert (x.numel(), y.numel()) == (0, 0)
+    assert lines(recorder.trace(1, "fake")) == []
+
+
+def test_every_tensor_of_a_result_is_seen_nested_or_not():
+    with recording() as recorder:
+        values, indices = torch.empty(3, 4).max(dim=0)  # 4 floats, 4 longs
+        kept = torch._foreach_add([torch.empty(5), torch.empty(6)], 1.0)
+    assert (len(values), len(indices), len(kept)) == (4, 4, 2)
+    assert [event.nbytes for event in recorder.trace(1, "fake") if event.action == "alloc"] == [
+        48,
+        16,
+        32,
+        20,
+        24,
+        20,
+        24,
+    ]
+
+
+def test_only_the_devices_own_storages_are_recorded():
+    with recording("cuda") as recorder:
+        here, there = torch.empty(4), torch.empty(8, device="cuda")
+    assert (here.device.type, there.device.type) == ("cpu", "cuda")
+    assert lines(recorder.trace(1, "fake"))[0] == "+32 temporaries in forward"
+    assert {event.nbytes for event in recorder.trace(1, "fake")} == {32}
+
+
+# Values that nobody knows
+
+
+def test_where_a_result_depends_on_values_the_recorder_gives_up():
+    with recording(), pytest.raises(DynamicOutputShapeException):
+        torch.empty(4).nonzero()
+
+
+def test_in_the_worst_case_a_mask_keeps_everything_and_a_note_says_so():
+    with recording(worst_case=True) as recorder:
+        kept = torch.empty(6, 2)[torch.empty(6, dtype=torch.bool)]
+    trace = recorder.trace(1, "worst-case")
+    assert tuple(kept.shape) == (6, 2)
+    assert trace.notes == ("aten.index.Tensor was taken to give its largest result",)
+
+
+def test_reading_a_loss_to_log_it_does_not_end_the_run():
+    with recording():
+        loss = torch.empty(4).sum()
+        assert f"loss {loss.item():.1f}, {float(loss):.1f}" == "loss 1.0, 1.0"
+
+
+def test_a_copy_that_the_step_makes_of_a_module_counts():
+    """An average of the weights: 192 bytes more, without a gradient or a state."""
+    with tensors(fake=True) as mode:
+        twin = fake_twin(TwoLayers(), mode, CPU)
+        recorder = Recorder("cpu")
+        with watching(recorder, twin):
+            average = copy.deepcopy(twin)
+        trace = recorder.trace(1, "fake")
+    assert len(list(average.parameters())) == 2
+    assert [event.nbytes for event in trace if event.action == "alloc"] == [128, 64, 128, 64]
+
+
+# Counting what is really there
+
+
+def test_bytes_of_tensors_are_bytes_of_their_storages_each_once():
+    table = torch.zeros(100)
+    parts = {"parameters": [table, table[:10]], "buffers": [table[50:], torch.zeros(3)]}
+    assert part_bytes(parts, "cpu") == {"parameters": 400, "buffers": 12}
+    assert part_bytes(parts, "cuda") == {"parameters": 0, "buffers": 0}
+
+
+def test_gradients_are_those_of_the_module_and_of_whatever_else_is_optimized():
+    module, loose = nn.Linear(1, 1, bias=False), nn.Parameter(torch.ones(1))
+    frozen = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([module.weight, loose, frozen], lr=0.1)
+    (module.weight.sum() + loose.sum()).backward()
+    assert [id(gradient) for gradient in gradients_of([optimizer], module)] == [id(module.weight.grad), id(loose.grad)]
+
+
+def test_a_sparse_gradient_has_no_size_to_predict():
+    table = nn.Embedding(10, 3, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    refuse_sparse([torch.zeros(3)])
+    with pytest.raises(CannotTraceError) as error:
+        refuse_sparse([table.weight.grad])
+    assert str(error.value) == (
+        "A gradient of shape (10, 3) has layout torch.sparse_coo: its size depends on its values. "
+        "Use dense gradients (`sparse=False`) to have the step predicted."
+    )
+
+
+# The proof: PyTorch's own CPU allocator, as its profiler hears it
+
+
+def profiled_peak(run: Callable[[], object]) -> int:
+    """The most bytes that PyTorch's CPU allocator had handed out at once for tensors made while ``run`` ran."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        run()
+    nodes = list(profiler.profiler.kineto_results.experimental_event_tree())
+    changes, live = [], set()
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        if node.tag == _EventType.Allocation:
+            changes.append((node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size))
+    totals = [0]
+    for _, address, nbytes in sorted(changes, key=lambda change: change[0]):
+        if nbytes > 0:
+            live.add(address)
+            totals.append(nbytes)
+        elif address in live:  # else it is older than the profile
+            live.remove(address)
+            totals.append(nbytes)
+    return max(accumulate(totals))
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "batch_size", "phase", "unseen_bytes"),
+    [
+        (momentum, 2, "backward", 0),
+        (momentum, 300, "backward", 0),
+        (torch.optim.Adam, 300, "backward", 0),
+        # Adam divides by a Python number, which PyTorch makes a tensor of 8 bytes, then of 4, inside the operator.
+        (torch.optim.Adam, 2, "optimizer", 8 + 4),
+    ],
+)
+def test_the_peak_is_the_one_the_profiler_measures_to_the_byte(make_optimizer, batch_size, phase, unseen_bytes):
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
+
+    def batch() -> torch.Tensor:
+        return torch.empty(batch_size, 64)
+
+    def train() -> None:
+        module = model()
+        optimizer = make_optimizer(module.parameters())
+        for _ in range(2):
+            module.zero_grad()
+            x = batch()
+            loss = module(x).sum()
+            del x
+            loss.backward()
+            optimizer.step()
+
+    predicted = replay(traced(model(), batch, make_optimizer, steps=2), AllocatorSettings(kind="exact"))
+    train()  # what PyTorch allocates once and keeps is not the step's
+    assert 0 <= profiled_peak(train) - predicted.peak_allocated_bytes <= unseen_bytes
+    assert predicted.peak_event.phase == phase

@@ -1,0 +1,316 @@
+"""The largest batch size that fits, and the sentence that says why it is that one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_memguard.core.decision.decision import Budget, Decision, Request, check_settings, decide
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.errors import DoesNotFitError, MemGuardError
+from lightning_memguard.units import GIB
+
+
+def footprints(peak_bytes: Callable[[int], int]) -> Callable[[int], Footprint]:
+    """What a device would hold; the allocator's own peaks are smaller, so that a test sees which one is compared."""
+
+    def footprint_at(n: int) -> Footprint:
+        peak = peak_bytes(n)
+        return Footprint(n, "cuda", peak // 4, peak // 2, peak, {"activations": peak // 4})
+
+    return footprint_at
+
+
+ONE_BYTE_EACH = footprints(lambda n: n)
+
+
+def budget_of(usable_bytes: int) -> Budget:
+    """A tenth as much again is kept free, so that a test sees which number a peak is held against."""
+    margin = usable_bytes // 10
+    return Budget(10 * usable_bytes, usable_bytes + margin, margin, "nvml", "cuda:0")
+
+
+def chosen(usable_bytes: int, peak: Callable[[int], Footprint] = ONE_BYTE_EACH, **request: object) -> Decision:
+    return decide(peak, budget_of(usable_bytes), Request(**{"batch_size": 8, **request}))
+
+
+# The largest that fits
+
+
+@pytest.mark.parametrize("usable", [1, 2, 3, 7, 8, 9, 100, 1023, 1024, 1025])
+def test_at_a_byte_a_sample_it_is_the_number_of_usable_bytes(usable):
+    assert chosen(usable).batch_size == usable
+
+
+def test_the_margin_stays_free():
+    budget = Budget(total_bytes=1000, free_bytes=100, margin_bytes=5, source="given")
+    assert budget.usable_bytes == 95
+    assert decide(ONE_BYTE_EACH, budget, Request(8)).batch_size == 95
+
+
+def test_a_flat_stretch_before_the_steep_one_misleads_nobody():
+    """Optimizer state alone makes the peak up to 50 samples; a line through the first sizes would promise any size."""
+    kinked = footprints(lambda n: max(1000, 20 * n))
+    assert chosen(1300, kinked).batch_size == 65
+
+
+def test_a_decision_carries_the_footprint_at_its_size_and_the_budget():
+    decision = chosen(100)
+    assert decision.footprint == ONE_BYTE_EACH(100)
+    assert decision.budget == budget_of(100)
+    assert decision.fits
+
+
+def test_few_sizes_are_looked_at_even_of_a_million():
+    """Doubling up and halving down: 20 sizes or so each way."""
+    asked = []
+
+    def footprint_at(n: int) -> Footprint:
+        asked.append(n)
+        return ONE_BYTE_EACH(n)
+
+    assert chosen(700_001, footprint_at).batch_size == 700_001
+    assert len(asked) < 50
+
+
+def test_min_max_and_multiples_bound_the_choice():
+    assert chosen(100, max_batch_size=30).batch_size == 30
+    assert chosen(100, multiple_of=8).batch_size == 96
+    assert chosen(100, multiple_of=8, max_batch_size=30).batch_size == 24
+    assert (
+        chosen(100, multiple_of=8, min_batch_size=97, max_batch_size=200, peak=footprints(lambda _: 1)).batch_size
+        == 200
+    )
+
+
+def test_the_smallest_size_allowed_is_rounded_up_to_a_multiple():
+    with pytest.raises(DoesNotFitError, match=r"^Batch size 24 needs"):
+        chosen(23, min_batch_size=17, multiple_of=8)
+
+
+def test_no_batch_is_larger_than_the_dataset():
+    assert chosen(100, dataset_size=60).batch_size == 60
+    assert chosen(100, dataset_size=60, multiple_of=32).batch_size == 32
+
+
+@given(
+    lines=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 40)), min_size=1, max_size=3),
+    usable=st.integers(1, 2000),
+    least=st.integers(1, 40),
+    most=st.none() | st.integers(1, 120),
+    multiple=st.sampled_from((1, 1, 2, 3, 8)),
+    dataset=st.integers(1, 120),
+)
+@settings(deadline=None)
+def test_it_is_what_trying_every_size_would_find(lines, usable, least, most, multiple, dataset):
+    """Any peak that grows and has kinks; any bounds that leave a size."""
+    peak = footprints(lambda n: max(fixed + each * n for fixed, each in lines))
+    highest = min(dataset, most or dataset)
+    allowed = [n for n in range(least, highest + 1) if n % multiple == 0]
+    assume(allowed)
+    fitting = [n for n in allowed if peak(n).peak_device_bytes <= usable]
+    request = {"min_batch_size": least, "max_batch_size": most, "multiple_of": multiple, "dataset_size": dataset}
+    if not fitting:
+        with pytest.raises(DoesNotFitError):
+            chosen(usable, peak, **request)
+        return
+    decision = chosen(usable, peak, **request)
+    assert decision.batch_size == max(fitting)
+    assert (decision.limited_by == "memory") == (max(fitting) < max(allowed))
+
+
+# What set it
+
+
+def test_memory_is_the_limit_where_one_more_would_not_fit():
+    assert chosen(100).limited_by == "memory"
+
+
+def test_the_dataset_is_the_limit_where_memory_would_allow_more():
+    assert chosen(100, dataset_size=60).limited_by == "dataset"
+
+
+def test_max_batch_size_is_the_limit_where_memory_and_data_would_allow_more():
+    assert chosen(100, max_batch_size=30, dataset_size=60).limited_by == "max_batch_size"
+
+
+def test_the_effective_batch_size_is_the_limit_where_one_batch_makes_it():
+    assert chosen(100, keep_effective_batch_size=64).limited_by == "request"
+
+
+def test_memory_is_the_limit_where_both_bounds_meet_at_the_next_multiple():
+    assert chosen(100, multiple_of=8, max_batch_size=104).limited_by == "memory"
+    assert chosen(100, multiple_of=8, max_batch_size=103).limited_by == "max_batch_size"
+
+
+@pytest.mark.parametrize(("asked", "outcome"), [(100, "kept"), (8, "tuned"), (200, "tuned")])
+def test_a_choice_that_equals_the_request_is_kept_and_any_other_tuned(asked, outcome):
+    decision = chosen(100, batch_size=asked)
+    assert (decision.outcome, decision.requested_batch_size, decision.batch_size) == (outcome, asked, 100)
+
+
+@pytest.mark.parametrize(("usable", "fits"), [(8, True), (7, False)])
+def test_a_size_that_is_not_ours_to_choose_is_predicted_and_left(usable, fits):
+    decision = chosen(usable, batch_size=8, free_to_choose=False, max_batch_size=2, accumulate_grad_batches=3)
+    assert (decision.batch_size, decision.accumulate_grad_batches) == (8, 3)
+    assert (decision.outcome, decision.limited_by) == ("checked", "request")
+    assert decision.fits is fits
+
+
+def test_what_was_not_predicted_does_not_count_as_fitting():
+    assert not Decision(8, 8, 1, "stepped aside", None, budget_of(100), "request").fits
+    assert not Decision(8, 8, 1, "stepped aside", ONE_BYTE_EACH(8), None, "request").fits
+
+
+# The effective batch size
+
+
+def test_without_one_accumulation_is_left_as_it_is():
+    assert chosen(100, accumulate_grad_batches=3).accumulate_grad_batches == 3
+
+
+@pytest.mark.parametrize(
+    ("usable", "ranks", "effective", "size", "accumulate"),
+    [
+        (100, 1, 64, 64, 1),  # it fits as one batch
+        (16, 1, 64, 16, 4),  # four of the largest make it
+        (16, 2, 64, 16, 2),  # two on each of two ranks
+        (33, 1, 64, 32, 2),  # one sample less than the largest makes it exactly
+        (23, 1, 67, 22, 3),  # nothing makes 67; 66 is the nearest
+        (100, 3, 64, 21, 1),  # 21 on each of three ranks are 63
+    ],
+)
+def test_size_times_accumulation_times_ranks_comes_near_it(usable, ranks, effective, size, accumulate):
+    decision = chosen(usable, keep_effective_batch_size=effective, ranks=ranks)
+    assert (decision.batch_size, decision.accumulate_grad_batches) == (size, accumulate)
+
+
+def test_it_comes_as_near_as_any_size_that_fits_can():
+    """60 fit at once; two batches of 50 make the 100 that were asked for, one of 60 only 60."""
+    decision = chosen(60, keep_effective_batch_size=100)
+    assert decision.batch_size * decision.accumulate_grad_batches == 100
+
+
+@given(
+    usable=st.integers(1, 300),
+    effective=st.integers(1, 300),
+    ranks=st.integers(1, 4),
+    multiple=st.sampled_from((1, 2, 8)),
+)
+@settings(deadline=None)
+def test_the_product_never_passes_the_effective_size_and_falls_short_by_less_than_half(
+    usable, effective, ranks, multiple
+):
+    assume(usable >= multiple and effective >= multiple * ranks)
+    decision = chosen(usable, keep_effective_batch_size=effective, ranks=ranks, multiple_of=multiple)
+    product = decision.batch_size * decision.accumulate_grad_batches * ranks
+    assert effective / 2 < product <= effective
+    assert decision.batch_size % multiple == 0
+    assert decision.fits
+
+
+@given(usable=st.integers(1, 300), times=st.integers(1, 20))
+@settings(deadline=None)
+def test_a_multiple_of_the_largest_size_is_made_of_batches_of_that_size(usable, times):
+    decision = chosen(usable, keep_effective_batch_size=times * usable)
+    assert (decision.batch_size, decision.accumulate_grad_batches) == (usable, times)
+
+
+# Nothing fits
+
+
+def test_the_error_says_what_was_asked_what_was_found_and_what_to_try():
+    parts = {"parameters": 8 * GIB, "optimizer_state": 24 * GIB, "activations": GIB}
+    needs = Footprint(1, "cuda", 33 * GIB, 40 * GIB, 41 * GIB, parts)
+    budget = Budget(24 * GIB, 20 * GIB, 1 * GIB, "nvml", "cuda:0")
+    with pytest.raises(DoesNotFitError) as error:
+        decide(lambda n: needs, budget, Request(batch_size=64))
+    assert str(error.value) == (
+        "Batch size 1 needs 41.0 GiB; cuda:0 offers 19.0 GiB after a 5% margin (20.0 GiB by nvml): "
+        "22.0 GiB too little. "
+        "The largest part is optimizer state, 24.0 GiB of it: use an optimizer that keeps less (SGD, Adafactor), or "
+        "shard it over several devices; or train on a larger device."
+    )
+
+
+def test_a_smaller_min_batch_size_is_advised_where_one_was_set():
+    with pytest.raises(DoesNotFitError, match=r", or lower `min_batch_size`\.$"):
+        chosen(10, min_batch_size=16)
+
+
+def test_it_can_be_caught_as_any_error_of_ours():
+    with pytest.raises(MemGuardError):
+        chosen(10, min_batch_size=16)
+
+
+# Settings
+
+GOOD = {"margin": 0.05, "min_batch_size": 1, "max_batch_size": None, "multiple_of": 1, "effective": None}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"margin": 0},
+        {"margin": 0.999},
+        {"min_batch_size": 8, "max_batch_size": 8},
+        {"min_batch_size": 5, "multiple_of": 8, "max_batch_size": 8},
+        {"effective": 1},
+    ],
+)
+def test_settings_at_the_edge_of_their_range_are_taken(settings):
+    check_settings(**{**GOOD, **settings})
+
+
+@pytest.mark.parametrize("margin", [-0.01, 1, 1.5, float("nan"), "0.05", None])
+def test_a_margin_is_a_share(margin):
+    expected = f"margin={margin!r} is outside [0, 1); it is the share of the budget to keep free, such as 0.05."
+    with pytest.raises(MemGuardError, match=f"^{re.escape(expected)}$"):
+        check_settings(**{**GOOD, "margin": margin})
+
+
+@pytest.mark.parametrize("name", ["min_batch_size", "max_batch_size", "multiple_of", "keep_effective_batch_size"])
+@pytest.mark.parametrize("value", [0, -8, 8.0, "8", True])
+def test_a_count_is_an_int_of_one_or_more_and_is_named_as_it_was_typed(name, value):
+    with pytest.raises(
+        MemGuardError, match=f"^{re.escape(f'{name}={value!r} is no count; give an int of 1 or more.')}$"
+    ):
+        check_settings(**{**GOOD, name.replace("keep_effective_batch_size", "effective"): value})
+
+
+def test_bounds_that_leave_no_size_are_refused_at_the_door():
+    expected = "min_batch_size=5 (in multiples of 8) is above max_batch_size=7: no batch size is left to choose."
+    with pytest.raises(MemGuardError, match=f"^{re.escape(expected)}$"):
+        check_settings(**{**GOOD, "min_batch_size": 5, "multiple_of": 8, "max_batch_size": 7})
+
+
+@pytest.mark.parametrize(
+    ("need", "source", "advice"),
+    [
+        (10, "nvml", "lower `margin`"),
+        (15, "nvml", "free memory that others hold"),
+        (40, "nvml", "train on a larger device"),
+        (15, "given", "raise `budget`"),
+    ],
+)
+def test_the_advice_is_one_that_helps(need, source, advice):
+    """The device has 24 bytes, 10 of them free and 2 of those kept by the margin."""
+    needs = Footprint(1, "cuda", need, need, need, {"activations": need})
+    with pytest.raises(DoesNotFitError, match=advice):
+        decide(lambda n: needs, Budget(24, 10, 2, source, "cuda:0"), Request(batch_size=64))
+
+
+def test_a_size_taken_for_the_effective_size_is_not_called_the_largest_that_fits():
+    """60 fit; 50 twice make exactly the 100 asked for."""
+    fitting = Footprint(60, "cpu", 1, 1, 1, {"activations": 1})
+    decision = decide(
+        lambda n: fitting if n <= 60 else Footprint(n, "cpu", 9, 9, 9, {"activations": 9}),
+        Budget(4, 4, 0, "given"),
+        Request(batch_size=8, keep_effective_batch_size=100),
+    )
+    assert (decision.batch_size, decision.accumulate_grad_batches, decision.limited_by) == (50, 2, "request")

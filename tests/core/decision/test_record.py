@@ -1,0 +1,68 @@
+"""Predicted beside measured, once an epoch, and the names under which both are logged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from lightning_memguard.core.decision.record import EpochRecord, Measured
+from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.trace.trace import PARTS
+from lightning_memguard.units import GIB
+
+
+def record_of(predicted_bytes: int, measured_bytes: int, budget_bytes: int = 8 * GIB) -> EpochRecord:
+    """The allocator's own peaks are smaller than the device's, so that a test sees which one is compared."""
+    parts = dict.fromkeys(PARTS, 0) | {"parameters": GIB, "activations": GIB // 2}
+    footprint = Footprint(32, "cuda", predicted_bytes // 4, predicted_bytes // 2, predicted_bytes, parts)
+    measured = Measured(measured_bytes, "nvml", {}, measured_bytes // 4, measured_bytes // 2)
+    return EpochRecord(3, 32, footprint, measured, budget_bytes, margin_bytes=GIB // 2)
+
+
+@pytest.mark.parametrize(("predicted", "measured", "ratio"), [(3, 2, 0.5), (2, 2, 0.0), (1, 2, -0.5)])
+def test_the_error_is_predicted_over_measured_less_one(predicted, measured, ratio):
+    assert record_of(predicted * GIB, measured * GIB).error_ratio == ratio
+
+
+def test_where_nothing_was_measured_there_is_no_error_to_tell():
+    assert math.isnan(record_of(3 * GIB, 0).error_ratio)
+
+
+def test_headroom_is_what_the_measured_peak_left_of_the_budget():
+    assert record_of(7 * GIB, 5 * GIB, budget_bytes=8 * GIB).headroom_bytes == 3 * GIB
+    assert record_of(7 * GIB, 9 * GIB, budget_bytes=8 * GIB).headroom_bytes == -GIB
+
+
+def test_the_metrics_have_their_public_names_and_their_unit_in_the_key():
+    assert record_of(6 * GIB, 4 * GIB, budget_bytes=8 * GIB).as_metrics() == {
+        "memguard/predicted_peak_gib": 6.0,
+        "memguard/actual_peak_gib": 4.0,
+        "memguard/error_pct": 50.0,
+        "memguard/headroom_gib": 4.0,
+        "memguard/batch_size": 32.0,
+        "memguard/limit_gib": 8.0,
+        "memguard/usable_gib": 7.5,
+        "memguard/parts/parameters_gib": 1.0,
+        "memguard/parts/buffers_gib": 0.0,
+        "memguard/parts/gradients_gib": 0.0,
+        "memguard/parts/optimizer_state_gib": 0.0,
+        "memguard/parts/activations_gib": 0.5,
+        "memguard/parts/batch_gib": 0.0,
+        "memguard/parts/temporaries_gib": 0.0,
+        "memguard/parts/workspaces_gib": 0.0,
+        "memguard/stacked/parameters_gib": 1.0,
+        "memguard/stacked/activations_gib": 1.5,
+    }
+
+
+def test_bounds_are_logged_where_the_prediction_has_some():
+    record = record_of(6 * GIB, 4 * GIB)
+    bounded = replace(record.predicted, low=Peak(1, 2, 5 * GIB), high=Peak(1, 2, 7 * GIB))
+    added = replace(record, predicted=bounded).as_metrics().items() - record.as_metrics().items()
+    assert dict(added) == {"memguard/predicted_low_gib": 5.0, "memguard/predicted_high_gib": 7.0}
+
+
+def test_loggers_get_floats_alone():
+    assert {type(value) for value in record_of(6 * GIB, 4 * GIB).as_metrics().values()} == {float}

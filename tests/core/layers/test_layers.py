@@ -1,0 +1,750 @@
+"""The table by layer: held against real tensors, torch's own counter, and three libraries that people know."""
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_memguard.core import gpus
+from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.fake_cuda import can_pretend
+from lightning_memguard.core.capture.predict import capture
+from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.layers.layers import Layer, LayerTable, Weight, layer_table
+from lightning_memguard.errors import CannotTraceError, MemGuardError
+
+# -- a network of four branches: the textbook's third worked example
+
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.one = nn.Conv2d(channels, 12, 1)
+        self.three_in, self.three = nn.Conv2d(channels, 10, 1), nn.Conv2d(10, 18, 3, padding=1)
+        self.five_in, self.five = nn.Conv2d(channels, 8, 1), nn.Conv2d(8, 14, 5, padding=2)
+        self.pool, self.pooled = nn.AvgPool2d(3, stride=1, padding=1), nn.Conv2d(channels, 8, 1)
+
+    def forward(self, x):
+        branches = [self.one(x), self.three(self.three_in(x)), self.five(self.five_in(x)), self.pooled(self.pool(x))]
+        return torch.cat(branches, dim=1)
+
+
+class FourBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.entry, self.pool1, self.block1 = nn.Conv2d(1, 6, 5), nn.MaxPool2d(2), Block(6)
+        self.middle, self.pool2, self.block2 = nn.Conv2d(52, 12, 5), nn.MaxPool2d(2), Block(12)
+        self.head = nn.Linear(832, 10)
+
+    def forward(self, x):
+        x = self.block1(self.pool1(self.entry(x)))
+        return self.head(self.block2(self.pool2(self.middle(x))).flatten(1))
+
+
+# path: (output shape, parameters, multiply-adds), worked out by hand from the layers' sizes
+BY_HAND = {
+    "entry": ((6, 24, 24), (1 * 25 + 1) * 6, 25 * 6 * 24 * 24),
+    "pool1": ((6, 12, 12), 0, 0),
+    "block1.one": ((12, 12, 12), (6 + 1) * 12, 6 * 12 * 144),
+    "block1.three_in": ((10, 12, 12), (6 + 1) * 10, 6 * 10 * 144),
+    "block1.three": ((18, 12, 12), (10 * 9 + 1) * 18, 90 * 18 * 144),
+    "block1.five_in": ((8, 12, 12), (6 + 1) * 8, 6 * 8 * 144),
+    "block1.five": ((14, 12, 12), (8 * 25 + 1) * 14, 200 * 14 * 144),
+    "block1.pool": ((6, 12, 12), 0, 0),
+    "block1.pooled": ((8, 12, 12), (6 + 1) * 8, 6 * 8 * 144),
+    "middle": ((12, 8, 8), (52 * 25 + 1) * 12, 52 * 25 * 12 * 64),
+    "pool2": ((12, 4, 4), 0, 0),
+    "block2.one": ((12, 4, 4), (12 + 1) * 12, 12 * 12 * 16),
+    "block2.three_in": ((10, 4, 4), (12 + 1) * 10, 12 * 10 * 16),
+    "block2.three": ((18, 4, 4), (10 * 9 + 1) * 18, 90 * 18 * 16),
+    "block2.five_in": ((8, 4, 4), (12 + 1) * 8, 12 * 8 * 16),
+    "block2.five": ((14, 4, 4), (8 * 25 + 1) * 14, 200 * 14 * 16),
+    "block2.pool": ((12, 4, 4), 0, 0),
+    "block2.pooled": ((8, 4, 4), (12 + 1) * 8, 12 * 8 * 16),
+    "head": ((10,), (832 + 1) * 10, 832 * 10),
+}
+
+
+def test_four_branches_have_33762_parameters_by_three_routes():
+    model = FourBranches()
+    table = layer_table(model, torch.zeros(1, 1, 28, 28))
+    by_torch = sum(parameter.numel() for parameter in model.parameters())
+    by_hand = sum(parameters for _, parameters, _ in BY_HAND.values())
+    assert table.parameters == by_torch == by_hand == 33_762
+    assert table.trainable_parameters == 33_762
+    assert table.parameter_bytes == 135_048
+    assert round(table.parameter_bytes / 2**20, 2) == 0.13
+
+
+def test_four_branches_layer_by_layer():
+    table = layer_table(FourBranches(), torch.zeros(1, 1, 28, 28))
+    leaves = [layer for layer in table if layer.is_leaf]
+    found = {layer.name: (layer.output_shape[1:], layer.parameters, layer.multiply_adds) for layer in leaves}
+    assert found == BY_HAND
+    assert [layer.name for layer in table if not layer.is_leaf] == ["", "block1", "block2"]
+    assert table.multiply_adds == 1_840_448
+    assert table.flops == 2 * 1_840_448
+    assert table["block1"].parameters == 0
+    assert table.within("block1").parameters == 4_718
+    assert table.within("block1").multiply_adds == 669_312
+    assert table["block1.five"].depth == 2
+
+
+# -- what thop 0.1.1.post2209072238, torchstat 0.0.7 and torchinfo 1.8.0 say of the same networks, in that order.
+# Recorded on torch 2.13; `test_the_libraries_still_say_so` asks those that are installed.
+
+
+def networks():
+    """Networks, each with the shape of its input."""
+    return {
+        "four branches": (FourBranches(), (1, 1, 28, 28)),
+        "conv1d": (
+            nn.Sequential(
+                nn.Conv1d(4, 6, 5, stride=2, groups=2), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten(), nn.Linear(48, 7)
+            ),
+            (1, 4, 20),
+        ),
+        "conv2d": (
+            nn.Sequential(
+                nn.Conv2d(3, 8, 3, padding=1, bias=False),
+                nn.BatchNorm2d(8),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Conv2d(8, 16, 3, groups=4),
+                nn.AdaptiveAvgPool2d(1),
+                nn.Flatten(),
+                nn.Linear(16, 10),
+            ),
+            (1, 3, 16, 16),
+        ),
+        "conv3d": (
+            nn.Sequential(nn.Conv3d(2, 4, 3), nn.AvgPool3d(2), nn.Flatten(), nn.Linear(108, 3, bias=False)),
+            (1, 2, 8, 8, 8),
+        ),
+        "transposed": (nn.Sequential(nn.ConvTranspose2d(3, 5, 3, stride=2)), (1, 3, 8, 8)),
+        "attention": (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0), (1, 6, 16)),
+    }
+
+
+THOP = {
+    "four branches": {
+        **{name: multiply_adds for name, (_, _, multiply_adds) in BY_HAND.items()},
+        "block1.pool": 864,
+        "block2.pool": 192,
+    },
+    "conv1d": {"0": 480, "1": 192, "2": 0, "3": 0, "4": 336},
+    "conv2d": {"0": 55296, "1": 8192, "2": 0, "3": 0, "4": 10368, "5": 592, "6": 0, "7": 160},
+    "conv3d": {"0": 46656, "1": 108, "2": 0, "3": 324},
+    "transposed": {"0": 39015},
+    "attention": {
+        **dict.fromkeys(["self_attn.out_proj", "dropout", "dropout1", "dropout2"], 0),
+        **dict.fromkeys(["linear1", "linear2"], 3072),
+        **dict.fromkeys(["norm1", "norm2"], 384),
+    },
+}
+
+# path: [output shape, parameters, MAdd, Flops]
+TORCHSTAT = {
+    "four branches": {
+        "entry": [[6, 24, 24], 156, 172800, 89856],
+        "pool1": [[6, 12, 12], 0, 2592, 3456],
+        "block1.one": [[12, 12, 12], 84, 20736, 12096],
+        "block1.three_in": [[10, 12, 12], 70, 17280, 10080],
+        "block1.three": [[18, 12, 12], 1638, 466560, 235872],
+        "block1.five_in": [[8, 12, 12], 56, 13824, 8064],
+        "block1.five": [[14, 12, 12], 2814, 806400, 405216],
+        "block1.pool": [[6, 12, 12], 0, 7776, 864],
+        "block1.pooled": [[8, 12, 12], 56, 13824, 8064],
+        "middle": [[12, 8, 8], 15612, 1996800, 999168],
+        "pool2": [[12, 4, 4], 0, 576, 768],
+        "block2.one": [[12, 4, 4], 156, 4608, 2496],
+        "block2.three_in": [[10, 4, 4], 130, 3840, 2080],
+        "block2.three": [[18, 4, 4], 1638, 51840, 26208],
+        "block2.five_in": [[8, 4, 4], 104, 3072, 1664],
+        "block2.five": [[14, 4, 4], 2814, 89600, 45024],
+        "block2.pool": [[12, 4, 4], 0, 1728, 192],
+        "block2.pooled": [[8, 4, 4], 104, 3072, 1664],
+        "head": [[10], 8330, 16630, 8320],
+    },
+    "conv2d": {
+        "0": [[8, 16, 16], 216, 108544, 55296],
+        "1": [[8, 16, 16], 16, 8192, 4096],
+        "2": [[8, 16, 16], 0, 2048, 2048],
+        "3": [[8, 8, 8], 0, 1536, 2048],
+        "4": [[16, 6, 6], 304, 20736, 10944],
+        "5": [[16, 1, 1], 0, 0, 0],
+        "6": [[16], 0, 0, 0],
+        "7": [[10], 170, 310, 160],
+    },
+    "transposed": {"0": [[5, 17, 17], 140, 17280, 0]},
+}
+
+# total multiply-adds
+TORCHINFO = {
+    "four branches": 1_855_882,
+    "conv1d": 883,
+    "conv2d": 66_426,
+    "conv3d": 47_844,
+    "transposed": 40_460,
+    "attention": 1_136,
+}
+
+# Where thop counts otherwise, and why it is not followed: no row of these is a multiplication added to a sum.
+THOP_DIFFERS = {
+    nn.AvgPool2d: "one for each average of nine, which is eight additions and a division",
+    nn.AvgPool3d: "the same",
+    nn.AdaptiveAvgPool2d: "additions and a division, where a pooling of fixed size counts one",
+    nn.BatchNorm1d: "four for each number, where evaluation mode takes one multiplication and one addition",
+    nn.BatchNorm2d: "the same",
+    nn.LayerNorm: "the same",
+    nn.ConvTranspose2d: "the kernel at each output; but the kernel is laid on each input",
+    nn.MultiheadAttention: "nothing: its products run in no module that thop has a rule for",
+}
+
+
+@pytest.mark.parametrize("name", THOP)
+def test_multiply_adds_are_thops_where_thop_is_right(name):
+    model, shape = networks()[name]
+    table = layer_table(model, torch.zeros(shape))
+    for path, theirs in THOP[name].items():
+        if type(model.get_submodule(path)) in THOP_DIFFERS:
+            assert table[path].multiply_adds != theirs, f"{path}: a difference that is none any more"
+        else:
+            assert table[path].multiply_adds == theirs, path
+
+
+def test_thop_counts_a_transposed_convolution_at_its_outputs():
+    """Each of 8 x 8 inputs meets 5 x 3 kernels of nine: what really runs, and what torchstat says too."""
+    model, shape = networks()["transposed"]
+    assert layer_table(model, torch.zeros(shape)).multiply_adds == 8 * 8 * 3 * 5 * 9 == 8_640
+    assert THOP["transposed"]["0"] == 17 * 17 * 3 * 5 * 9
+
+
+@pytest.mark.parametrize("name", TORCHSTAT)
+def test_the_table_is_torchstats_where_torchstat_is_right(name):
+    """Its MAdd are our FLOPs, its Flops our multiply-adds and the additions of the bias."""
+    model, shape = networks()[name]
+    table = layer_table(model, torch.zeros(shape))
+    assert [layer.name for layer in table if layer.is_leaf] == list(TORCHSTAT[name])
+    for path, (output_shape, parameters, madd, flops) in TORCHSTAT[name].items():
+        layer, module = table[path], model.get_submodule(path)
+        assert [[*layer.output_shape[1:]], layer.parameters] == [output_shape, parameters]
+        match module:
+            case nn.Conv2d(bias=None):  # it leaves out the first addition of each sum, which only a bias makes
+                assert (madd, flops) == (layer.flops - layer.output_elements, layer.multiply_adds)
+            case nn.Conv2d():
+                assert (madd, flops) == (layer.flops, layer.multiply_adds + layer.output_elements)
+            case nn.ConvTranspose2d():  # it has no Flops for it
+                assert (madd, flops) == (layer.flops, 0)
+            case nn.Linear():  # it forgets the bias
+                assert (madd, flops) == (layer.flops - layer.output_elements, layer.multiply_adds)
+            case _:  # comparisons, averages and norms: no products
+                assert layer.flops == 0
+
+
+@pytest.mark.parametrize("name", TORCHINFO)
+def test_torchinfo_adds_biases_and_counts_a_weight_once_a_sample(name):
+    model, shape = networks()[name]
+    table = layer_table(model, torch.zeros(shape))
+    total = 0
+    for layer in table:
+        module = model.get_submodule(layer.name)
+        if isinstance(module, nn.MultiheadAttention):
+            continue  # it has no rule for parameters that are not named "weight" or "bias" of a layer that ran
+        if layer.calls and layer.is_leaf:
+            convolution = type(module).__name__.startswith("Conv")
+            times = layer.output_elements // layer.output_shape[1] if convolution else 1
+            total += layer.parameters * times
+    assert total == TORCHINFO[name]
+    if name == "attention":  # so a linear layer over six tokens counts as over one
+        assert table["linear1"].multiply_adds == 6 * 16 * 32
+
+
+LIVE = """
+import contextlib, importlib.util, io, json, runpy, sys
+import torch
+
+def thop_says(model, shape):
+    import thop
+    def flat(rows, path):
+        for child, (operations, _, below) in rows.items():
+            yield from flat(below, f"{path}{child}.") if below else [(path + child, int(operations))]
+    *_, rows = thop.profile(model, (torch.zeros(shape),), verbose=False, ret_layer_info=True)
+    return dict(flat(rows, ""))
+
+def torchinfo_says(model, shape):
+    import torchinfo
+    return torchinfo.summary(model, input_data=torch.zeros(shape), verbose=0).total_mult_adds
+
+def torchstat_says(model, shape):
+    from torchstat.statistics import ModelStat  # its report needs pandas < 2, its figures do not
+    if len(shape) != 4:
+        return None
+    nodes = ModelStat(model, shape[1:])._analyze_model()
+    return {n.name: [n.output_shape, *map(int, (n.parameter_quantity, n.MAdd, n.Flops))] for n in nodes}
+
+answers = {}
+with contextlib.redirect_stdout(io.StringIO()):
+    for say in (thop_says, torchinfo_says, torchstat_says):  # the last one writes over torch's classes
+        try:
+            __import__(say.__name__.removesuffix("_says"))
+        except ImportError:
+            continue
+        found = {name: say(*each) for name, each in runpy.run_path(sys.argv[1])["networks"]().items()}
+        answers[say.__name__.removesuffix("_says")] = {name: each for name, each in found.items() if each is not None}
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What the libraries that are installed say, asked in a process of their own: torchstat never tidies up."""
+    asked = [sys.executable, "-W", "ignore", "-c", LIVE, str(Path(__file__))]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("library", "recorded"), [("thop", THOP), ("torchstat", TORCHSTAT), ("torchinfo", TORCHINFO)])
+def test_the_libraries_still_say_so(library, recorded, request):
+    pytest.importorskip(library)
+    assert request.getfixturevalue("said")[library] == recorded
+
+
+# -- what autograd keeps: the same step with real tensors
+
+
+class Tokens(nn.Module):
+    """Embedding, attention with dropout, GRU, a tied head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.rnn = nn.GRU(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.rnn(self.encoder(self.embed(tokens)))[0])
+
+
+def really_kept(model, batch):
+    """Bytes of the storages that autograd holds after a real forward pass."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()), lambda _: None):
+        model(batch)
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), batch)}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    return sum(nbytes for address, nbytes in storages.items() if address not in known)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        pytest.param(FourBranches(), torch.zeros(3, 1, 28, 28), id="four branches"),
+        pytest.param(networks()["conv1d"][0], torch.zeros(3, 4, 20), id="conv1d"),
+        pytest.param(networks()["conv2d"][0], torch.zeros(3, 3, 16, 16), id="conv2d"),
+        pytest.param(networks()["conv3d"][0], torch.zeros(3, 2, 8, 8, 8), id="conv3d"),
+        pytest.param(Tokens(), torch.zeros(3, 7, dtype=torch.long), id="tokens"),
+        pytest.param(Tokens().eval(), torch.zeros(3, 7, dtype=torch.long), id="evaluation"),
+        pytest.param(nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)), torch.zeros(3, 4)),
+    ],
+)
+def test_activations_are_what_autograd_really_keeps(model, batch):
+    table = layer_table(model, batch)
+    assert table.activation_bytes == really_kept(model, batch)
+    assert table.activation_bytes > 0
+
+
+def test_the_trace_of_the_step_holds_the_same_activations():
+    model, batch = FourBranches(), torch.zeros(3, 1, 28, 28)
+
+    def step(model, x):
+        return model(x).square().sum()
+
+    program = LoopProgram(model, batches_from_one(batch), step, None, torch.device("cpu"))
+    made = [event for event in capture(program, 8, "fake") if event.action == "alloc" and event.phase == "forward"]
+    traced = sum(event.nbytes for event in made if event.part == "activations" and event.step == 0)
+    assert traced == layer_table(model, batch, batch_size=8, step=step).activation_bytes + 4  # the loss itself
+
+
+def test_a_storage_counts_where_it_is_kept_first():
+    """The rectifier keeps its result, so the layer after it has nothing to add; the batch stands there anyway."""
+    table = layer_table(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), nn.Sigmoid()), torch.zeros(3, 4))
+    assert [layer.activation_bytes for layer in table] == [0, 0, 3 * 8 * 4, 0, 3 * 2 * 4]
+    assert table.batch_bytes == 3 * 4 * 4
+
+
+def test_what_is_dropped_before_the_backward_pass_is_not_kept():
+    class Discards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.for_nothing, self.target = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.for_nothing(x.exp()).exp()
+            with torch.no_grad():
+                target = self.target(x).exp()
+            return self.used(x).exp() * target
+
+    table = layer_table(Discards(), torch.zeros(3, 4))
+    assert table["for_nothing"].activation_bytes == 0
+    assert table["target"].activation_bytes == 0
+    assert table.activation_bytes == 2 * 3 * 4 * 4  # the exponential and the target
+
+
+def test_a_checkpoint_keeps_its_input_alone():
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(super().forward, x.exp(), use_reentrant=False)
+
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()]
+    batch = torch.zeros(3, 8, requires_grad=True)
+    plain = layer_table(nn.Sequential(*layers), batch)
+    assert layer_table(Checkpointed(*layers), batch).activation_bytes == 3 * 8 * 4
+    assert plain.activation_bytes == 2 * 3 * 8 * 4
+
+
+def test_a_frozen_backbone_keeps_nothing():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    table = layer_table(model, torch.zeros(3, 4))
+    assert [layer.activation_bytes for layer in table] == [0, 0, 0, 3 * 8 * 4]
+    assert (table.parameters, table.trainable_parameters) == (58, 18)
+    assert table.trainable_parameter_bytes == 18 * 4
+
+
+@pytest.mark.skipif(not can_pretend(), reason="this torch does not show what pretending a GPU takes")
+def test_a_gpu_keeps_other_tensors_than_the_cpu():
+    model, batch = nn.Sequential(nn.Linear(4, 8), nn.Dropout()), torch.zeros(3, 4)
+    on_gpu = layer_table(model, batch, gpu=gpus.find("NVIDIA H200"))
+    assert layer_table(model, batch)["1"].activation_bytes == 3 * 8 * 4
+    assert on_gpu["1"].activation_bytes == 3 * 8
+    tokens = torch.zeros(3, 7, dtype=torch.long)
+    both = [layer_table(Tokens().eval(), tokens, gpu=gpu) for gpu in (None, gpus.find("NVIDIA H200"))]
+    assert both[0].flops == both[1].flops
+
+
+# -- what is computed
+
+
+@pytest.mark.parametrize("name", ["four branches", "conv1d", "conv2d", "conv3d", "transposed"])
+def test_flops_are_torchs(name):
+    model, shape = networks()[name]
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(4, *shape[1:]))
+    assert layer_table(model, torch.zeros(shape), batch_size=4).flops == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_attention_counts_by_whatever_path_it_runs(training, need_weights, frozen):
+    """On the CPU torch's own counter calls its fused attention 0."""
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=need_weights)[0]
+
+    model = Attends().train(training).requires_grad_(not frozen)
+    batch, length, width = 3, 7, 16
+    projections = 4 * 2 * batch * length * width * width
+    scores_and_values = 2 * 2 * batch * length * length * width
+    table = layer_table(model, torch.zeros(batch, length, width))
+    assert table["attention"].flops == table.flops == projections + scores_and_values
+    assert table["attention"].parameters + table["attention.out_proj"].parameters == 4 * 16 * 17
+
+
+def test_scaled_dot_product_attention_with_fewer_keys():
+    class Attends(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    queries, keys = torch.zeros(2, 4, 5, 8, requires_grad=True), torch.zeros(2, 2, 5, 8)
+    assert layer_table(Attends(), (queries, keys, keys)).flops == 2 * 2 * 2 * 4 * 5 * 5 * 8
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers(kind, gates):
+    model = kind(12, 8, num_layers=2, bidirectional=True, batch_first=True)
+    table = layer_table(model, torch.zeros(3, 5, 12))
+    weights = 2 * gates * 8 * (12 + 8) + 2 * gates * 8 * (16 + 8)
+    assert table.flops == 2 * 3 * 5 * weights
+    assert table[""].output_shape == (3, 5, 16)
+    assert table.parameters == weights + 4 * 2 * gates * 8
+
+
+def test_a_vector_times_a_matrix_counts():
+    table = layer_table(nn.Linear(5, 3), torch.zeros(1, 5), step=lambda m, x: m(x[0]) @ torch.ones(3))
+    assert table.multiply_adds == 5 * 3 + 3
+
+
+# -- modules of all kinds
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.again = self.body
+        self.unused = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.again(self.body(x)) + self.body(x)
+
+
+def test_a_shared_module_counts_once_and_is_shown_as_shared():
+    table = layer_table(Shares(), torch.zeros(3, 6))
+    names = ["", "body", "body.0", "body.1", "again", "again.0", "again.1", "unused"]
+    assert [layer.name for layer in table] == names
+    assert [layer.shared_with for layer in table] == ["", "", "", "", "body", "body.0", "body.1", ""]
+    assert [layer.calls for layer in table] == [1, 3, 3, 3, 0, 0, 0, 0]
+    assert table["body.0"].flops == table.flops == 3 * 2 * 3 * 6 * 6
+    assert table["again.0"].parameters == table["body.0"].parameters == 42
+    assert table["again.0"].output_shape == (3, 6)
+    assert table["unused"].output_shape is None
+    assert table.parameters == 42 + 9 == sum(p.numel() for p in Shares().parameters())
+    assert table.output_elements == 3 * 2 * 18
+
+
+def test_a_tied_parameter_counts_once():
+    table = layer_table(Tokens(), torch.zeros(3, 7, dtype=torch.long))
+    assert table["head"].parameters == table["embed"].parameters == 800
+    assert [weight.name for weight in table["head"].weights] == ["embed.weight"]
+    assert table.parameters == sum(p.numel() for p in Tokens().parameters())
+    assert table.within("head").parameters == 800
+
+
+def test_modules_in_functional_style_count_for_the_module_that_runs():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel, self.weight = nn.Parameter(torch.zeros(4, 2, 3)), nn.Parameter(torch.zeros(5, 4 * 8))
+
+        def forward(self, x):
+            return F.linear(F.relu(F.conv1d(x, self.kernel)).flatten(1), self.weight)
+
+    table = layer_table(Functional(), torch.zeros(3, 2, 10))
+    assert table[""].multiply_adds == 3 * (4 * 8 * 2 * 3 + 5 * 4 * 8)
+    assert table[""].activation_bytes == 3 * 4 * 8 * 4
+    assert table[""].parameters == 24 + 160
+
+
+def test_lazy_modules_learn_their_shapes():
+    lazy = nn.Sequential(nn.LazyConv3d(4, 3), nn.LazyBatchNorm3d(), nn.Flatten(), nn.LazyLinear(5), nn.Linear(5, 2))
+    known = nn.Sequential(nn.Conv3d(1, 4, 3), nn.BatchNorm3d(4), nn.Flatten(), nn.Linear(256, 5), nn.Linear(5, 2))
+    batch = torch.zeros(2, 1, 6, 6, 6)
+    assert layer_table(lazy, batch) == layer_table(known, batch)
+    assert nn.parameter.is_lazy(lazy[0].weight)
+    assert isinstance(lazy[0], nn.LazyConv3d)
+
+
+def test_the_meta_device_will_do():
+    batch = torch.zeros(3, 7, dtype=torch.long)
+    with torch.device("meta"):
+        model = Tokens()
+    assert layer_table(model, batch.to("meta")) == layer_table(Tokens(), batch)
+    with torch.device("meta"):
+        wide = nn.Linear(1 << 20, 1 << 20)  # 4 TiB
+    assert layer_table(wide, torch.zeros(1, 1 << 20)).parameter_bytes == 4 * ((1 << 40) + (1 << 20))
+
+
+def test_half_precision_takes_half_the_bytes():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    whole = layer_table(model, torch.zeros(3, 4))
+    half = layer_table(copy.deepcopy(model).bfloat16(), torch.zeros(3, 4, dtype=torch.bfloat16))
+    assert 2 * half.parameter_bytes == whole.parameter_bytes
+    assert 2 * half.activation_bytes == whole.activation_bytes
+    assert half.flops == whole.flops
+
+
+def test_nothing_of_the_users_model_is_touched():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(), nn.Flatten(), nn.Linear(72, 3))
+    model[2].eval()
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append("a hook of the user's ran on the twin, not on the model"))
+    before = copy.deepcopy(model.state_dict())
+    flags = [module.training for module in model.modules()]
+    hooks = [(list(module._forward_hooks), list(module._forward_pre_hooks)) for module in model.modules()]
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    pythons = random.getstate()
+    table = layer_table(model, torch.zeros(4, 1, 8, 8), step=lambda m, x: m(x * random.random() + torch.rand(1)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == pythons
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == flags
+    assert [(list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()] == hooks
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not nn.modules.module._global_forward_hooks
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert table["2"].activation_bytes == 0  # a dropout in evaluation mode keeps nothing
+
+
+def test_it_runs_where_gradients_are_off():
+    model, batch = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(3, 4)
+    with torch.no_grad():
+        inside = layer_table(model, batch)
+    assert inside == layer_table(model, batch)
+
+
+# -- LightningModules, batches and steps
+
+
+class Trains(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("loss", loss)
+        return loss
+
+
+class OnlyForward(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_a_lightning_module_runs_its_training_step():
+    batch = (torch.zeros(3, 4), torch.zeros(3, dtype=torch.long))
+    table = layer_table(Trains(), batch)
+    assert table["net"].multiply_adds == 3 * 4 * 2
+    assert table[""].activation_bytes == 3 * 2 * 4 + 4  # the loss keeps its softmax and what it divides by
+    attached = Trains()
+    attached._trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
+    trainer = attached._trainer
+    assert layer_table(attached, batch) == table
+    assert attached._trainer is trainer
+    seen = []
+    layer_table(attached, batch, step=lambda m, _: seen.append(m._trainer))
+    assert seen == [None]
+
+
+def test_a_lightning_module_without_a_training_step_runs_its_forward():
+    assert layer_table(OnlyForward(), torch.zeros(3, 4))["net"].multiply_adds == 3 * 4 * 2
+
+
+def test_batches_are_passed_as_they_suggest():
+    class Pair(nn.Module):
+        def forward(self, x, y):
+            return x @ y
+
+    x, y = torch.zeros(4, 2, 3), torch.zeros(4, 3, 5)
+    for batch in [(x, y), [x, y], {"x": x, "y": y}]:
+        assert layer_table(Pair(), batch).multiply_adds == 4 * 2 * 3 * 5
+        assert layer_table(Pair(), batch, batch_size=8).multiply_adds == 8 * 2 * 3 * 5
+
+    class Whole(nn.Module):
+        def forward(self, pair):
+            return pair[0] @ pair[1]
+
+    assert layer_table(Whole(), (x, y)).multiply_adds == 4 * 2 * 3 * 5
+
+
+def test_a_step_says_how_to_call_the_model():
+    model, batch = nn.Linear(4, 2), {"image": torch.zeros(3, 4), "label": torch.zeros(3, dtype=torch.long)}
+    table = layer_table(model, batch, step=lambda m, b: F.cross_entropy(m(b["image"]), b["label"]))
+    assert table.multiply_adds == 3 * 4 * 2
+    assert table.batch_elements == 15
+
+
+def test_the_batch_size_scales_what_it_should():
+    model, batch = FourBranches(), torch.zeros(2, 1, 28, 28)
+    small, large = layer_table(model, batch), layer_table(model, batch, batch_size=10)
+    assert (small.batch_size, large.batch_size) == (2, 10)
+    assert large.activation_bytes == 5 * small.activation_bytes
+    assert large.flops == 5 * small.flops
+    assert large.output_bytes == 5 * small.output_bytes
+    assert large.parameters == small.parameters
+
+
+def test_a_step_that_runs_its_own_backward_pass_says_so():
+    def step(model, x):
+        model(x).sum().backward()
+
+    table = layer_table(nn.Linear(4, 2), torch.zeros(3, 4), step=step)
+    assert table.multiply_adds == 3 * 4 * 2  # the forward pass alone
+    assert any("own backward pass" in note for note in table.notes)
+
+
+def test_a_mask_keeps_everything_and_the_table_says_so():
+    table = layer_table(nn.Linear(4, 2), torch.zeros(3, 4), step=lambda m, x: m(x[x.sum(1) > 0]).sum())
+    assert table.multiply_adds == 3 * 4 * 2
+    assert any("largest result" in note for note in table.notes)
+
+
+# -- what is refused
+
+
+def test_a_model_that_needs_values_cannot_be_told():
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(CannotTraceError, match=r"layers of Branches.*step=\(model, batch\)"):
+        layer_table(Branches(), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda: layer_table("model", torch.zeros(3, 4)), "model is a str"),
+        (lambda: layer_table(nn.Linear(4, 2), torch.zeros(3, 4), batch_size=0), "batch_size=0"),
+        (lambda: layer_table(nn.Linear(4, 2), torch.zeros(3, 4), step=3), "step= is a int"),
+        (lambda: layer_table(nn.Linear(4, 2), "batch"), "no tensor to size it by"),
+        (lambda: layer_table(nn.Linear(4, 2), torch.zeros(3, 5)), "layers of Linear"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(ask, words):
+    with pytest.raises(MemGuardError, match=words):
+        ask()
+
+
+# -- the records by themselves
+
+
+def test_totals_of_a_table_written_by_hand():
+    weight, tied = Weight("a.weight", 10, 40, trainable=True), Weight("b.bias", 3, 6, trainable=False)
+    rows = (
+        Layer("", "Model", (2,), 2, 8, 1, is_leaf=False),
+        Layer("a", "Linear", (2, 5), 10, 40, 1, (weight,), 100, 7),
+        Layer("b", "Linear", (2, 1), 2, 8, 2, (weight, tied), 20, 30),
+        Layer("b2", "Linear", (2, 1), weights=(weight, tied), shared_with="b"),
+    )
+    table = LayerTable(2, rows)
+    assert (table.parameters, table.trainable_parameters, table.parameter_bytes) == (13, 10, 46)
+    assert (table.output_elements, table.output_bytes) == (12, 48)
+    assert (table.activation_bytes, table.flops, table.multiply_adds) == (120, 37, 3 + 15)
+    assert [row.name for row in table.within("b")] == ["b"]
+    assert len(table) == 4
+    with pytest.raises(KeyError):
+        table["c"]
+    with pytest.raises(FrozenInstanceError):
+        table.batch_size = 3

@@ -1,0 +1,185 @@
+"""Other callbacks' memory: copies of the model, teachers and other tensors, each counted once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard import MemGuard
+from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.training.adapter.callbacks import averages
+
+WEIGHTS = 4 * 333_834  # of `Wide`
+
+
+def fit(make: Callable[[], Any], data: TensorDataset) -> Callable[[Any], object]:
+    return lambda trainer: trainer.fit(make(), DataLoader(data, batch_size=64))
+
+
+def averaging(name: str) -> Any:
+    cls = getattr(pl.callbacks, name, None)
+    if cls is None:
+        pytest.skip(f"this Lightning has no {name}")
+    return cls
+
+
+def decided(trainer: Any, module: Any, data: TensorDataset, *callbacks: Any, **wishes: Any) -> Decision:
+    guard = MemGuard(**wishes)
+    trainer(guard, *callbacks).fit(module, DataLoader(data, batch_size=64))
+    assert guard.decision is not None
+    assert guard.decision.footprint is not None
+    return guard.decision
+
+
+# -- Lightning's own averages
+
+
+@pytest.mark.parametrize("name", ["WeightAveraging", "EMAWeightAveraging"])
+def test_an_average_and_what_its_update_takes(wide: Any, wide_data: Any, as_measured: Any, name: str) -> None:
+    """Its copy stands there all the while; the peak stands where the largest weight is averaged."""
+    decision = as_measured(fit(wide, wide_data), averaging(name))
+    assert decision.footprint.parts["callbacks"] == WEIGHTS
+    assert decision.footprint.phase == "averaging"
+    assert decision.footprint.method == "fake"
+
+
+def test_stochastic_averaging_between_epochs(wide: Any, wide_data: Any, as_measured: Any) -> None:
+    """No batch stands beside its update."""
+    decision = as_measured(
+        fit(wide, wide_data), lambda: pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1), max_epochs=3
+    )
+    assert decision.footprint.parts["callbacks"] == WEIGHTS
+    assert decision.footprint.parts["batch"] == 0
+
+
+@pytest.mark.parametrize("name", ["WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"])
+def test_an_average_on_another_device_takes_nothing_here(trainer: Any, name: str) -> None:
+    def copies(run: Any, device: torch.device) -> int:
+        return len(averages(run, device, nn.Linear(1, 1)))
+
+    first = [0.01] if name == "StochasticWeightAveraging" else []
+    run = trainer(averaging(name)(*first, device="cpu"))
+    assert copies(run, torch.device("cpu")) == 1
+    assert copies(run, torch.device("cuda")) == 0
+    run = trainer(averaging(name)(*first, device=torch.device("cuda", 0)))
+    assert copies(run, torch.device("cuda", 0)) == 1
+    assert copies(run, torch.device("cpu")) == 0
+
+
+def test_an_average_that_leaves_buffers_alone(trainer: Any, wide: Any, wide_data: TensorDataset) -> None:
+    class Normed(wide):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.append(nn.BatchNorm1d(10))
+
+    average = averaging("WeightAveraging")(use_buffers=False)
+    footprint = decided(trainer, Normed(), wide_data, average, mode="check").footprint
+    assert footprint is not None
+    assert footprint.method == "fake"
+    assert footprint.parts["callbacks"] == WEIGHTS + 4 * 4 * 10 + 8, "the copy has the buffers all the same"
+
+
+# -- what users write
+
+
+class Ema(pl.Callback):
+    """Deep-copies the module at a moment of its choice, and averages in place."""
+
+    def __init__(self, when: str, module: Any = None) -> None:
+        self.when = when
+        self.average: Any = copy.deepcopy(module)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.when == "setup":
+            self.average = copy.deepcopy(pl_module)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.when == "on_fit_start":
+            self.average = copy.deepcopy(pl_module)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for mine, theirs in zip(self.average.parameters(), pl_module.parameters(), strict=True):
+            mine.lerp_(theirs, 0.1)
+
+
+def test_where_nothing_is_to_be_chosen_a_late_average_is_counted_too(
+    wide: Any, wide_data: Any, as_measured: Any
+) -> None:
+    decision = as_measured(fit(wide, wide_data), lambda: Ema("on_fit_start"))
+    assert decision.footprint.parts["callbacks"] == WEIGHTS
+
+
+@pytest.mark.parametrize("when", ["__init__", "setup", "on_fit_start"])
+@pytest.mark.parametrize("guard_first", [True, False])
+def test_an_average_of_the_users_own_is_counted_once(
+    trainer: Any, wide: Any, wide_data: TensorDataset, when: str, guard_first: bool
+) -> None:
+    """Whenever it copies, and whichever callback comes first: by the time the loaders are made it is there."""
+    module, guard = wide(), MemGuard(max_batch_size=64)
+    callbacks = [guard, Ema(when, module if when == "__init__" else None)]
+    trainer(*(callbacks if guard_first else callbacks[::-1])).fit(module, DataLoader(wide_data, batch_size=64))
+    assert guard.decision is not None
+    assert guard.decision.footprint is not None
+    assert guard.decision.footprint.parts["callbacks"] == WEIGHTS
+
+
+def test_an_average_that_comes_late_makes_the_batch_smaller(trainer: Any, wide: Any, wide_data: TensorDataset) -> None:
+    """By when it copies, the size was chosen and told: a warning says that it has changed, and why."""
+    wishes = {"budget": 5_900_000, "margin": 0.05}
+    alone = decided(trainer, wide(), wide_data, **wishes)
+
+    class Sized(wide):  # type: ignore[misc]
+        first_size = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.first_size = self.first_size or len(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    module = Sized()
+    with pytest.warns(UserWarning, match="other callbacks have taken 1.3 MiB on the device since setup"):
+        late = decided(trainer, module, wide_data, Ema("on_fit_start"), **wishes)
+    assert late.batch_size < alone.batch_size
+    assert module.first_size == late.batch_size
+    assert late.limited_by == "memory"
+    assert late.footprint is not None
+    assert late.budget is not None
+    assert late.footprint.parts["callbacks"] == WEIGHTS
+    assert late.footprint.peak_allocated_bytes <= late.budget.usable_bytes
+
+
+class Teacher(pl.Callback):
+    """Holds a module and tensors, in containers too, the same ones twice."""
+
+    def __init__(self) -> None:
+        self.teacher = nn.Linear(700, 700)
+        self.again = [self.teacher]
+        self.queue = {"keys": [torch.zeros(1000, 100), torch.zeros(1000, 100)]}
+        self.view = self.queue["keys"][0][:10]
+
+
+def test_a_teacher_and_a_queue_are_counted_once(wide: Any, wide_data: Any, as_measured: Any) -> None:
+    decision = as_measured(fit(wide, wide_data), Teacher)
+    assert decision.footprint.parts["callbacks"] == 4 * (700 * 700 + 700 + 2 * 1000 * 100)
+
+
+def test_what_belongs_to_the_module_is_no_callbacks_memory(trainer: Any, wide: Any, wide_data: TensorDataset) -> None:
+    """Nor is what holds no bytes named as a part."""
+
+    class Holds(pl.Callback):
+        def __init__(self, module: Any) -> None:
+            self.module = module
+            self.weights = list(module.parameters())
+            self.best = torch.tensor(0.5)
+
+    module = wide()
+    footprint = decided(trainer, module, wide_data, Holds(module), pl.callbacks.Timer(), mode="check").footprint
+    assert footprint is not None
+    assert "callbacks" not in footprint.parts

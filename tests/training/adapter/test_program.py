@@ -1,0 +1,150 @@
+"""The copy's step runs in Lightning's own order, and nothing of it is seen outside."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_memguard.core.trace.trace import Trace
+from lightning_memguard.training.run.tune import Tuning
+
+
+def phases(trace: Trace) -> list[str]:
+    return [phase for phase, _ in itertools.groupby(event.phase for event in trace)]
+
+
+def trace_of(tuning: Tuning) -> Trace:
+    assert tuning.prediction is not None
+    return tuning.prediction.trace_at(10)
+
+
+def test_forward_comes_before_zero_grad(trainer: Any, small: Any, dataset: TensorDataset, tuned: Any) -> None:
+    """Last step's gradients are alive while the next forward pass runs: Lightning's closure, not PyTorch's loop."""
+    trace = trace_of(tuned(trainer(), small(), dataset))
+    assert trace.method == "fake"
+    second = [event for event in trace if event.step == 1]
+    assert phases(Trace(10, "cpu", "fake", tuple(second)))[:3] == ["forward", "zero_grad", "backward"]
+    freed = {event.phase for event in second if event.action == "free" and event.part == "gradients"}
+    assert freed == {"zero_grad"}
+
+
+def test_accumulated_gradients_are_kept_for_the_next_batch(
+    trainer: Any, small: Any, dataset: TensorDataset, tuned: Any
+) -> None:
+    """With four batches a step, gradients are freed once every step, not once every batch."""
+    trace = trace_of(tuned(trainer(accumulate_grad_batches=4), small(), dataset))
+    freed = [event.step for event in trace if event.action == "free" and event.part == "gradients"]
+    assert set(freed) == {2}, "two micro-batches stand for four: the second step begins with the third"
+
+
+def test_clipping_takes_its_norms(trainer: Any, small: Any, dataset: TensorDataset, tuned: Any) -> None:
+    operators = {event.operator for event in trace_of(tuned(trainer(gradient_clip_val=1.0), small(), dataset))}
+    assert any("norm" in operator for operator in operators)
+    assert not any("norm" in event.operator for event in trace_of(tuned(trainer(), small(), dataset)))
+
+
+def test_both_optimizers_of_a_manual_step_are_seen_twice(
+    trainer: Any, small: Any, dataset: TensorDataset, tuned: Any
+) -> None:
+    class Alternating(small):  # type: ignore[misc,valid-type]
+        """The second optimizer steps every third batch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.manual_backward(loss)
+            for optimizer in (first, second) if batch_idx % 3 == 2 else (first,):
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.net[0].parameters()), torch.optim.Adam(self.net[2].parameters())
+
+    trace = trace_of(tuned(trainer(), Alternating(), dataset))
+    assert max(event.step for event in trace) >= 5
+    states = sum(event.nbytes for event in trace if event.part == "optimizer_state" and event.action == "alloc")
+    weights = sum(event.nbytes for event in trace if event.part == "parameters")
+    assert states == 2 * weights + 4 * 4, "two moments of each weight, and a step count of each of four tensors"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_the_precision_plugin_counts(
+    trainer: Any, small: Any, dataset: TensorDataset, tuned: Any, precision: str
+) -> None:
+    trace = trace_of(tuned(trainer(precision=precision), small(), dataset))
+    weights = sum(event.nbytes for event in trace if event.part == "parameters")
+    assert weights == (16 * 64 + 64 + 64 * 4 + 4) * {"bf16-mixed": 4, "bf16-true": 2, "64-true": 8}[precision]
+
+
+class Nosy(pl.LightningModule):
+    """Reads its trainer, writes to its logger, prints, and appends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 4)
+        self.seen: list[object] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        print("a step")
+        self.seen.append(batch_idx)
+        assert self.trainer.mine == "kept"
+        assert self.trainer.max_epochs == 1
+        assert self.trainer.checkpoint_callback is not None
+        self.logger.experiment.add_scalar("x", 1.0, self.global_step)
+        self.logger.log_metrics({"y": 1.0})
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_the_copy_does_is_not_seen(
+    trainer: Any, dataset: TensorDataset, tuned: Any, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[object] = []
+
+    class Writing(pl.loggers.logger.DummyLogger):  # type: ignore[name-defined,misc]
+        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+            written.append(args)
+
+    fit = trainer(logger=Writing(), enable_checkpointing=True, default_root_dir=tmp_path)
+    fit.mine = "kept"
+    module = Nosy()
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    weights = [parameter.clone() for parameter in module.parameters()]
+    capsys.readouterr()
+    tuning = tuned(fit, module, dataset, mode="check")
+    assert trace_of(tuning).method == "fake"
+    assert capsys.readouterr().out == ""
+    assert (written, module.seen, list(tmp_path.iterdir())) == ([], [], [])
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert module.trainer is fit
+
+
+def test_the_private_names_of_lightning_are_still_there(trainer: Any) -> None:
+    """A canary: what `step` and `loaders` read of Lightning, checked here so that a rename is noticed first."""
+    fit = trainer()
+    assert hasattr(fit.fit_loop, "_data_source")
+    assert hasattr(fit.fit_loop._data_source, "dataloader")
+    assert hasattr(fit.fit_loop.epoch_loop, "_batches_that_stepped")
+    assert hasattr(fit._data_connector, "attach_data")
+    assert hasattr(pl.trainer.connectors.data_connector, "_replace_dunder_methods")
+    assert hasattr(fit, "_detect_anomaly")
+    assert hasattr(fit.predict_loop, "inference_mode")
+    assert hasattr(fit._logger_connector, "update_eval_epoch_metrics")
+    assert {"_device", "_avg_fn"} <= vars(pl.callbacks.StochasticWeightAveraging(0.1)).keys()
+    if hasattr(pl.callbacks, "WeightAveraging"):
+        assert {"_device", "_use_buffers", "_kwargs"} <= vars(pl.callbacks.WeightAveraging()).keys()

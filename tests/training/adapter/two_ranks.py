@@ -1,0 +1,116 @@
+"""Run by test_ranks.py: the same fits on two gloo processes of this machine; each rank writes what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard import MemGuard
+from lightning_memguard.training.run import tune
+from lightning_memguard.units import KIB
+
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.sizes.append(len(batch[0]))
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def fit(guard: MemGuard, *, ckpt_path: str | None = None, save: str = "", **settings: Any) -> dict[str, Any]:
+    """One fit on both ranks; what this one saw of it."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(1000, 16), torch.randint(0, 4, (1000,)))
+    module = Module()
+    trainer = pl.Trainer(**{
+        "accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 1, "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, **settings,
+        "callbacks": [guard],
+    })  # fmt: skip
+    error = ""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=ckpt_path)
+            if save:
+                trainer.save_checkpoint(save)
+        except Exception as failure:  # noqa: BLE001 - the test asks which
+            error = f"{type(failure).__name__}: {failure}"
+    decision = guard.decision
+    seen: dict[str, Any] = {
+        "error": error, "sizes": module.sizes, "step": trainer.global_step,
+        "warned": [str(each.message) for each in told],
+    }  # fmt: skip
+    if decision is not None:
+        seen |= {
+            "outcome": decision.outcome, "size": decision.batch_size, "accumulate": decision.accumulate_grad_batches,
+            "limited_by": decision.limited_by, "reason": decision.reason,
+        }  # fmt: skip
+        if decision.budget is not None and decision.footprint is not None:
+            seen |= {
+                "device": decision.budget.device, "free": decision.budget.free_bytes,
+                "parts": dict(decision.footprint.parts), "fits": decision.fits,
+            }  # fmt: skip
+    return seen
+
+
+def failing_on_rank_one() -> Any:
+    """One rank's data, model or driver may fail where the other's does not."""
+    if RANK == 1:
+        return mock.patch.object(tune, "_look", side_effect=ZeroDivisionError("only here"))
+    return mock.patch.object(tune, "_look", tune._look)
+
+
+def one_fails() -> dict[str, Any]:
+    with failing_on_rank_one():
+        return fit(MemGuard())
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    """Train at a size that one budget gives, and go on under another."""
+    path = str(folder / "resume.ckpt")
+    first = fit(MemGuard(budget=200 * KIB), save=path)
+    again = fit(MemGuard(budget=800 * KIB), ckpt_path=path, max_epochs=2)
+    return {"first": first, "again": again}
+
+
+def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    return {
+        "budgets": lambda: fit(MemGuard(budget=(100 if RANK == 0 else 200) * KIB)),
+        "swapped": lambda: fit(MemGuard(budget=(200 if RANK == 0 else 100) * KIB)),
+        "one fails": one_fails,
+        "one too small": lambda: fit(MemGuard(budget=(800 if RANK == 0 else 1) * KIB)),
+        "effective": lambda: fit(MemGuard(budget=100 * KIB, keep_effective_batch_size=256)),
+        "shared": lambda: fit(MemGuard(max_batch_size=8)),
+        "check": lambda: fit(MemGuard(mode="check", budget=1 * KIB)),
+        "resume": lambda: resume(folder),
+    }
+
+
+def main(folder: Path) -> None:
+    seen = {name: run() for name, run in scenarios(folder).items()}
+    (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

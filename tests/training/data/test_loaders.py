@@ -1,0 +1,239 @@
+"""What is read from a loader, and that reading it takes nothing away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from lightning_memguard import CannotResizeLoaderError, CannotTraceError
+from lightning_memguard.training.data import loaders, samples
+
+
+def described(loader: Any) -> loaders.Source:
+    return loaders._source(loader, "the loader")
+
+
+def drawn(loader: Any) -> Any:
+    return samples.draw(loader, fixed=bool(described(loader).fixed_because)).batches
+
+
+class Counting(Dataset[torch.Tensor]):
+    """Opens something at its first read, counts reads, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.file: object = None
+        self.reads = 0
+        self.random = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.file = object()
+        self.reads += 1
+        return torch.full((3,), float(self.random.normal()))
+
+
+def test_sampling_moves_nothing_of_the_users() -> None:
+    dataset = Counting()
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(dataset, batch_size=8, shuffle=True, generator=generator)
+    before = generator.get_state(), torch.get_rng_state(), dataset.random.bit_generator.state
+    drawn(loader)
+    assert dataset.reads == 0
+    assert dataset.file is None
+    assert torch.equal(generator.get_state(), before[0])
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert dataset.random.bit_generator.state == before[2]
+
+
+def test_the_largest_of_the_samples_seen_stands_for_all() -> None:
+    """Sixteen sequences of 1 to 16 tokens: the batch predicted from holds the one of 16."""
+    sequences = [torch.zeros(length, dtype=torch.long) for length in range(1, 17)]
+
+    def pad(items: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(items, batch_first=True)
+
+    batches = drawn(DataLoader(sequences, batch_size=4, collate_fn=pad))  # type: ignore[arg-type]
+    assert batches.fake(5).shape == (5, 16)
+
+
+def test_a_sampler_decides_what_is_drawn_and_how_much_there_is() -> None:
+    dataset = TensorDataset(torch.arange(100.0).unsqueeze(1))
+    loader = DataLoader(dataset, batch_size=4, sampler=SubsetRandomSampler([7, 8, 9]))
+    found = described(loader)
+    assert found.dataset_size == 3
+    assert set(drawn(found.loader).small[0].flatten().tolist()) <= {7.0, 8.0, 9.0}
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.zeros(5) for _ in range(1000))
+
+
+def test_an_iterable_dataset_is_sampled_by_a_fresh_iterator() -> None:
+    found = described(DataLoader(Stream(), batch_size=4))
+    assert found.dataset_size is None
+    assert drawn(found.loader).fake(7).shape == (7, 5)
+    assert len(next(iter(loaders.resized(found.loader, 6)))) == 6
+
+
+def test_an_iterator_that_can_be_read_once_is_left_alone() -> None:
+    class Once(IterableDataset[torch.Tensor]):
+        def __init__(self) -> None:
+            self.source = (torch.zeros(5) for _ in range(10))
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return self.source
+
+    dataset = Once()
+    with pytest.raises(CannotTraceError, match=r"Once.source is a generator, which can be read only once"):
+        drawn(DataLoader(dataset, batch_size=2))
+    assert len(list(dataset)) == 10
+
+
+class Named(DataLoader[Any]):
+    """A subclass whose constructor asks for what it does not keep."""
+
+    def __init__(self, dataset: Any, secret: str, **settings: Any) -> None:
+        assert secret
+        super().__init__(dataset, **settings)
+        self.mood = "fine"
+
+
+def test_a_resized_loader_keeps_everything_but_its_size(dataset: TensorDataset) -> None:
+    loader = Named(dataset, "once", batch_size=8, shuffle=True, drop_last=True)
+    larger = loaders.resized(loader, 30)
+    assert type(larger) is Named
+    assert (larger.mood, larger.sampler, larger.drop_last) == ("fine", loader.sampler, True)
+    assert [len(x) for x, _ in larger] == [30, 30, 30]
+    assert loader.batch_size == 8
+    assert len(next(iter(loader))[0]) == 8
+
+
+def test_a_resized_loader_shuffles_as_one_made_by_hand(dataset: TensorDataset) -> None:
+    torch.manual_seed(0)
+    mine = [x for x, _ in loaders.resized(DataLoader(dataset, batch_size=8, shuffle=True), 25)]
+    torch.manual_seed(0)
+    theirs = [x for x, _ in DataLoader(dataset, batch_size=25, shuffle=True)]
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+class Planned(Sampler[list[int]]):
+    """A batch sampler that made its batches beforehand: its attribute is a memory, not a setting."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.plan = [list(range(start, start + batch_size)) for start in range(0, 100, batch_size)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.plan)
+
+
+class Pairs(Sampler[list[int]]):
+    """A batch sampler of the user's own that makes its batches as it goes: neighbours from both ends."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, 50, self.batch_size):
+            yield [*range(start, start + self.batch_size)]
+
+
+def test_loaders_without_a_size_of_their_own_say_so(dataset: TensorDataset) -> None:
+    planned = DataLoader(dataset, batch_sampler=Planned(5))
+    for loader, why in ((DataLoader(dataset, batch_size=None), "batch_size=None"), (planned, "Planned")):
+        assert why in described(loader).fixed_because
+        with pytest.raises(CannotResizeLoaderError, match="pass a DataLoader with `batch_size=`"):
+            loaders.resized(loader, 4)
+    assert "not a torch DataLoader" in described([torch.zeros(2, 16)]).fixed_because
+
+
+def test_a_batch_sampler_with_a_plan_is_predicted_at_its_own_size(dataset: TensorDataset) -> None:
+    found = described(DataLoader(dataset, batch_sampler=Planned(5)))
+    assert found.batch_size == 5
+    assert drawn(found.loader).small[0].shape == (5, 16)
+
+
+def test_a_batch_sampler_that_follows_its_attribute_is_resized(dataset: TensorDataset) -> None:
+    sampler = Pairs(5)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    assert described(loader).fixed_because == ""
+    assert [len(x) for x, _ in loaders.resized(loader, 25)] == [25, 25]
+    assert (sampler.batch_size, len(next(iter(loader))[0])) == (5, 5)
+
+
+def test_a_batch_without_a_tensor_is_refused() -> None:
+    words: Any = ["to", "be"]
+    with pytest.raises(CannotTraceError, match="holds no tensor"):
+        drawn(DataLoader(words, batch_size=2))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_an_epoch(dataset: TensorDataset, drop_last: bool) -> None:
+    loader = DataLoader(dataset, batch_size=8, drop_last=drop_last)
+    assert described(loader).batches(8) == len(loader)
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, batch_size: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def setup(self, stage: str) -> None:
+        self.train = TensorDataset(torch.randn(100, 16), torch.randint(0, 4, (100,)))
+
+    def train_dataloader(self) -> Any:
+        self.asked = True
+        return DataLoader(self.train, batch_size=self.hparams["batch_size"])
+
+
+def test_a_size_is_set_wherever_it_is_kept(small: Any, trainer: Any) -> None:
+    """Module attribute, datamodule hyperparameter, and the copy of it that loggers get."""
+    module, data = small(batch_size=8), Data()
+    fit = trainer()
+    fit.datamodule = data
+    loaders.set_batch_size(fit, module, 48)
+    assert module.batch_size == 48
+    assert data.hparams["batch_size"] == data.hparams_initial["batch_size"] == 48
+
+
+def test_a_loader_hook_is_asked_on_a_copy(trainer: Any) -> None:
+    data = Data()
+    data.setup("fit")
+    fit = trainer()
+    fit.fit_loop._data_source.instance = data
+    found = loaders.find(fit)
+    assert (found.batch_size, found.origin) == (8, "the datamodule's train_dataloader()")
+    assert not hasattr(data, "asked")
+
+
+def test_a_loader_hook_that_fails_leaves_torchs_classes_as_they_were(trainer: Any, small: Any) -> None:
+    """Lightning notes a loader's arguments by patches that it takes back only where nothing was raised."""
+
+    class Fails(small):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            raise ValueError("no data today")
+
+    before = DataLoader.__init__, BatchSampler.__init__
+    run = trainer()
+    run.strategy.connect(Fails())
+    loaders.give(run, run.lightning_module)
+    with pytest.raises(ValueError, match="no data today"):
+        loaders.find(run)
+    assert (DataLoader.__init__, BatchSampler.__init__) == before

@@ -1,0 +1,396 @@
+"""The worst batch, not the first: what the prediction stands on, how far it looked, and what is said later."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
+
+from lightning_memguard import CannotTraceError, MemGuard
+from lightning_memguard.training.data import loaders, samples
+
+
+def draw(loader: Any) -> samples.Drawn:
+    fixed = bool(loaders._source(loader, "the loader").fixed_because)
+    return samples.draw(loader, fixed=fixed)
+
+
+def of_lengths(*lengths: int) -> Any:
+    return [torch.ones(length, dtype=torch.long) for length in lengths]
+
+
+def pad(items: Any) -> torch.Tensor:
+    return pad_sequence(list(items), batch_first=True)
+
+
+# -- the worst of the samples
+
+
+def test_the_longest_sample_fills_the_whole_batch() -> None:
+    """Every row is as long as the longest, in a batch of any size."""
+    drawn = draw(DataLoader(of_lengths(3, 9, 4), batch_size=2, collate_fn=pad))
+    assert drawn.batches.fake(50).shape == (50, 9)
+    assert drawn.note == ""  # all three were seen
+
+
+def test_padding_gives_the_longest_of_each_dimension() -> None:
+    """One sample is longest in its text, another in its image, a third in its sound: a batch of them has all three."""
+
+    def sample(text: int, image: int, sound: int) -> Any:
+        return torch.zeros(text), torch.zeros(3, image), torch.zeros(sound)
+
+    def together(items: Any) -> dict[str, torch.Tensor]:
+        texts, images, sounds = zip(*items, strict=True)
+        return {
+            "text": pad(texts),
+            "image": pad([image.T for image in images]),
+            "sound": pad(sounds),
+        }
+
+    data: Any = [sample(5, 5, 5), sample(90, 5, 5), sample(5, 40, 5), sample(5, 5, 70)]
+    batches = draw(DataLoader(data, batch_size=2, collate_fn=together)).batches
+    shapes = {name: tuple(tensor.shape) for name, tensor in batches.fake(10).items()}
+    assert shapes == {"text": (10, 90), "image": (10, 40, 3), "sound": (10, 70)}
+
+
+def test_more_longest_samples_than_a_small_batch_holds() -> None:
+    """Ten tensors a sample, each longest in another one: none is forgotten."""
+
+    def sample(longest: int) -> Any:
+        return [torch.zeros(30 if place == longest else 2) for place in range(10)]
+
+    def together(items: Any) -> list[torch.Tensor]:
+        return [pad(column) for column in zip(*items, strict=True)]
+
+    data: Any = [sample(longest) for longest in range(10)]
+    batches = draw(DataLoader(data, batch_size=2, collate_fn=together)).batches
+    assert [tuple(tensor.shape) for tensor in batches.fake(7)] == [(7, 30)] * 10
+
+
+class Lengths(Dataset[torch.Tensor]):
+    """As long as its place, so sorted by length; may take its time."""
+
+    def __init__(self, count: int, seconds: float = 0.0) -> None:
+        self.count = count
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.ones(index % self.count + 1)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_data_sorted_by_length_shows_its_longest(shuffle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More samples than are looked at: both ends of the data are among them, and the note says that it is a part."""
+    monkeypatch.setattr(samples, "MOST_SECONDS", 60.0)  # on a machine that does other work too
+    drawn = draw(DataLoader(Lengths(20_000), batch_size=2, collate_fn=pad, shuffle=shuffle))
+    assert drawn.batches.fake(2).shape == (2, 20_000)
+    assert drawn.note.startswith("predicted for the largest of 4096 samples; a larger one would take more")
+
+
+def test_slow_data_is_looked_at_from_end_to_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_SECONDS", 0.05)
+    started = time.monotonic()
+    drawn = draw(DataLoader(Lengths(1000, seconds=0.005), batch_size=2, collate_fn=pad))
+    assert time.monotonic() - started < 1
+    assert drawn.batches.fake(2).shape == (2, 1000)
+    assert "samples; a larger one" in drawn.note
+
+
+def test_a_sampler_that_draws_anew_is_predicted_on_all_it_draws_from() -> None:
+    """Ten of a thousand an epoch: other epochs hold others."""
+    data = Lengths(1000)
+    drawn = draw(DataLoader(data, 2, sampler=RandomSampler(data, num_samples=10), collate_fn=pad))
+    assert drawn.batches.fake(2).shape == (2, 1000)
+
+
+def test_a_stream_says_that_it_saw_the_first_samples() -> None:
+    class Growing(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return (torch.ones(1 + index // 1000) for index in range(1_000_000))
+
+    drawn = draw(DataLoader(Growing(), batch_size=2, collate_fn=pad))
+    assert drawn.note.startswith("predicted for the largest of the first 4096 samples")
+    assert drawn.batches.fake(2).shape == (2, 5)
+
+
+def test_of_batches_made_by_others_the_largest_is_taken_wherever_it_stands() -> None:
+    class Sorted(Sampler[list[int]]):
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[start, start + 1] for start in range(0, 20_000, 2)])
+
+    loader = DataLoader(Lengths(20_000), batch_sampler=Sorted(), collate_fn=pad)  # type: ignore[arg-type]
+    drawn = draw(loader)
+    assert drawn.batches.small.shape == (2, 20_000)
+    assert "batches; a larger one" in drawn.note
+
+
+# -- collate functions with wishes
+
+
+@pytest.mark.parametrize(("of", "unit"), [(2, 2), (4, 4), (8, 8)])
+def test_a_collate_function_that_wants_multiples(of: int, unit: int) -> None:
+    def groups(items: Any) -> torch.Tensor:
+        if not items or len(items) % of:
+            raise ValueError(f"{len(items)} is no multiple of {of}")
+        return torch.stack(items)
+
+    drawn = draw(DataLoader(of_lengths(3, 3, 3), batch_size=8, collate_fn=groups))
+    assert drawn.unit == unit
+    assert drawn.batches.fake(16).shape == (16, 3)
+
+
+def test_a_collate_function_that_refuses_a_single_sample() -> None:
+    def several(items: Any) -> torch.Tensor:
+        assert len(items) > 1
+        return torch.stack(items)
+
+    drawn = draw(DataLoader(of_lengths(3, 3), batch_size=2, collate_fn=several))
+    assert (drawn.unit, tuple(drawn.batches.fake(5).shape)) == (1, (5, 3))
+
+
+def test_samples_that_cannot_be_read_are_left_out() -> None:
+    class Broken(Lengths):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index % 2:
+                raise OSError("truncated image")
+            return super().__getitem__(index)
+
+    assert draw(DataLoader(Broken(9), batch_size=2, collate_fn=pad)).batches.fake(2).shape == (2, 9)
+
+    class AllBroken(Lengths):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            raise OSError("truncated image")
+
+    with pytest.raises(OSError, match="truncated"):
+        draw(DataLoader(AllBroken(9), batch_size=2))
+
+
+def test_many_samples_fetched_at_once_are_asked_for_a_few_at_first() -> None:
+    asked: list[int] = []
+
+    class Many(Lengths):
+        def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+            asked.append(len(indices))
+            return [torch.ones(4) for _ in indices]
+
+    draw(DataLoader(Many(300), batch_size=2))
+    assert asked[:4] == [2, 4, 8, 16]
+    assert max(asked) == 64
+
+
+# -- nothing of the user's is consumed or moved
+
+SHARED = np.random.default_rng(5)
+
+
+class Touchy(Dataset[torch.Tensor]):
+    """All that reading can move: an open file, counters, lists, generators of its own, in globals and in others."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open()
+        self.reads = 0
+        self.log: list[int] = []
+        self.counts = {"reads": 0}
+        self.transform = Jitter()
+        self.closed = False
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        self.log.append(index)
+        self.counts["reads"] += 1
+        line = float(self.file.readline())
+        return self.transform(torch.full((3,), line + SHARED.normal()))
+
+    def __del__(self) -> None:
+        self.file.close()
+
+
+class Jitter:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.random = torch.Generator().manual_seed(1)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return tensor + torch.rand(3, generator=self.random)
+
+
+class Collating:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.random = np.random.RandomState(3)
+
+    def collate(self, items: Any) -> torch.Tensor:
+        self.calls += 1
+        return torch.stack(items) * float(self.random.rand())
+
+
+def test_nothing_that_reading_could_move_has_moved() -> None:
+    """Files keep their place and stay open although the copy that was read from closes them when it goes away."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "lines")
+        path.write_text("\n".join(map(str, range(1000))))
+        data, collating = Touchy(path), Collating()
+        data.file.readline()
+
+        def state() -> list[Any]:
+            return [
+                data.file.tell(), data.reads, list(data.log), dict(data.counts), data.transform.calls,
+                data.transform.random.get_state().tolist(), collating.calls, str(collating.random.get_state()),
+                str(SHARED.bit_generator.state), torch.get_rng_state().tolist(), str(np.random.get_state()),
+            ]  # fmt: skip
+
+        before = state()
+        assert draw(DataLoader(data, batch_size=4, collate_fn=collating.collate, shuffle=True)).batches is not None
+        assert state() == before
+        assert data.file.readline() == "1\n"
+
+
+def test_a_stream_over_an_open_file_is_read_and_wound_back() -> None:
+    class Lines(IterableDataset[torch.Tensor]):
+        def __init__(self, path: Path) -> None:
+            self.file = path.open()
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return (torch.full((2,), float(line)) for line in self.file)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "lines")
+        path.write_text("\n".join(map(str, range(100))))
+        data = Lines(path)
+        assert draw(DataLoader(data, batch_size=4)).batches.fake(3).shape == (3, 2)
+        assert [int(sample[0]) for sample in data] == list(range(100))
+
+
+def test_an_iterator_held_further_inside_is_left_alone() -> None:
+    class Inner(Dataset[torch.Tensor]):
+        def __init__(self) -> None:
+            self.source = iter(of_lengths(*[3] * 20))
+
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return next(self.source)
+
+    inner = Inner()
+    with pytest.raises(CannotTraceError, match=r"Inner\.source is a list_iterator"):
+        draw(DataLoader(torch.utils.data.Subset(inner, range(10)), batch_size=2))
+    assert len(list(inner.source)) == 20
+
+
+def test_datasets_that_refer_to_each_other() -> None:
+    class Paired(Lengths):
+        other: Any = None
+
+    one, two = Paired(5), Paired(5)
+    one.other, two.other = two, one
+    clone = samples.shallow(one)
+    assert clone is not one
+    assert clone.other.other is clone
+
+
+# -- while it trains
+
+
+class Tagger(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.head = nn.Linear(8, 2)
+        self.randoms: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.randoms.append(float(torch.rand(())) if type(self.trainer) is pl.Trainer else 0.0)
+        return self.head(self.embedding(batch)).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Later(Dataset[torch.Tensor]):
+    """The samples that are read first, at setup, are short; those of the training come in these lengths."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+        self.trains = False
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(self.lengths[index] if self.trains else 10, dtype=torch.long)
+
+
+class Begin(pl.Callback):
+    def __init__(self, data: Later) -> None:
+        self.data = data
+
+    def on_train_start(self, *_: Any) -> None:
+        self.data.trains = True
+
+
+def announced(trainer: Any, lengths: tuple[int, ...], **wishes: Any) -> tuple[list[str], Tagger]:
+    data, module = Later(*lengths), Tagger()
+    loader = DataLoader(data, batch_size=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pl.seed_everything(1)
+        trainer(MemGuard("check", **wishes), Begin(data)).fit(module, loader)
+    return [str(each.message) for each in caught if "larger than the" in str(each.message)], module
+
+
+def test_a_larger_batch_is_announced_once_and_again_only_when_a_tenth_larger(trainer: Any) -> None:
+    said, _ = announced(trainer, (10, 30, 30, 32, 33, 34, 20, 50))
+    assert [text.split(" larger")[0] for text in said] == [
+        "Training batch 1 has [1, 30],",
+        "Training batch 5 has [1, 34],",
+        "Training batch 7 has [1, 50],",
+    ]
+    assert "larger than the [1, 10] predicted from: predicted to take " in said[0]
+    assert said[0].endswith("it fits.")
+
+
+def test_a_larger_batch_that_may_not_fit(trainer: Any) -> None:
+    said, _ = announced(trainer, (10, 400), budget=20 * 1024)
+    assert len(said) == 1
+    assert said[0].endswith("it may run out of memory; lower the batch size or cut long samples.")
+
+
+def test_an_announcement_moves_no_random_state(trainer: Any) -> None:
+    _, loud = announced(trainer, (10, 30, 90, 300))
+    module = Tagger()
+    pl.seed_everything(1)
+    trainer().fit(module, DataLoader(Later(10, 30, 90, 300), batch_size=1))
+    assert loud.randoms == module.randoms
+
+
+def test_an_announcement_that_fails_leaves_the_training_alone(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no prediction today")
+
+    monkeypatch.setattr("lightning_memguard.training.run.batch_monitor.predict", broken)
+    _, module = announced(trainer, (10, 30, 90))
+    assert len(module.randoms) == 3
+
+
+def test_all_samples_alike_need_no_note() -> None:
+    assert draw(DataLoader(TensorDataset(torch.zeros(9000, 3)), batch_size=4)).note == ""

@@ -1,0 +1,379 @@
+"""What would make a step fit: each remedy is really run, says what it costs, and is left out where it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard import DoesNotFitError, MemGuard
+from lightning_memguard.core import gpus
+from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.decision.advice import Advice
+from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.training.adapter.program import LightningProgram
+from lightning_memguard.training.planning import advise as advise_module
+from lightning_memguard.training.planning.advise import Advised, EightBitAdam, advise, remedies_tried
+from lightning_memguard.training.planning.estimate import trainer_for
+from lightning_memguard.training.run import tune as tuning_module
+from lightning_memguard.units import KIB
+
+SIZE = 16
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+class Stacked(pl.LightningModule):
+    """Blocks and a head; what the tests change is an argument."""
+
+    def __init__(
+        self,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+        width: int = 64,
+        checkpointed: bool = False,
+        manual: bool = False,
+    ) -> None:
+        super().__init__()
+        self.optimizer, self.checkpointed = optimizer, checkpointed
+        self.automatic_optimization = not manual
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]).transpose(1, 2), batch[1])
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def batch(size: int = SIZE, width: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(size, 32, width), torch.zeros(size, 32, dtype=torch.long)
+
+
+def program_of(module: Any, device: str = "cpu", precision: str = "32-true", **fields: Any) -> LightningProgram:
+    fields = {"batches": batches_from_one(batch()), **fields}
+    gpu = gpus.find(device) if device != "cpu" else None
+    where = torch.device("cuda" if gpu else "cpu")
+    trainer = trainer_for(module, precision, gpu)
+    return LightningProgram(trainer, module, device=where, batches_per_epoch=lambda _: 1, gpu=gpu, **fields)
+
+
+def known(program: Any, size: int = SIZE) -> Prediction:
+    return predict(program, size, AllocatorSettings.for_device(program.device.type, {}), scalable=False)
+
+
+def tried(
+    program: Any, share: float = 0.6, *, size: int = SIZE, only: str | Sequence[str] = ("",), **options: Any
+) -> Advised:
+    """Remedies with one of these words in their names (default: all), for a share of what the step takes."""
+    words = (only,) if isinstance(only, str) else only
+    prediction = known(program, size)
+    need = prediction.footprint_at(size).most_device_bytes
+    families = [
+        each for each in advise_module._families(prediction, size) if any(word in each[0].name for word in words)
+    ]
+    with mock.patch.object(advise_module, "_families", return_value=families):
+        return remedies_tried(prediction, size, Budget(need, int(need * share), 0, "given"), **options)
+
+
+def offered(program: Any, size: int = SIZE) -> set[str]:
+    """The names of all that would be tried."""
+    return {remedy.name for family in advise_module._families(known(program, size), size) for remedy in family}
+
+
+def by_name(found: Advised) -> dict[str, Advice]:
+    return {" + ".join(each.remedies): each for each in found.advice}
+
+
+@pytest.fixture(scope="module")
+def stacked() -> Advised:
+    return tried(program_of(Stacked()))
+
+
+def test_what_saves_most_comes_first_and_all_save_something(stacked: Advised) -> None:
+    saved = [each.saved_bytes for each in stacked.advice]
+    assert saved == sorted(saved, reverse=True)
+    assert min(saved) > 0
+
+
+def test_each_remedy_is_named_with_what_to_write_and_its_cost(stacked: Advised) -> None:
+    found = by_name(stacked)
+    assert {"bf16-mixed", "bf16-true", "activation checkpointing of blocks", "SGD", "Adafactor"} <= set(found)
+    assert found["bf16-true"].how == ('Trainer(precision="bf16-true")',)
+    assert found["activation checkpointing of blocks"].how[0].startswith("for block in self.blocks: block.forward = ")
+    assert found["freezing all but head"].how == ("self.requires_grad_(False); self.head.requires_grad_(True)",)
+    assert all(len(each.remedies) == len(each.how) == len(each.costs) and all(each.costs) for each in stacked.advice)
+
+
+def test_a_remedy_takes_what_a_module_written_that_way_takes(stacked: Advised) -> None:
+    """The same prediction, of modules whose owner has followed the advice."""
+    followed = {
+        "activation checkpointing of blocks": program_of(Stacked(checkpointed=True)),
+        "SGD": program_of(Stacked(torch.optim.SGD)),
+        "bf16-true": program_of(Stacked(), precision="bf16-true"),
+        "bf16-mixed": program_of(Stacked(), precision="bf16-mixed"),
+    }
+    for name, program in followed.items():
+        expected = known(program).footprint_at(SIZE).peak_allocated_bytes
+        # a checkpoint called from outside a block keeps the random state at another moment
+        assert by_name(stacked)[name].footprint.peak_allocated_bytes == pytest.approx(expected, rel=0.001), name
+
+
+def test_pairs_save_more_than_either_and_are_never_two_of_a_kind(stacked: Advised) -> None:
+    found = by_name(stacked)
+    pairs = [each for each in stacked.advice if len(each.remedies) == 2]
+    assert 0 < len(pairs) <= 6
+    for pair in pairs:
+        singles = [found[name].saved_bytes for name in pair.remedies if name in found]
+        assert pair.saved_bytes > max(singles)
+        assert not {"bf16-mixed", "bf16-true"} >= set(pair.remedies)
+        assert not {"SGD", "Adafactor"} >= set(pair.remedies)
+
+
+def test_no_pairs_where_none_are_wanted() -> None:
+    precisions = list(advise_module._precisions(program_of(Stacked())))
+    families = [*precisions, *advise_module._smaller_states(program_of(Stacked()))]
+    with mock.patch.object(advise_module, "_families", return_value=families):
+        found = advise(known(program_of(Stacked())), SIZE, Budget(1, 1, 0, "given"), combinations=False)
+    assert {len(each.remedies) for each in found} == {1}
+    assert not any(each.fits for each in found)
+
+
+def test_what_fits_is_held_against_the_budget(stacked: Advised) -> None:
+    need = known(program_of(Stacked())).footprint_at(SIZE).most_device_bytes
+    for each in stacked.advice:
+        assert each.footprint.most_device_bytes == need - each.saved_bytes
+        assert each.fits == (each.footprint.most_device_bytes <= int(0.6 * need))
+    assert {each.fits for each in stacked.advice} == {True, False}
+
+
+@pytest.mark.parametrize(("share", "size"), [(0.8, 8), (0.3, 2), (0.01, 8)])
+def test_accumulation_takes_the_largest_share_that_fits_else_half(share: float, size: int) -> None:
+    found = tried(program_of(Stacked(torch.optim.SGD)), share, only="accumulation")
+    assert [each.footprint.batch_size for each in found.advice] == [size]
+    assert found.advice[0].how == (f"batch_size={size}, Trainer(accumulate_grad_batches={SIZE // size})",)
+
+
+def test_accumulation_is_not_offered_where_it_is_not_ours_to_set() -> None:
+    def accumulates(names: set[str]) -> bool:
+        return any("accumulation" in name for name in names)
+
+    assert accumulates(offered(program_of(Stacked())))
+    assert not accumulates(offered(program_of(Stacked()), size=1))
+    assert not accumulates(offered(program_of(Stacked(manual=True))))
+
+
+def test_a_module_that_steps_by_hand_is_given_other_optimizers() -> None:
+    assert [each.remedies for each in tried(program_of(Stacked(manual=True)), only="SGD").advice] == [("SGD",)]
+
+
+def test_what_is_so_already_is_not_advised() -> None:
+    there = program_of(Stacked(torch.optim.SGD, checkpointed=True), precision="bf16-true")
+    assert not any("bf16" in name for name in offered(there))
+    assert tried(there, only="SGD").left_out == (("SGD", "it is SGD without momentum already"),)
+    assert tried(there, only="checkpointing").advice == ()
+
+
+def test_a_remedy_that_cannot_run_is_left_out_with_the_reason() -> None:
+    class Particular(Stacked):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if self.head.weight.dtype != torch.float32:
+                raise ValueError("float32 or nothing")
+            return super().training_step(batch, batch_idx)
+
+    said: list[str] = []
+    found = tried(program_of(Particular()), only="bf16-true", said=said.append)
+    assert found.left_out == (("bf16-true", "ValueError: float32 or nothing"),)
+    assert found.advice == ()
+    assert said == ["bf16-true", "bf16-true: left out, ValueError: float32 or nothing"]
+
+
+def test_nothing_is_begun_when_time_is_up() -> None:
+    found = tried(program_of(Stacked()), most_seconds=-1.0)
+    assert found.advice == ()
+    assert found.not_tried >= 8
+
+
+def test_blocks_that_are_made_late_are_found() -> None:
+    class Late(Stacked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = None
+
+        def configure_model(self) -> None:
+            if self.blocks is None:
+                self.blocks = nn.ModuleList(Block(64) for _ in range(4))
+
+    assert "activation checkpointing of blocks" in offered(program_of(Late()))
+
+
+def test_blocks_of_several_stages_are_taken_together_and_their_parts_are_not() -> None:
+    class Staged(Stacked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(Block(64), Block(64)) for _ in range(2))
+
+    of_stages, of_blocks = "activation checkpointing of blocks", "activation checkpointing of the 4 Block modules"
+    assert {name for name in offered(program_of(Staged())) if "checkpointing" in name} == {of_stages, of_blocks}
+    assert set(by_name(tried(program_of(Staged()), only="checkpointing"))) == {of_blocks}  # the one that saves more
+
+
+def test_a_model_with_a_switch_for_checkpointing_is_switched() -> None:
+    class Switched(nn.Module):
+        supports_gradient_checkpointing = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(64) for _ in range(4))
+            self.is_gradient_checkpointing = False
+
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any]) -> None:
+            self.is_gradient_checkpointing = gradient_checkpointing_kwargs == {"use_reentrant": False}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.is_gradient_checkpointing else block(x)
+            return x
+
+    class Wrapped(Stacked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Switched()])
+
+    (found,) = tried(program_of(Wrapped()), only="checkpointing").advice
+    assert found.remedies == ("activation checkpointing of blocks.0",)
+    options = "gradient_checkpointing_kwargs={'use_reentrant': False}"
+    assert found.how == (f"self.blocks[0].gradient_checkpointing_enable({options})",)
+
+
+def test_on_a_gpu_8_bit_states_take_what_bitsandbytes_keeps() -> None:
+    states = EightBitAdam([weight := nn.Parameter(torch.zeros(5000)), small := nn.Parameter(torch.zeros(4095))])
+    weight.grad, small.grad = torch.zeros(5000), torch.zeros(4095)
+    states.step()
+    kept = [tensor.untyped_storage().nbytes() for tensor in states.state[weight].values()]
+    assert sorted(kept) == [20 * 4, 20 * 4, 1024, 1024, 5000, 5000]
+    assert [tensor.dtype for tensor in states.state[small].values()] == [torch.float32] * 2
+
+    program = program_of(Stacked(width=256), "NVIDIA A100-SXM4-80GB", batches=batches_from_one(batch(width=256)))
+    found = by_name(tried(program, only=("8-bit", "SGD", "per-parameter")))
+    assert found["8-bit optimizer states"].costs[0].startswith("moments are rounded to 8 bits")
+    assert found["8-bit optimizer states"].saved_bytes < found["SGD"].saved_bytes
+    assert "per-parameter optimizer" in found  # the default there takes lists of temporaries
+
+
+def test_a_gpu_that_cannot_compute_in_bf16_is_given_float16() -> None:
+    names = offered(program_of(Stacked(), "Tesla T4"))
+    assert {"16-mixed", "16-true"} <= names
+    assert not any("bf16" in name for name in names)
+    (found,) = tried(program_of(Stacked(), "Tesla T4"), only="16-true").advice
+    assert found.how == ('Trainer(precision="16-true")',)
+
+
+def test_ddp_is_offered_gradients_as_bucket_views() -> None:
+    strategy = pl.strategies.DDPStrategy(parallel_devices=[torch.device("cpu")] * 2)
+    (found,) = tried(program_of(Stacked(), strategy=strategy), only="bucket").advice
+    assert found.how == ("DDPStrategy(gradient_as_bucket_view=True)",)
+    assert strategy._ddp_kwargs == {}
+
+
+def test_a_plain_loop_is_advised_too() -> None:
+    def step(model: Any, given: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(given[0]).transpose(1, 2), given[1])
+
+    model = nn.Sequential(*(Block(64) for _ in range(2)), nn.Linear(64, 4))
+    program = LoopProgram(model, batches_from_one(batch()), step, torch.optim.Adam, torch.device("cpu"))
+    found = by_name(tried(program, 0.5, only=("accumulation", "checkpointing", "freezing", "SGD", "bf16-true")))
+    assert {"bf16-true", "SGD", "freezing all but 2"} <= set(found)
+    (halved,) = (each.footprint for name, each in found.items() if name.startswith("accumulation") and "+" not in name)
+    assert halved.parts["gradients"] == halved.parts["parameters"]  # those of the batches before
+    frozen = next(each for name, each in found.items() if "accumulation" in name and "freezing" in name)
+    assert frozen.footprint.parts["gradients"] <= (64 * 4 + 4) * 4
+    assert (
+        found["activation checkpointing of the 2 Block modules of model"].how[0].startswith("for block in (model[0],")
+    )
+    assert found["freezing all but 2"].footprint.parts["gradients"] <= (64 * 4 + 4) * 4
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_evaluation_is_advised_another_precision_alone() -> None:
+    class Evaluated(Stacked):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self(batch[0])
+
+    found = tried(program_of(Evaluated(), stage="validate"))
+    assert {"bf16-true"} <= set(by_name(found)) <= {"bf16-mixed", "bf16-true"}
+    assert {name for name, _ in found.left_out} <= {"bf16-mixed"}
+
+
+def test_the_users_module_is_left_as_it_was() -> None:
+    module = Stacked()
+    before = dict(vars(module)), dict(vars(module.blocks[0]))
+    tried(program_of(module), only="freezing")
+    tried(program_of(module), only="checkpointing")
+    tried(program_of(module), only="SGD")
+    assert (dict(vars(module)), dict(vars(module.blocks[0]))) == before
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+# -- inside the error
+
+
+@pytest.fixture
+def refused(trainer: Any, wide: Any, wide_data: TensorDataset) -> Callable[..., DoesNotFitError]:
+    def fit(budget: int) -> DoesNotFitError:
+        with pytest.raises(DoesNotFitError) as error:
+            trainer(MemGuard(budget=budget, margin=0.0)).fit(wide(), train_dataloaders=DataLoader(wide_data, 4))
+        return error.value
+
+    return fit
+
+
+def test_the_error_says_what_would_make_it_fit(refused: Any) -> None:
+    error = refused(3000 * KIB)
+    assert error.advice
+    told = str(error)
+    assert told.startswith("Batch size 1 needs ")
+    assert "\nWhat would make it fit (each predicted by running the step on a copy):\n  - " in told
+    assert any(each.fits and each.remedies == ("SGD",) for each in error.advice)
+    assert "You can raise `budget`." in told
+    assert "smaller model" not in told  # the rule of thumb is for those who cannot be given better
+
+
+def test_advising_that_fails_does_not_hide_the_error(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tuning_module, "remedies_tried", fail)
+    error = refused(3000 * KIB)
+    assert error.advice == ()
+    assert "The largest part is " in str(error)
+    assert "What would make it fit" not in str(error)

@@ -1,0 +1,575 @@
+"""`estimate`: what a model takes at a batch size, asked by anyone without a running Trainer."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch
+import numpy as np
+import pytest
+import pytorch_lightning
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memguard import CannotTraceError, MemGuardError, estimate
+from lightning_memguard.core import gpus
+from lightning_memguard.core.device.context import CONTEXT_BYTES
+from lightning_memguard.core.trace.trace import PARTS
+from lightning_memguard.units import GIB, MIB
+
+LIGHTNINGS = (lightning.pytorch, pytorch_lightning)
+BATCH = torch.ones(16, 4)
+
+
+@pytest.fixture(params=LIGHTNINGS, ids=lambda package: package.__name__)
+def pl(request: pytest.FixtureRequest) -> Any:
+    """Both packages that Lightning comes in; their classes are unrelated."""
+    return request.param
+
+
+def sum_of_outputs(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).sum()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def one_weight() -> nn.Module:
+    """128 bytes; 16 bytes of input and 32 of output a sample."""
+    return nn.Linear(4, 8, bias=False)
+
+
+def lightning_module(pl: Any, **methods: Any) -> Any:
+    """The same weight, step and optimizer as a LightningModule."""
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = one_weight()
+            self.batch_size = 16
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layer(batch)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return sum_of_outputs(self, batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return momentum(self.parameters())
+
+    for name, method in methods.items():
+        setattr(Module, name, method)
+    return Module()
+
+
+def nonzero(parts: Any) -> dict[str, int]:
+    return {part: nbytes for part, nbytes in parts.items() if nbytes}
+
+
+# A plain module
+
+
+@pytest.mark.parametrize("n", [16, 100])
+def test_a_plain_module_is_stepped_in_pytorchs_own_loop(n):
+    """Gradients are dropped before the forward pass, so at its end there are none."""
+    footprint = estimate(one_weight(), BATCH, batch_size=n, step=sum_of_outputs, optimizer=momentum, device="cpu")
+    assert nonzero(footprint.parts) == {
+        "parameters": 128,
+        "optimizer_state": 128,
+        "batch": 16 * n,
+        "temporaries": 32 * n,
+        "activations": 8,
+    }
+    assert (footprint.batch_size, footprint.device, footprint.phase) == (n, "cpu", "forward")
+    assert (footprint.method, footprint.notes) == ("fake", ())
+
+
+def test_on_the_cpu_the_device_holds_the_tensors_and_nothing_else():
+    footprint = estimate(one_weight(), BATCH, step=sum_of_outputs, device="cpu")
+    assert footprint.peak_device_bytes == footprint.peak_reserved_bytes == footprint.peak_allocated_bytes
+
+
+def test_without_a_size_it_is_the_batchs_own():
+    footprint = estimate(one_weight(), BATCH, step=sum_of_outputs, device="cpu")
+    assert (footprint.batch_size, footprint.parts["batch"]) == (16, BATCH.nbytes)
+
+
+@pytest.mark.parametrize("kind", ["real", "meta", "fake"])
+def test_the_example_may_be_real_meta_or_fake(kind):
+    with FakeTensorMode():
+        fake = torch.empty(16, 4)
+    batch = {"real": BATCH, "meta": BATCH.to("meta"), "fake": fake}[kind]
+    footprint = estimate(one_weight(), {"x": batch}, step=lambda model, b: model(b["x"]).sum(), device="cpu")
+    assert footprint.parts["batch"] == BATCH.nbytes
+
+
+def test_a_model_without_memory_can_be_asked_about():
+    """Built on the meta device: 4 MiB of weights, as much of gradients, and Adam's two averages and counter."""
+    with torch.device("meta"):
+        model = nn.Linear(1024, 1024, bias=False)
+    footprint = estimate(model, torch.empty(1, 1024), step=sum_of_outputs, optimizer=torch.optim.Adam, device="cpu")
+    assert footprint.parts["parameters"] == 4 * MIB
+    assert footprint.parts["gradients"] == 4 * MIB
+    assert footprint.parts["optimizer_state"] == 2 * 4 * MIB + 4
+
+
+def test_precision_is_lightnings_word():
+    full, mixed = (
+        estimate(one_weight(), BATCH, step=sum_of_outputs, device="cpu", precision=precision)
+        for precision in ("32-true", "bf16-mixed")
+    )
+    assert full.parts["parameters"] == mixed.parts["parameters"] == 128
+    assert mixed.peak_allocated_bytes < full.peak_allocated_bytes
+
+
+# A LightningModule
+
+
+@pytest.mark.parametrize("n", [16, 100])
+def test_a_lightning_module_is_stepped_in_lightnings_order(pl, n):
+    """The last step's gradients still stand at the end of the next forward pass: 128 bytes that a plain loop drops."""
+    footprint = estimate(lightning_module(pl), BATCH, batch_size=n, device="cpu")
+    assert nonzero(footprint.parts) == {
+        "parameters": 128,
+        "gradients": 128,
+        "optimizer_state": 128,
+        "batch": 16 * n,
+        "temporaries": 32 * n + 4,
+    }
+    assert (footprint.batch_size, footprint.phase) == (n, "forward")
+    assert (footprint.method, footprint.notes) == ("fake", ())
+
+
+def test_a_lightning_modules_precision_is_the_trainers(pl):
+    full, mixed = (estimate(lightning_module(pl), BATCH, device="cpu", precision=p) for p in ("32-true", "bf16-mixed"))
+    assert full.parts["parameters"] == mixed.parts["parameters"] == 128
+    assert mixed.peak_allocated_bytes < full.peak_allocated_bytes
+
+
+def test_step_and_optimizer_of_a_lightning_module_are_its_own(pl):
+    for argument in ({"step": sum_of_outputs}, {"optimizer": momentum}):
+        with pytest.raises(MemGuardError) as error:
+            estimate(lightning_module(pl), BATCH, device="cpu", **argument)
+        assert str(error.value) == (
+            "A LightningModule brings its own training_step and configure_optimizers: leave out step and optimizer."
+        )
+
+
+def test_a_step_that_has_to_run_for_real_runs_at_small_sizes_alone():
+    """Who asks what a GPU needs for a huge batch may sit at a laptop."""
+    sizes = []
+
+    def step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        if not isinstance(batch, FakeTensor):
+            sizes.append(len(batch))
+        return needs_a_value(model, batch)
+
+    footprint = estimate(one_weight(), BATCH, batch_size=10_000, step=step, device="cpu")
+    assert (footprint.method, footprint.batch_size) == ("real", 10_000)
+    assert max(sizes) <= 16
+
+
+# Inference
+
+
+def test_an_inference_has_neither_gradients_nor_states():
+    footprint = estimate(one_weight(), BATCH, device="cpu", training=False)
+    assert nonzero(footprint.parts) == {"parameters": 128, "batch": 16 * 16, "temporaries": 32 * 16}
+
+
+def test_an_inference_of_a_lightning_module_calls_it(pl):
+    footprint = estimate(lightning_module(pl), BATCH, device="cpu", training=False)
+    assert nonzero(footprint.parts) == {"parameters": 128, "batch": 16 * 16, "temporaries": 32 * 16}
+
+
+@pytest.mark.parametrize("hook", ["predict_step", "validation_step"])
+def test_an_inference_runs_the_hook_that_a_lightning_module_has(pl, hook):
+    """This one adds one to its output: two tensors of 32 bytes a sample at once."""
+
+    def step(self: Any, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.layer(batch) + 1
+
+    footprint = estimate(lightning_module(pl, **{hook: step}), BATCH, device="cpu", training=False)
+    assert footprint.parts["temporaries"] == 2 * 32 * 16
+
+
+def test_predicting_goes_before_validating(pl):
+    def predict_step(self: Any, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.layer(batch)
+
+    def validation_step(self: Any, batch: torch.Tensor, index: int) -> torch.Tensor:
+        raise AssertionError("asked although there is a predict_step")
+
+    module = lightning_module(pl, predict_step=predict_step, validation_step=validation_step)
+    assert estimate(module, BATCH, device="cpu", training=False).parts["temporaries"] == 32 * 16
+
+
+def test_an_inference_can_have_a_step_of_its_own(pl):
+    for model in (one_weight(), lightning_module(pl)):
+        footprint = estimate(model, BATCH, device="cpu", training=False, step=lambda m, batch: m(batch[:8]))
+        assert footprint.parts["temporaries"] == 32 * 8
+
+
+# At the door
+
+
+def refused(kind: type[Exception], message: str) -> pytest.RaisesExc:
+    return pytest.raises(kind, match=f"^{re.escape(message)}$")
+
+
+def test_a_plain_module_needs_a_step():
+    with refused(MemGuardError, "A Linear is no LightningModule: give step=(model, batch) -> loss."):
+        estimate(one_weight(), BATCH, device="cpu")
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.0, "4", True])
+def test_a_batch_size_is_a_count(batch_size):
+    with refused(MemGuardError, f"batch_size={batch_size!r} is no count; give an int of 1 or more."):
+        estimate(one_weight(), BATCH, batch_size=batch_size, step=sum_of_outputs, device="cpu")
+
+
+def test_an_unknown_device_is_refused_by_name():
+    message = (
+        "The catalogue has no GPU called 'warp drive'. Nothing in it is near. "
+        "Write it as nvidia-smi prints it, or plan for one of the same memory and architecture."
+    )
+    with refused(MemGuardError, message):
+        estimate(one_weight(), BATCH, step=sum_of_outputs, device="warp drive")
+
+
+def test_a_device_that_trains_nothing_is_refused():
+    with refused(MemGuardError, "device='meta' trains nothing; give 'cpu', 'cuda' or the name of a GPU."):
+        estimate(one_weight(), BATCH, step=sum_of_outputs, device="meta")
+
+
+@pytest.mark.parametrize(("name", "near"), [("RTX 4099", "RTX 4090"), ("H20000", "NVIDIA H200")])
+def test_an_unknown_gpu_is_refused_with_those_near_it(name, near):
+    with pytest.raises(
+        MemGuardError, match=rf"^The catalogue has no GPU called '{name}'. Near it: .*{near} \("
+    ) as error:
+        estimate(one_weight(), BATCH, step=sum_of_outputs, device=name)
+    assert "GiB)" in str(error.value)
+
+
+def test_an_unknown_precision_is_refused_with_the_known_ones():
+    with pytest.raises(MemGuardError, match=r"^precision='half' is unknown; choose one of 16-mixed, 16-true, 32-true"):
+        estimate(one_weight(), BATCH, step=sum_of_outputs, device="cpu", precision="half")
+
+
+def test_an_unknown_precision_of_a_lightning_module_is_refused_likewise(pl):
+    with pytest.raises(MemGuardError, match=r"^precision='half'"):
+        estimate(lightning_module(pl), BATCH, device="cpu", precision="half")
+
+
+def test_a_batch_without_a_tensor_is_refused():
+    with pytest.raises(CannotTraceError, match=r"^The batch holds no tensor to size it by: it is a dict of int, str"):
+        estimate(one_weight(), {"text": "a cat", "label": 3}, step=sum_of_outputs, device="cpu")
+
+
+def test_a_step_that_raises_is_refused_with_its_reason(pl):
+    def training_step(self: Any, batch: torch.Tensor, index: int) -> torch.Tensor:
+        raise KeyError("image")
+
+    place = f"{__file__}:{training_step.__code__.co_firstlineno + 1}"
+    reason = f"The step cannot be predicted: the step could not run on a copy (KeyError: 'image', at {place})."
+    with refused(CannotTraceError, reason):
+        estimate(lightning_module(pl, training_step=training_step), BATCH, device="cpu")
+    with refused(CannotTraceError, reason):
+        estimate(one_weight(), BATCH, step=lambda m, b: training_step(m, b, 0), device="cpu")
+
+
+# What it leaves as it was
+
+
+def needs_a_value(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """Goes for real, on a copy: dropout draws, and the weights of the copy change."""
+    loss = nn.functional.dropout(model(batch)).sum()
+    if loss.item() > 1e9:
+        raise ValueError("diverged")
+    return loss
+
+
+def world() -> list[Any]:
+    """What a process has one of."""
+    return [
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        nn.Module._apply,
+        nn.modules.module._global_forward_hooks.copy(),
+    ]
+
+
+@pytest.mark.parametrize("step", [sum_of_outputs, needs_a_value])
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_model_batch_and_random_state_stay_as_they_were(pl, step, precision):
+    class Module(type(lightning_module(pl))):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            random.random()
+            np.random.rand()
+            self.seen = len(batch)
+            self.log("loss", loss := step(self, batch.to(self.layer.weight.dtype)))
+            return loss
+
+    module, batch, plain = Module(), BATCH.clone(), one_weight()
+    names = set(vars(module))
+    weights = copy.deepcopy(module.state_dict()), copy.deepcopy(plain.state_dict())
+    before = world()
+    footprints = [
+        estimate(module, batch, batch_size=32, device="cpu", precision=precision),
+        estimate(plain, batch, batch_size=32, step=step, optimizer=momentum, device="cpu"),
+    ]
+    assert {footprint.method for footprint in footprints} == {"fake" if step is sum_of_outputs else "real"}
+    assert world() == before
+    assert torch.equal(batch, BATCH)
+    for model, state in ((module, weights[0]), (plain, weights[1])):
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+        assert [p.grad for p in model.parameters()] == [None]
+        assert model.training
+    assert set(vars(module)) == names
+    assert (module.batch_size, module._trainer) == (16, None)
+
+
+def test_nothing_is_said_meanwhile(pl, caplog):
+    """A Trainer is made to read settings from; its banner about GPUs would be about none that is used."""
+    with caplog.at_level("INFO"):
+        estimate(lightning_module(pl), BATCH, device="cpu")
+    assert caplog.messages == []
+
+
+def test_an_optimizer_that_was_made_already_is_refused():
+    net = torch.nn.Linear(4, 4)
+    made = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(MemGuardError, match=r"optimizer= is a SGD; give a class or a function"):
+        estimate(net, torch.zeros(2, 4), step=lambda m, x: m(x).sum(), optimizer=made, device="cpu")
+
+
+# A GPU that is not here
+
+IMAGES = torch.ones(8, 3, 16, 16)
+KIB = 1024
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+
+
+def squares(model: Any, images: torch.Tensor) -> torch.Tensor:
+    return model(images).float().square().mean()
+
+
+def planned(model: Any = None, batch: Any = IMAGES, device: str = "NVIDIA H200", **options: Any) -> Any:
+    """A step on fake tensors alone, with what holds for each: parts sum to the peak, bounds stand around it."""
+    options.setdefault("step", squares)
+    found = estimate(model or small_net(), batch, device=device, **options)
+    assert (found.method, found.device) == ("fake", "cuda")
+    assert tuple(found.parts) == PARTS
+    assert sum(found.parts.values()) == found.peak_allocated_bytes <= found.peak_reserved_bytes
+    assert found.peak_device_bytes == found.peak_reserved_bytes + CONTEXT_BYTES[1]
+    assert found.low.device_bytes < found.peak_device_bytes < found.high.device_bytes == found.most_device_bytes
+    return found
+
+
+def test_a_plain_module_on_a_gpu_that_is_not_here_is_summed_by_hand():
+    """Each block is rounded up to 512 bytes; alive are this loss and the last.
+
+    Both cuBLAS handles of an H200 keep 32 MiB, and cuBLAS wants the sum's gradient (16 x 8 floats) written out.
+    """
+    found = planned(one_weight(), BATCH, step=sum_of_outputs, optimizer=momentum)
+    assert nonzero(found.parts) == {
+        "parameters": 512,
+        "gradients": 512,
+        "optimizer_state": 512,
+        "activations": 2 * 512,
+        "batch": 512,
+        "workspaces": 2 * 32 * MIB + 512,
+    }
+    assert (found.phase, found.operator, found.notes) == ("backward", "aten.mm.default", ())
+
+
+def test_gpus_differ_by_what_their_chips_keep():
+    hopper, ada = (planned(device=name).parts["workspaces"] for name in ("NVIDIA H200", "RTX 4090"))
+    assert hopper >= 64 * MIB
+    assert 16 * MIB < ada < 20 * MIB
+
+
+def test_names_of_gpus_are_taken_as_people_write_them():
+    assert planned(device="rtx-4090") == planned(device="NVIDIA GeForce RTX 4090")
+
+
+@NO_CUDA
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:3"])
+def test_cuda_without_a_device_is_one_like_an_a100_and_a_note_says_so(device):
+    found = planned(device=device)
+    (note,) = found.notes
+    assert note == (
+        "no CUDA device is here: predicted for one like the NVIDIA A100-SXM4-80GB; give `device` the name of yours"
+    )
+    assert replace(found, notes=()) == planned(device="NVIDIA A100-SXM4-80GB")
+
+
+def test_no_gpu_is_too_small_for_the_prediction_itself():
+    """16 GiB of batch on a card of 8: it says what is needed."""
+    found = planned(nn.Flatten(), torch.empty(1, 1 << 20).expand(1, -1), step=wide, batch_size=4096, device="RTX 3060")
+    assert found.peak_device_bytes > 16 * GIB > gpus.find("RTX 3060").memory_bytes
+
+
+def wide(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch) * torch.ones(1, device=batch.device, requires_grad=True)).sum()
+
+
+OPTIMIZERS: dict[str, tuple[Any, int]] = {
+    "nothing": (None, 0),
+    "SGD": (torch.optim.SGD, 0),
+    "SGD, fused": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), 1),
+    "Adagrad": (torch.optim.Adagrad, 1),
+    "Adam": (torch.optim.Adam, 2),
+    "Adam, one by one": (lambda p: torch.optim.Adam(p, foreach=False), 2),
+    "AdamW, fused": (lambda p: torch.optim.AdamW(p, fused=True), 2),
+    "AdamW, capturable": (lambda p: torch.optim.AdamW(p, capturable=True), 2),
+    "AdamW, fused and capturable": (lambda p: torch.optim.AdamW(p, fused=True, capturable=True), 2),
+    "AdamW, AMSGrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_keeps_its_states_there(name):
+    """Counters of steps stand on the CPU, except for fused and capturable ones: 512 bytes each there."""
+    build, copies = OPTIMIZERS[name]
+    model = nn.Linear(64, 64)
+    found = planned(model, torch.ones(8, 64), optimizer=build)
+    on_gpu = name in ("AdamW, fused", "AdamW, capturable", "AdamW, fused and capturable")
+    assert found.parts["parameters"] == 16 * KIB + 512
+    assert found.parts["optimizer_state"] == copies * found.parts["parameters"] + (2 * 512 if on_gpu else 0)
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
+def test_a_lightning_module_is_planned_in_each_precision(pl, precision):
+    found = planned(lightning_module(pl), BATCH, step=None, precision=precision)
+    assert found.parts["parameters"] == 512
+    assert found.notes == ()
+
+
+def test_a_lightning_modules_two_bytes_are_half_of_four(pl):
+    def build() -> Any:
+        module = lightning_module(pl)
+        module.layer = nn.Linear(256, 256, bias=False)
+        return module
+
+    batch = torch.ones(512, 256)
+    full, mixed, true = (
+        planned(build(), batch, step=None, precision=p) for p in ("32-true", "bf16-mixed", "bf16-true")
+    )
+    assert full.parts["parameters"] == mixed.parts["parameters"] == 2 * true.parts["parameters"] == 256 * KIB
+    assert full.parts["batch"] == mixed.parts["batch"] == 2 * true.parts["batch"]
+    assert full.parts["optimizer_state"] == 2 * true.parts["optimizer_state"]
+
+
+def test_a_scaler_of_gradients_lives_on_the_gpu(pl):
+    """Half precision scales its loss: a factor and a counter, which bfloat16 does not have."""
+    half, brain = (planned(lightning_module(pl), BATCH, step=None, precision=p) for p in ("16-mixed", "bf16-mixed"))
+    assert half.peak_allocated_bytes > brain.peak_allocated_bytes
+
+
+def test_channels_last_is_as_large():
+    last = torch.channels_last
+    found = planned(small_net().to(memory_format=last), IMAGES.to(memory_format=last))
+    assert found.parts["batch"] == planned().parts["batch"] == IMAGES.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("by", ["torch.compile", "Module.compile", "a compiled part"])
+def test_a_compiled_module_runs_eagerly_and_a_note_says_so(by):
+    model = small_net()
+    if by == "torch.compile":
+        model = torch.compile(model)
+    elif by == "Module.compile":
+        model.compile()
+    else:
+        model[0].compile()
+    found = planned(model)
+    assert found.notes == ("what torch.compile would fuse was run eagerly: an upper bound",)
+    assert found.peak_allocated_bytes == planned().peak_allocated_bytes
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_keeps_no_activations_of_its_inside(reentrant):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)))
+    batch = torch.ones(512, 256)
+
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for part in model:
+            x = checkpoint(part[1], part[0](x), use_reentrant=reentrant)
+        return x.sum()
+
+    def whole(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for at in range(0, 8, 4):
+            x = checkpoint(model[at : at + 4], x, use_reentrant=reentrant)
+        return x.sum()
+
+    plain, lean = (planned(model, batch, step=run).peak_allocated_bytes for run in (step, whole))
+    assert plain - lean > 2 * batch.nbytes
+
+
+def test_a_gradient_of_a_gradient_can_be_penalised():
+    def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    for model, batch in ((nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), BATCH), (small_net(), IMAGES)):
+        one, two = (planned(model, batch, step=step).peak_allocated_bytes for step in (sum_of_outputs, penalty))
+        assert two > one
+
+
+def test_sparse_gradients_are_refused_with_what_to_do():
+    with pytest.raises(
+        CannotTraceError, match=r"has layout torch.sparse_coo: .* Use dense gradients \(`sparse=False`\)"
+    ):
+        estimate(
+            nn.Embedding(50, 16, sparse=True),
+            torch.zeros(4, 7, dtype=torch.long),
+            step=squares,
+            optimizer=torch.optim.SparseAdam,
+            device="NVIDIA H200",
+        )
+
+
+def test_an_inference_there_has_neither_gradients_nor_states(pl):
+    for model, batch in ((small_net(), IMAGES), (lightning_module(pl), BATCH)):
+        found = planned(model, batch, step=None, training=False)
+        assert found.phase == "forward"
+        assert found.parts["gradients"] == found.parts["optimizer_state"] == 0
+
+
+def test_what_is_not_there_is_not_touched():
+    """Weights, batch and random state stay, and CUDA is not started."""
+    model, images = small_net(), IMAGES.clone()
+    weights, before, started = copy.deepcopy(model.state_dict()), world(), torch.cuda.is_initialized()
+    planned(model, images, optimizer=torch.optim.Adam)
+    assert world() == before
+    assert torch.equal(images, IMAGES)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert torch.cuda.is_initialized() == started

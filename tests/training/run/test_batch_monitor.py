@@ -1,0 +1,177 @@
+"""What comes otherwise than predicted: a larger batch, and a step that runs out of memory."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_memguard import MemGuard
+from lightning_memguard.training.run import batch_monitor
+from lightning_memguard.units import KIB, MIB
+
+notes_there = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
+
+
+class Tokens(pl.LightningModule):
+    """Embeds and averages; what a step takes grows with the longest of its samples."""
+
+    def __init__(self, fails_at: int = -1, error: Any = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 32)
+        self.head = nn.Linear(32, 2)
+        self.fails_at, self.error = fails_at, error
+        self.shapes: list[tuple[int, ...]] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.fails_at and not isinstance(batch, torch._subclasses.FakeTensor):
+            self.error()
+        self.shapes.append(tuple(batch.shape))
+        return self.head(self.embedding(batch).mean(1)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def pad(items: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(items, batch_first=True)
+
+
+class Growing(IterableDataset[torch.Tensor]):
+    """A stream whose later texts are longer than all that a guard looks at."""
+
+    def __init__(self, later: list[int], before: int = 5000) -> None:
+        self.lengths = [10] * before + later
+
+    def __iter__(self) -> Any:
+        return (torch.zeros(length, dtype=torch.long) for length in self.lengths)
+
+
+def told(trainer: Any, data: Any, **wishes: Any) -> list[str]:
+    guard = MemGuard(**{"max_batch_size": 100, **wishes})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(guard).fit(Tokens(), DataLoader(data, batch_size=100, collate_fn=pad))
+    return [str(each.message) for each in caught if "larger than the" in str(each.message)]
+
+
+def test_a_larger_batch_is_announced_with_what_it_takes(trainer: Any) -> None:
+    """100 texts of 40 tokens where 10 were predicted from: a float32 embedding of 100 x 40 x 32 is 500 KiB."""
+    (text,) = told(trainer, Growing([40] * 100), budget="64MiB")
+    assert "Training batch 50 has [100, 40], larger than the [100, 10] predicted from" in text
+    assert text.endswith("it fits.")
+
+
+def test_one_that_may_not_fit_says_so(trainer: Any) -> None:
+    (text,) = told(trainer, Growing([4000] * 100), budget=4 * MIB)
+    assert "may run out of memory" in text
+
+
+def test_it_is_said_again_only_for_one_that_is_larger_by_a_tenth(trainer: Any) -> None:
+    """40, again 40, 43 (less than a tenth more), 48."""
+    lengths = [length for length in (40, 40, 43, 48) for _ in range(100)]
+    first, second = told(trainer, Growing(lengths), budget="64MiB")
+    assert "[100, 40]" in first
+    assert "[100, 48]" in second
+
+
+def test_batches_within_the_prediction_are_passed_over(trainer: Any) -> None:
+    assert told(trainer, Growing([3] * 150), budget="64MiB") == []
+
+
+def test_a_smaller_last_batch_is_no_larger_one(trainer: Any, dataset: TensorDataset, small: Any) -> None:
+    guard = MemGuard(max_batch_size=30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*(does not have many workers|val_dataloader).*")
+        trainer(guard).fit(small(), DataLoader(dataset, batch_size=30))
+
+
+# -- out of memory
+
+
+def fails(trainer: Any, error: Any, data: Any = None, at: int = 2, **wishes: Any) -> BaseException:
+    module = Tokens(at, error)
+    texts = data or [torch.zeros(10, dtype=torch.long) for _ in range(400)]
+    loader = DataLoader(texts, batch_size=100, collate_fn=pad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises((RuntimeError, MemoryError, ValueError)) as caught:
+            trainer(MemGuard(**{"max_batch_size": 100, **wishes})).fit(module, loader)
+    return caught.value
+
+
+def too_much() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def on_a_gpu() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@notes_there
+@pytest.mark.parametrize("error", [too_much, on_a_gpu])
+def test_an_out_of_memory_error_carries_what_was_predicted(trainer: Any, error: Any) -> None:
+    note = "\n".join(fails(trainer, error, budget="64MiB").__notes__)
+    assert "MemGuard predicted" in note
+    assert "at batch size 100" in note
+    assert "had been taken by then" in note
+    assert "CPU offered 64.0 MiB at setup (given); now" in note
+    assert "The batch was as predicted: [100, 10]." in note
+    assert "would have fitted" in note
+
+
+@notes_there
+def test_the_note_names_the_batch_that_was_larger(trainer: Any) -> None:
+    error = fails(trainer, on_a_gpu, Growing([500] * 100), at=50, budget="64MiB")
+    assert "The batch had [100, 500]; predicted from [100, 10]." in "\n".join(error.__notes__)
+
+
+@notes_there
+def test_a_size_that_would_have_fitted_is_smaller_and_fits(trainer: Any) -> None:
+    note = "\n".join(fails(trainer, on_a_gpu, budget=600 * KIB, margin=0.0).__notes__)
+    size = int(note.partition("A batch size of ")[2].partition(" ")[0])
+    assert 1 <= size < 100
+    assert f"max_batch_size={size}" in note
+
+
+@notes_there
+def test_other_errors_are_left_as_they_are(trainer: Any) -> None:
+    def wrong() -> None:
+        raise ValueError("a mistake in the step")
+
+    assert not hasattr(fails(trainer, wrong), "__notes__")
+
+
+@notes_there
+def test_a_guard_that_had_stepped_aside_says_that_it_had_no_prediction(trainer: Any, small: Any) -> None:
+    def step(self: Any, batch: Any, batch_idx: int) -> None:
+        on_a_gpu()
+
+    module = small()
+    module.training_step = step.__get__(module)
+    once = iter([(torch.zeros(4, 16), torch.zeros(4, dtype=torch.long))] * 4)
+    with pytest.warns(UserWarning, match="MemGuard"), pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer(MemGuard()).fit(module, once)
+    assert caught.value.__notes__[0].startswith("MemGuard had made no prediction: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: BaseException, expected: bool) -> None:
+    assert batch_monitor.ran_out_of_memory(error) == expected

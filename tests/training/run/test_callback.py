@@ -1,0 +1,371 @@
+"""MemGuard in a real Trainer: what it chooses, what it leaves, what it says."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+
+from lightning_memguard import DoesNotFitError, MemGuard, MemGuardError
+from lightning_memguard.units import KIB
+
+
+def sizes_seen(module: Any) -> list[int]:
+    return [int(size) for size in module.sizes]
+
+
+class Sized(pl.LightningModule):
+    """Notes the size of each batch it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 4)
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.sizes.append(len(batch[0]))
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_plain_loader_is_trained_at_the_chosen_size(trainer: Any, dataset: TensorDataset) -> None:
+    module, guard = Sized(), MemGuard(max_batch_size=40)
+    loader = DataLoader(dataset, batch_size=4)
+    trainer(guard).fit(module, train_dataloaders=loader)
+    assert guard.decision is not None
+    assert (guard.decision.requested_batch_size, guard.decision.batch_size) == (4, 40)
+    assert sizes_seen(module) == [40, 40, 20]
+    assert loader.batch_size == 4
+
+
+def test_a_budget_sets_the_size_and_the_peak_keeps_within_it(trainer: Any, small: Any, dataset: TensorDataset) -> None:
+    guard = MemGuard(budget=60 * KIB, margin=0.0)
+    trainer(guard).fit(small(), train_dataloaders=DataLoader(dataset, batch_size=2))
+    decision = guard.decision
+    assert decision is not None
+    assert decision.footprint is not None
+    assert decision.limited_by == "memory"
+    assert decision.footprint.peak_device_bytes <= 60 * KIB
+    assert 2 < decision.batch_size < 100
+
+
+def test_too_small_a_budget_stops_the_fit_before_it_starts(trainer: Any, small: Any, dataset: TensorDataset) -> None:
+    module = small(width=1024)
+    with pytest.raises(DoesNotFitError, match=r"Batch size 1 needs .*; .* offers 95.0 KiB after a 5% margin"):
+        trainer(MemGuard(budget=100 * KIB)).fit(module, train_dataloaders=DataLoader(dataset, batch_size=2))
+
+
+def test_check_changes_nothing_and_warns_where_it_does_not_fit(trainer: Any, dataset: TensorDataset) -> None:
+    module, guard = Sized(), MemGuard(mode="check", budget=1 * KIB)
+    with pytest.warns(UserWarning, match="Batch size 50 does NOT fit"):
+        trainer(guard).fit(module, train_dataloaders=DataLoader(dataset, batch_size=50))
+    assert sizes_seen(module) == [50, 50]
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_both_packages_train_guarded(package: str, dataset: TensorDataset) -> None:
+    theirs = importlib.import_module(package)
+
+    class Module(theirs.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(16, 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    guard = MemGuard(max_batch_size=20)
+    trainer = theirs.Trainer(
+        accelerator="cpu", max_epochs=2, callbacks=[guard], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), train_dataloaders=DataLoader(dataset, batch_size=4))
+    assert trainer.num_training_batches == 5
+    assert [record.epoch for record in guard.records] == [0, 1]
+
+
+class OwnLoader(Sized):
+    """Builds its data and its net in setup, and its loader in a hook."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = None  # type: ignore[assignment]
+
+    def setup(self, stage: str) -> None:
+        self.data = TensorDataset(torch.randn(60, 16), torch.randint(0, 4, (60,)))
+        self.net = nn.Linear(16, 4)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=self.hparams["batch_size"], shuffle=True)
+
+
+def test_a_module_that_makes_its_own_loader_and_layers(trainer: Any) -> None:
+    module, guard = OwnLoader(), MemGuard(max_batch_size=20)
+    trainer(guard).fit(module)
+    assert sizes_seen(module) == [20, 20, 20]
+    assert module.hparams["batch_size"] == module.hparams_initial["batch_size"] == 20
+
+
+class FixedHook(OwnLoader):
+    """The hook writes its size down, and reads it from nowhere."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, 4)
+
+
+def test_a_hook_with_a_size_of_its_own_is_resized(trainer: Any) -> None:
+    module, guard = FixedHook(), MemGuard(max_batch_size=30)
+    fit = trainer(guard, reload_dataloaders_every_n_epochs=1, max_epochs=2)
+    fit.fit(module)
+    assert sizes_seen(module) == [30, 30, 30, 30]
+
+
+class Layers(Sized):
+    """Is built in configure_model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Linear(16, 4)
+
+
+def test_a_module_built_in_configure_model(trainer: Any, dataset: TensorDataset) -> None:
+    module, guard = Layers(), MemGuard(mode="check")
+    trainer(guard).fit(module, train_dataloaders=DataLoader(dataset, batch_size=10))
+    assert guard.decision is not None
+    assert guard.decision.footprint is not None
+    assert guard.decision.footprint.parts["parameters"] == (16 * 4 + 4) * 4
+    assert guard.decision.footprint.method == "fake"
+
+
+def test_schedules_see_the_chosen_size(trainer: Any, dataset: TensorDataset) -> None:
+    """A schedule that reads ``estimated_stepping_batches`` plans for the real number of steps."""
+
+    class Scheduled(Sized):
+        def configure_optimizers(self) -> Any:
+            self.planned = self.trainer.estimated_stepping_batches
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.planned)]
+
+    module = Scheduled()
+    trainer(MemGuard(max_batch_size=25), max_epochs=3).fit(module, train_dataloaders=DataLoader(dataset, batch_size=2))
+    assert module.planned == 12
+
+
+def test_the_effective_batch_size_is_kept_by_accumulation(trainer: Any, dataset: TensorDataset) -> None:
+    guard = MemGuard(max_batch_size=10, keep_effective_batch_size=40)
+    fit = trainer(guard)
+    fit.fit(Sized(), train_dataloaders=DataLoader(dataset, batch_size=4))
+    assert guard.decision is not None
+    assert guard.decision.batch_size * fit.accumulate_grad_batches == 40
+
+
+def test_records_and_metrics_once_an_epoch(trainer: Any, dataset: TensorDataset) -> None:
+    """All design names go to the logger, on Lightning's own step axis; two can be watched by other callbacks."""
+
+    class Kept(pl.loggers.logger.DummyLogger):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[tuple[int, dict[str, float]]] = []
+
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            self.rows.append((step, metrics))
+
+    logger, guard = Kept(), MemGuard(mode="check")
+    stop = pl.callbacks.EarlyStopping("memguard/actual_peak_gib", patience=100)
+    fit = trainer(guard, stop, logger=logger, max_epochs=3, log_every_n_steps=1)
+    fit.fit(Sized(), train_dataloaders=DataLoader(dataset, batch_size=50))
+    rows = [(step, row) for step, row in logger.rows if "memguard/error_pct" in row]
+    assert [step for step, _ in rows] == [1, 3, 5]
+    record, row = guard.records[-1], rows[-1][1]
+    assert row["memguard/batch_size"] == 50
+    assert row["memguard/predicted_peak_gib"] * 2**30 == record.predicted.peak_device_bytes
+    assert row["memguard/parts/parameters_gib"] * 2**30 == record.measured.parts["parameters"] == 272
+    assert {"memguard/predicted_peak_gib", "memguard/actual_peak_gib"} <= fit.callback_metrics.keys()
+
+
+def test_without_a_logger_nothing_breaks(trainer: Any, dataset: TensorDataset) -> None:
+    guard = MemGuard(mode="check")
+    trainer(guard, barebones=False, fast_dev_run=True).fit(
+        Sized(), train_dataloaders=DataLoader(dataset, batch_size=50)
+    )
+    assert len(guard.records) == 1
+
+
+def test_the_trainer_gets_its_own_data_source_back(trainer: Any, dataset: TensorDataset) -> None:
+    """A second fit without the guard's choice trains at the loader's own size."""
+    guard, module = MemGuard(max_batch_size=50), Sized()
+    fit = trainer(guard)
+    before = type(fit.fit_loop._data_source)
+    fit.fit(module, train_dataloaders=DataLoader(dataset, batch_size=4))
+    assert type(fit.fit_loop._data_source) is before
+    fit.callbacks.remove(guard)
+    fit.fit_loop.max_epochs = 2
+    module.sizes.clear()
+    fit.fit(module, train_dataloaders=DataLoader(dataset, batch_size=20))
+    assert set(sizes_seen(module)) == {20}
+
+
+# -- bad input: each a clear message, nothing lost
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": -1}, "-1 is not above zero bytes"),
+        ({"budget": "lots"}, "'lots' is no quantity of bytes"),
+        ({"margin": 1.0}, r"margin=1.0 is outside \[0, 1\)"),
+        ({"margin": -0.1}, r"margin=-0.1 is outside \[0, 1\)"),
+        ({"min_batch_size": 8, "max_batch_size": 4}, "min_batch_size=8 .* is above max_batch_size=4"),
+        ({"multiple_of": 0}, "multiple_of=0 is no count"),
+        ({"mode": "guess"}, "mode='guess' is unknown"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(MemGuardError, match=message):
+        MemGuard(**settings)
+
+
+def test_a_budget_beyond_the_device_is_warned_of(trainer: Any, dataset: TensorDataset) -> None:
+    with pytest.warns(UserWarning, match="TiB"):
+        trainer(MemGuard("check", budget="900TiB")).fit(Sized(), train_dataloaders=DataLoader(dataset, batch_size=50))
+
+
+class Buckets(BatchSampler):
+    """Made its batches beforehand, as samplers that sort by length do."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.plan = list(super().__iter__())
+
+    def __iter__(self) -> Any:
+        return iter(self.plan)
+
+
+def test_a_loader_that_cannot_be_resized_is_predicted_and_kept(trainer: Any, dataset: TensorDataset) -> None:
+    module, guard = Sized(), MemGuard()
+    loader = DataLoader(dataset, batch_sampler=Buckets(range(100), 25, False))  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="a batch sampler of its own"):
+        trainer(guard).fit(module, train_dataloaders=loader)
+    assert sizes_seen(module) == [25] * 4
+    assert guard.decision is not None
+    assert (guard.decision.outcome, guard.decision.batch_size) == ("kept", 25)
+    assert len(guard.records) == 1
+
+
+def test_what_is_no_torch_loader_is_left_alone(trainer: Any) -> None:
+    module, guard = Sized(), MemGuard()
+    batches = [(torch.randn(6, 16), torch.randint(0, 4, (6,)))] * 2
+
+    class Feed:
+        def __iter__(self) -> Any:
+            return iter(batches)
+
+    with pytest.warns(UserWarning, match="not a torch DataLoader"):
+        trainer(guard).fit(module, train_dataloaders=Feed())
+    assert sizes_seen(module) == [6, 6]
+    assert guard.decision is not None
+    assert (guard.decision.outcome, guard.decision.batch_size) == ("kept", 6)
+
+
+def test_an_empty_dataset(trainer: Any) -> None:
+    empty = TensorDataset(torch.zeros(0, 16), torch.zeros(0, dtype=torch.long))
+    with pytest.warns(UserWarning, match="is empty: there is no sample"):
+        trainer(MemGuard()).fit(Sized(), train_dataloaders=DataLoader(empty, batch_size=4))
+
+
+def test_a_batch_without_tensors(trainer: Any) -> None:
+    class Words(Sized):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(torch.ones(len(batch), 16)).sum()
+
+    words: Any = ["to", "be", "or", "not"]
+    with pytest.warns(UserWarning, match="holds no tensor"):
+        trainer(MemGuard()).fit(Words(), train_dataloaders=DataLoader(words, batch_size=2))
+
+
+def test_a_step_that_raises_on_the_copy_still_trains(trainer: Any, dataset: TensorDataset) -> None:
+    class Picky(Sized):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if type(self.trainer) is not pl.Trainer:
+                raise RuntimeError("only for the real thing")
+            return super().training_step(batch, batch_idx)
+
+    module, guard = Picky(), MemGuard()
+    with pytest.warns(UserWarning, match="only for the real thing"):
+        trainer(guard).fit(module, train_dataloaders=DataLoader(dataset, batch_size=50))
+    assert sizes_seen(module) == [50, 50]
+    assert guard.decision is not None
+    assert guard.decision.footprint is not None
+    assert guard.decision.footprint.method == "states"
+    assert guard.decision.footprint.parts["gradients"] == 272
+
+
+def test_a_step_that_returns_none(trainer: Any, dataset: TensorDataset) -> None:
+    class Nothing(Sized):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.sizes.append(len(batch[0]))
+            return None
+
+    module, guard = Nothing(), MemGuard("check")
+    trainer(guard).fit(module, train_dataloaders=DataLoader(dataset, batch_size=50))
+    assert sizes_seen(module) == [50, 50]
+    assert guard.decision is not None
+    assert guard.decision.footprint is not None
+    assert "no backward pass" in " ".join(guard.decision.footprint.notes)
+
+
+def test_a_loss_that_is_not_a_number(trainer: Any, dataset: TensorDataset) -> None:
+    class Lost(Sized):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) * math.nan
+
+    guard = MemGuard(max_batch_size=50)
+    trainer(guard, detect_anomaly=False).fit(Lost(), train_dataloaders=DataLoader(dataset, batch_size=4))
+    assert guard.decision is not None
+    assert guard.decision.batch_size == 50
+
+
+@pytest.mark.parametrize(
+    ("wishes", "returned"),
+    [
+        ({"budget": 60 * KIB, "margin": 0.0}, True),
+        ({"budget": 60 * KIB, "margin": 0.0, "keep_effective_batch_size": 90}, True),
+        ({"max_batch_size": 20}, False),
+        ({"mode": "check", "budget": 60 * KIB}, False),
+    ],
+    ids=["memory is the limit", "an effective size below it", "plenty of memory", "check"],
+)
+def test_freed_memory_is_returned_only_where_what_is_kept_could_pass_the_budget(
+    trainer: Any,
+    small: Any,
+    dataset: TensorDataset,
+    monkeypatch: pytest.MonkeyPatch,
+    wishes: dict[str, Any],
+    returned: bool,
+) -> None:
+    """Each time it is turned on it is turned off again when the fit is over."""
+    calls: list[str] = []
+
+    def turn_on(_: torch.device) -> Any:
+        calls.append("on")
+        return lambda: calls.append("off")
+
+    monkeypatch.setattr("lightning_memguard.training.run.callback.return_freed_memory", turn_on)
+    trainer(MemGuard(**wishes)).fit(small(), train_dataloaders=DataLoader(dataset, batch_size=4))
+    assert calls == (["on", "off"] if returned else [])

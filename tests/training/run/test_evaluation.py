@@ -1,0 +1,356 @@
+"""Validation, test and prediction: predicted as they run, beside a fit and alone."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard import MemGuard
+from lightning_memguard.core.decision.decision import Decision
+
+MIB = 1024 * 1024
+WEIGHTS = 4 * 333_834  # of `Wide`
+OUTPUT = 4 * 512  # of its first layer, for one sample
+
+
+class Evaluated(nn.Module):
+    """Steps to mix into `Wide`; what ``keeps`` asks for piles up."""
+
+    keeps = False
+    sizes: list[int]
+
+    def on_validation_epoch_start(self) -> None:
+        self.outputs: list[torch.Tensor] = []
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if self.keeps:
+            self.outputs.append(self.net[:2](batch[0]))
+        else:
+            self.loss(batch)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net[:2](batch[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.outputs.clear()
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+@pytest.fixture
+def evaluated(wide: Any) -> Any:
+    """A module class that can be evaluated."""
+    return type("EvaluatedWide", (Evaluated, wide), {})
+
+
+@pytest.fixture
+def keeping(evaluated: Any) -> Any:
+    """One that keeps an output of every batch to the end of the epoch."""
+    return type("Keeping", (evaluated,), {"keeps": True})
+
+
+def run(stage: str, make: Callable[[], Any], *data: TensorDataset, size: int = 64) -> Callable[[Any], object]:
+    more: dict[str, Any] = {} if stage == "predict" else {"verbose": False}
+    return lambda trainer: getattr(trainer, stage)(make(), [DataLoader(each, batch_size=size) for each in data], **more)
+
+
+def fit(
+    make: Callable[[], Any], data: TensorDataset, validation: Any, size: int, batch_size: int = 64
+) -> Callable[[Any], object]:
+    return lambda trainer: trainer.fit(
+        make(), DataLoader(data, batch_size=batch_size), DataLoader(validation, batch_size=size)
+    )
+
+
+@pytest.fixture
+def many() -> TensorDataset:
+    """2048 samples for `Wide`."""
+    return TensorDataset(torch.randn(2048, 128), torch.randint(0, 10, (2048,)))
+
+
+# -- alone, held against PyTorch's own count
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_each_stage_alone(evaluated: Any, wide_data: Any, as_measured: Any, stage: str) -> None:
+    decision = as_measured(run(stage, evaluated, wide_data))
+    assert decision.footprint.phase == {"validate": "validation", "test": "test", "predict": "prediction"}[stage]
+    assert decision.footprint.parts["gradients"] == 0
+    assert decision.footprint.parts["optimizer_state"] == 0
+
+
+class Images(pl.LightningModule):
+    """What it runs comes to a recorder whole under inference_mode, and taken apart elsewhere: convolutions, a GRU."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.images = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.GELU(), nn.Conv2d(16, 3, 1))
+        self.rows = nn.GRU(256, 32, batch_first=True) if recurrent else None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        found = self.images(batch[0]) if self.rows is None else self.rows(batch[0].flatten(2))[0]
+        self.log("mean", found.mean())
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_scratch_inside_kernels_counts_in_validation(as_measured: Any, recurrent: bool, inference_mode: bool) -> None:
+    data = TensorDataset(torch.randn(96, 3, 16, 16), torch.zeros(96))
+    decision = as_measured(run("validate", lambda: Images(recurrent), data, size=32), inference_mode=inference_mode)
+    assert recurrent or decision.footprint.parts["workspaces"] > 0
+
+
+@pytest.mark.parametrize(("size", "inference_mode"), [(32, True), (32, False), (128, True), (256, True)])
+def test_outputs_that_are_kept_stand_there_once_for_every_batch(
+    keeping: Any, wide_data: Any, as_measured: Any, size: int, inference_mode: bool
+) -> None:
+    """Also where there are fewer batches than it takes to see that they pile up."""
+    as_measured(run("validate", keeping, wide_data, size=size), inference_mode=inference_mode)
+
+
+@pytest.mark.parametrize("limit", [3, 0.5], ids=str)
+def test_limits_tell_how_much_piles_up(keeping: Any, wide_data: Any, as_measured: Any, limit: float) -> None:
+    as_measured(run("test", keeping, wide_data, size=32), limit_test_batches=limit)
+
+
+def test_several_loaders_one_after_the_other(keeping: Any, wide_data: Any, as_measured: Any) -> None:
+    one = as_measured(run("validate", keeping, wide_data, size=32))
+    two = as_measured(run("validate", keeping, wide_data, wide_data, size=32))
+    more = two.footprint.peak_allocated_bytes - one.footprint.peak_allocated_bytes
+    assert more == 256 * OUTPUT
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_predictions_that_are_returned(
+    trainer: Any, evaluated: Any, wide_data: Any, as_measured: Any, returned: bool
+) -> None:
+    """Lightning gathers them on the CPU, where this run's memory is counted; unless told not to."""
+
+    def predict(run: Any) -> None:
+        run.predict(evaluated(), DataLoader(wide_data, batch_size=32), return_predictions=returned)
+
+    decision = as_measured(predict)
+    parts = decision.footprint.parts
+    assert (sum(parts.values()) - parts["parameters"] > 256 * OUTPUT) is returned
+
+
+def test_gradients_within_a_validation_step(wide: Any, wide_data: Any, as_measured: Any) -> None:
+    """Under ``torch.enable_grad``, as for a gradient penalty, the step is one with a backward pass."""
+
+    class Penalty(wide):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            with torch.enable_grad():
+                self.loss(batch).backward()
+            self.zero_grad()
+
+    decision = as_measured(run("validate", Penalty, wide_data, size=128), inference_mode=False)
+    assert decision.footprint.phase == "backward" or decision.footprint.parts["activations"] > 0
+
+
+# -- beside a fit
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_a_fit_whose_peak_stands_in_validation(
+    evaluated: Any, wide_data: Any, many: Any, as_measured: Any, adam: bool
+) -> None:
+    """The optimizer's state stands beside it; the gradients have been cleared."""
+    decision = as_measured(fit(lambda: evaluated(adam), wide_data, many, 2048))
+    assert decision.footprint.phase == "validation"
+    assert decision.footprint.parts["optimizer_state"] == (2 * WEIGHTS + 6 * 4 if adam else WEIGHTS)
+    assert decision.footprint.parts["gradients"] == 0
+    assert any("validation, at its batch size of 2048" in note for note in decision.footprint.notes)
+
+
+def test_outputs_that_are_kept_in_a_fits_validation(keeping: Any, wide_data: Any, many: Any, as_measured: Any) -> None:
+    decision = as_measured(fit(keeping, wide_data, many, 128))
+    assert decision.footprint.phase == "validation"
+
+
+def test_an_average_stands_beside_validation(evaluated: Any, wide_data: Any, many: Any, as_measured: Any) -> None:
+    average = getattr(pl.callbacks, "WeightAveraging", None)
+    if average is None:
+        pytest.skip("this Lightning has no WeightAveraging")
+    decision = as_measured(fit(evaluated, wide_data, many, 2048), average)
+    assert decision.footprint.phase == "validation"
+    assert decision.footprint.parts["callbacks"] == WEIGHTS
+
+
+def test_accumulated_gradients_are_gone_by_the_end_of_an_epoch(
+    evaluated: Any, wide_data: Any, many: Any, as_measured: Any
+) -> None:
+    decision = as_measured(fit(evaluated, wide_data, many, 2048), accumulate_grad_batches=2)
+    assert decision.footprint.parts["gradients"] == 0
+
+
+def test_accumulated_gradients_stand_beside_validation_within_a_step(
+    evaluated: Any, wide_data: Any, many: Any, as_measured: Any
+) -> None:
+    decision = as_measured(fit(evaluated, wide_data, many, 2048), accumulate_grad_batches=2, val_check_interval=3)
+    assert decision.footprint.parts["gradients"] == WEIGHTS
+
+
+class Noting(pl.LightningModule):
+    """Notes the sizes of its batches, by stage."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.net = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 10))
+        self.trained: list[int] = []
+        self.validated: list[int] = []
+        self.data = TensorDataset(torch.randn(100, 128), torch.randint(0, 10, (100,)))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.trained.append(len(batch[0]))
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(len(batch[0]))
+        self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=self.batch_size)
+
+
+def test_validation_stays_at_its_own_size(trainer: Any) -> None:
+    """Though the module's `batch_size`, which its validation loader reads, is now that of training."""
+    module, guard = Noting(batch_size=5), MemGuard(max_batch_size=50)
+    trainer(guard, num_sanity_val_steps=0).fit(module)
+    assert module.batch_size == 50
+    assert module.trained == [50, 50]
+    assert module.validated == [5] * 20
+    assert guard.decision is not None
+    assert guard.decision.validation_batch_size == 5
+
+
+def test_a_validation_batch_that_does_not_fit_is_made_smaller(trainer: Any, many: TensorDataset) -> None:
+    module, guard = Noting(), MemGuard(budget=2 * MIB, margin=0.0)
+    trainer(guard, num_sanity_val_steps=0).fit(
+        module, DataLoader(many, batch_size=8), DataLoader(many, batch_size=2048)
+    )
+    decision = guard.decision
+    assert decision is not None
+    assert decision.validation_batch_size is not None
+    assert 1 < decision.validation_batch_size < 2048
+    assert max(module.validated) == decision.validation_batch_size
+    assert sum(module.validated) == 2048
+    assert decision.footprint is not None
+    assert decision.footprint.peak_device_bytes <= 2 * MIB
+    assert decision.batch_size > 8, "training takes what is left to it all the same"
+
+
+def test_a_validation_step_that_reads_values_drags_nothing_down(trainer: Any, many: TensorDataset) -> None:
+    """It is run for real on a copy; the training step is still traced without memory."""
+
+    class Branching(Noting):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if self.loss(batch).item() > 1e9:
+                raise ValueError
+
+    guard = MemGuard("check")
+    trainer(guard).fit(Branching(), DataLoader(many, batch_size=64), DataLoader(many, batch_size=1024))
+    assert guard._tuning is not None
+    look = guard._tuning.look
+    assert look is not None
+    assert look.side is not None
+    assert look.prediction.method == "fake"
+    assert look.side.prediction.method == "real"
+    assert look.side.footprint.parts["batch"] == 1024 * (128 * 4 + 8), "and is known at its own size"
+
+
+# -- runs of their own, in both packages
+
+
+def module_of(package: Any) -> Any:
+    class Module(package.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(16, 4)
+            self.sizes: list[int] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.sizes.append(len(batch[0]))
+            self.log("seen", batch[0][:, 0].sum(), reduce_fx="sum")
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.sizes.append(len(batch[0]))
+            return batch[0][:, 0]  # type: ignore[no-any-return]
+
+    return Module()
+
+
+def datamodule_of(package: Any, dataset: Any) -> Any:
+    class Data(package.LightningDataModule):  # type: ignore[misc]
+        def setup(self, stage: str) -> None:
+            self.dataset = dataset
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(self.dataset, batch_size=4)
+
+        test_dataloader = predict_dataloader = val_dataloader
+
+    return Data()
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("data", ["loader", "datamodule"])
+def test_what_is_evaluated_alone_is_tuned(package: str, stage: str, data: str) -> None:
+    """Every sample is seen once; predictions come in the order of the data."""
+    theirs = importlib.import_module(package)
+    x = torch.arange(100.0)[:, None].expand(100, 16).contiguous()
+    dataset = TensorDataset(x, torch.zeros(100, dtype=torch.long))
+    module, guard = module_of(theirs), MemGuard(max_batch_size=30)
+    trainer = theirs.Trainer(
+        accelerator="cpu", logger=False, callbacks=[guard], enable_progress_bar=False, enable_model_summary=False
+    )
+    given = {"datamodule": datamodule_of(theirs, dataset)}
+    if data == "loader":
+        given = {"dataloaders": DataLoader(dataset, batch_size=4)}
+    result = getattr(trainer, stage)(module, **given)
+    assert module.sizes == [30, 30, 30, 10]
+    decision: Decision | None = guard.decision
+    assert decision is not None
+    assert (decision.requested_batch_size, decision.batch_size, decision.outcome) == (4, 30, "tuned")
+    assert len(guard.records) == 1
+    if stage == "predict":
+        assert torch.cat(result).tolist() == list(range(100))
+    else:
+        assert result[0]["seen"] == sum(range(100))
+
+
+def test_two_runs_of_one_trainer_are_tuned_each_for_itself(trainer: Any, many: TensorDataset) -> None:
+    module, guard = Noting(), MemGuard(budget=4 * MIB, margin=0.0, max_batch_size=2048)
+    run = trainer(guard)
+    run.fit(module, DataLoader(many, batch_size=8))
+    first = guard.decision
+    module.validated.clear()
+    run.validate(module, DataLoader(many, batch_size=8), verbose=False)
+    second = guard.decision
+    assert first is not None
+    assert second is not None
+    assert second.batch_size > first.batch_size, "without gradients and activations there is room for more"
+    assert module.validated[0] == second.batch_size

@@ -1,0 +1,173 @@
+"""A run that goes on from a checkpoint keeps its batch size while it fits, and says so where it does not."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard import MemGuard
+from lightning_memguard.training.run import resume
+from lightning_memguard.training.run.tune import Wishes
+from lightning_memguard.units import KIB
+
+SMALL, LARGE = 60 * KIB, 400 * KIB
+
+
+class Sized(pl.LightningModule):
+    """Knows its batch size, and notes what it was at each turn."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size = batch_size
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+        self.sizes: list[int] = []
+        self.at_configure = self.state_at_start = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.sizes.append(len(batch[0]))
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_start(self) -> None:
+        self.state_at_start = len(self.optimizers().state)
+
+    def configure_optimizers(self) -> Any:
+        self.at_configure = self.batch_size
+        return torch.optim.Adam(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        data = TensorDataset(
+            torch.randn(200, 16, generator=generator), torch.randint(0, 4, (200,), generator=generator)
+        )
+        return DataLoader(data, batch_size=self.batch_size)
+
+
+def fit(trainer: Any, guard: MemGuard | None, *, ckpt_path: Any = None, size: int = 4, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    module = Sized(size)
+    run = trainer(*[guard] if guard else [], **{"max_epochs": 2, **settings})
+    run.fit(module, ckpt_path=ckpt_path)
+    return run, module
+
+
+def test_the_size_is_in_the_checkpoint_and_loads_without_any_code(trainer: Any, tmp_path: Path) -> None:
+    guard = MemGuard(budget=SMALL)
+    run, _ = fit(trainer, guard)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)[resume.KEY]
+    assert guard.decision is not None
+    assert saved["batch_size"] == guard.decision.batch_size > 4
+
+
+@pytest.mark.parametrize("steps", [3, 11], ids=["in the first epoch", "in the second"])
+def test_a_resume_within_an_epoch_goes_on_as_a_run_of_that_size_by_hand_does(
+    trainer: Any, tmp_path: Path, steps: int
+) -> None:
+    """Steps, epochs, weights and optimizer state are those of the same interruption without a guard, bit for bit."""
+    guard = MemGuard(budget=SMALL)
+    run, _ = fit(trainer, guard, max_steps=steps)
+    assert guard.decision is not None
+    size = guard.decision.batch_size
+    assert 4 < size < 100
+    run.save_checkpoint(tmp_path / "guarded.ckpt")
+    plain, _ = fit(trainer, None, max_steps=steps, size=size)
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+
+    again = MemGuard(budget=LARGE)
+    resumed, module = fit(trainer, again, ckpt_path=tmp_path / "guarded.ckpt", max_epochs=4)
+    by_hand, theirs = fit(trainer, None, ckpt_path=tmp_path / "plain.ckpt", max_epochs=4, size=size)
+    assert again.decision is not None
+    assert (again.decision.batch_size, again.decision.limited_by) == (size, "checkpoint")
+    assert module.sizes == theirs.sizes
+    assert module.batch_size == module.at_configure == module.hparams["batch_size"] == size
+    assert module.state_at_start == theirs.state_at_start == 4
+    assert (resumed.global_step, resumed.current_epoch) == (by_hand.global_step, by_hand.current_epoch)
+    for mine, other in zip(module.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_size_that_no_longer_fits_is_changed_and_said_out_loud(trainer: Any, tmp_path: Path) -> None:
+    large = MemGuard(budget=LARGE)
+    run, _ = fit(trainer, large)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    assert large.decision is not None
+    small = MemGuard(budget=SMALL)
+    with pytest.warns(UserWarning, match=rf"trained at batch size {large.decision.batch_size}; that needs .* offers"):
+        resumed, module = fit(trainer, small, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
+    assert small.decision is not None
+    assert module.sizes[0] == small.decision.batch_size < large.decision.batch_size
+    assert small.decision.fits
+    assert resumed.current_epoch == 3
+    assert module.state_at_start == 4
+
+
+def test_a_limit_given_by_hand_outweighs_the_checkpoint(trainer: Any, tmp_path: Path) -> None:
+    run, _ = fit(trainer, MemGuard(budget=SMALL))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    guard = MemGuard(budget=SMALL, max_batch_size=8)
+    with pytest.warns(UserWarning, match="max_batch_size=8 forbids it"):
+        _, module = fit(trainer, guard, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
+    assert set(module.sizes) == {8}
+
+
+def test_a_checkpoint_from_before_the_guard_is_counted_in_batches_of_the_loader(trainer: Any, tmp_path: Path) -> None:
+    """Saved within an epoch: batch 20 of 50 is where 80 samples end only while batches are of 4."""
+    plain, _ = fit(trainer, None, max_steps=20)
+    plain.save_checkpoint(tmp_path / "within.ckpt")
+    whole, _ = fit(trainer, None, max_epochs=1)
+    whole.save_checkpoint(tmp_path / "whole.ckpt")
+    guard = MemGuard(budget=LARGE)
+    _, module = fit(trainer, guard, ckpt_path=tmp_path / "within.ckpt")
+    assert set(module.sizes) == {4}
+    _, module = fit(trainer, guard, ckpt_path=tmp_path / "whole.ckpt")
+    assert module.sizes[0] > 4
+
+
+def test_accumulation_goes_on_with_the_size(trainer: Any, tmp_path: Path) -> None:
+    first = MemGuard(budget=SMALL, keep_effective_batch_size=96)
+    run, _ = fit(trainer, first)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    assert first.decision is not None
+    again = MemGuard(budget=LARGE)
+    resumed, _ = fit(trainer, again, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
+    assert first.decision.accumulate_grad_batches > 1
+    assert resumed.accumulate_grad_batches == first.decision.accumulate_grad_batches
+
+
+def test_a_resume_under_a_guard_that_only_checks_changes_nothing(trainer: Any, tmp_path: Path) -> None:
+    run, _ = fit(trainer, MemGuard(budget=SMALL))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, module = fit(trainer, MemGuard(mode="check"), ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
+    assert set(module.sizes) == {4}
+
+
+WISHES = Wishes("tune", None, 0.05, 1, None, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("progress", "tied"),
+    [
+        ({"current": {"completed": 3}, "is_last_batch": False}, True),
+        ({"current": {"completed": 50}}, False),
+        ({}, False),
+    ],
+)
+def test_only_a_checkpoint_within_an_epoch_ties_a_run_to_the_loaders_size(progress: Any, tied: bool) -> None:
+    checkpoint = {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
+    saved = resume.saved_in(checkpoint, 4)
+    assert (saved is not None) == tied
+    assert saved is None or saved.batch_size == 4
+
+
+def test_a_damaged_entry_is_no_size() -> None:
+    assert resume.saved_in({resume.KEY: {"batch_size": "many"}}, 4) is None

@@ -1,0 +1,184 @@
+"""What a run leaves to look at: its report, and snapshots of its step."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard import MemGuard, MemGuardError, estimate
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.report.page import DATA_NAME, PAGE_NAME
+from lightning_memguard.training.run import callback
+from lightning_memguard.training.run.run_report import FOLDER, folder_of
+
+
+@pytest.fixture
+def loader(dataset: TensorDataset) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=10)
+
+
+# -- the report
+
+
+def test_the_report_lies_beside_the_log_and_holds_all_that_the_guard_knows(
+    trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guard = MemGuard(max_batch_size=50)
+    run = trainer(guard, logger=CSVLogger(tmp_path), max_epochs=3)
+    run.fit(small(), loader)
+    folder = Path(run.logger.log_dir)
+    data = json.loads((folder / DATA_NAME).read_text())
+    assert (data["title"], data["decision"]["batch_size"]) == ("Small", 50)
+    assert [epoch["epoch"] for epoch in data["epochs"]] == [0, 1, 2]
+    assert [layer["name"] for layer in data["layers"]] == ["", "net", "net.0", "net.1", "net.2"]
+    assert data["layers"][2]["output_shape"] == [50, 64]
+    peak = guard.decision.footprint.peak_allocated_bytes  # type: ignore[union-attr]
+    assert max(map(sum, zip(*data["timeline"]["parts_bytes"].values(), strict=True))) == peak
+    assert {point["batch_size"]: point["peak_device_bytes"] for point in data["curve"]}[50] == peak
+    assert str(folder / PAGE_NAME) in capsys.readouterr().out
+
+
+def test_without_a_logger_it_lies_in_a_folder_of_its_own(
+    trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
+) -> None:
+    trainer(MemGuard("check"), default_root_dir=tmp_path / "here").fit(small(), loader)
+    assert {path.name for path in (tmp_path / "here" / FOLDER).iterdir()} >= {PAGE_NAME, DATA_NAME}
+
+
+def test_it_is_there_before_the_first_step_that_may_fail(
+    trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
+) -> None:
+    class Fails(small):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            assert (tmp_path / FOLDER / PAGE_NAME).exists()
+            raise ValueError("now")
+
+    with pytest.raises(ValueError, match="now"):
+        trainer(MemGuard("check"), default_root_dir=tmp_path).fit(Fails(), loader)
+
+
+def test_a_trial_run_leaves_nothing(trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path) -> None:
+    trainer(MemGuard("check"), fast_dev_run=True, default_root_dir=tmp_path).fit(small(), loader)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_once_and_stops_nothing(
+    trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
+) -> None:
+    (tmp_path / FOLDER).write_text("a file where the folder would be")
+    guard = MemGuard("check")
+    with pytest.warns(UserWarning, match="MemGuard's report was not written") as warned:
+        trainer(guard, default_root_dir=tmp_path, max_epochs=2).fit(small(), loader)
+    assert len([each for each in warned if "report was not written" in str(each.message)]) == 1
+    assert len(guard.records) == 2
+
+
+def test_a_validation_alone_leaves_one_too(trainer: Any, loader: DataLoader[Any], small: Any, tmp_path: Path) -> None:
+    class Validated(small):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.training_step(batch, batch_idx)
+
+    trainer(MemGuard("check"), default_root_dir=tmp_path).validate(Validated(), loader, verbose=False)
+    data = json.loads((tmp_path / FOLDER / DATA_NAME).read_text())
+    assert data["footprint"]["phase"] == "validation"
+    assert len(data["epochs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("loggers", "folder"),
+    [
+        ([SimpleNamespace(log_dir="logs/digits/version_0", save_dir="logs")], "logs/digits/version_0"),
+        ([SimpleNamespace(save_dir="mlruns", name="digits", version="4f1c")], "mlruns/digits/4f1c"),
+        ([SimpleNamespace(save_dir="logs", name="digits", version=3)], "logs/digits/version_3"),
+        ([SimpleNamespace(save_dir=None, name="digits", version=3)], f"root/{FOLDER}"),
+        ([SimpleNamespace(save_dir=None), SimpleNamespace(log_dir="second")], "second"),
+        ([SimpleNamespace(log_dir="s3://bucket/digits")], None),
+        ([], f"root/{FOLDER}"),
+    ],
+)
+def test_the_folder_is_the_first_loggers_that_has_one(loggers: list[Any], folder: str | None) -> None:
+    run = SimpleNamespace(
+        fast_dev_run=False, barebones=False, is_global_zero=True, loggers=loggers, default_root_dir="root"
+    )
+    assert folder_of(run) == (None if folder is None else Path(folder))
+
+
+# -- snapshots
+
+
+def test_the_predicted_step_is_written_when_the_run_starts_or_afterwards(
+    trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
+) -> None:
+    guard = MemGuard("check")
+    assert guard.save_snapshot(tmp_path / "asked_before.pickle") == tmp_path / "asked_before.pickle"
+    trainer(guard).fit(small(), loader)
+    guard.save_snapshot(tmp_path / "asked_after.pickle")
+    before, after = ((tmp_path / f"asked_{when}.pickle").read_bytes() for when in ("before", "after"))
+    assert before == after
+    entries = pickle.loads(before)["device_traces"][0]
+    live, peak = 0, 0
+    for entry in entries:
+        live += {"alloc": entry["size"], "free_completed": -entry["size"]}.get(entry["action"], 0)
+        peak = max(peak, live)
+    assert peak == guard.decision.footprint.peak_allocated_bytes  # type: ignore[union-attr]
+    lines = {frame["filename"].rpartition("/")[2] for entry in entries for frame in entry["frames"] if frame["line"]}
+    assert lines == {"conftest.py"}, "where `Small` is written"
+
+
+def test_a_guard_that_stepped_aside_has_no_step_to_write(
+    trainer: Any, small: Any, dataset: TensorDataset, tmp_path: Path
+) -> None:
+    class Texts(small):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((torch.ones(2, 16), torch.zeros(2, dtype=torch.long)), batch_idx)
+
+    guard = MemGuard("check")
+    with pytest.warns(UserWarning, match="changed nothing"):
+        trainer(guard).fit(Texts(), DataLoader(["some", "text"], batch_size=2))  # type: ignore[arg-type]
+    with pytest.raises(MemGuardError, match=r"no predicted step to write down: .*no tensor"):
+        guard.save_snapshot(tmp_path / "step.pickle")
+
+
+def test_on_cuda_the_actual_step_is_recorded_for_two_optimizer_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the hook does with a Trainer on a GPU; what torch does then is a GPU test's."""
+    saved: list[Path] = []
+    monkeypatch.setattr(callback, "ActualSnapshot", lambda device: SimpleNamespace(save=saved.append))
+    run = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cuda")), is_global_zero=True, global_step=0, optimizers=[0]
+    )
+    guard = MemGuard()
+    guard.save_snapshot(tmp_path / "step.pickle")
+    seen = []
+    for step in (0, 0, 1, 1, 2, 2, 3):
+        run.global_step = step
+        guard.on_train_batch_start(run, None, None, 0)
+        seen.append(len(saved))
+    assert seen == [0, 0, 0, 0, 1, 1, 1]
+    assert saved == [tmp_path / "step_actual.pickle"]
+
+
+def test_a_footprint_that_was_estimated_can_be_written_too(tmp_path: Path) -> None:
+    footprint = estimate(
+        torch.nn.Linear(8, 8), torch.zeros(4, 8), step=lambda m, x: m(x).sum(), device="H100", batch_size=32
+    )
+    taken = pickle.loads(footprint.save_snapshot(tmp_path / "step.pickle").read_bytes())
+    live, peak = 0, 0
+    for entry in taken["device_traces"][0]:
+        live += {"alloc": 1, "free_completed": -1}.get(entry["action"], 0) * entry.get("allocated_size", 0)
+        peak = max(peak, live)
+    assert peak == footprint.peak_allocated_bytes
+
+
+def test_a_footprint_without_events_says_where_there_are_some(tmp_path: Path) -> None:
+    with pytest.raises(MemGuardError, match=r"guard\.save_snapshot"):
+        Footprint(8, "cpu", 1, 1, 1).save_snapshot(tmp_path / "step.pickle")
