@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "lightning_memguard"
 # The layout: rooms from first to last, and the files of each from first to last. All but NOT_STD import neither torch
-# nor Lightning. report/ comes before training/ because the callback prints its table; a report knows records, no trainer.
+# nor Lightning. report/ comes before training/ because the callback prints its table; a report knows no trainer.
 ROOMS = {
     "": ["errors", "units"],
     "core": ["__init__"],

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from lightning_memguard.core.trace.scratch import Chip
+from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import GIB, MIB, format_bytes
 
@@ -35,9 +35,9 @@ class Gpu:
     aliases: tuple[str, ...] = ()
 
     @property
-    def chip(self) -> Chip:
+    def kernel_target(self) -> CudaTarget:
         """What a kernel's scratch depends on."""
-        return Chip(self.compute_capability, self.multiprocessors)
+        return CudaTarget(self.compute_capability, self.multiprocessors)
 
 
 # "nvidia-smi logs" are totals that nvidia-smi printed in logs, issues and notes of public repositories; of those that

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_memguard.core.trace.trace import PARTS, SELDOM_PARTS
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 
 # What stays stands at the bottom of the stack, what comes and goes on top. Most colours are those of Okabe and Ito,
 # which people tell apart however they see colours; neighbours also differ in lightness.
@@ -18,4 +18,4 @@ COLOURS = {
     "temporaries": "#d55e00",
     "workspaces": "#56b4e9",
 }
-assert set(COLOURS) == {*PARTS, *SELDOM_PARTS}
+assert set(COLOURS) == {*PARTS, *OPTIONAL_PARTS}

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from lightning_memguard.core.gpus import CATALOGUE, Gpu, find
-from lightning_memguard.core.trace.scratch import Chip
+from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import GIB, MIB
 
@@ -91,7 +91,7 @@ def test_the_chip_is_one_that_was_built(gpu):
 
 
 def test_what_scratch_depends_on_comes_with_it():
-    assert find("H200").chip == Chip((9, 0), 132)
+    assert find("H200").kernel_target == CudaTarget((9, 0), 132)
 
 
 @pytest.mark.parametrize(

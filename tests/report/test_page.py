@@ -22,7 +22,7 @@ from lightning_memguard.core.layers.layers import Layer, LayerTable, Weight
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.trace.trace import PARTS, SELDOM_PARTS, Event, Trace
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, Event, Trace
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.page import CurvePoint, Report, Timeline, curve_of, timeline_of, write_report
 from lightning_memguard.units import GIB, KIB, MIB
@@ -122,7 +122,7 @@ def random_trace(seed: int, events: int) -> Trace:
                     "alloc",
                     block,
                     int(2 ** chance.uniform(3, 27)),
-                    chance.choice((*PARTS, *SELDOM_PARTS)),
+                    chance.choice((*PARTS, *OPTIONAL_PARTS)),
                     chance.choice(("forward", "backward")),
                     block * 2 // events,
                     f"encoder.layers.{block % 977}.attention.self.output",
@@ -223,8 +223,8 @@ def test_it_says_in_words_what_its_pictures_show(tmp_path):
 def test_every_colour_has_a_name_beside_it(tmp_path):
     trace = random_trace(1, 900)
     read, _ = written(Report("Net", DECISION, trace, CUDA), tmp_path)
-    assert len({s["style"] for s in read.all("i") if s.get("class") == "swatch"}) == len((*PARTS, *SELDOM_PARTS))
-    assert all(part.replace("_", " ") in read.text for part in (*PARTS, *SELDOM_PARTS))
+    assert len({s["style"] for s in read.all("i") if s.get("class") == "swatch"}) == len((*PARTS, *OPTIONAL_PARTS))
+    assert all(part.replace("_", " ") in read.text for part in (*PARTS, *OPTIONAL_PARTS))
 
 
 def test_a_long_step_makes_no_large_page(tmp_path):

@@ -1,4 +1,4 @@
-"""A module's fake twin: the same module on tensors that have a shape, a dtype and a device, but no memory.
+"""A module's fake copy: the same module on tensors that have a shape, a dtype and a device, but no memory.
 
 The reason to change is torch's fake tensors. Checked on torch 2.11 and 2.13.
 """
@@ -68,7 +68,7 @@ class UnknownFloat(float):
     __hash__ = float.__hash__
 
 
-# -- the twin
+# -- the copy
 
 
 class _FakeCopy(TorchFunctionMode):
@@ -117,7 +117,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) 
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def fake_twin(
+def fake_copy(
     module: nn.Module, mode: FakeTensorMode, device: torch.device, instead: Mapping[int, object] | None = None
 ) -> nn.Module:
     """Copy a module without its memory: parameters and buffers become fake tensors on ``device``.
@@ -127,19 +127,19 @@ def fake_twin(
     Args:
         module: any module; it is left as it was.
         mode: the fake tensors' mode.
-        device: where the twin's parameters and buffers live.
-        instead: by ``id``, what the twin shall hold in place of an object that the module holds.
+        device: where the copy's parameters and buffers live.
+        instead: by ``id``, what the copy shall hold in place of an object that the module holds.
 
     Returns:
-        The twin. Nothing done to its tensors, lists or counters reaches the module.
+        The copy. Nothing done to its tensors, lists or counters reaches the module.
     """
     moving = Counter(_address(tensor) for tensor in (*module.parameters(), *module.buffers()))
     # Were the mode on meanwhile, a real Parameter's `.data` would already be fake, with another storage.
     with unset_fake_temporarily(), _FakeCopy(mode, device, moving):
-        twin = real_twin(module, instead)
-        for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        module_copy = real_copy(module, instead)
+        for mine, theirs in zip(module.parameters(), module_copy.parameters(), strict=True):
             _copy_attributes(mine, theirs)
-    return twin
+    return module_copy
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -147,18 +147,18 @@ def _address(tensor: torch.Tensor) -> int:
     return -1 if torch.nn.parameter.is_lazy(tensor) else tensor.untyped_storage()._cdata
 
 
-def _copy_attributes(parameter: torch.Tensor, twin: torch.Tensor) -> None:
+def _copy_attributes(parameter: torch.Tensor, module_copy: torch.Tensor) -> None:
     """What users hang on parameters, such as ``no_decay``: a deep copy of a Parameter leaves it behind."""
     for name, value in vars(parameter).items():
-        vars(twin).setdefault(name, copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value)
+        vars(module_copy).setdefault(name, copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value)
 
 
-def real_twin(module: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
+def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
     """Deep-copy a module, but share its datasets and whatever refuses to be copied (locks, files, generators)."""
-    twin = _copied(module, instead)
+    module_copy = _copied(module, instead)
     if is_compiled(module):
-        _TWINS_OF_COMPILED.add(twin)
-    return twin
+        _COPIES_OF_COMPILED.add(module_copy)
+    return module_copy
 
 
 def _copied(module: nn.Module, instead: Mapping[int, object] | None) -> nn.Module:
@@ -211,13 +211,13 @@ def isolated_rng() -> Iterator[None]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` or ``Module.compile`` was used on a module, on a part of it, or on what it copies."""
-    return module in _TWINS_OF_COMPILED or any(
+    return module in _COPIES_OF_COMPILED or any(
         isinstance(child, torch._dynamo.OptimizedModule) or child._compiled_call_impl is not None
         for child in module.modules()
     )
 
 
-_TWINS_OF_COMPILED: WeakSet[nn.Module] = WeakSet()  # a copy forgets `Module.compile`
+_COPIES_OF_COMPILED: WeakSet[nn.Module] = WeakSet()  # a copy forgets `Module.compile`
 
 
 @contextmanager

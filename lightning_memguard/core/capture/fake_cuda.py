@@ -259,7 +259,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def _attention(gpu: Gpu, _: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return attention.attend(*args, **kwargs, chip=gpu.chip)
+    return attention.attend(*args, **kwargs, gpu=gpu.kernel_target)
 
 
 # -- recurrent layers

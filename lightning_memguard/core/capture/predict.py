@@ -118,9 +118,9 @@ def capture(program: Program, batch_size: int, method: Method) -> Trace:
         CannotTraceError: the recorder saw something whose size depends on values.
         Exception: whatever the user's own code raised.
     """
-    chip = program.gpu.chip if program.gpu else None
+    kernel_target = program.gpu.kernel_target if program.gpu else None
     where = device_to_run_on(program, fake=method != "real")
-    recorder = Recorder(where.type, worst_case=method == "worst-case", chip=chip)
+    recorder = Recorder(where.type, worst_case=method == "worst-case", kernel_target=kernel_target)
     if method == "states":
         program.run_states(recorder)
     else:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from lightning_memguard.core.capture.batch import Batches, tensors_in
-from lightning_memguard.core.capture.fake import fake_twin, faking, isolated_rng, real_twin
+from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, pretended_cuda
 from lightning_memguard.core.capture.recorder import (
     Recorder,
@@ -93,32 +93,32 @@ class LoopProgram:
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `Program.run`."""
         with tensors(fake=fake, gpu=self.gpu) as mode:
-            twin = self._twin(mode)
-            optimizer = self.optimizer(twin.parameters()) if self.training and self.optimizer else None
-            with watching(recorder, twin):
+            module_copy = self._module_copy(mode)
+            optimizer = self.optimizer(module_copy.parameters()) if self.training and self.optimizer else None
+            with watching(recorder, module_copy):
                 recorder.label(states_of([optimizer] if optimizer else []), "optimizer_state")
                 if self.training:
-                    self._train(recorder, twin, optimizer, batch_size, fake)
+                    self._train(recorder, module_copy, optimizer, batch_size, fake)
                 else:
-                    twin.eval()
+                    module_copy.eval()
                     with torch.no_grad():
-                        self._step(recorder, twin, self._next_batch(recorder, batch_size, fake))
+                        self._step(recorder, module_copy, self._next_batch(recorder, batch_size, fake))
 
     def run_states(self, recorder: Recorder) -> None:
         """See `Program.run_states`."""
         with tensors(fake=True, gpu=self.gpu) as mode:
-            twin = self._twin(mode)
-            optimizers = [self.optimizer(twin.parameters())] if self.optimizer else []
-            with watching(recorder, twin):
-                step_states(recorder, twin, optimizers)
+            module_copy = self._module_copy(mode)
+            optimizers = [self.optimizer(module_copy.parameters())] if self.optimizer else []
+            with watching(recorder, module_copy):
+                step_states(recorder, module_copy, optimizers)
 
-    def _twin(self, mode: FakeTensorMode | None) -> nn.Module:
+    def _module_copy(self, mode: FakeTensorMode | None) -> nn.Module:
         if mode is None:
             refuse_meta(self.model)
         device = device_to_run_on(self, fake=mode is not None)
-        twin = fake_twin(self.model, mode, device) if mode else real_twin(self.model).to(device)
+        module_copy = fake_copy(self.model, mode, device) if mode else real_copy(self.model).to(device)
         dtype = _TRUE.get(self.precision)
-        return twin.to(dtype) if dtype else twin
+        return module_copy.to(dtype) if dtype else module_copy
 
     def _batch(self, batch_size: int, fake: bool) -> Any:
         make = self.batches.fake if fake else self.batches.real
@@ -131,25 +131,30 @@ class LoopProgram:
         recorder.label(tensors_in(batch), "batch")
         return batch
 
-    def _step(self, recorder: Recorder, twin: nn.Module, batch: Any) -> Any:
+    def _step(self, recorder: Recorder, module_copy: nn.Module, batch: Any) -> Any:
         recorder.mark("forward")
         dtype = _AUTOCAST.get(self.precision)
-        where = device_to_run_on(self, fake=isinstance(next(twin.parameters(), None), FakeTensor)).type
+        where = device_to_run_on(self, fake=isinstance(next(module_copy.parameters(), None), FakeTensor)).type
         with torch.autocast(where, dtype) if dtype else contextlib.nullcontext():
-            return self.step(twin, batch)
+            return self.step(module_copy, batch)
 
     def _train(
-        self, recorder: Recorder, twin: nn.Module, optimizer: torch.optim.Optimizer | None, batch_size: int, fake: bool
+        self,
+        recorder: Recorder,
+        module_copy: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        batch_size: int,
+        fake: bool,
     ) -> None:
         optimizers = [optimizer] if optimizer else []
         for index in range(2):
             recorder.mark("zero_grad", step=index)
-            twin.zero_grad()
+            module_copy.zero_grad()
             batch = self._next_batch(recorder, batch_size, fake)  # a loop variable: alive until the next one comes
-            loss = self._step(recorder, twin, batch)
+            loss = self._step(recorder, module_copy, batch)
             recorder.mark("backward")
             loss.backward()
-            gradients = gradients_of(optimizers, twin)
+            gradients = gradients_of(optimizers, module_copy)
             refuse_sparse(gradients)
             recorder.label(gradients, "gradients")
             del gradients
@@ -165,14 +170,14 @@ def refuse_meta(module: nn.Module) -> None:
         raise CannotTraceError("its parameters are on the meta device, so there is nothing to run it with")
 
 
-def step_states(recorder: Recorder, twin: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def step_states(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Give each trainable parameter a gradient and step each optimizer once: all that stays, without a step."""
     recorder.mark("backward", step=0)
     held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    for parameter in {id(p): p for p in (*twin.parameters(), *held)}.values():
+    for parameter in {id(p): p for p in (*module_copy.parameters(), *held)}.values():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    recorder.label(gradients_of(optimizers, twin), "gradients")
+    recorder.label(gradients_of(optimizers, module_copy), "gradients")
     recorder.mark("optimizer")
     for optimizer in optimizers:
         optimizer.step()

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_memguard.core.capture import cudnn_rnn, fake, fake_cuda, mkldnn_lstm
 from lightning_memguard.core.capture.backward import graph_task, walking
 from lightning_memguard.core.kernels import attention, table
-from lightning_memguard.core.trace.scratch import NONE, Chip, Host, Scratch
-from lightning_memguard.core.trace.trace import Event, Kernel, Method, Stretch, Trace, moments_of, scratch_events
+from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
+from lightning_memguard.core.trace.trace import Event, Kernel, Method, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
 
 _device_of = torch.ops.prim.device.default
@@ -44,10 +44,10 @@ class Recorder(TorchDispatchMode):
     Args:
         device_type: only storages on this type of device are recorded.
         worst_case: give operators whose result depends on values their largest result, instead of failing.
-        chip: the GPU whose kernels' scratch is counted, where the device is one.
+        kernel_target: the GPU whose kernels' scratch is counted, where the device is one.
     """
 
-    def __init__(self, device_type: str, *, worst_case: bool = False, chip: Chip | None = None) -> None:
+    def __init__(self, device_type: str, *, worst_case: bool = False, kernel_target: CudaTarget | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.worst_case = worst_case
@@ -64,11 +64,11 @@ class Recorder(TorchDispatchMode):
         self._stream = 0
         self._scratch_blocks = 0  # numbered below zero: how many there are may change with the batch size
         self._kernels: list[Kernel] = []
-        self._stretches: list[Stretch] = []
+        self._scratch_spans: list[ScratchSpan] = []
         self._storage_bytes: dict[int, int] = {}  # by block, as its storage says
-        self._on: Host | Chip | None = chip
-        if device_type == "cpu" and chip is None:
-            self._on = Host(torch.get_num_threads(), _channel_block())
+        self._on: CpuTarget | CudaTarget | None = kernel_target
+        if device_type == "cpu" and kernel_target is None:
+            self._on = CpuTarget(torch.get_num_threads(), _channel_block())
         self._finalizers: list[weakref.finalize[Any, Any]] = []
         self._cublas: set[bool] = set()  # where a handle is open: in the backward pass or not
         self._task = -1
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
         """Write down what an operator took: scratch, results, and scratch beside the results."""
         name = str(func)
         results = list(_tensors(out))
-        if isinstance(self._on, Chip) and table.takes_cublas(name):
+        if isinstance(self._on, CudaTarget) and table.takes_cublas(name):
             self._open_cublas(name, self._on)
         elsewhere = bool(results) and results[0].device.type != self.device_type
         rule = None if elsewhere else self._rule(name)
@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):
 
     def _rule(self, name: str) -> Any:
         operator = name[5:].partition(".")[0] if name.startswith("aten.") else ""
-        if isinstance(self._on, Chip) and operator in attention.RULES:
+        if isinstance(self._on, CudaTarget) and operator in attention.RULES:
             return attention.RULES[operator]
         return table.rule(operator, self._on)
 
@@ -238,12 +238,12 @@ class Recorder(TorchDispatchMode):
             del self._live[address]
             self._rows.append(("free", block, self._where(), self.step, self.module, "", 0, "", ""))
 
-    def _open_cublas(self, operator: str, chip: Chip) -> None:
+    def _open_cublas(self, operator: str, kernel_target: CudaTarget) -> None:
         """Forward and backward pass run in threads of their own, each with a cuBLAS handle and its workspace."""
         in_backward = self._task != -1
         if in_backward not in self._cublas:
             self._cublas.add(in_backward)
-            nbytes = table.cublas_workspace_bytes(chip.compute_capability, os.environ)
+            nbytes = table.cublas_workspace_bytes(kernel_target.compute_capability, os.environ)
             if nbytes:
                 self._parts[self._take(nbytes, operator)] = "workspaces"
 
@@ -261,7 +261,7 @@ class Recorder(TorchDispatchMode):
         events = scratch_events(moments_of(scratch, place), -1 - self._scratch_blocks, like)
         self._scratch_blocks += len(events) // 2
         self._rows += events
-        self._stretches.append(Stretch(start, len(self._rows), len(self._kernels) - 1, place, like))
+        self._scratch_spans.append(ScratchSpan(start, len(self._rows), len(self._kernels) - 1, place, like))
 
     def line(self) -> str:
         """The line of the model's code that runs now, or ran when what is computed backward now ran forward."""
@@ -287,7 +287,9 @@ class Recorder(TorchDispatchMode):
             for row in self._rows
         )
         notes = (*notes, *self.assumptions)
-        return Trace(batch_size, self.device_type, method, events, notes, tuple(self._kernels), tuple(self._stretches))
+        return Trace(
+            batch_size, self.device_type, method, events, notes, tuple(self._kernels), tuple(self._scratch_spans)
+        )
 
 
 @functools.cache
@@ -343,10 +345,12 @@ class _Call:
     results: Any
     numbers: tuple[int, ...]
     rule: Callable[..., Scratch]
-    on: Host | Chip | None
+    on: CpuTarget | CudaTarget | None
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any, results: Any, rule: Callable[..., Scratch], on: Host | Chip | None) -> _Call:
+    def of(
+        cls, args: Any, kwargs: Any, results: Any, rule: Callable[..., Scratch], on: CpuTarget | CudaTarget | None
+    ) -> _Call:
         numbers: list[int] = []
         holed = [_emptied(value, numbers) for value in (args, tuple(kwargs.items()), results)]
         return cls(holed[0], holed[1], holed[2], tuple(numbers), rule, on)

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, Chip, Moment, Scratch, Span, nbytes, up
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, ByteRange, CudaTarget, Moment, Scratch, nbytes, up
 from lightning_memguard.errors import CannotTraceError
 
-Rule = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], Chip], Scratch]
+Rule = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], CudaTarget], Scratch]
 
 _aten = torch.ops.aten
 
@@ -111,7 +111,7 @@ def choose(
     is_causal: bool = False,
     enable_gqa: bool = False,
     *,
-    chip: Chip,
+    gpu: CudaTarget,
     cudnn: int | None = None,
 ) -> str:
     """Tell which kernel a GPU takes: ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"math"``.
@@ -127,16 +127,14 @@ def choose(
         dropout_p: as above.
         is_causal: as above.
         enable_gqa: as above.
-        chip: the GPU.
+        gpu: the GPU.
         cudnn: its version of cuDNN, such as ``91900``; that of this build or its wheels if left out.
 
     Raises:
         CannotTraceError: no backend that is enabled takes these tensors, in a real run no more than here.
     """
     cudnn = cudnn_version() if cudnn is None else cudnn
-    return _choose(
-        _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, chip.compute_capability, cudnn)
-    )
+    return _choose(_Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, gpu.compute_capability, cudnn))
 
 
 def _choose(call: _Call) -> str:
@@ -310,7 +308,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    chip: Chip,
+    gpu: CudaTarget,
 ) -> torch.Tensor:
     """Attention by the kernel that a GPU takes, so that autograd keeps what it would keep there.
 
@@ -326,7 +324,7 @@ def attend(
         is_causal: as above.
         scale: as above.
         enable_gqa: as above.
-        chip: the GPU.
+        gpu: the GPU.
 
     Returns:
         What that function would return.
@@ -336,7 +334,7 @@ def attend(
         query, key, value = _autocast(query), _autocast(key), _autocast(value)
         attn_mask = None if attn_mask is None else _autocast(attn_mask)
     call = _Call(
-        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, chip.compute_capability, cudnn_version()
+        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, gpu.compute_capability, cudnn_version()
     )
     with torch.autocast("cuda", enabled=False) if casting else nullcontext():
         return _CALLS[_choose(call)](call, scale)
@@ -456,7 +454,7 @@ def _flash_width(width: int) -> int:
     return up(width, 32 if width <= 128 else 64)
 
 
-def _flash_forward(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], chip: Chip) -> Scratch:
+def _flash_forward(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`mha_fwd` and `set_params_splitkv` (cuda/flash_attn/flash_api.cpp): results of each part of the keys.
 
     Keys are split where there are too few blocks of 64 queries to fill the GPU.
@@ -467,7 +465,7 @@ def _flash_forward(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[A
     batch, heads, rows, width = query.shape
     columns = 256 if width <= 64 else 128 if width <= 128 else 64
     blocks = batch * heads * -(-rows // 64)
-    splits = _flash_splits(blocks, 2 * chip.multiprocessors, -(-key.shape[2] // columns))
+    splits = _flash_splits(blocks, 2 * gpu.multiprocessors, -(-key.shape[2] // columns))
     if splits == 1:
         return NONE
     sums = splits * batch * heads * rows * FLOAT
@@ -487,7 +485,7 @@ def _flash_splits(blocks: int, slots: int, key_blocks: int) -> int:
     return next(splits for splits, value in efficiency.items() if value >= 0.85 * best)
 
 
-def _flash_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], chip: Chip) -> Scratch:
+def _flash_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`_flash_attention_backward` (cuda/attention_backward.cu) and `mha_bwd` (cuda/flash_attn/flash_api.cpp).
 
     Copies of what is not in the kernel's order, row sums, the query's gradient in float32 (once for each wave of blocks
@@ -500,7 +498,7 @@ def _flash_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any]
         return NONE
     rows = up(rows, 128)
     sums = batch * heads * rows * FLOAT
-    waves = -(-chip.multiprocessors // (batch * heads)) if _is_strictly_deterministic() else 1
+    waves = -(-gpu.multiprocessors // (batch * heads)) if _is_strictly_deterministic() else 1
     accumulated = waves * sums * _flash_width(width)
     expanded = batch * heads * key.shape[2] * width * query.element_size() if key.shape[1] != heads else 0
     return _after((*copies, sums, accumulated, expanded, expanded))
@@ -509,7 +507,7 @@ def _flash_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any]
 # -- scratch: memory-efficient
 
 
-def _efficient_forward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _efficient_forward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`_efficient_attention_forward` (cuda/attention.cu): the result in float32, unless registers hold it.
 
     `kNeedsOutputAccumulatorBuffer` in cuda/mem_eff_attention/kernel_forward.h: they hold heads of up to 128.
@@ -547,14 +545,14 @@ def _tile(half: bool, width: int, dropout: bool, capability: tuple[int, int]) ->
     return _Tile(128, 128 if width <= 128 and capability >= (8, 0) else 64, in_registers=width <= 128)
 
 
-def _efficient_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], chip: Chip) -> Scratch:
+def _efficient_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`_efficient_attention_backward` (cuda/attention_backward.cu): a copy, row sums (delta), and a workspace.
 
     Row sums are made by the kernel, or before it by plain operators with their temporaries, which are gone before the
     workspace comes. Gradients of the query, the key, the value and the mask are allocated before all of it.
     """
     grad, query, key, value = args[:4]
-    capability = chip.compute_capability
+    capability = gpu.compute_capability
     half = query.dtype in _HALF
     tile = _tile(half, max(query.shape[-1], value.shape[-1]), bool(args[9]), capability)
     copy = _rows_first_copy(grad)
@@ -592,16 +590,16 @@ def _efficient_splits(pairs: int, columns: int, block: int, capability: tuple[in
 # -- scratch: cuDNN
 
 
-def _cudnn_forward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _cudnn_forward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`run_cudnn_SDP_fprop` (aten/src/ATen/native/cudnn/MHA.cpp) asks the plan for its workspace.
 
     Nobody outside of cuDNN knows it. A fused kernel needs none; at most it keeps its result in float32 once.
     """
     query, _key, value = args[:3]
-    return _after((Span(0, 0, math.prod(query.shape[:3]) * value.shape[-1] * FLOAT),))
+    return _after((ByteRange(0, 0, math.prod(query.shape[:3]) * value.shape[-1] * FLOAT),))
 
 
-def _cudnn_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _cudnn_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`run_cudnn_SDP_bprop` (aten/src/ATen/native/cudnn/MHA.cpp) asks the plan for its workspace.
 
     What is known of it comes from `CompositeSDPABackwardNode` in cudnn-frontend: row sums in float32, the query's
@@ -615,13 +613,13 @@ def _cudnn_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any]
     if not heads == key.shape[1] == value.shape[1]:
         point += for_every_head * query.element_size()
     copy = 0 if grad.stride(-1) == 1 else nbytes(grad)
-    return _after((copy, Span(sums, point, sums + sums * width + for_every_head * FLOAT)))
+    return _after((copy, ByteRange(sums, point, sums + sums * width + for_every_head * FLOAT)))
 
 
 # -- scratch: plain operators
 
 
-def _safe_softmax(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: Chip) -> Scratch:
+def _safe_softmax(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: CudaTarget) -> Scratch:
     """`_safe_softmax` (attention.cpp): the softmax, which places are minus infinity, which rows are; two numbers."""
     x, result = args[0], results[0]
     number = result.element_size()

@@ -13,9 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, Host, Scratch, is_channels_last, is_dense, nbytes, up
+from lightning_memguard.core.trace.scratch import (
+    FLOAT,
+    NONE,
+    CpuTarget,
+    Scratch,
+    is_channels_last,
+    is_dense,
+    nbytes,
+    up,
+)
 
-Rule = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], Host], Scratch]
+Rule = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], CpuTarget], Scratch]
 
 _TRANSPOSE_TILE = 60 * 60  # `copy_transpose_valid` in aten/src/ATen/native/Copy.cpp: one square tile a copy
 
@@ -47,7 +56,7 @@ class _Conv:
     groups: int
     padding: Sequence[int]
 
-    def takes_onednn(self, host: Host) -> bool:
+    def takes_onednn(self, host: CpuTarget) -> bool:
         """`use_mkldnn` in aten/src/ATen/native/Convolution.cpp."""
         kernel = self.weight.shape[2:]
         if self.transposed and any(o >= s for o, s in zip(self.output_padding, self.stride, strict=True)):
@@ -63,20 +72,20 @@ class _Conv:
         """The first layer's images stay as they are: oneDNN has kernels that read their plain layout."""
         return self.groups == 1 and not self.transposed
 
-    def blocked(self, tensor: Any, host: Host) -> int:
+    def blocked(self, tensor: Any, host: CpuTarget) -> int:
         """Bytes of an activation in the blocked layout, its channels padded (nChw16c, or nChw8c where that divides)."""
         channels, block = tensor.shape[1], host.channel_block
         if channels % block and not (channels > block and channels % 8 == 0):
             channels = up(channels, block)
         return int(nbytes(tensor) // tensor.shape[1] * channels)
 
-    def blocked_weight(self, host: Host, *, pads_input: bool = True) -> int:
+    def blocked_weight(self, host: CpuTarget, *, pads_input: bool = True) -> int:
         if self.groups > 1:
             return nbytes(self.weight)
         out, into = (up(size, host.channel_block) for size in self.weight.shape[:2])
         return int(out * (into if pads_input else self.weight.shape[1]) * math.prod(self.weight.shape[2:]) * FLOAT)
 
-    def scatter(self, small: Any, large: Any, host: Host) -> int:
+    def scatter(self, small: Any, large: Any, host: CpuTarget) -> int:
         """The scratchpad of oneDNN where a stride spreads a small image over a large one.
 
         That is the backward pass of a strided convolution, and the forward pass of a transposed one. Each thread has
@@ -103,7 +112,7 @@ def _is_known(tensor: Any) -> bool:
     return bool(tensor.is_floating_point()) and tensor.element_size() >= FLOAT
 
 
-def _convolution(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], host: Host) -> Scratch:
+def _convolution(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], host: CpuTarget) -> Scratch:
     """`mkldnn_convolution` (aten/src/ATen/native/mkldnn/Conv.cpp): input, weight and result in oneDNN's layout."""
     x, weight, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
     conv, y = _Conv(x, weight, stride, dilation, transposed, output_padding, groups, padding), results[0]
@@ -122,7 +131,7 @@ def _convolution(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[An
     return Scratch(before=(inputs + weights + result + scatter,), after=(result + (nbytes(y) if transposed else 0),))
 
 
-def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], host: Host) -> Scratch:
+def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], host: CpuTarget) -> Scratch:
     """`mkldnn_convolution_backward`: first the input's gradient, then the weight's, each in oneDNN's layout."""
     grad, x, weight, _bias, stride, padding, dilation, transposed, output_padding, groups, mask = args[:11]
     conv = _Conv(x, weight, stride, dilation, transposed, output_padding, groups, padding)
@@ -143,7 +152,7 @@ def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequenc
     return Scratch(before=tuple(moments))
 
 
-def _backward_data(conv: _Conv, grad: Any, host: Host) -> tuple[int, int]:
+def _backward_data(conv: _Conv, grad: Any, host: CpuTarget) -> tuple[int, int]:
     block, x = host.channel_block, conv.x
     few_out = conv.groups == 1 and conv.transposed and grad.shape[1] < block
     strided = any(s > 1 for s in conv.stride) and not conv.transposed
@@ -154,7 +163,7 @@ def _backward_data(conv: _Conv, grad: Any, host: Host) -> tuple[int, int]:
     return incoming + weights + inputs + scatter, inputs + nbytes(x) * (2 if strided else 1)
 
 
-def _backward_weight(conv: _Conv, grad: Any, host: Host, bias: int) -> tuple[int, int]:
+def _backward_weight(conv: _Conv, grad: Any, host: CpuTarget, bias: int) -> tuple[int, int]:
     block, x = host.channel_block, conv.x
     few_in = conv.few_channels and x.shape[1] < block
     few_out = conv.groups == 1 and conv.transposed and grad.shape[1] < block
@@ -171,7 +180,7 @@ def _backward_weight(conv: _Conv, grad: Any, host: Host, bias: int) -> tuple[int
 # -- normalisation
 
 
-def _batch_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], host: Host) -> Scratch:
+def _batch_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], host: CpuTarget) -> Scratch:
     """`batch_norm_cpu_collect_stats_channels_last_impl` and `..._contiguous_impl` (cpu/batch_norm_kernel.cpp).
 
     Sums of each channel, for each thread where the channels are the innermost dimension.
@@ -181,7 +190,7 @@ def _batch_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ho
     return Scratch(after=(x.shape[1] * FLOAT * (2 + host.threads if by_thread else 2),))
 
 
-def _batch_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Host) -> Scratch:
+def _batch_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CpuTarget) -> Scratch:
     """`batch_norm_backward_cpu_template` (aten/src/ATen/native/Normalization.cpp): the input's gradient twice."""
     grad, x, weight, mask = args[0], args[1], args[2], args[9]
     alike = (grad.is_contiguous() and x.is_contiguous()) or (is_channels_last(grad) and is_channels_last(x))
@@ -190,13 +199,13 @@ def _batch_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence
     return Scratch(after=(nbytes(weight),)) if weight is not None else NONE
 
 
-def _layer_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], host: Host) -> Scratch:
+def _layer_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], host: CpuTarget) -> Scratch:
     """`LayerNormBackwardKernelImplInternal` (aten/src/ATen/native/cpu/layer_norm_kernel.cpp): sums of each thread."""
     copies = sum(nbytes(tensor) for tensor in args[:2] if not tensor.is_contiguous())
     return Scratch(after=(copies + 2 * host.threads * math.prod(args[2]) * FLOAT,))
 
 
-def _group_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Host) -> Scratch:
+def _group_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CpuTarget) -> Scratch:
     """`GroupNormBackwardKernelImplInternal` (aten/src/ATen/native/cpu/group_norm_kernel.cpp)."""
     return Scratch(after=(2 * args[5] * args[6] * FLOAT,))
 
@@ -204,25 +213,25 @@ def _group_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence
 # -- losses and softmax
 
 
-def _reduced_loss(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], __: Host) -> Scratch:
+def _reduced_loss(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], __: CpuTarget) -> Scratch:
     """`mse_loss` and its kin reduce into the tensor that held the losses, which keeps its storage (Loss.cpp)."""
     place = 3 if len(args) > 3 else 2
     reduction = args[place] if len(args) > place else kwargs.get("reduction", 1)
     return Scratch(kept=nbytes(args[0]) - args[0].element_size()) if reduction else NONE
 
 
-def _bce_with_logits(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Host) -> Scratch:
+def _bce_with_logits(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CpuTarget) -> Scratch:
     """`binary_cross_entropy_with_logits` (aten/src/ATen/native/Loss.cpp)."""
     return Scratch(after=(2 * nbytes(args[0]) + 3 * FLOAT,))
 
 
-def _safe_softmax(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Host) -> Scratch:
+def _safe_softmax(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CpuTarget) -> Scratch:
     """`_safe_softmax` (aten/src/ATen/native/SoftMax.cpp): a mask of what is minus infinity, and of whole rows."""
     x = args[0]
     return Scratch(after=(x.numel() + x.numel() // x.shape[args[1]] + FLOAT,))
 
 
-def _logsumexp(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: Host) -> Scratch:
+def _logsumexp(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: CpuTarget) -> Scratch:
     """`logsumexp_out_impl` (aten/src/ATen/native/ReduceOps.cpp): the shifted input."""
     return Scratch(after=(nbytes(args[0]) + nbytes(results[0]),))
 
@@ -237,13 +246,13 @@ def _attention_split(query: Any, key: Any) -> tuple[int, int]:
     return min(rows, length), min(512, key.shape[2])
 
 
-def _attention(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], host: Host) -> Scratch:
+def _attention(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], host: CpuTarget) -> Scratch:
     """`cpu_flash_attention`: a tile of scores, its row sums and its result, for each thread."""
     rows, columns = _attention_split(args[0], args[1])
     return Scratch(after=(host.threads * (rows * columns + 2 * rows + rows * args[0].shape[3]) * FLOAT,))
 
 
-def _attention_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], host: Host) -> Scratch:
+def _attention_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], host: CpuTarget) -> Scratch:
     """`cpu_flash_attention_backward`: two tiles for each thread, and a copy of a gradient that is not in order."""
     grad, query, key = args[:3]
     rows, columns = _attention_split(query, key)
@@ -254,7 +263,7 @@ def _attention_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[
 # -- copies
 
 
-def _contiguous_first(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Host) -> Scratch:
+def _contiguous_first(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CpuTarget) -> Scratch:
     """Kernels that begin with ``contiguous()`` of their first tensor."""
     tensor = args[0]
     if is_dense(tensor):
@@ -263,11 +272,11 @@ def _contiguous_first(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[An
     return Scratch(after=(nbytes(tensor) + tile,))
 
 
-def _clone(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: Host) -> Scratch:
+def _clone(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: CpuTarget) -> Scratch:
     return _tile(args[0], results[0])
 
 
-def _copy(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Host) -> Scratch:
+def _copy(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CpuTarget) -> Scratch:
     return _tile(args[1], args[0])
 
 
@@ -278,11 +287,11 @@ def _tile(source: Any, target: Any) -> Scratch:
     return NONE
 
 
-def _im2col(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Host) -> Scratch:
+def _im2col(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CpuTarget) -> Scratch:
     return Scratch(after=(nbytes(args[0]),))
 
 
-def _upsample(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: Host) -> Scratch:
+def _upsample(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: CpuTarget) -> Scratch:
     """Small images are turned to channels last and back (aten/src/ATen/native/cpu/UpSampleKernel.cpp)."""
     x, y = args[0], results[0]
     if is_channels_last(x) or y.shape[-1] + y.shape[-2] > 128:

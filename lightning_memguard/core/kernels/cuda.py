@@ -17,9 +17,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, Chip, Moment, Scratch, Span, nbytes, up
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, ByteRange, CudaTarget, Moment, Scratch, nbytes, up
 
-Rule = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], Chip], Scratch]
+Rule = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], CudaTarget], Scratch]
 
 LONG = 8  # bytes of an int64, the type of indices
 
@@ -51,12 +51,12 @@ def _is_plain(tensor: Any) -> bool:
 def _checked(rule: Rule, needs: int = 1) -> Rule:
     """The door: what is no plain tensor, or comes with fewer of them than the rule needs, has no scratch we know."""
 
-    def checked(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+    def checked(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
         tensors = list(_tensors((*args, *kwargs.values(), *results)))
         enough = len(args) >= needs and all(map(_is_tensor, (*args[:needs], *results)))
         if not enough or not results or not all(map(_is_plain, tensors)):
             return NONE
-        return rule(args, kwargs, results, chip)
+        return rule(args, kwargs, results, gpu)
 
     return checked
 
@@ -189,12 +189,12 @@ _PAIR_TILES[1] = (0, 0, 3456)
 _KEY_TILES: dict[int, tuple[int, int, int]] = {8: (2816, 3840, 5760), 4: (5888, 8064, 6912)}
 
 
-def _generation(chip: Chip) -> int:
+def _generation(gpu: CudaTarget) -> int:
     """Which of CUB's tunings: from 7.5, from 8.0, from 9.0 on."""
-    return min(2, max(0, chip.compute_capability[0] - 7))
+    return min(2, max(0, gpu.compute_capability[0] - 7))
 
 
-def _radix_sort(count: int, key: int, value: int, chip: Chip, bits: int | None = None) -> Block:
+def _radix_sort(count: int, key: int, value: int, gpu: CudaTarget, bits: int | None = None) -> Block:
     """Temporary storage of `DeviceRadixSort` (cub/device/dispatch/dispatch_radix_sort.cuh, `InvokeOnesweep`).
 
     Histograms, a lookback for each tile, second buffers of keys and values unless one pass is enough, counters.
@@ -203,17 +203,17 @@ def _radix_sort(count: int, key: int, value: int, chip: Chip, bits: int | None =
         count: items to sort.
         key: bytes of a key.
         value: bytes of a value; 0 without.
-        chip: what sorts them.
+        gpu: what sorts them.
         bits: of a key that are looked at; all, where that is not said.
     """
     if count <= (_SINGLE_TILE if max(key, value) > FLOAT else 2 * _SINGLE_TILE + 256):
         return 1 if count else 0
     passes = -(-(key * 8 if bits is None else max(1, bits)) // 8)
-    tile = (_PAIR_TILES if value else _KEY_TILES).get(key, (0, 0, 0))[_generation(chip)]
+    tile = (_PAIR_TILES if value else _KEY_TILES).get(key, (0, 0, 0))[_generation(gpu)]
     if not tile:
-        spine = 5 * (128 if key > 1 else 32) * LONG * chip.multiprocessors  # `InvokePasses`: digits of each block
+        spine = 5 * (128 if key > 1 else 32) * LONG * gpu.multiprocessors  # `InvokePasses`: digits of each block
         buffers = _aliased(count * key, count * value)
-        return Span(buffers + spine, buffers + 4 * spine, buffers + 8 * spine)
+        return ByteRange(buffers + spine, buffers + 4 * spine, buffers + 8 * spine)
     second = count if passes > 1 else 0
     portion = _RADIX_PORTION // tile * tile
     portions = -(-count // portion)
@@ -232,17 +232,17 @@ def _scan(count: int, itemsize: int) -> int:
     return _tile_states(min(count, 1 << 30), tile, {1: 4, 2: 4, 4: 8}.get(itemsize, 16))
 
 
-def _select(count: int, chip: Chip) -> int:
+def _select(count: int, gpu: CudaTarget) -> int:
     """About the temporary storage of `DeviceSelect`, whose tiles differ by type: within 0.5 % of the items."""
-    return _tile_states(count, (320, 1792, 3840)[_generation(chip)], 16)
+    return _tile_states(count, (320, 1792, 3840)[_generation(gpu)], 16)
 
 
-def _reduce_all(count: int, chip: Chip) -> Block:
+def _reduce_all(count: int, gpu: CudaTarget) -> Block:
     """Temporary storage of `DeviceReduce`: past one tile, a sum for each block, at most five times those that fit."""
     if count <= 4096:
         return 1 if count else 0
-    each = 5 * FLOAT * chip.multiprocessors
-    return Span(each, 4 * each, 8 * each)
+    each = 5 * FLOAT * gpu.multiprocessors
+    return ByteRange(each, 4 * each, 8 * each)
 
 
 # -- reductions: partial sums where several blocks share an output
@@ -335,7 +335,7 @@ _INT_MAX = (1 << 31) - 1
 
 
 def _reduction(
-    x: _Layout, reduced: frozenset[int], accumulator: int, chip: Chip, vector: int = 4, out: int | None = None
+    x: _Layout, reduced: frozenset[int], accumulator: int, gpu: CudaTarget, vector: int = 4, out: int | None = None
 ) -> tuple[int, ...]:
     """`gpu_reduce_kernel` (Reduce.cuh): partial results and semaphores, where several blocks share an output.
 
@@ -346,7 +346,7 @@ def _reduction(
         x: what is reduced.
         reduced: its dimensions that go.
         accumulator: bytes of a partial result.
-        chip: what reduces it.
+        gpu: what reduces it.
         vector: elements that one thread reads at once.
         out: bytes of a result; the accumulator's where not said.
     """
@@ -357,7 +357,7 @@ def _reduction(
         far = max(range(len(loops)), key=lambda place: (loops[place].size - 1) * loops[place].into)
         loops[far] = loops[far]._replace(size=loops[far].size - loops[far].size // 2)
         halved = True
-    config = _config(loops, x, chip, vector)
+    config = _config(loops, x, gpu, vector)
     outputs = math.prod(x.shape[d] for d in range(len(x.shape)) if d not in reduced)
     shared = outputs * accumulator if halved and out is not None and out < accumulator else 0
     partial_results = accumulator * config.results
@@ -376,7 +376,7 @@ def _last_power(value: int) -> int:
     return 1 << (max(1, value).bit_length() - 1)
 
 
-def _config(loops: list[_Loop], x: _Layout, chip: Chip, vector: int) -> _Config:
+def _config(loops: list[_Loop], x: _Layout, gpu: CudaTarget, vector: int) -> _Config:
     """`setReduceConfig` (Reduce.cuh).
 
     Where the output's fastest dimension is the input's too, each partial result has room for a whole block of threads
@@ -402,7 +402,7 @@ def _config(loops: list[_Loop], x: _Layout, chip: Chip, vector: int) -> _Config:
     step *= height
     each = -(-inputs // step)
     blocks = -(-(outputs // many) // columns)
-    target = chip.multiprocessors * (_threads(chip) // (width * height))
+    target = gpu.multiprocessors * (_threads(gpu) // (width * height))
     if each < 256 or blocks > target:
         return _Config(0, 0)
     shares = max(min(-(-target // blocks), -(-each // 16)), -(-each // 256))
@@ -429,9 +429,9 @@ def _output_vector(loops: list[_Loop], count: int, offset: int) -> int:
     return size
 
 
-def _threads(chip: Chip) -> int:
+def _threads(gpu: CudaTarget) -> int:
     """Threads that a multiprocessor holds (CUDA C++ Programming Guide, technical specifications)."""
-    major, minor = chip.compute_capability
+    major, minor = gpu.compute_capability
     if (major, minor) == (7, 5):
         return 1024
     return 1536 if (major == 8 and minor) or major in (11, 12) else 2048
@@ -451,30 +451,32 @@ def _cast(x: Any, result: Any) -> int:
     return int(x.numel() * result.element_size())
 
 
-def _summed(x: Any, result: Any, dims: frozenset[int], chip: Chip) -> tuple[Block, ...]:
+def _summed(x: Any, result: Any, dims: frozenset[int], gpu: CudaTarget) -> tuple[Block, ...]:
     """Blocks of a sum, or of what is alike: the copy in the result's type, and partial sums."""
     cast = _cast(x, result)
     layout = _Layout.of(x, result.element_size() if cast else None)
     accumulator = _accumulates(result if cast else x)
-    return (cast, *_reduction(layout, dims, accumulator, chip, out=result.element_size()))
+    return (cast, *_reduction(layout, dims, accumulator, gpu, out=result.element_size()))
 
 
-def _sum(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip, place: int = 1) -> Scratch:
+def _sum(
+    args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget, place: int = 1
+) -> Scratch:
     """`sum_functor` and its kin (ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu)."""
     x = args[0]
     dims = _dimensions(_argument(args, kwargs, place, "dim"), x.dim())
-    return _after(_summed(x, results[0], dims, chip))
+    return _after(_summed(x, results[0], dims, gpu))
 
 
-def _moments_of(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _moments_of(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`std_var_kernel_impl` (ReduceMomentKernel.cu): `WelfordData`, two elements read at once."""
     x = args[0]
     accumulator = 32 if _accumulates(x) > FLOAT else 16
     dims = _dimensions(_argument(args, kwargs, 1, "dim"), x.dim())
-    return _after(_reduction(_Layout.of(x), dims, accumulator, chip, 2, results[0].element_size()))
+    return _after(_reduction(_Layout.of(x), dims, accumulator, gpu, 2, results[0].element_size()))
 
 
-def _extreme(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _extreme(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`max_launch_kernel` and its kin (ReduceMaxValuesKernel.cu, ReduceArgMaxKernel.cu): a value, or with its index."""
     x = args[0]
     if _tensor(args, 1) is not None:
@@ -482,31 +484,31 @@ def _extreme(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[A
     has_index = len(results) > 1 or results[0].dtype != x.dtype
     dims = _dimensions(_argument(args, kwargs, 1, "dim"), x.dim())
     accumulator = 16 if has_index else x.element_size()
-    return _after(_reduction(_Layout.of(x), dims, accumulator, chip, out=results[0].element_size()))
+    return _after(_reduction(_Layout.of(x), dims, accumulator, gpu, out=results[0].element_size()))
 
 
-def _both_extremes(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], chip: Chip) -> Scratch:
+def _both_extremes(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`aminmax_kernel` (ReduceAMinMaxKernel.cu): the smallest and the largest side by side."""
     x = args[0]
     dims = _dimensions(_argument(args, kwargs, 1, "dim"), x.dim())
-    return _after(_reduction(_Layout.of(x), dims, 2 * x.element_size(), chip, out=x.element_size()))
+    return _after(_reduction(_Layout.of(x), dims, 2 * x.element_size(), gpu, out=x.element_size()))
 
 
-def _logical(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], chip: Chip) -> Scratch:
+def _logical(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`and_kernel_cuda` and `or_kernel_cuda` (ReduceLogicKernel.cu): the input is read in its own type."""
     x = args[0]
-    return _after(_reduction(_Layout.of(x), _dimensions(_argument(args, kwargs, 1, "dim"), x.dim()), 1, chip))
+    return _after(_reduction(_Layout.of(x), _dimensions(_argument(args, kwargs, 1, "dim"), x.dim()), 1, gpu))
 
 
-def _count_nonzero(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], chip: Chip) -> Scratch:
+def _count_nonzero(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`count_nonzero_cuda` (aten/src/ATen/native/TensorAdvancedIndexing.cpp): ``(self != 0).sum(dims)``."""
     x = args[0]
     dims = _dimensions(_argument(args, kwargs, 1, "dim"), x.dim())
     layout = _Layout.of(x, LONG)
-    return _after((x.numel(), x.numel() * LONG, *_reduction(layout, dims, LONG, chip)))
+    return _after((x.numel(), x.numel() * LONG, *_reduction(layout, dims, LONG, gpu)))
 
 
-def _logsumexp(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], chip: Chip) -> Scratch:
+def _logsumexp(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`logsumexp_out_impl` (aten/src/ATen/native/ReduceOps.cpp): maxima, and the input shifted by them."""
     x = args[0]
     dims, itemsize = _dimensions(_argument(args, kwargs, 1, "dim"), x.dim()), x.element_size()
@@ -515,9 +517,9 @@ def _logsumexp(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any],
     layout = _Layout.of(x)
     shifted = _Layout.of(x, itemsize)
     return _after(
-        (maxima, *_reduction(layout, dims, itemsize, chip)),
+        (maxima, *_reduction(layout, dims, itemsize, gpu)),
         (maxima, maxima, rows),
-        (maxima, nbytes(x), *_reduction(shifted, dims, _accumulates(x), chip, out=itemsize)),
+        (maxima, nbytes(x), *_reduction(shifted, dims, _accumulates(x), gpu, out=itemsize)),
     )
 
 
@@ -529,7 +531,9 @@ def _bits(largest: int) -> int:
     return max(1, largest.bit_length())
 
 
-def _by_segments(count: int, index: int, rows: int, width: int, grad: Any, chip: Chip) -> Iterator[tuple[Block, ...]]:
+def _by_segments(
+    count: int, index: int, rows: int, width: int, grad: Any, gpu: CudaTarget
+) -> Iterator[tuple[Block, ...]]:
     """`embedding_backward_cuda_kernel` (EmbeddingBackwardKernel.cu): moments beside the sorted and the old indices.
 
     Ten rows of one index are summed at a time, and those sums are added up.
@@ -537,13 +541,15 @@ def _by_segments(count: int, index: int, rows: int, width: int, grad: Any, chip:
     segments = min(count, rows)
     pieces = count // 10 + segments
     offsets = (count * index, LONG)
-    yield *offsets, count * index, _select(count, chip)
+    yield *offsets, count * index, _select(count, gpu)
     yield *offsets, segments * index, segments * index, _scan(segments, index)
     sums = pieces * width * _accumulates(grad)
     yield *offsets, segments * index, segments * index, LONG, pieces * index, sums
 
 
-def _embedding_backward(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _embedding_backward(
+    args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget
+) -> Scratch:
     """`embedding_dense_backward_cuda` (Embedding.cu): by sorting from 3073 indices on, else without."""
     grad, indices = args[:2]
     by_frequency = _flag(args, kwargs, 4, "scale_grad_by_freq")
@@ -552,15 +558,15 @@ def _embedding_backward(args: Sequence[Any], kwargs: Mapping[str, Any], results:
         return _after(copies)
     rows, width = results[0].shape
     held: tuple[Block, ...] = (*copies, count * index, count * index)
-    sort = (*held, count * index, _radix_sort(count, index, index, chip))
-    counts = ((*held, count * index, _select(count, chip)),) if by_frequency else ()
+    sort = (*held, count * index, _radix_sort(count, index, index, gpu))
+    counts = ((*held, count * index, _select(count, gpu)),) if by_frequency else ()
     held = (*held, count * index) if by_frequency else held
-    after = (held + moment for moment in _by_segments(count, index, rows, width, grad, chip))
+    after = (held + moment for moment in _by_segments(count, index, rows, width, grad, gpu))
     return Scratch(before=_moments((sort, *counts)), after=_moments(after))
 
 
 def _embedding_bag_backward(
-    args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip
+    args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget
 ) -> Scratch:
     """`embedding_bag_backward_cuda_sum_avg` (EmbeddingBag.cu); the maximum's gradient takes nothing."""
     grad, indices = args[:2]
@@ -571,13 +577,13 @@ def _embedding_bag_backward(
     rows, width = results[0].shape
     by_frequency = _flag(args, kwargs, 6, "scale_grad_by_freq")
     held: tuple[Block, ...] = (_copy(grad), _copy(indices), count * index, count * index)
-    sort = (*held, count * index, _radix_sort(count, index, index, chip))
+    sort = (*held, count * index, _radix_sort(count, index, index, gpu))
     held = (*held, count * index) if by_frequency else held
-    after = (held + moment for moment in _by_segments(count, index, rows, width, grad, chip))
+    after = (held + moment for moment in _by_segments(count, index, rows, width, grad, gpu))
     return Scratch(before=_moments((sort,)), after=_moments(after))
 
 
-def _embedding(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _embedding(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`embedding_symint` (aten/src/ATen/native/Embedding.cpp): ``indices.reshape(-1)``."""
     return _after((_copy(_tensor(args, 1)),))
 
@@ -594,7 +600,7 @@ def _is_mask(tensor: Any) -> bool:
     return str(tensor.dtype) in ("torch.bool", "torch.uint8")
 
 
-def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`index_put_with_sort_kernel` (Indexing.cu): gradients of indexing, which add up; others are put as they are.
 
     Indices are joined into one that is sorted with its places; on fewer bits than an int64 has, by the tensor's size.
@@ -604,13 +610,13 @@ def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence
     indices = list(_tensors(args[1])) if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
     values = _tensor(args, 2)
     if not indices or values is None or any(_is_mask(tensor) for tensor in indices):
-        return _masked(args[0], indices, chip)
-    if not (accumulates or chip.deterministic):
+        return _masked(args[0], indices, gpu)
+    if not (accumulates or gpu.deterministic):
         return NONE
-    return _put_by_sorting(args[0], args[1], values, results[0], chip)
+    return _put_by_sorting(args[0], args[1], values, results[0], gpu)
 
 
-def _put_by_sorting(x: Any, indices: Sequence[Any], values: Any, result: Any, chip: Chip) -> Scratch:
+def _put_by_sorting(x: Any, indices: Sequence[Any], values: Any, result: Any, gpu: CudaTarget) -> Scratch:
     """The moments of `index_put_with_sort_kernel`, for one to several tensors of indices."""
     given = [place for place, index in enumerate(indices) if _is_tensor(index)]
     count = _broadcast([indices[place] for place in given])
@@ -626,27 +632,27 @@ def _put_by_sorting(x: Any, indices: Sequence[Any], values: Any, result: Any, ch
     placed = 0 if values.numel() * values.element_size() == expanded and not _copy(values) else expanded
     if not count or not sliced:
         return _after((*copies, *join, placed))
-    sort = _radix_sort(count, LONG, LONG, chip, _bits(max(0, x.numel() - 1) // sliced))
+    sort = _radix_sort(count, LONG, LONG, gpu, _bits(max(0, x.numel() - 1) // sliced))
     held = (*copies, long, placed)
     moments = ((*copies, *join), (*held, long, long, long, sort))
     return _after(*moments) if nbytes(result) else NONE
 
 
-def _nonzero_blocks(count: int, chip: Chip) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+def _nonzero_blocks(count: int, gpu: CudaTarget) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
     """Before and after the result of `nonzero_cuda_out_impl` (Nonzero.cu): how many, and which."""
-    return (FLOAT, _reduce_all(count, chip)), (FLOAT, _select(count, chip))
+    return (FLOAT, _reduce_all(count, gpu)), (FLOAT, _select(count, gpu))
 
 
-def _nonzero(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], chip: Chip) -> Scratch:
+def _nonzero(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`nonzero_cuda_out_impl` (Nonzero.cu)."""
     count, copy = args[0].numel(), _copy(args[0])
-    counted, chosen = _nonzero_blocks(count, chip)
+    counted, chosen = _nonzero_blocks(count, gpu)
     if not count:
         return NONE
     return Scratch(before=((copy, *counted) if copy else counted,), after=_moments(((copy, *chosen),)))
 
 
-def _masked(x: Any, indices: Sequence[Any], chip: Chip, chosen: int | None = None) -> Scratch:
+def _masked(x: Any, indices: Sequence[Any], gpu: CudaTarget, chosen: int | None = None) -> Scratch:
     """`expandTensors` (aten/src/ATen/native/IndexingUtils.h): masks become indices of what they choose."""
     masks = [tensor for tensor in indices if _is_mask(tensor) and tensor.numel()]
     if not masks or not x.numel():
@@ -654,49 +660,49 @@ def _masked(x: Any, indices: Sequence[Any], chip: Chip, chosen: int | None = Non
     before: list[tuple[Block, ...]] = []
     held: tuple[Block, ...] = ()
     for mask in masks:
-        counted, copied = _nonzero_blocks(mask.numel(), chip)
+        counted, copied = _nonzero_blocks(mask.numel(), gpu)
         places = mask.numel() * mask.dim() * LONG
-        size: Block = Span(0, places // 2, places) if chosen is None else chosen * mask.dim() * LONG
+        size: Block = ByteRange(0, places // 2, places) if chosen is None else chosen * mask.dim() * LONG
         before += [(*held, _copy(mask), *counted), (*held, _copy(mask), size, *copied)]
         held = (*held, size)
     return Scratch(before=_moments(before), after=_moments((held,)))
 
 
-def _index(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _index(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`index_out` (aten/src/ATen/native/TensorAdvancedIndexing.cpp): masks become indices, which are read in place."""
     indices = list(_tensors(args[1])) if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
     masks = [tensor for tensor in indices if _is_mask(tensor)]
     if len(masks) != 1 or len(indices) != 1:
-        return _masked(args[0], indices, chip)
+        return _masked(args[0], indices, gpu)
     sliced = args[0].numel() // max(1, masks[0].numel())
-    return _masked(args[0], indices, chip, results[0].numel() // max(1, sliced))
+    return _masked(args[0], indices, gpu, results[0].numel() // max(1, sliced))
 
 
-def _masked_select(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _masked_select(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`masked_select_out_cuda_impl` (IndexKernel.cpp): indexing by the mask."""
     mask = _tensor(args, 1)
     if mask is None or not mask.numel():
         return NONE
-    counted, chosen = _nonzero_blocks(max(mask.numel(), args[0].numel()), chip)
+    counted, chosen = _nonzero_blocks(max(mask.numel(), args[0].numel()), gpu)
     places = results[0].numel() * max(mask.dim(), args[0].dim()) * LONG
     copy = nbytes(mask) if tuple(mask.shape) != tuple(args[0].shape) else _copy(mask)
     return Scratch(before=_moments(((copy, *counted), (copy, places, *chosen))), after=_moments(((places,),)))
 
 
-def _masked_scatter(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _masked_scatter(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`launch_masked_scatter_kernel` (IndexKernel.cu): a running count over the mask."""
     x, mask, source = args[0], _tensor(args, 1), _tensor(args, 2)
     held = (_copy(x), _copy(mask), _copy(source), x.numel() * LONG)
     return _after((*held, _scan(x.numel(), LONG)))
 
 
-def _index_add(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _index_add(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`index_add_cuda_impl` (Indexing.cu): adds in place; put by sorting where results must not depend on order."""
     dimension, index, source = args[1] if len(args) > 1 else 0, _tensor(args, 2), _tensor(args, 3)
-    if not chip.deterministic or index is None or source is None or not args[0].dim():
+    if not gpu.deterministic or index is None or source is None or not args[0].dim():
         return NONE
     indices = [None] * _dimension(dimension, args[0]) + [index]
-    put = _put_by_sorting(args[0], indices, source, results[0], chip)
+    put = _put_by_sorting(args[0], indices, source, results[0], gpu)
     scaled = nbytes(source)
     return _after(*((scaled, *(moment if isinstance(moment, tuple) else (moment,))) for moment in put.after))
 
@@ -704,7 +710,7 @@ def _index_add(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any]
 # -- sorting and scans
 
 
-def _sort(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _sort(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`sort_cuda_kernel` (Sort.cpp) and `launch_stable_sort_kernel` (SortStable.cu).
 
     Rows up to 4096 are sorted in place of the results; larger ones by CUB, alone or many at once.
@@ -716,23 +722,23 @@ def _sort(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
     copy = 0 if _is_dense(x) and x.stride(dimension) == 1 else nbytes(x)
     same = not copy and tuple(results[0].stride()) == tuple(x.stride())
     held = (copy, 0 if same else nbytes(x), 0 if same else x.numel() * LONG)
-    sorts = _sorts(x.numel() // x.shape[dimension], x.shape[dimension], x.element_size(), chip)
+    sorts = _sorts(x.numel() // x.shape[dimension], x.shape[dimension], x.element_size(), gpu)
     return _after(*((*held, *moment) for moment in sorts))
 
 
-def _sorts(rows: int, length: int, key: int, chip: Chip) -> tuple[tuple[Block, ...], ...]:
+def _sorts(rows: int, length: int, key: int, gpu: CudaTarget) -> tuple[tuple[Block, ...], ...]:
     """Moments of `launch_stable_sort_kernel` by the number of rows and their length."""
     if rows == 1 or length >= 1_000_000:
-        return ((length * LONG, _radix_sort(length, key, LONG, chip)),)
+        return ((length * LONG, _radix_sort(length, key, LONG, gpu)),)
     count = min(rows * length, _INT_MAX // length * length)
     if rows < 128:
         places = (count * LONG, count * LONG)
-        by_row = _radix_sort(count, LONG, 0, chip, max(1, (rows - 1).bit_length()))
-        return (*places, count * key, _radix_sort(count, key, LONG, chip)), (*places, by_row)
+        by_row = _radix_sort(count, LONG, 0, gpu, max(1, (rows - 1).bit_length()))
+        return (*places, count * key, _radix_sort(count, key, LONG, gpu)), (*places, by_row)
     return ((count * LONG, _aliased(count * key, count * LONG)),)
 
 
-def _topk(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _topk(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`launch_gather_topk_kernel` (TensorTopK.cu): for long rows, counts of digits in each block."""
     x = args[0]
     dimension = _dimension(_argument(args, kwargs, 2, "dim", -1), x)
@@ -743,23 +749,23 @@ def _topk(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
     chosen = results[0].shape[dimension] if results[0].dim() else 1
     ordered: tuple[Block, ...] = ()
     if chosen > 4096 and _flag(args, kwargs, 4, "sorted", default=True):
-        most = max(_sorts(rows, chosen, x.element_size(), chip), key=_likely)
+        most = max(_sorts(rows, chosen, x.element_size(), gpu), key=_likely)
         ordered = (nbytes(results[0]), results[0].numel() * LONG, *most)
-    return _after((copy, *_topk_counts(rows, length, x.element_size(), chip)), ordered)
+    return _after((copy, *_topk_counts(rows, length, x.element_size(), gpu)), ordered)
 
 
 def _likely(blocks: Iterable[Block]) -> int:
-    return sum(block.point if isinstance(block, Span) else block for block in blocks)
+    return sum(block.point if isinstance(block, ByteRange) else block for block in blocks)
 
 
 _LONG_ROWS = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800))
 
 
-def _topk_counts(rows: int, length: int, itemsize: int, chip: Chip) -> tuple[int, ...]:
+def _topk_counts(rows: int, length: int, itemsize: int, gpu: CudaTarget) -> tuple[int, ...]:
     """`mbtopk::launch`, where `should_use_multiblock` says so by the number of rows and their length."""
     if length < next((least for most, least in _LONG_ROWS if rows <= most), 400):
         return ()
-    resident = 65_536 // (40 * 256) * 256 * chip.multiprocessors  # `get_items_per_thread`: 40 registers a thread
+    resident = 65_536 // (40 * 256) * 256 * gpu.multiprocessors  # `get_items_per_thread`: 40 registers a thread
     items = 256 * max(4, min(64, -(-rows * length // resident)))
     blocks = rows * -(-length // items)
     radix = max(FLOAT, itemsize)
@@ -767,18 +773,18 @@ def _topk_counts(rows: int, length: int, itemsize: int, chip: Chip) -> tuple[int
     return (*singles, blocks * _RADIX_DIGITS * 2, blocks * FLOAT, blocks * FLOAT, _tile_states(blocks, 1024, 16))
 
 
-def _median(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], chip: Chip) -> Scratch:
+def _median(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`median_impl` and `median_with_indices_impl` (Sorting.cpp): of all elements by sorting them, else a copy."""
     x = args[0]
     if len(args) > 1 or "dim" in kwargs:
         return _after((_copy(x),))
     length = x.numel()
     held = (_copy(x), nbytes(x), length * LONG)
-    sorts = _sorts(1, length, x.element_size(), chip) if length > 4096 else ((),)
+    sorts = _sorts(1, length, x.element_size(), gpu) if length > 4096 else ((),)
     return _after(*((*held, *moment) for moment in sorts))
 
 
-def _cumulative(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _cumulative(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`scan_dim` (ScanUtils.cuh): CUB's scan for a single row, else a kernel that takes nothing.
 
     Before it the input is cast to the result's type (`impl_func_cum_ops`, aten/src/ATen/native/ReduceOps.cpp).
@@ -792,13 +798,13 @@ def _cumulative(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any
     copy = 0 if _ordered(dense.shape, dense.stride, range(len(dense.shape) - 1, -1, -1)) else count * itemsize
     if count != x.shape[_dimension(args[1] if len(args) > 1 else -1, x)]:
         return _after((cast, copy))
-    if chip.deterministic and result.is_floating_point():
+    if gpu.deterministic and result.is_floating_point():
         threads = 128 if itemsize >= 16 else 256 if itemsize >= 8 else 512
-        return _after((cast, copy, min(chip.multiprocessors, -(-count // (threads * 16))) * itemsize))
+        return _after((cast, copy, min(gpu.multiprocessors, -(-count // (threads * 16))) * itemsize))
     return _after((cast, copy, _scan(count, itemsize)))
 
 
-def _unique(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _unique(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`unique_cuda_template` and `compute_unique` (UniqueCub.cu): the result's storage stays as long as the input."""
     x = args[0]
     count, key = x.numel(), x.element_size()
@@ -809,16 +815,16 @@ def _unique(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[An
     held: tuple[Block, ...] = (_copy(x), count * key)
     if inverse:
         places = (*held, count * LONG)
-        before = ((*places, count * LONG, _radix_sort(count, key, LONG, chip)),)
+        before = ((*places, count * LONG, _radix_sort(count, key, LONG, gpu)),)
         held = (*places, count * LONG, count * LONG)
     else:
-        before = ((*held, _radix_sort(count, key, 0, chip)),)
+        before = ((*held, _radix_sort(count, key, 0, gpu)),)
     kept = max(0, count * key - nbytes(results[0]))
-    last = (*held, count * LONG if counts else 0, LONG, _select(count, chip))
+    last = (*held, count * LONG if counts else 0, LONG, _select(count, gpu))
     return Scratch(before=_moments(before), after=_moments((last,)), kept=kept)
 
 
-def _multinomial(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _multinomial(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`multinomial_out` (aten/src/ATen/native/Distributions.cpp): one race of exponentials, else running sums."""
     x = args[0]
     samples = args[1] if len(args) > 1 and isinstance(args[1], int) else 1
@@ -826,52 +832,52 @@ def _multinomial(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequen
         return _after((nbytes(x),) * 3)
     if samples == 1:
         dims = frozenset({x.dim() - 1}) if x.dim() else frozenset()
-        return _after((nbytes(x), *_reduction(_Layout.contiguous(x.shape, x.element_size()), dims, 16, chip)))
+        return _after((nbytes(x), *_reduction(_Layout.contiguous(x.shape, x.element_size()), dims, 16, gpu)))
     rows = x.numel() // max(1, x.shape[-1] if x.dim() else 1)
     length = x.shape[-1] if x.dim() else 1
-    counts = _topk_counts(rows, length, x.element_size(), chip) if x.numel() else ()
+    counts = _topk_counts(rows, length, x.element_size(), gpu) if x.numel() else ()
     return _after((nbytes(x), results[0].numel() * x.element_size(), *counts))
 
 
 # -- normalisation
 
 
-def _layer_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _layer_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`layer_norm_cuda` and `_fused_rms_norm_cuda` (layer_norm_kernel.cu): copies of what is not contiguous."""
     return _after([_copy(_tensor(args, place)) for place in (0, 2, 3)])
 
 
-def _layer_norm_backward(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _layer_norm_backward(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`LayerNormBackwardKernelImplInternal` (layer_norm_kernel.cu); weights' gradients of blocks of rows are summed."""
     grad, x, weight = args[0], args[1], _tensor(args, 5)
     mask = _flags(args, 7, 3)
     sums = 0 if weight is None else sum(mask[1:])
-    return _norm_backward(grad, x, weight, args[2] if len(args) > 2 else (), sums, chip) if results else NONE
+    return _norm_backward(grad, x, weight, args[2] if len(args) > 2 else (), sums, gpu) if results else NONE
 
 
-def _rms_norm_backward(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _rms_norm_backward(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`_fused_rms_norm_backward_cuda` (layer_norm_kernel.cu)."""
     weight = _tensor(args, 4)
     sums = int(weight is not None and _flags(args, 5, 2)[1])
-    return _norm_backward(args[0], args[1], weight, args[2] if len(args) > 2 else (), sums, chip) if results else NONE
+    return _norm_backward(args[0], args[1], weight, args[2] if len(args) > 2 else (), sums, gpu) if results else NONE
 
 
-def _norm_backward(grad: Any, x: Any, weight: Any, normalized: Any, sums: int, chip: Chip) -> Scratch:
+def _norm_backward(grad: Any, x: Any, weight: Any, normalized: Any, sums: int, gpu: CudaTarget) -> Scratch:
     """`LaunchGammaBetaBackwardCUDAKernel`: for many short rows, gradients of blocks of rows, then their sum."""
     copies = (_copy(x), _copy(weight), _copy(grad))
     width = math.prod(normalized) if isinstance(normalized, (list, tuple)) else 0
     rows = x.numel() // width if width else 0
-    if not (sums and rows > 64 * 1024 and width // 32 < chip.multiprocessors // 2):
+    if not (sums and rows > 64 * 1024 and width // 32 < gpu.multiprocessors // 2):
         return _after(copies)
     blocks = min(64 * 1024 // 2 // -(-width // 32), -(-rows // 32))
     size, last = weight.element_size(), weight.shape[-1]
     partials = (blocks * last * size,) * sums
     layout = _Layout.contiguous((blocks, last), size)
-    reduced = _reduction(layout, frozenset({0}), _accumulates(weight), chip, out=size)
+    reduced = _reduction(layout, frozenset({0}), _accumulates(weight), gpu, out=size)
     return _after((*copies, *partials, last * size, *reduced))
 
 
-def _group_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _group_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`GroupNormKernelImplInternal` (group_norm_kernel.cu): float32 statistics, a factor and a shift a channel."""
     if len(args) < 7 or not all(isinstance(size, int) for size in args[3:7]):
         return NONE
@@ -884,7 +890,7 @@ def _group_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], __
     return _after((_copy(x), statistics, statistics, fused, fused))
 
 
-def _group_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _group_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): sums of each channel, and three factors."""
     if len(args) < 9 or not all(isinstance(size, int) for size in args[5:9]):
         return NONE
@@ -922,7 +928,7 @@ def _batch_norm_blocks(x: Any, sums: int) -> tuple[int, ...]:
     return sums * channels * blocks * _accumulates(x), -(-channels // wide) * FLOAT
 
 
-def _batch_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], chip: Chip) -> Scratch:
+def _batch_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`batch_norm_mean_var` (Normalization.cu): by layout its own kernels, or `var_mean`."""
     x = args[0]
     training = next((value for value in args[3:] if isinstance(value, bool)), True)
@@ -933,7 +939,7 @@ def _batch_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ch
     if not _copy(x):
         return NONE
     dims = frozenset(range(x.dim())) - {1}
-    return _after(_reduction(_Layout.of(x), dims, 32 if _accumulates(x) > FLOAT else 16, chip, 2))
+    return _after(_reduction(_Layout.of(x), dims, 32 if _accumulates(x) > FLOAT else 16, gpu, 2))
 
 
 def _images_merge(tensor: Any) -> bool:
@@ -944,7 +950,7 @@ def _images_merge(tensor: Any) -> bool:
     )
 
 
-def _batch_norm_backward(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], __: Chip) -> Scratch:
+def _batch_norm_backward(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequence[Any], __: CudaTarget) -> Scratch:
     """`batch_norm_backward_cuda` (Normalization.cu): one kernel for contiguous images, sums first for channels last."""
     grad, x = args[:2]
     if x.dim() < 2 or not x.numel():
@@ -960,7 +966,7 @@ def _batch_norm_backward(args: Sequence[Any], kwargs: Mapping[str, Any], _: Sequ
     return Scratch(before=((*sums, *blocks),), after=(sums,))
 
 
-def cudnn_batch_norm_reserve_bytes(x: Any, chip: Chip) -> int | Span:
+def cudnn_batch_norm_reserve_bytes(x: Any, gpu: CudaTarget) -> int | ByteRange:
     """What cuDNN's batch norm keeps for the backward pass, beside mean and variance: its fourth result.
 
     The size is `cudnnGetBatchNormalizationTrainingExReserveSpaceSize` with ``CUDNN_BATCHNORM_OPS_BN``, the only
@@ -972,22 +978,24 @@ def cudnn_batch_norm_reserve_bytes(x: Any, chip: Chip) -> int | Span:
 
     Args:
         x: the input, 4-D or 5-D.
-        chip: what it runs on.
+        gpu: what it runs on.
 
     Returns:
         Bytes: 0 where the layout or the type has no such kernel, else a span from 0 on.
     """
-    if not _is_half(x) or not _is_channels_last(x) or chip.compute_capability < (6, 0):
+    if not _is_half(x) or not _is_channels_last(x) or gpu.compute_capability < (6, 0):
         return 0
-    return Span(0, 0, up(-(-x.numel() // 8), 512))
+    return ByteRange(0, 0, up(-(-x.numel() // 8), 512))
 
 
-def _cudnn_batch_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _cudnn_batch_norm(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`cudnn_batch_norm` (aten/src/ATen/native/cudnn/BatchNorm.cpp): an input that is dense in no order is copied."""
     return _after((_copy(args[0], _is_channels_last(args[0])),))
 
 
-def _cudnn_batch_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _cudnn_batch_norm_backward(
+    args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget
+) -> Scratch:
     """`cudnn_batch_norm_backward`: the gradient in the input's layout."""
     x, grad = args[0], _tensor(args, 1)
     channels_last = _is_channels_last(x)
@@ -997,16 +1005,16 @@ def _cudnn_batch_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Se
 # -- losses and softmax
 
 
-def _all(chip: Chip, count: int, itemsize: int) -> tuple[int, ...]:
+def _all(gpu: CudaTarget, count: int, itemsize: int) -> tuple[int, ...]:
     """Partial sums of a mean over all of a contiguous tensor."""
-    return _reduction(_Layout.contiguous((count,), itemsize), frozenset({0}), max(FLOAT, itemsize), chip, out=itemsize)
+    return _reduction(_Layout.contiguous((count,), itemsize), frozenset({0}), max(FLOAT, itemsize), gpu, out=itemsize)
 
 
 def _reduced_loss(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     results: Sequence[Any],
-    chip: Chip,
+    gpu: CudaTarget,
     place: int = 2,
     losses: int = 1,
 ) -> Scratch:
@@ -1020,46 +1028,48 @@ def _reduced_loss(
     itemsize = results[0].element_size()
     count = _broadcast([tensor for tensor in args[:2] if _is_tensor(tensor)])
     scratch = (count * itemsize,) if losses else (itemsize,)
-    return _after((*scratch, *_all(chip, count, itemsize)), kept=(count - 1) * itemsize)
+    return _after((*scratch, *_all(gpu, count, itemsize)), kept=(count - 1) * itemsize)
 
 
-def _loss_beside(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _loss_beside(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`huber_loss` (aten/src/ATen/native/Loss.cpp): all losses, then their mean."""
     if not _flag(args, kwargs, 2, "reduction", default=True):
         return NONE
     size = nbytes(args[0])
-    return _after((size, *_all(chip, args[0].numel(), results[0].element_size())))
+    return _after((size, *_all(gpu, args[0].numel(), results[0].element_size())))
 
 
-def _bce_with_logits(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _bce_with_logits(
+    args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget
+) -> Scratch:
     """`binary_cross_entropy_with_logits` (aten/src/ATen/native/Loss.cpp): log-sigmoids, and losses beside them."""
     x, size = args[0], nbytes(args[0])
     if not _flag(args, kwargs, 4, "reduction", default=True):
         return _after((size,))
-    return _after((size, size, *_all(chip, x.numel(), results[0].element_size())))
+    return _after((size, size, *_all(gpu, x.numel(), results[0].element_size())))
 
 
-def _nll_loss(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _nll_loss(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`nll_loss_forward_out_cuda_template` (Loss.cu, NLLLoss2d.cu): contiguous copies."""
     return _after([_copy(_tensor(args, place)) for place in (0, 1, 2)])
 
 
-def _nll_loss_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _nll_loss_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`nll_loss_backward_out_cuda_template`, `nll_loss2d_backward_out_cuda_template`."""
     return _after([_copy(_tensor(args, place)) for place in (2, 3)])
 
 
-def _softmax(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _softmax(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`host_softmax` (SoftMax.cu): ``contiguous()``."""
     return _after((_copy(args[0]),))
 
 
-def _log_softmax_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _log_softmax_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`host_softmax_backward` (SoftMax.cu): gradient and output, contiguous."""
     return _after((_copy(args[0]), _copy(_tensor(args, 1))))
 
 
-def _softmax_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _softmax_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`softmax_backward_cuda_out` (SoftMax.cu): ``grad * output``, which `host_softmax_backward` makes contiguous."""
     grad, output = args[0], _tensor(args, 1)
     product = grad.numel() * max(grad.element_size(), output.element_size() if output is not None else 0)
@@ -1067,24 +1077,24 @@ def _softmax_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[An
     return _after((product, turned, _copy(output)))
 
 
-def _safe_softmax(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _safe_softmax(args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`_safe_softmax` (aten/src/ATen/native/SoftMax.cpp): a mask of what is minus infinity, and of whole rows."""
     x = args[0]
     if not x.numel():
         return NONE
     dimension = _dimension(_argument(args, kwargs, 1, "dim", -1), x)
     rows = x.numel() // (x.shape[dimension] if x.dim() else 1)
-    reduced = _reduction(_Layout.of(x, 1), _dimensions(dimension, x.dim()), 1, chip)
+    reduced = _reduction(_Layout.of(x, 1), _dimensions(dimension, x.dim()), 1, gpu)
     return _after((_copy(x),), (x.numel(), rows, *reduced), (x.numel(), rows, results[0].element_size()))
 
 
-def _ctc_loss(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: Chip) -> Scratch:
+def _ctc_loss(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: CudaTarget) -> Scratch:
     """`ctc_loss_gpu_template` (LossCTC.cu): lengths and offsets, one each a sample."""
     lengths = results[0].numel() * LONG
     return _after((_copy(_tensor(args, 1)), lengths, lengths, lengths))
 
 
-def _ctc_loss_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _ctc_loss_backward(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`ctc_loss_backward_gpu_template` (LossCTC.cu): the backward variables, as large as the forward ones."""
     alpha, likelihood = _tensor(args, 6), _tensor(args, 5)
     if alpha is None or likelihood is None:
@@ -1107,7 +1117,7 @@ def _matrix(tensor: Any) -> int:
 
 
 def _mm(
-    args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip, places: tuple[int, int] = (0, 1)
+    args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget, places: tuple[int, int] = (0, 1)
 ) -> Scratch:
     """`addmm_out_cuda_impl` (Blas.cpp); cuBLAS' own workspace is opened elsewhere."""
     return _after([_matrix(_tensor(args, place)) for place in places])
@@ -1125,7 +1135,7 @@ def _batch_matrix(tensor: Any, transposed: bool, rows: int, columns: int) -> int
 
 
 def _bmm(
-    args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: Chip, places: tuple[int, int] = (0, 1)
+    args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: CudaTarget, places: tuple[int, int] = (0, 1)
 ) -> Scratch:
     """`bmm_out_cuda_impl` (Blas.cpp): the result's layout says how the operands are read."""
     left, right, out = _tensor(args, places[0]), _tensor(args, places[1]), results[0]
@@ -1140,7 +1150,7 @@ def _bmm(
     return _after((_batch_matrix(first, transposed, rows, inner), _batch_matrix(second, transposed, inner, columns)))
 
 
-def _euclidean_dist(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _euclidean_dist(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`_euclidean_dist` (aten/src/ATen/native/Distance.cpp): both sets widened by their norms and ones."""
     left, right = args[0], _tensor(args, 1)
     if right is None or not (left.dim() and right.dim()):
@@ -1153,7 +1163,7 @@ def _euclidean_dist(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any]
     return Scratch(before=_moments(before), after=_moments((wide,)))
 
 
-def _cdist_backward(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _cdist_backward(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`cdist_backward_kernel_impl` (DistanceKernel.cu): what each pair adds, then its sum."""
     left, right = _tensor(args, 1), _tensor(args, 2)
     if left is None or right is None or left.dim() < 2 or right.dim() < 2:
@@ -1161,7 +1171,7 @@ def _cdist_backward(args: Sequence[Any], _: Mapping[str, Any], results: Sequence
     rows, others, width = left.shape[-2], right.shape[-2], left.shape[-1]
     batch = results[0].numel() // max(1, rows * width)
     layout = _Layout.contiguous((batch, others, rows, width), left.element_size())
-    reduced = _reduction(layout, frozenset({1}), _accumulates(left), chip)
+    reduced = _reduction(layout, frozenset({1}), _accumulates(left), gpu)
     pairs = batch * others * rows * width * left.element_size()
     return _after((_copy(_tensor(args, 0)), _copy(left), _copy(right), pairs, *reduced))
 
@@ -1169,7 +1179,7 @@ def _cdist_backward(args: Sequence[Any], _: Mapping[str, Any], results: Sequence
 # -- convolutions: copies of layout; cuDNN's own workspace is a hook
 
 
-def _workspace(operation: str, args: Sequence[Any], chip: Chip) -> Block:
+def _workspace(operation: str, args: Sequence[Any], gpu: CudaTarget) -> Block:
     """What cuDNN takes for one convolution, in its own choice of algorithm, which only a device can tell.
 
     Its tensor cores work on channels-last images. Where the tensors are not, the weight's gradient is computed on
@@ -1181,17 +1191,17 @@ def _workspace(operation: str, args: Sequence[Any], chip: Chip) -> Block:
     Args:
         operation: ``"forward"``, ``"data"`` (the input's gradient) or ``"filter"`` (the weight's).
         args: those of `aten.convolution` (forward), or of `aten.convolution_backward`.
-        chip: what it runs on, and how the algorithm is chosen.
+        gpu: what it runs on, and how the algorithm is chosen.
     """
     forward = operation == "forward"
     if len(args) < (9 if forward else 10) or not isinstance(args[8 if forward else 9], int):
         return 0
     x, weight = args[0 if forward else 1], args[1 if forward else 2]
     groups = args[8 if forward else 9]
-    tensor_cores = chip.compute_capability >= (8, 0) if x.element_size() == FLOAT else x.element_size() < FLOAT
+    tensor_cores = gpu.compute_capability >= (8, 0) if x.element_size() == FLOAT else x.element_size() < FLOAT
     if (
         not tensor_cores
-        or (x.element_size() == FLOAT and not chip.tf32)
+        or (x.element_size() == FLOAT and not gpu.tf32)
         or groups > 1
         or _takes_channels_last(x, weight)
     ):
@@ -1199,7 +1209,7 @@ def _workspace(operation: str, args: Sequence[Any], chip: Chip) -> Block:
     if math.prod(weight.shape[2:]) == 1 or x.shape[1] % 4:
         return 0
     copies = nbytes(x) + nbytes(weight) + (_output_bytes(args) if forward else nbytes(args[0]))
-    return Span(0, copies if operation == "filter" else 0, copies)
+    return ByteRange(0, copies if operation == "filter" else 0, copies)
 
 
 def _output_bytes(args: Sequence[Any]) -> int:
@@ -1243,17 +1253,19 @@ def _is_depthwise(x: Any, weight: Any, args: Sequence[Any]) -> bool:
     return x.dim() in (4, 5) and groups > 1 and channels == groups and weight.shape[0] % channels == 0
 
 
-def _convolution(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], chip: Chip) -> Scratch:
+def _convolution(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], gpu: CudaTarget) -> Scratch:
     """`cudnn_convolution_forward` (aten/src/ATen/native/cudnn/ConvShared.cpp): input and weight in one layout."""
     x, weight = args[0], _tensor(args, 1)
     if weight is None or x.dim() < 3 or not x.numel():
         return NONE
     channels_last = _takes_channels_last(x, weight)
     copies = (_layout_copy(x, channels_last), _layout_copy(weight, channels_last))
-    return _after((*copies, _workspace("forward", args, chip)))
+    return _after((*copies, _workspace("forward", args, gpu)))
 
 
-def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], chip: Chip) -> Scratch:
+def _convolution_backward(
+    args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], gpu: CudaTarget
+) -> Scratch:
     """`cudnn_convolution_backward` (aten/src/ATen/native/cudnn/ConvShared.cpp), then the bias' gradient as a sum.
 
     Input and gradient are brought into one layout for both; the weight for the input's gradient alone.
@@ -1267,13 +1279,13 @@ def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], results: Se
     held = (_layout_copy(grad, channels_last), _layout_copy(x, channels_last) if mask[1] or depthwise else 0)
     stages: list[tuple[Block, ...]] = []
     if mask[0]:
-        stages.append((*held, _layout_copy(weight, channels_last), _workspace("data", args, chip)))
+        stages.append((*held, _layout_copy(weight, channels_last), _workspace("data", args, gpu)))
     if mask[1]:
-        stages.append((*held, _workspace("filter", args, chip)))
+        stages.append((*held, _workspace("filter", args, gpu)))
     if mask[2]:
         dims = frozenset(range(grad.dim())) - {1}
         layout = _Layout.of(grad)
-        stages.append(tuple(_reduction(layout, dims, _accumulates(grad), chip, out=grad.element_size())))
+        stages.append(tuple(_reduction(layout, dims, _accumulates(grad), gpu, out=grad.element_size())))
     last = len(stages) - 1
     between = {place: _moments((stage,)) for place, stage in enumerate(stages[:-1]) if _alive(stage)}
     after = _moments((stages[last],)) if stages and len(results) == len(stages) else _moments(stages)
@@ -1289,7 +1301,7 @@ def _images(
     args: Sequence[Any],
     _: Mapping[str, Any],
     __: Sequence[Any],
-    ___: Chip,
+    ___: CudaTarget,
     places: tuple[int, ...] = (0,),
     like: int = 0,
 ) -> Scratch:
@@ -1300,13 +1312,13 @@ def _images(
 
 
 def _contiguous(
-    args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip, places: tuple[int, ...] = (0,)
+    args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget, places: tuple[int, ...] = (0,)
 ) -> Scratch:
     """Kernels that begin with ``contiguous()`` of these arguments."""
     return _after([_copy(_tensor(args, place)) for place in places])
 
 
-def _resized(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: Chip) -> Scratch:
+def _resized(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: CudaTarget) -> Scratch:
     """`upsample_nearest2d_out_cuda_template` (UpSampleNearest2d.cu) and its backward pass, and that of bilinear.
 
     Channels last has a kernel of its own from four channels on; else both sides are made contiguous.
@@ -1323,7 +1335,7 @@ def _resized(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], 
 _CHUNK = 65_536  # `kChunkSize` in MultiTensorApply.cuh
 
 
-def _foreach_norm(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: Chip) -> Scratch:
+def _foreach_norm(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: CudaTarget) -> Scratch:
     """`foreach_tensor_norm_cuda` (ForeachReduceOp.cu): for every tensor as many results as the longest has chunks."""
     tensors = list(_tensors(args[:1]))
     chunks = max((-(-tensor.numel() // _CHUNK) for tensor in tensors), default=0)
@@ -1331,7 +1343,7 @@ def _foreach_norm(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[A
     return _after((partials,))
 
 
-def _foreach_max(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: Chip) -> Scratch:
+def _foreach_max(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: CudaTarget) -> Scratch:
     """`foreach_tensor_max_cuda` (ForeachReduceOp.cu)."""
     tensors = list(_tensors(args[:1]))
     chunks = max((-(-tensor.numel() // _CHUNK) for tensor in tensors), default=0)
@@ -1341,26 +1353,26 @@ def _foreach_max(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[An
 # -- Fourier transforms
 
 
-def _fft(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: Chip) -> Scratch:
+def _fft(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: CudaTarget) -> Scratch:
     """`_fft_r2c_cufft` and its kin (aten/src/ATen/native/cuda/SpectralOps.cpp): cuFFT's workspace.
 
     cuFFT documents no formula; between nothing and twice the larger side is what it takes for lengths whose factors
     are small.
     """
     size = max(nbytes(args[0]), nbytes(results[0]))
-    return _after((Span(0, size, 2 * size),)) if size else NONE
+    return _after((ByteRange(0, size, 2 * size),)) if size else NONE
 
 
-def _fft_to_real(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: Chip) -> Scratch:
+def _fft_to_real(args: Sequence[Any], _: Mapping[str, Any], results: Sequence[Any], __: CudaTarget) -> Scratch:
     """`_fft_c2r_cufft`: cuFFT writes over its input, which is copied before."""
     size = max(nbytes(args[0]), nbytes(results[0]))
-    return _after((nbytes(args[0]), Span(0, size, 2 * size))) if size else NONE
+    return _after((nbytes(args[0]), ByteRange(0, size, 2 * size))) if size else NONE
 
 
 # -- copies between devices
 
 
-def _copied(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: Chip) -> Scratch:
+def _copied(args: Sequence[Any], _: Mapping[str, Any], __: Sequence[Any], ___: CudaTarget) -> Scratch:
     """`copy_kernel_cuda` (Copy.cu): none on one device; between host and device, copies of what is not contiguous."""
     target, source = args[0], _tensor(args, 1)
     if source is None or target.device.type == source.device.type:

@@ -10,22 +10,22 @@ import re
 from collections.abc import Callable, Mapping
 
 from lightning_memguard.core.kernels import cpu, cuda
-from lightning_memguard.core.trace.scratch import Chip, Host, Scratch
+from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget, Scratch
 
 Rule = Callable[..., Scratch]
 
 
-def rule(operator: str, on: Host | Chip | None) -> Rule | None:
+def rule(operator: str, on: CpuTarget | CudaTarget | None) -> Rule | None:
     """The rule that tells what a kernel takes inside one operator, or None where it takes nothing.
 
     Args:
         operator: its name in ``aten``, such as ``"convolution"``.
-        on: what it runs on: there are rules for a `Host` and a `Chip`, none for other devices.
+        on: what it runs on: there are rules for a `CpuTarget` and a `CudaTarget`, none for other devices.
 
     Returns:
         A function of the operator's positional arguments, its keyword arguments, its results, and ``on``.
     """
-    if isinstance(on, Host):
+    if isinstance(on, CpuTarget):
         return cpu.RULES.get(operator)
     return cuda.RULES.get(operator) if on else None
 

@@ -1,6 +1,6 @@
 """The table by layer: what each module holds, gives back, keeps for the backward pass and computes.
 
-The reason to change is what people ask of such a table. It comes from one forward pass of a fake twin: bytes from what
+The reason to change is what people ask of such a table. It comes from one forward pass of a fake copy: bytes from what
 autograd saves, FLOPs from torch's own counter. Checked on torch 2.11 and 2.13.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memguard.core.capture.backward import graph_task
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, batches_from_one, map_tensors, tensors_in
-from lightning_memguard.core.capture.fake import fake_twin, faking, isolated_rng, real_twin
+from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, pretended_cuda
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.decision.decision import check_count
@@ -248,8 +248,8 @@ def layer_table(
         with isolated_rng():
             known = _with_shapes(model, batches, size, run) if _lazy_tensors(model) else model
         with _tensors_of(gpu) as mode:
-            twin = fake_twin(known, mode, device)
-            return table_of(twin, batches.fake(size, device), size, run, gpu)
+            module_copy = fake_copy(known, mode, device)
+            return table_of(module_copy, batches.fake(size, device), size, run, gpu)
     except Exception as error:
         text = str(error).strip().splitlines()
         raise CannotTraceError(
@@ -260,26 +260,26 @@ def layer_table(
 
 
 def table_of(
-    twin: nn.Module, batch: Any, batch_size: int, step: Callable[[Any, Any], Any], gpu: Gpu | None = None
+    module_copy: nn.Module, batch: Any, batch_size: int, step: Callable[[Any, Any], Any], gpu: Gpu | None = None
 ) -> LayerTable:
     """The same of a module that is fake already, for who has made one; call it under the fake mode.
 
     Args:
-        twin: a module whose tensors are fake.
+        module_copy: a module whose tensors are fake.
         batch: fake tensors in any nesting.
         batch_size: number of samples in it.
-        step: ``(twin, batch) -> anything``.
+        step: ``(copy, batch) -> anything``.
         gpu: the GPU that is pretended, if any.
     """
-    recorder = Recorder("cuda" if gpu else "cpu", worst_case=True, chip=gpu.chip if gpu else None)
+    recorder = Recorder("cuda" if gpu else "cpu", worst_case=True, kernel_target=gpu.kernel_target if gpu else None)
     recorder.mark("forward")
     calls = _Calls()
     saved = _Saved(recorder)
     counter: Any = FlopCounterMode(display=False, custom_mapping=_FLOPS)
     counter.mod_tracker = _Here(recorder)
-    with torch.enable_grad(), watching(recorder, twin), calls.watched(), counter, saved.watched():
-        result = step(twin, batch)
-    known = {storage_of(tensor) for tensor in (*twin.parameters(), *twin.buffers(), *tensors_in(batch))}
+    with torch.enable_grad(), watching(recorder, module_copy), calls.watched(), counter, saved.watched():
+        result = step(module_copy, batch)
+    known = {storage_of(tensor) for tensor in (*module_copy.parameters(), *module_copy.buffers(), *tensors_in(batch))}
     kept = saved.bytes_by_module(known)
     del result  # held until here: with it goes the graph, and all that is saved
     flops = {module: sum(counts.values()) for module, counts in counter.flop_counts.items()}
@@ -287,10 +287,10 @@ def table_of(
         recorder.assumptions["the step ran its own backward pass: what that had freed is not told"] = None
     return LayerTable(
         batch_size,
-        tuple(_rows(twin, calls, kept, flops)),
+        tuple(_rows(module_copy, calls, kept, flops)),
         batch_bytes(batch),
         sum(tensor.numel() for tensor in tensors_in(batch)),
-        sum(buffer.numel() * buffer.element_size() for buffer in twin.buffers()),
+        sum(buffer.numel() * buffer.element_size() for buffer in module_copy.buffers()),
         tuple(recorder.assumptions),
     )
 
@@ -323,7 +323,7 @@ def _takes(function: Callable[..., Any], args: Sequence[Any]) -> bool:
     return True
 
 
-# -- the twin and its batch
+# -- the copy and its batch
 
 
 @contextmanager
@@ -344,9 +344,9 @@ def _with_shapes(model: nn.Module, batches: Batches, size: int, run: Callable[[A
         batch = batches.fake(size, torch.device("cpu"))
     with torch.device("meta"), torch.no_grad():
         copies = {id(tensor): _on_meta(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        twin = real_twin(model, copies)
-        run(twin, map_tensors(batch, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)))
-    return twin
+        module_copy = real_copy(model, copies)
+        run(module_copy, map_tensors(batch, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)))
+    return module_copy
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -509,11 +509,11 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 # -- the rows
 
 
-def _rows(twin: nn.Module, calls: _Calls, kept: Mapping[str, int], flops: Mapping[str, int]) -> Iterator[Layer]:
+def _rows(module_copy: nn.Module, calls: _Calls, kept: Mapping[str, int], flops: Mapping[str, int]) -> Iterator[Layer]:
     first_names: dict[int, str] = {}
-    parameter_names = {id(parameter): name for name, parameter in twin.named_parameters()}
+    parameter_names = {id(parameter): name for name, parameter in module_copy.named_parameters()}
     # The recorder names a module by its first path, as `named_modules` does when it leaves the others out.
-    for name, module in twin.named_modules(remove_duplicate=False):
+    for name, module in module_copy.named_modules(remove_duplicate=False):
         first = first_names.setdefault(id(module), name)
         shared = first != name
         given = calls.given.get(id(module), _Given())

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_memguard.core.replay.replay import Replay, replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import save_snapshot
-from lightning_memguard.core.trace.trace import PARTS, SELDOM_PARTS, Method, Trace
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, Method, Trace
 from lightning_memguard.errors import MemGuardError
 
 
@@ -153,7 +153,9 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
         peak_reserved_bytes=result.peak_reserved_bytes,
         peak_device_bytes=result.peak_reserved_bytes + outside[1],
         parts={
-            part: result.parts.get(part, 0) for part in (*PARTS, *SELDOM_PARTS) if part in PARTS or part in result.parts
+            part: result.parts.get(part, 0)
+            for part in (*PARTS, *OPTIONAL_PARTS)
+            if part in PARTS or part in result.parts
         },
         phase=peak.phase if peak else "",
         module=peak.module if peak else "",

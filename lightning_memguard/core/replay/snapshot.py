@@ -147,7 +147,7 @@ class _Cached:
         self._allocator = Allocator(settings)
         self._live: dict[int, tuple[Block, Event]] = {}
         self._expandable = settings.expandable_segments
-        self._stretches: tuple[_Stretch, ...] = ()
+        self._scratch_spans: tuple[_Stretch, ...] = ()
         self._seen = 0, 0
 
     def alloc(self, event: Event) -> bool:
@@ -183,8 +183,8 @@ class _Cached:
         if seen == self._seen and self._holds(block):
             return
         self._seen = seen
-        before = self._stretches
-        self._stretches = tuple(
+        before = self._scratch_spans
+        self._scratch_spans = tuple(
             sorted(
                 (
                     _Stretch(found.address, found.total_bytes, found.stream, found.segment_type)
@@ -194,23 +194,23 @@ class _Cached:
             )
         )
         went, came = ("segment_unmap", "segment_map") if self._expandable else ("segment_free", "segment_alloc")
-        gone = [_entry(went, *_at(stretch, event)) for stretch in _without(before, self._stretches)]
+        gone = [_entry(went, *_at(stretch, event)) for stretch in _without(before, self._scratch_spans)]
         self.entries += gone
-        self.entries += [_entry(came, *_at(stretch, event)) for stretch in _without(self._stretches, before)]
+        self.entries += [_entry(came, *_at(stretch, event)) for stretch in _without(self._scratch_spans, before)]
 
     def _holds(self, block: Block) -> bool:
         """Whether the block lies in a segment that is known; addresses are never used twice."""
-        at = bisect_right(self._stretches, block.address, key=lambda stretch: stretch.address) - 1
-        return at >= 0 and block.address < self._stretches[at].address + self._stretches[at].size_bytes
+        at = bisect_right(self._scratch_spans, block.address, key=lambda stretch: stretch.address) - 1
+        return at >= 0 and block.address < self._scratch_spans[at].address + self._scratch_spans[at].size_bytes
 
 
 def _at(stretch: _Stretch, event: Event) -> tuple[int, Event]:
     return stretch.address, event._replace(nbytes=stretch.size_bytes, stream=stretch.stream)
 
 
-def _without(stretches: Sequence[_Stretch], others: Sequence[_Stretch]) -> Iterator[_Stretch]:
+def _without(scratch_spans: Sequence[_Stretch], others: Sequence[_Stretch]) -> Iterator[_Stretch]:
     """What of some stretches no other covers; both are sorted by address and free of overlaps."""
-    for stretch in stretches:
+    for stretch in scratch_spans:
         address, end = stretch.address, stretch.address + stretch.size_bytes
         for other in others:
             other_end = other.address + other.size_bytes

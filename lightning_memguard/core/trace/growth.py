@@ -13,7 +13,7 @@ from fractions import Fraction
 from math import ceil
 
 from lightning_memguard.core.trace.scratch import Scratch
-from lightning_memguard.core.trace.trace import Event, Kernel, Stretch, Trace, moments_of, scratch_events
+from lightning_memguard.core.trace.trace import Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
 
 _Coefficients = tuple[Fraction, ...]  # c[0] + c[1] n + c[2] n^2
@@ -65,9 +65,9 @@ class Growth:
         grown = {index: self._kernel(index, self.template.kernels[index], batch_size) for index in set(firsts)}
         known: dict[int, Scratch] = {}
         written: list[Event] = []
-        stretches: list[Stretch] = []
+        scratch_spans: list[ScratchSpan] = []
         done = blocks = 0
-        for start, end, index, place, like in self.template.stretches:
+        for start, end, index, place, like in self.template.scratch_spans:
             written += events[done:start]
             done = end
             first = firsts[index]
@@ -75,7 +75,7 @@ class Growth:
                 known[first] = grown[first].scratch(grown[first].numbers)
             scratch = scratch_events(moments_of(known[first], place), -1 - blocks, like)
             blocks += len(scratch) // 2
-            stretches.append(Stretch(len(written), len(written) + len(scratch), index, place, like))
+            scratch_spans.append(ScratchSpan(len(written), len(written) + len(scratch), index, place, like))
             written += scratch
         written += events[done:]
         return replace(
@@ -83,7 +83,7 @@ class Growth:
             batch_size=batch_size,
             events=tuple(written),
             kernels=tuple(grown[first] for first in firsts),
-            stretches=tuple(stretches),
+            scratch_spans=tuple(scratch_spans),
         )
 
     def _kernel(self, index: int, kernel: Kernel, batch_size: int) -> Kernel:
@@ -135,7 +135,7 @@ def _without_scratch(trace: Trace) -> list[int]:
     """Positions of the events that no kernel's rule accounts for."""
     kept: list[int] = []
     done = 0
-    for stretch in trace.stretches:
+    for stretch in trace.scratch_spans:
         kept += range(done, stretch.start)
         done = stretch.end
     return [*kept, *range(done, len(trace.events))]

@@ -10,7 +10,7 @@ FLOAT = 4  # bytes of a float32, which most kernels accumulate in
 
 
 @dataclass(frozen=True)
-class Host:
+class CpuTarget:
     """What scratch on the CPU depends on besides shapes.
 
     Attributes:
@@ -23,7 +23,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Chip:
+class CudaTarget:
     """What scratch on a CUDA GPU depends on besides shapes.
 
     Attributes:
@@ -41,7 +41,7 @@ class Chip:
     tf32: bool = True
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """A block whose size is not known exactly: at least ``low``, likely ``point``, at most ``high`` bytes."""
 
     low: int
@@ -49,7 +49,7 @@ class Span(NamedTuple):
     high: int
 
 
-Block = int | Span
+Block = int | ByteRange
 Moment = Block | tuple[Block, ...]
 """One block, or several that are alive together; all are given back before the next moment."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from lightning_memguard.core.trace.scratch import Moment, Scratch, Span
+from lightning_memguard.core.trace.scratch import ByteRange, Moment, Scratch
 
 Action = Literal["alloc", "free"]
 
@@ -30,7 +30,7 @@ PARTS = (
 )
 """What a block of memory is for. ``workspaces`` is scratch that a kernel takes and gives back inside one operator."""
 
-SELDOM_PARTS = ("callbacks", "communication")
+OPTIONAL_PARTS = ("callbacks", "communication")
 """Named only where they hold bytes: what the Trainer's other callbacks keep (copies of the model), and what ranks that
 train together exchange (buckets of gradients)."""
 
@@ -86,7 +86,7 @@ class Kernel:
     scratch: Callable[[Sequence[int]], Scratch] = field(compare=False)
 
 
-class Stretch(NamedTuple):
+class ScratchSpan(NamedTuple):
     """Where in a trace the events of a kernel's scratch stand: ``events[start:end]``.
 
     ``place`` says which of its moments they are: -1 those before any result, else those after the result of that place;
@@ -105,7 +105,7 @@ class Trace:
     """The events of a few consecutive training steps at one batch size.
 
     ``device`` is a torch device type such as ``"cpu"`` or ``"cuda"``. ``notes`` says in plain words what
-    the trace had to assume. ``kernels`` and ``stretches`` tell which events are scratch, and by which rule.
+    the trace had to assume. ``kernels`` and ``scratch_spans`` tell which events are scratch, and by which rule.
     """
 
     batch_size: int
@@ -114,7 +114,7 @@ class Trace:
     events: tuple[Event, ...]
     notes: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
-    stretches: tuple[Stretch, ...] = ()
+    scratch_spans: tuple[ScratchSpan, ...] = ()
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
@@ -124,22 +124,22 @@ class Trace:
         if not any(event.case for event in self.events):
             return self
         events = tuple(event for event in self.events if event.case in ("", case))
-        return replace(self, events=events, kernels=(), stretches=())
+        return replace(self, events=events, kernels=(), scratch_spans=())
 
-    def beside(self, parts: Mapping[str, int]) -> Trace:
+    def plus(self, parts: Mapping[str, int]) -> Trace:
         """The events with blocks in front, by part and bytes, that stand there all the while."""
         free = 1 + max((event.block for event in self.events), default=0)
         blocks = (
             Event("alloc", free + index, nbytes, part, "setup") for index, (part, nbytes) in enumerate(parts.items())
         )
-        return replace(self, events=(*blocks, *self.events), kernels=(), stretches=()) if parts else self
+        return replace(self, events=(*blocks, *self.events), kernels=(), scratch_spans=()) if parts else self
 
     def __len__(self) -> int:
         return len(self.events)
 
 
 def moments_of(scratch: Scratch, place: int | None) -> tuple[Moment, ...]:
-    """A kernel's moments at one place among its results, as `Stretch` counts them."""
+    """A kernel's moments at one place among its results, as `ScratchSpan` counts them."""
     if place is None:
         return scratch.after
     return scratch.before if place < 0 else scratch.between.get(place, ())
@@ -157,8 +157,8 @@ def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> 
     block = first_block
     for moment in moments:
         taken: list[Event] = []
-        for size in moment if isinstance(moment, tuple) and not isinstance(moment, Span) else (moment,):
-            cases = zip(CASES, size, strict=True) if isinstance(size, Span) else (("", size),)
+        for size in moment if isinstance(moment, tuple) and not isinstance(moment, ByteRange) else (moment,):
+            cases = zip(CASES, size, strict=True) if isinstance(size, ByteRange) else (("", size),)
             for case, nbytes in cases:
                 if nbytes:
                     taken.append(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_memguard.core.capture.fake import real_twin
+from lightning_memguard.core.capture.fake import real_copy
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.training.adapter.lightning_types import is_a
 
@@ -23,44 +23,44 @@ _DEPTH = 4  # of containers within a callback
 
 
 class Average:
-    """The average that a callback of Lightning's will keep of a module, kept of the module's twin instead.
+    """The average that a callback of Lightning's will keep of a module, kept of the module's copy instead.
 
     Args:
         callback: the user's; its settings are read, nothing is changed.
-        twin: on its device, and watched: the average's bytes are seen as they are taken.
+        copy: on its device, and watched: the average's bytes are seen as they are taken.
     """
 
-    def __init__(self, callback: Any, twin: nn.Module) -> None:
+    def __init__(self, callback: Any, module_copy: nn.Module) -> None:
         self.between_epochs = _averages(callback) == "StochasticWeightAveraging"
         self._callback = callback
-        self._twin = twin
-        self._copy = real_twin(twin)
+        self._module_copy = module_copy
+        self._copy = real_copy(module_copy)
         self.tensors = [*self._copy.parameters(), *self._copy.buffers()]
 
     @torch.no_grad()
     def update(self) -> None:
         """What the callback does once it has begun to average: between epochs, or after each optimizer step."""
         if self.between_epochs:
-            self._callback.update_parameters(self._copy, self._twin, _Count(1), self._callback._avg_fn)
+            self._callback.update_parameters(self._copy, self._module_copy, _Count(1), self._callback._avg_fn)
             return
         # an AveragedModel would copy the module, and what data it holds, once more
         average: Any = AveragedModel(nn.Module(), use_buffers=self._callback._use_buffers, **self._callback._kwargs)
         average.module = self._copy
         del average.n_averaged
         average.n_averaged = _Count(1)
-        average.update_parameters(self._twin)
+        average.update_parameters(self._module_copy)
 
 
 class _Count(int):
-    """How many models were averaged so far: a tensor there, which a twin on fake tensors could not read."""
+    """How many models were averaged so far: a tensor there, which a copy on fake tensors could not read."""
 
     def to(self, *_: object) -> int:
         return int(self)
 
 
-def averages(trainer: Any, device: torch.device, twin: nn.Module) -> list[Average]:
-    """The averages that Lightning's callbacks keep on this type of device, each kept of the twin."""
-    return [Average(callback, twin) for callback in trainer.callbacks if _where(callback, device) == device.type]
+def averages(trainer: Any, device: torch.device, module_copy: nn.Module) -> list[Average]:
+    """The averages that Lightning's callbacks keep on this type of device, each kept of the copy."""
+    return [Average(callback, module_copy) for callback in trainer.callbacks if _where(callback, device) == device.type]
 
 
 def _averages(callback: Any) -> str:

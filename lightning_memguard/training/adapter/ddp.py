@@ -71,15 +71,15 @@ def steps_until_steady(strategy: object) -> int:
     return 3 if wraps_in_ddp(strategy) and Arguments.of(strategy).static_graph else 2
 
 
-def attach(strategy: object, twin: Any, recorder: Recorder, *, fits: bool = True) -> None:
-    """Have a twin's run allocate what it would under DistributedDataParallel; nothing for any other strategy.
+def attach(strategy: object, module_copy: Any, recorder: Recorder, *, fits: bool = True) -> None:
+    """Have a copy's run allocate what it would under DistributedDataParallel; nothing for any other strategy.
 
-    Call it where DDP would wrap the module: when the twin is on its device and watched, before it has optimizers.
+    Call it where DDP would wrap the module: when the copy is on its device and watched, before it has optimizers.
 
     Args:
         strategy: the user's Lightning strategy; its settings are read, nothing is changed.
-        twin: the LightningModule that will run; its ``training_step`` and ``manual_backward`` are wrapped.
-        recorder: watches the twin.
+        module_copy: the LightningModule that will run; its ``training_step`` and ``manual_backward`` are wrapped.
+        recorder: watches the copy.
         fits: False for a validation, test or prediction on its own: Lightning then wraps nothing, and only has the
             ranks agree on parameters and buffers.
 
@@ -92,21 +92,21 @@ def attach(strategy: object, twin: Any, recorder: Recorder, *, fits: bool = True
     if not wraps_in_ddp(strategy):
         return
     if not fits:
-        _broadcast(_states_of(twin, buffers=True), recorder)
+        _broadcast(_states_of(module_copy, buffers=True), recorder)
         return
     arguments = Arguments.of(strategy)
-    if not any(parameter.requires_grad for parameter in twin.parameters()):
+    if not any(parameter.requires_grad for parameter in module_copy.parameters()):
         return  # DDP refuses such a module
-    for note in arguments.notes(twin):
+    for note in arguments.notes(module_copy):
         recorder.assumptions[note] = None
-    wrapper = _Wrapper(arguments, twin, recorder)
-    _wrap_training_step(twin, wrapper)
-    _wrap_manual_backward(twin, wrapper)
+    wrapper = _Wrapper(arguments, module_copy, recorder)
+    _wrap_training_step(module_copy, wrapper)
+    _wrap_manual_backward(module_copy, wrapper)
     if strategy._layer_sync is not None:  # type: ignore[attr-defined]
-        _exchange_statistics(twin, arguments.ranks, recorder)
+        _exchange_statistics(module_copy, arguments.ranks, recorder)
 
 
-def _exchange_statistics(twin: nn.Module, ranks: int, recorder: Recorder) -> None:
+def _exchange_statistics(module_copy: nn.Module, ranks: int, recorder: Recorder) -> None:
     """What SyncBatchNorm takes beside the batch norm it replaces, which keeps as much for the backward pass.
 
     Mean, inverse deviation and count of each channel are joined, and gathered from all ranks (``SyncBatchNorm.forward``
@@ -119,7 +119,7 @@ def _exchange_statistics(twin: nn.Module, ranks: int, recorder: Recorder) -> Non
             taken = [output.new_empty(joined * count, dtype=torch.float32) for count in (1, ranks)]
             recorder.label(taken, "communication")
 
-    for module in twin.modules():
+    for module in module_copy.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.register_forward_hook(gather)
 
@@ -204,12 +204,12 @@ class Arguments:
         """The same of the buckets that are built anew, in the order in which gradients were ready."""
         return list(self.bucket_bytes_list) or [self.first_bucket_bytes, self.bucket_bytes]
 
-    def notes(self, twin: Any) -> Iterator[str]:
+    def notes(self, module_copy: Any) -> Iterator[str]:
         """What a prediction for this module has to leave out."""
         for name in self.ignored:
             yield f"DistributedDataParallel({name}=...) was not counted"
         counted = not self.hook or self.hook in _COMPRESSED_BYTES or self.hook in _UNCOMPRESSED
-        if not counted and _device_of(twin).type == "cuda":
+        if not counted and _device_of(module_copy).type == "cuda":
             yield f"what the communication hook {self.hook} takes was not counted"
 
 
@@ -247,11 +247,11 @@ def _partition(
 class _Wrapper:
     """What DistributedDataParallel and its reducer hold and do, by the names they give to it."""
 
-    def __init__(self, arguments: Arguments, twin: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, arguments: Arguments, module_copy: nn.Module, recorder: Recorder) -> None:
         self.arguments = arguments
-        self.twin = weakref.ref(twin)
+        self.module_copy = weakref.ref(module_copy)
         self.recorder = recorder
-        self.parameters, self.sparse = _reduced_parameters(twin)
+        self.parameters, self.sparse = _reduced_parameters(module_copy)
         self.buckets: list[list[int]] = []
         self.views: dict[int, torch.Tensor] = {}  # by parameter: where its gradient goes
         self.bucket_of: dict[int, int] = {}
@@ -263,7 +263,7 @@ class _Wrapper:
         self.delayed = False  # a static graph reduces its first gradients only once all are there
         self.syncs_buffers = arguments.sync_buffers
         with self._on_side_stream():
-            self._sync_states(twin)
+            self._sync_states(module_copy)
             self._make_buckets(first_buckets(arguments, self.parameters, self.sparse))
             self.used_maps = self._used_maps()
         for index, parameter in enumerate(self.parameters):
@@ -271,9 +271,9 @@ class _Wrapper:
 
     # -- when the wrapper is built
 
-    def _sync_states(self, twin: nn.Module) -> None:
+    def _sync_states(self, module_copy: nn.Module) -> None:
         if self.arguments.init_sync:
-            _broadcast(_states_of(twin, buffers=self.arguments.init_sync_buffers), self.recorder)
+            _broadcast(_states_of(module_copy, buffers=self.arguments.init_sync_buffers), self.recorder)
 
     def _used_maps(self) -> list[torch.Tensor]:
         """Which parameters had a gradient: on the host and on the device."""
@@ -310,9 +310,9 @@ class _Wrapper:
     def before_forward(self) -> None:
         self.rebuild()
         if self.syncs_buffers:
-            twin = self.twin()
-            assert twin is not None
-            _broadcast(_states_of(twin, parameters=False, buffers=True), self.recorder)
+            module_copy = self.module_copy()
+            assert module_copy is not None
+            _broadcast(_states_of(module_copy, parameters=False, buffers=True), self.recorder)
 
     def rebuild(self) -> None:
         """Build the buckets anew, once, in the order in which the first gradients were ready."""
@@ -425,21 +425,21 @@ def _gradient_ready(wrapper: weakref.ref[_Wrapper], index: int, _: torch.Tensor)
 # -- what runs inside the wrapper
 
 
-def _wrap_training_step(twin: Any, wrapper: _Wrapper) -> None:
-    step = twin.training_step
+def _wrap_training_step(module_copy: Any, wrapper: _Wrapper) -> None:
+    step = module_copy.training_step
 
     @functools.wraps(step)
     def inside(*args: Any, **kwargs: Any) -> Any:
         wrapper.before_forward()
         output = step(*args, **kwargs)
-        return wrapper.after_forward(output, syncs=twin.automatic_optimization and not _accumulates(twin))
+        return wrapper.after_forward(output, syncs=module_copy.automatic_optimization and not _accumulates(module_copy))
 
-    twin.training_step = inside
+    module_copy.training_step = inside
 
 
-def _wrap_manual_backward(twin: Any, wrapper: _Wrapper) -> None:
+def _wrap_manual_backward(module_copy: Any, wrapper: _Wrapper) -> None:
     """With manual optimization each backward pass reduces its gradients (`DDPStrategy.pre_backward`)."""
-    backward = twin.manual_backward
+    backward = module_copy.manual_backward
 
     @functools.wraps(backward)
     def inside(*args: Any, **kwargs: Any) -> None:
@@ -448,12 +448,12 @@ def _wrap_manual_backward(twin: Any, wrapper: _Wrapper) -> None:
         backward(*args, **kwargs)
         wrapper.after_manual_backward()
 
-    twin.manual_backward = inside
+    module_copy.manual_backward = inside
 
 
-def _accumulates(twin: Any) -> bool:
+def _accumulates(module_copy: Any) -> bool:
     """Whether this micro-batch's gradients stay on their rank: the last one before a step sends them all."""
-    return bool(twin.trainer.fit_loop._should_accumulate())
+    return bool(module_copy.trainer.fit_loop._should_accumulate())
 
 
 class _Sink(torch.autograd.Function):
@@ -486,23 +486,23 @@ def _through_sink(wrapper: _Wrapper, output: Any) -> Any:
 # -- the module, as DDP reads it
 
 
-def _ignored_by(twin: nn.Module) -> frozenset[str]:
-    return frozenset(getattr(twin, "_ddp_params_and_buffers_to_ignore", ()))  # checked on torch 2.13
+def _ignored_by(module_copy: nn.Module) -> frozenset[str]:
+    return frozenset(getattr(module_copy, "_ddp_params_and_buffers_to_ignore", ()))  # checked on torch 2.13
 
 
-def _states_of(twin: nn.Module, *, parameters: bool = True, buffers: bool) -> list[torch.Tensor]:
+def _states_of(module_copy: nn.Module, *, parameters: bool = True, buffers: bool) -> list[torch.Tensor]:
     """What the ranks agree on by broadcasts."""
-    ignored = _ignored_by(twin)
-    named: list[tuple[str, torch.Tensor]] = [*twin.named_parameters()] if parameters else []
-    named += twin.named_buffers() if buffers else []
+    ignored = _ignored_by(module_copy)
+    named: list[tuple[str, torch.Tensor]] = [*module_copy.named_parameters()] if parameters else []
+    named += module_copy.named_buffers() if buffers else []
     return [tensor for name, tensor in named if name not in ignored]
 
 
-def _reduced_parameters(twin: nn.Module) -> tuple[list[nn.Parameter], list[bool]]:
+def _reduced_parameters(module_copy: nn.Module) -> tuple[list[nn.Parameter], list[bool]]:
     """Parameters that need a gradient, each once, and which of them will have a sparse one."""
-    ignored = _ignored_by(twin)
+    ignored = _ignored_by(module_copy)
     found: dict[nn.Parameter, bool] = {}
-    for path, module in twin.named_modules():
+    for path, module in module_copy.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and f"{path}.{name}" not in ignored:
                 found.setdefault(parameter, bool(_embeds(module) and module.sparse))
@@ -520,5 +520,5 @@ def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Ten
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
 
-def _device_of(twin: nn.Module) -> torch.device:
-    return next(iter(twin.parameters())).device
+def _device_of(module_copy: nn.Module) -> torch.device:
+    return next(iter(module_copy.parameters())).device

@@ -29,7 +29,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, shapes_of, tensors_in
-from lightning_memguard.core.capture.fake import fake_twin, real_twin
+from lightning_memguard.core.capture.fake import fake_copy, real_copy
 from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.capture.recorder import (
     Recorder,
@@ -78,7 +78,7 @@ class LightningProgram:
         gpu: the GPU behind the device.
         stage: what runs; all but ``"fit"`` without a backward pass.
         setup_stage: what the module's ``setup`` is told (default: the same): a fit validates a module set up to fit.
-        beside: blocks, by part and bytes, that stand on the device all the while and are none of the module's.
+        resident_blocks: blocks, by part and bytes, that stand on the device all the while and are none of the module's.
         strategy: the user's, where it makes several processes train together.
         transferred: the batches are as the hooks around their transfer left them, which do not run again.
         precision: another precision than the Trainer's, such as ``"bf16-mixed"``; empty to keep that one.
@@ -96,7 +96,7 @@ class LightningProgram:
     gpu: Gpu | None = None
     stage: Stage = "fit"
     setup_stage: str = ""
-    beside: tuple[tuple[str, int], ...] = ()
+    resident_blocks: tuple[tuple[str, int], ...] = ()
     strategy: Any = None
     transferred: bool = False
     precision: str = ""
@@ -110,14 +110,14 @@ class LightningProgram:
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `lightning_memguard.core.capture.program.Program`."""
-        with self._stage(recorder, batch_size, fake) as (shadow, twin), contextlib.suppress(_StepsDone):
-            self._run(shadow, twin, recorder, batch_size, fake)
+        with self._stage(recorder, batch_size, fake) as (shadow, module_copy), contextlib.suppress(_StepsDone):
+            self._run(shadow, module_copy, recorder, batch_size, fake)
         if self.stage == "fit" and not recorder.ran_backward:
             recorder.assumptions[
                 "training_step led to no backward pass (did it return None?): what one takes is missing"
             ] = None
 
-    def _run(self, shadow: Any, twin: Any, recorder: Recorder, batch_size: int, fake: bool) -> None:
+    def _run(self, shadow: Any, module_copy: Any, recorder: Recorder, batch_size: int, fake: bool) -> None:
         kind = _SizedLoader if self.batches_per_epoch else _Loader
         loaders = [kind(self, each, recorder, batch_size, fake) for each in self.families]
         marks = shadow.callbacks[0]
@@ -125,25 +125,25 @@ class LightningProgram:
         for loader in loaders:
             loader.before_batch = marks.before_batch
         if self.stage == "fit":
-            shadow.fit(twin, train_dataloaders=loaders[0])
+            shadow.fit(module_copy, train_dataloaders=loaders[0])
         else:
-            self._evaluate(shadow, twin, loaders)
+            self._evaluate(shadow, module_copy, loaders)
 
     def layer_table(self, batch_size: int) -> LayerTable:
         """What each layer holds, keeps and computes in the first step, called as Lightning calls it."""
         found: list[LayerTable] = []
         recorder = Recorder(self.device.type)
-        with self._stage(recorder, batch_size, True, watched=False) as (shadow, twin):
+        with self._stage(recorder, batch_size, True, watched=False) as (shadow, module_copy):
             hook = _STEP_HOOKS[self.stage]
-            step = getattr(twin, hook)
+            step = getattr(module_copy, hook)
 
             def told(batch: Any, *rest: Any) -> None:
-                found.append(table_of(twin, batch, batch_size, lambda _, given: step(given, *rest), self.gpu))
+                found.append(table_of(module_copy, batch, batch_size, lambda _, given: step(given, *rest), self.gpu))
                 raise _StepsDone
 
-            setattr(twin, hook, told)
+            setattr(module_copy, hook, told)
             with contextlib.suppress(_StepsDone):
-                self._run(shadow, twin, recorder, batch_size, True)
+                self._run(shadow, module_copy, recorder, batch_size, True)
         if not found:
             raise CannotTraceError(f"{type(self.module).__name__}.{hook} was not called.")
         return found[0]
@@ -151,14 +151,14 @@ class LightningProgram:
     def run_states(self, recorder: Recorder) -> None:
         """See `lightning_memguard.core.capture.program.Program`."""
         size = self.families[0].small_size
-        with self._stage(recorder, size, True) as (shadow, twin), contextlib.suppress(_StepsDone):
+        with self._stage(recorder, size, True) as (shadow, module_copy), contextlib.suppress(_StepsDone):
             if self.stage == "fit":
-                shadow.callbacks[0].on_ready = lambda: _only_states(recorder, twin, shadow)
-                shadow.fit(twin, train_dataloaders=[])
+                shadow.callbacks[0].on_ready = lambda: _only_states(recorder, module_copy, shadow)
+                shadow.fit(module_copy, train_dataloaders=[])
             else:
-                self._evaluate(shadow, twin, [])
+                self._evaluate(shadow, module_copy, [])
 
-    def _evaluate(self, shadow: Any, twin: Any, loaders: list[Any]) -> None:
+    def _evaluate(self, shadow: Any, module_copy: Any, loaders: list[Any]) -> None:
         marks = shadow.callbacks[0]
         marks.samples = (self.batches_per_epoch or _nothing)(1) or 0
         marks.most_batches = getattr(self.trainer, f"limit_{_LIMITS[self.stage]}_batches")
@@ -168,34 +168,34 @@ class LightningProgram:
         # turning metrics into numbers, at the end of each loader, needs values
         shadow._logger_connector.update_eval_epoch_metrics = dict  # checked on 2.5.0 to 2.6.6
         if self.stage == "predict":
-            shadow.predict(twin, loaders, return_predictions=self.trainer.predict_loop.return_predictions)
+            shadow.predict(module_copy, loaders, return_predictions=self.trainer.predict_loop.return_predictions)
         else:
-            getattr(shadow, self.stage)(twin, loaders, verbose=False)
+            getattr(shadow, self.stage)(module_copy, loaders, verbose=False)
 
     @contextlib.contextmanager
     def _stage(
         self, recorder: Recorder, batch_size: int, fake: bool, *, watched: bool = True
     ) -> Iterator[tuple[Any, Any]]:
-        """The shadow and the twin, in a quiet place where nothing they do is seen outside."""
+        """The shadow and the copy, in a quiet place where nothing they do is seen outside."""
         pl = lightning_of(self.module)
         with quiet(), alone(), tensors(fake=fake, gpu=self.gpu) as mode, ExitStack() as watch:
             if mode is None:
                 refuse_meta(self.module)
             instead = {id(self.trainer): None}
             device = device_to_run_on(self, fake=fake)
-            twin: Any = (
-                fake_twin(self.module, mode, device, instead) if mode else real_twin(self.module, instead).to(device)
+            module_copy: Any = (
+                fake_copy(self.module, mode, device, instead) if mode else real_copy(self.module, instead).to(device)
             )
-            _give_optimizers(self.module, twin)
-            _set_batch_size(twin, batch_size)
-            twin.configure_callbacks = _no_callbacks
-            twin.prepare_data = _nothing
+            _give_optimizers(self.module, module_copy)
+            _set_batch_size(module_copy, batch_size)
+            module_copy.configure_callbacks = _no_callbacks
+            module_copy.prepare_data = _nothing
             if is_a(self.strategy, "ModelParallelStrategy"):
-                twin.configure_model = _nothing  # it shards, and wants the other ranks for that
+                module_copy.configure_model = _nothing  # it shards, and wants the other ranks for that
             if self.transferred:
-                twin.on_before_batch_transfer = twin.on_after_batch_transfer = _first
+                module_copy.on_before_batch_transfer = module_copy.on_after_batch_transfer = _first
             if self.setup_stage:
-                twin.setup = _set_up_as(twin.setup, self.setup_stage)
+                module_copy.setup = _set_up_as(module_copy.setup, self.setup_stage)
 
             def start(model: nn.Module) -> None:
                 for change in self.changes:
@@ -206,14 +206,14 @@ class LightningProgram:
                 watch.enter_context(watching(recorder, model))
                 if self.stage == "fit" or self.setup_stage == "":  # a fit's own validation runs in its wrapper
                     attach(self.strategy, model, recorder, fits=self.stage == "fit")
-                for part, nbytes in self.beside:
+                for part, nbytes in self.resident_blocks:
                     recorder.keep(nbytes, part)
                 for average in callbacks.averages(self.trainer, self.device, model) if self.stage == "fit" else ():
                     recorder.label(average.tensors, "callbacks")
                     shadow.callbacks[0].averages.append(average)
 
             shadow = _shadow(pl, self, device, recorder, start)
-            yield shadow, twin
+            yield shadow, module_copy
 
 
 def _shadow(
@@ -273,7 +273,7 @@ def _shadow_class(pl: Any) -> Any:
 def _strategy_class(pl: Any) -> Any:
     """One device, which is never touched: the model is there already, or is fake."""
 
-    class Twin(pl.strategies.SingleDeviceStrategy):  # type: ignore[misc]
+    class InPlace(pl.strategies.SingleDeviceStrategy):  # type: ignore[misc]
         def __init__(self, device: torch.device, start: Callable[[nn.Module], None], ranks: int) -> None:
             super().__init__(device=device)
             self.start = start
@@ -293,7 +293,7 @@ def _strategy_class(pl: Any) -> Any:
         def teardown(self) -> None:
             pass  # moves the model to the CPU
 
-    return Twin
+    return InPlace
 
 
 def _marks_class(pl: Any) -> Any:
@@ -462,8 +462,8 @@ class _Answers(TorchFunctionMode):
         return answered(func, args, kwargs or {})
 
 
-def _only_states(recorder: Recorder, twin: Any, shadow: Any) -> None:
-    step_states(recorder, twin, shadow.optimizers)
+def _only_states(recorder: Recorder, module_copy: Any, shadow: Any) -> None:
+    step_states(recorder, module_copy, shadow.optimizers)
     raise _StepsDone
 
 
@@ -523,27 +523,27 @@ def _idle_datamodule(datamodule: Any) -> Any:
     return idle
 
 
-def _give_optimizers(module: Any, twin: Any) -> None:
-    """Optimizers that LightningCLI made and hung on the module, over the twin's parameters.
+def _give_optimizers(module: Any, module_copy: Any) -> None:
+    """Optimizers that LightningCLI made and hung on the module, over the copy's parameters.
 
-    They hang there in a bound partial, which a deep copy shares: the twin would step the user's own. Checked on 2.5.0
+    They hang there in a bound partial, which a deep copy shares: the copy would step the user's own. Checked on 2.5.0
     to 2.6.6.
     """
-    made = getattr(vars(twin).get("configure_optimizers"), "__func__", None)
+    made = getattr(vars(module_copy).get("configure_optimizers"), "__func__", None)
     if not isinstance(made, functools.partial):
         return
-    memo = {id(mine): theirs for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True)}
+    memo = {id(mine): theirs for mine, theirs in zip(module.parameters(), module_copy.parameters(), strict=True)}
     own = functools.partial(made.func, *made.args, **copy.deepcopy(made.keywords, memo))
-    twin.configure_optimizers = types.MethodType(functools.update_wrapper(own, made.func), twin)
+    module_copy.configure_optimizers = types.MethodType(functools.update_wrapper(own, made.func), module_copy)
 
 
-def _set_batch_size(twin: Any, batch_size: int) -> None:
+def _set_batch_size(module_copy: Any, batch_size: int) -> None:
     """Keep a size that the module remembers in step with its batches."""
-    if isinstance(getattr(twin, "batch_size", None), int):
+    if isinstance(getattr(module_copy, "batch_size", None), int):
         with contextlib.suppress(AttributeError):
-            twin.batch_size = batch_size
-    if "batch_size" in getattr(twin, "hparams", {}):
-        twin.hparams["batch_size"] = batch_size
+            module_copy.batch_size = batch_size
+    if "batch_size" in getattr(module_copy, "hparams", {}):
+        module_copy.hparams["batch_size"] = batch_size
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -47,14 +47,14 @@ def tried(attempt: Callable[[], T]) -> Tried[T]:
 
 
 @dataclass(frozen=True)
-class Team:
+class Ranks:
     """All ranks of a run; a team of one where it has one process."""
 
     size: int = 1
     rank: int = 0
 
     @classmethod
-    def of(cls, trainer: Any) -> Team:
+    def of(cls, trainer: Any) -> Ranks:
         """The team of a Trainer whose process group stands.
 
         Raises:
@@ -94,17 +94,17 @@ class Team:
         raise kind(where + reason)
 
 
-def shared(team: Team, budget: Budget, device: torch.device, held_bytes: int) -> Budget:
+def shared(ranks: Ranks, budget: Budget, device: torch.device, held_bytes: int) -> Budget:
     """This rank's part of what several ranks find free on one and the same device. All ranks must call it.
 
     Args:
-        team: the ranks.
+        ranks: the ranks.
         budget: what this rank read.
         device: what it was read from.
         held_bytes: what of it this rank's model takes already.
     """
-    said = team.gather((_name(device, team.rank), budget.free_bytes - held_bytes, budget.source))
-    same = [free for name, free, source in said if name == said[team.rank][0] and source != "given"]
+    said = ranks.gather((_name(device, ranks.rank), budget.free_bytes - held_bytes, budget.source))
+    same = [free for name, free, source in said if name == said[ranks.rank][0] and source != "given"]
     if budget.source == "given" or len(same) < 2:
         return budget
     free = max(0, min(same)) // len(same) + held_bytes

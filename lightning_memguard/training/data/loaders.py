@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_memguard.core.capture.batch import Batches, batch_size_of
-from lightning_memguard.core.capture.fake import fake_twin, isolated_rng
+from lightning_memguard.core.capture.fake import fake_copy, isolated_rng
 from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.lightning_types import lightning_of
 from lightning_memguard.training.data import samples
@@ -80,7 +80,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Found:
+class LoaderInfo:
     """The data of a run: one loader, or several that give a batch together or in turn.
 
     Attributes:
@@ -148,7 +148,7 @@ class Found:
 # -- looking
 
 
-def find(trainer: Any, role: Role = "train") -> Found:
+def find(trainer: Any, role: Role = "train") -> LoaderInfo:
     """Look up the loaders of a run that has not started.
 
     Raises:
@@ -199,18 +199,18 @@ def _ask(pl: Any, owner: Any, hook: str) -> Any:
 
 def _owner(module: Any, role: Role) -> Any:
     """A copy of a module that makes its own loaders, set up for the run, its parameters without memory."""
-    twin: Any = fake_twin(module, FakeTensorMode(), torch.device("cpu"))
+    module_copy: Any = fake_copy(module, FakeTensorMode(), torch.device("cpu"))
     with isolated_rng():
-        twin.setup("fit" if role in ("train", "val") else role)
-    return twin
+        module_copy.setup("fit" if role in ("train", "val") else role)
+    return module_copy
 
 
-def _found(trainer: Any, tree: Any, origin: str, role: Role) -> Found:
+def _found(trainer: Any, tree: Any, origin: str, role: Role) -> LoaderInfo:
     combined = _combined(tree, "max_size_cycle" if role == "train" else "sequential", trainer)
     spread = trainer.world_size if trainer._accelerator_connector.use_distributed_sampler else 1
     remade = spread > 1 or role == "predict" or trainer.overfit_batches > 0
     sources = tuple(_source(loader, origin, spread, remade=remade) for loader in combined.flattened)
-    return Found(combined, sources, origin, role)
+    return LoaderInfo(combined, sources, origin, role)
 
 
 def _combined(tree: Any, mode: str, owner: Any) -> Any:
@@ -375,7 +375,7 @@ def _probe(loader: Any, batch_size: int) -> Any:
     return _foreign_at(samples.shallow(loader), batch_size)
 
 
-def largest_for(trainer: Any, found: Found) -> int | None:
+def largest_for(trainer: Any, found: LoaderInfo) -> int | None:
     """The largest batch size that a run's data can fill, and at which the Trainer still finds enough batches.
 
     With fewer batches an epoch, Lightning refuses an int ``val_check_interval`` above their number, and a share in
@@ -401,7 +401,7 @@ def largest_for(trainer: Any, found: Found) -> int | None:
 _LIMITS: dict[Role, str] = {"train": "train", "val": "val", "validate": "val", "test": "test", "predict": "predict"}
 
 
-def leaves_one(found: Found, batch_size: int) -> bool:
+def leaves_one(found: LoaderInfo, batch_size: int) -> bool:
     """Whether an epoch would end on a single sample, which batch norm refuses, and would not at the user's own size."""
 
     def rest(source: Source, size: int) -> int:
@@ -434,7 +434,7 @@ class Sampled:
     samples: int | None = None
 
 
-def sample(found: Found) -> Sampled:
+def sample(found: LoaderInfo) -> Sampled:
     """Draw from each loader, without consuming it, and join what Lightning joins.
 
     Raises:
@@ -463,7 +463,7 @@ def _without_length(count: int, source: Source) -> int:
     return max(share, min(source.batch_size, count))
 
 
-def _draw(found: Found, source: Source) -> samples.Drawn:
+def _draw(found: LoaderInfo, source: Source) -> samples.Drawn:
     if found.fixed_because:
         return samples.draw(source.loader, fixed=True)
     if isinstance(source.loader, DataLoader):
@@ -472,7 +472,7 @@ def _draw(found: Found, source: Source) -> samples.Drawn:
         return samples.draw(_probe(source.loader, max(source.batch_size, 4)), fixed=True)
 
 
-def _joined(found: Found, drawn: list[Batches]) -> tuple[Batches, ...]:
+def _joined(found: LoaderInfo, drawn: list[Batches]) -> tuple[Batches, ...]:
     size = found.batch_size or drawn[0].small_size
     if len(drawn) > 1 and found.fixed_because:  # each at its own size, whatever is asked
         drawn = [Batches(each.small, each.small, size, size + 1) for each in drawn]

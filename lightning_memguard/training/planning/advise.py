@@ -324,12 +324,12 @@ def _accumulating(ours: bool, batches: int, size: int, share: int) -> _Remedy:
 class _AccumulatingLoop(LoopProgram):
     """A plain loop whose batches find the gradients of the batch before, as all but the first of a step do."""
 
-    def _step(self, recorder: Recorder, twin: nn.Module, batch: Any) -> Any:
-        learns = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+    def _step(self, recorder: Recorder, module_copy: nn.Module, batch: Any) -> Any:
+        learns = [parameter for parameter in module_copy.parameters() if parameter.requires_grad]
         for parameter in learns:
             parameter.grad = torch.zeros_like(parameter)
         recorder.label([parameter.grad for parameter in learns], "gradients")
-        return super()._step(recorder, twin, batch)
+        return super()._step(recorder, module_copy, batch)
 
 
 def _accumulating_loop(program: LoopProgram) -> Program:
@@ -410,9 +410,9 @@ def _smaller_states(program: Program) -> Iterator[_Family]:
 def _with_optimizer(swap: Callable[[Optimizer], Optimizer]) -> Callable[[Any], Program]:
     """Turn programs into those whose optimizers are replaced as soon as they are made."""
 
-    def change(twin: Any) -> None:
-        made = twin.configure_optimizers
-        twin.configure_optimizers = lambda: _replaced(made(), swap)
+    def change(module_copy: Any) -> None:
+        made = module_copy.configure_optimizers
+        module_copy.configure_optimizers = lambda: _replaced(made(), swap)
 
     def changed(program: Any) -> Program:
         if not isinstance(program, LoopProgram):
@@ -588,8 +588,8 @@ def _layout(program: Any) -> _Layout:
         return _Layout.of(program.model, "model")
     seen: list[_Layout] = []
 
-    def look(twin: nn.Module) -> None:
-        seen.append(_Layout.of(twin, "self"))
+    def look(module_copy: nn.Module) -> None:
+        seen.append(_Layout.of(module_copy, "self"))
         raise _DoesNotApplyError("all is seen")
 
     with contextlib.suppress(Exception):
@@ -633,15 +633,15 @@ def _checkpointing(layout: _Layout, trace: Trace) -> Iterator[_Family]:
         )
 
 
-def _checkpoint(twin: nn.Module, paths: Sequence[str]) -> None:
+def _checkpoint(module_copy: nn.Module, paths: Sequence[str]) -> None:
     for path in paths:
-        block: Any = twin.get_submodule(path)
+        block: Any = module_copy.get_submodule(path)
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _switch_on(twin: nn.Module, paths: Sequence[str]) -> None:
+def _switch_on(module_copy: nn.Module, paths: Sequence[str]) -> None:
     for path in paths:
-        model: Any = twin.get_submodule(path)
+        model: Any = module_copy.get_submodule(path)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
@@ -714,10 +714,10 @@ def _frozen(layout: _Layout) -> Iterator[_Family]:
     )
 
 
-def _freeze(twin: nn.Module, head: str) -> None:
-    twin.requires_grad_(False)
-    twin.get_submodule(head).requires_grad_(True)
-    for parameter in twin.parameters():
+def _freeze(module_copy: nn.Module, head: str) -> None:
+    module_copy.requires_grad_(False)
+    module_copy.get_submodule(head).requires_grad_(True)
+    for parameter in module_copy.parameters():
         if not parameter.requires_grad:
             parameter.grad = None  # of the batches before, where a plain loop accumulates
 

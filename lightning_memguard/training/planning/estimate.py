@@ -91,7 +91,7 @@ def estimate(
     if prediction.method == "states":
         raise CannotTraceError(f"The step cannot be predicted: {'; '.join(prediction.notes)}.")
     found = prediction.footprint_at(size)
-    trace = replace(prediction.own_trace_at(size).only("point"), kernels=(), stretches=())
+    trace = replace(prediction.own_trace_at(size).only("point"), kernels=(), scratch_spans=())
     return replace(found, notes=(*found.notes, *target.notes), trace=trace, settings=prediction.settings)
 
 
@@ -200,5 +200,5 @@ def _inference(model: Any, lightning: bool) -> Callable[[Any, Any], Any]:
         base = lightning_of(model).LightningModule
         for hook in ("predict_step", "validation_step"):
             if getattr(type(model), hook) is not getattr(base, hook):
-                return lambda twin, batch: getattr(twin, hook)(batch, 0)
-    return lambda twin, batch: twin(batch)
+                return lambda module_copy, batch: getattr(module_copy, hook)(batch, 0)
+    return lambda module_copy, batch: module_copy(batch)

@@ -32,7 +32,7 @@ from lightning_memguard.training.adapter import sharded
 from lightning_memguard.training.adapter.lightning_types import lightning_of
 from lightning_memguard.training.adapter.program import LightningProgram, quiet
 from lightning_memguard.training.data import loaders
-from lightning_memguard.training.data.loaders import Found
+from lightning_memguard.training.data.loaders import LoaderInfo
 from lightning_memguard.training.planning.estimate import Target, is_lightning, program_of, target_of, trainer_for
 from lightning_memguard.units import format_bytes
 
@@ -70,7 +70,7 @@ class Subject:
     optimizer: MakeOptimizer | None = None
     training: bool = True
     datamodule: Any = None
-    found: Found | None = None
+    found: LoaderInfo | None = None
     unit: int = 1
     strategy: Any = None
     ranks: int = 1
@@ -424,9 +424,9 @@ def _forward(subject: Subject) -> Step | None:
     if type(model).forward is base.forward:  # it has none: its step is all it can run
         return run_model
     if isinstance(batch, Mapping):
-        return lambda twin, given: twin(**given)
+        return lambda module_copy, given: module_copy(**given)
     if isinstance(batch, (list, tuple)) and len(batch) > 1:  # the last is what to learn
-        return lambda twin, given: twin(*given[:-1])
+        return lambda module_copy, given: module_copy(*given[:-1])
     return None
 
 

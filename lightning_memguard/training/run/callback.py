@@ -143,7 +143,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         tuning = self._tuning
         if tuning is None or self._meter is not None:
             self._snapshot = Path(path)
-        if tuning is None or tuning.team.rank:
+        if tuning is None or tuning.ranks.rank:
             return Path(path)
         if tuning.look is None:
             raise MemGuardError(f"There is no predicted step to write down: {tuning.decision.reason}.")

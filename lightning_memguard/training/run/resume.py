@@ -29,7 +29,7 @@ def saved_state(tuning: Tuning) -> dict[str, int | None]:
     """What goes into a checkpoint: plain numbers, so that it loads with ``weights_only=True``."""
     decision = tuning.decision
     return asdict(
-        Saved(decision.batch_size, decision.accumulate_grad_batches, tuning.team.size, decision.validation_batch_size)
+        Saved(decision.batch_size, decision.accumulate_grad_batches, tuning.ranks.size, decision.validation_batch_size)
     )
 
 
@@ -56,12 +56,12 @@ def resumed(tuning: Tuning, saved: Saved, wishes: Wishes) -> Tuning:
 
     All ranks must call it.
     """
-    look, team = tuning.look, tuning.team
+    look, ranks = tuning.look, tuning.ranks
     if look is None:
         return tuning
     attempt = tried(lambda: look.footprint_at(saved.batch_size))
     obstacle = _obstacle(saved, wishes) or attempt.reason or _excess(attempt.got(), look.budget)
-    obstacle = next((each for each in team.gather(obstacle) if each), "")
+    obstacle = next((each for each in ranks.gather(obstacle) if each), "")
     before = f"the checkpoint was trained at batch size {saved.batch_size}"
     if obstacle:
         if tuning.decision.batch_size == saved.batch_size:

@@ -22,13 +22,13 @@ from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.trace.trace import SELDOM_PARTS, Trace
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, Trace
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks, sharded
 from lightning_memguard.training.adapter.program import LightningProgram, Stage
-from lightning_memguard.training.adapter.ranks import Team, Tried, shared, tried
+from lightning_memguard.training.adapter.ranks import Ranks, Tried, shared, tried
 from lightning_memguard.training.data import loaders
-from lightning_memguard.training.data.loaders import Found, Role, Sampled
+from lightning_memguard.training.data.loaders import LoaderInfo, Role, Sampled
 from lightning_memguard.training.planning.advise import Advised, remedies_tried
 from lightning_memguard.units import format_bytes
 
@@ -50,7 +50,7 @@ class Wishes:
 class Side:
     """What a fit runs beside its training steps: validation, at a batch size of its own."""
 
-    found: Found
+    found: LoaderInfo
     prediction: Prediction
     batch_size: int
 
@@ -77,12 +77,12 @@ class Look:
         notes: what had to be assumed, in plain words.
     """
 
-    found: Found
+    found: LoaderInfo
     prediction: Prediction
     budget: Budget
     request: Request
     side: Side | None = None
-    validation: Found | None = None
+    validation: LoaderInfo | None = None
     held_bytes: int = 0
     avoids_one: bool = False
     extra: Mapping[str, int] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Look:
         """The events behind `footprint_at`."""
         side = self._higher_side(batch_size)
         trace = side.prediction.own_trace_at(side.batch_size) if side else self.prediction.own_trace_at(batch_size)
-        return trace.beside(self.extra)
+        return trace.plus(self.extra)
 
     def _higher_side(self, batch_size: int) -> Side | None:
         """Validation, where it takes more than the training step."""
@@ -119,7 +119,7 @@ class Tuning:
     decision: Decision
     role: Role = "train"
     look: Look | None = None
-    team: Team = field(default_factory=Team)
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def prediction(self) -> Prediction | None:
@@ -139,13 +139,13 @@ def tune(trainer: Any, module: Any, wishes: Wishes, stage: Stage = "fit") -> Tun
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit, on some rank.
     """
     try:
-        team = Team.of(trainer)
-        look = team.agree(tried(lambda: _look(trainer, module, wishes, stage)))
-        look = replace(look, budget=shared(team, look.budget, trainer.strategy.root_device, look.held_bytes))
-        free = all(team.gather(look.request.free_to_choose))
+        ranks = Ranks.of(trainer)
+        look = ranks.agree(tried(lambda: _look(trainer, module, wishes, stage)))
+        look = replace(look, budget=shared(ranks, look.budget, trainer.strategy.root_device, look.held_bytes))
+        free = all(ranks.gather(look.request.free_to_choose))
         look = replace(look, request=replace(look.request, free_to_choose=free))
         try:
-            tuning = choose(Tuning(_aside(trainer, "nothing was decided"), _ROLES[stage], look, team), wishes)
+            tuning = choose(Tuning(_aside(trainer, "nothing was decided"), _ROLES[stage], look, ranks), wishes)
         except DoesNotFitError as error:
             raise _advised(error, look) from None
         return _without_samples(tuning)
@@ -172,7 +172,7 @@ def _with_shapes_alone(prediction: Prediction) -> Prediction:
     attempt = tried(
         lambda: tuple(replace(each, small=_bare(each.small), large=_bare(each.large)) for each in program.families)
     )
-    if attempt.value is None:  # a kind of tensor without a meta twin
+    if attempt.value is None:  # a kind of tensor without a meta copy
         return prediction
     batches = attempt.value if isinstance(program.batches, tuple) else attempt.value[0]
     return replace(prediction, program=replace(program, batches=batches))
@@ -189,12 +189,12 @@ def choose(tuning: Tuning, wishes: Wishes) -> Tuning:
         DoesNotFitError: even the smallest size does not fit, on some rank.
         CannotTraceError: the ranks come to no size that runs on all of them.
     """
-    look, team = tuning.look, tuning.team
+    look, ranks = tuning.look, tuning.ranks
     assert look is not None
     asked = look
     for _ in range(_MOST_ROUNDS):
-        decision, look = team.agree(tried(functools.partial(_choice, asked, wishes)))
-        sizes = team.gather((decision.batch_size, decision.validation_batch_size or 0))
+        decision, look = ranks.agree(tried(functools.partial(_choice, asked, wishes)))
+        sizes = ranks.gather((decision.batch_size, decision.validation_batch_size or 0))
         least, least_val = min(size for size, _ in sizes), min(size for _, size in sizes)
         if all(size == (least, least_val) for size in sizes):
             return replace(tuning, decision=_said(decision, sizes, tuning), look=look)
@@ -205,15 +205,15 @@ def choose(tuning: Tuning, wishes: Wishes) -> Tuning:
 
 def looked_again(trainer: Any, module: Any, tuning: Tuning, wishes: Wishes) -> Tuning:
     """Count what other callbacks took since, and choose again where that takes room. All ranks must call it."""
-    look, team = tuning.look, tuning.team
+    look, ranks = tuning.look, tuning.ranks
     if look is None:
         return tuning
     device = trainer.strategy.root_device
     program = look.prediction.program
     assert isinstance(program, LightningProgram)
     held = tried(lambda: callbacks.held_bytes(trainer, module, device, averaging=False)).value or 0
-    extra = held - dict(program.beside)["callbacks"]
-    if max(team.gather(extra)) <= 0:
+    extra = held - dict(program.resident_blocks)["callbacks"]
+    if max(ranks.gather(extra)) <= 0:
         return tuning
     look = replace(look, extra={"callbacks": max(extra, 0)})
     larger = replace(
@@ -280,7 +280,7 @@ def _look(trainer: Any, module: Any, wishes: Wishes, stage: Stage) -> Look:
     if shards:
         prediction = sharded.divided(prediction, shards)
     notes = list(sampled.notes)
-    side, validation = None, Tried[Found]()
+    side, validation = None, Tried[LoaderInfo]()
     if stage == "fit" and trainer.enable_validation:
         validation = tried(lambda: loaders.find(trainer, "val"))
         attempt = tried(lambda: _side(validation.got(), prediction, settings)) if validation.value else validation
@@ -308,7 +308,7 @@ def _held_bytes(trainer: Any, module: Any) -> int:
 
 
 def _program(
-    trainer: Any, module: Any, found: Found, batches: tuple[Any, ...], wishes: Wishes, stage: Stage
+    trainer: Any, module: Any, found: LoaderInfo, batches: tuple[Any, ...], wishes: Wishes, stage: Stage
 ) -> LightningProgram:
     device = trainer.strategy.root_device
     sized = found.dataset_size is not None
@@ -324,12 +324,12 @@ def _program(
         accumulate_grad_batches=2 if effective else callbacks.accumulation(trainer),
         gpu=gpu_of(device),
         stage=stage,
-        beside=(("callbacks", callbacks.held_bytes(trainer, module, device, averaging=False)),),
+        resident_blocks=(("callbacks", callbacks.held_bytes(trainer, module, device, averaging=False)),),
         strategy=trainer.strategy,
     )
 
 
-def _side(found: Found, training: Prediction, settings: AllocatorSettings) -> Side:
+def _side(found: LoaderInfo, training: Prediction, settings: AllocatorSettings) -> Side:
     """Predict the fit's validation, beside all that training leaves standing."""
     batches = loaders.sample(found).batches
     size = found.batch_size or batches[0].small_size
@@ -343,7 +343,7 @@ def _side(found: Found, training: Prediction, settings: AllocatorSettings) -> Si
         batches_per_epoch=found.batches if found.dataset_size is not None else None,
         stage="validate",
         setup_stage="fit",
-        beside=tuple(_standing(trace, gradients=callbacks.validates_mid_step(program.trainer, accumulate))),
+        resident_blocks=tuple(_standing(trace, gradients=callbacks.validates_mid_step(program.trainer, accumulate))),
     )
     prediction = predict(program, size, settings, scalable=False)
     return Side(found, replace(prediction, share=training.share), size)
@@ -351,7 +351,7 @@ def _side(found: Found, training: Prediction, settings: AllocatorSettings) -> Si
 
 def _standing(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
     """What is on the device between two training steps beside the module, by part; validation clears the gradients."""
-    parts = {"optimizer_state", *SELDOM_PARTS, *(["gradients"] if gradients else [])}
+    parts = {"optimizer_state", *OPTIONAL_PARTS, *(["gradients"] if gradients else [])}
     alive = {event.block: event for event in trace.events if event.action == "alloc" and event.part in parts}
     for event in trace.events:
         if event.action == "free":
@@ -361,7 +361,7 @@ def _standing(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
 
 def _request(
     trainer: Any,
-    found: Found,
+    found: LoaderInfo,
     sampled: Sampled,
     prediction: Prediction,
     wishes: Wishes,

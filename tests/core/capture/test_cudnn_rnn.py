@@ -75,7 +75,7 @@ def states(shape: tuple[int, ...], kind: type[nn.Module], device: str) -> Any:
 def shapes_there_and_here(model: nn.Module, *batch: Any) -> list[list[tuple[int, ...]]]:
     """Those of the output and of the last states: on a pretended GPU, and really on the CPU."""
     here = shapes_of(model(*(torch.ones(shape) for shape in batch)))
-    with tensors(fake=True, gpu=H200), watching(Recorder("cuda", chip=H200.chip), model):
+    with tensors(fake=True, gpu=H200), watching(Recorder("cuda", kernel_target=H200.kernel_target), model):
         there = shapes_of(model.to("cuda")(*(torch.ones(shape, device="cuda") for shape in batch)))
     return [there, here]
 
@@ -142,7 +142,7 @@ def test_gradients_of_weights_are_one_buffer(kind: Any, options: dict[str, Any])
 
 def test_gradients_are_views_shaped_as_their_weights() -> None:
     model = nn.LSTM(FEATURES, HIDDEN, 2)
-    with tensors(fake=True, gpu=H200), watching(Recorder("cuda", chip=H200.chip), model):
+    with tensors(fake=True, gpu=H200), watching(Recorder("cuda", kernel_target=H200.kernel_target), model):
         model.to("cuda")
         model(torch.ones(TIMES, SAMPLES, FEATURES, device="cuda"))[0].sum().backward()
         grads = [parameter.grad for parameter in model.parameters()]
@@ -219,7 +219,7 @@ def test_where_cudnn_is_off_the_layers_run_step_by_step() -> None:
 def test_packed_sequences_reach_cudnn_with_their_lengths() -> None:
     """Three sequences of 3, 2 and 1 steps: six rows."""
     model = nn.LSTM(FEATURES, HIDDEN)
-    with tensors(fake=True, gpu=H200) as mode, watching(Recorder("cuda", chip=H200.chip), model):
+    with tensors(fake=True, gpu=H200) as mode, watching(Recorder("cuda", kernel_target=H200.kernel_target), model):
         assert mode is not None
         weights = [parameter.to("cuda") for parameter in model.parameters()]
         state = torch.zeros(1, 3, HIDDEN, device="cuda")

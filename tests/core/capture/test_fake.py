@@ -1,4 +1,4 @@
-"""A module's fake twin: everything of the module but its memory, and nothing done to it reaches the module."""
+"""A module's fake copy: everything of the module but its memory, and nothing done to it reaches the module."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_memguard.core.capture.fake import (
     ValueNeededError,
     assumption,
     call,
-    fake_twin,
+    fake_copy,
     faking,
     isolated_rng,
     known_result,
-    real_twin,
+    real_copy,
     worst_case_result,
 )
 
@@ -48,7 +48,7 @@ class Tied(nn.Module):
 
 
 def twin_of(module: nn.Module, device: torch.device = CPU, instead: dict[int, object] | None = None) -> nn.Module:
-    return fake_twin(module, FakeTensorMode(allow_non_fake_inputs=True), device, instead)
+    return fake_copy(module, FakeTensorMode(allow_non_fake_inputs=True), device, instead)
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -62,13 +62,13 @@ def mode() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-# The twin
+# The copy
 
 
 def test_a_twin_has_every_tensor_of_the_module_without_its_memory():
     module = Tied()
-    twin = twin_of(module)
-    mine, theirs = module.state_dict(keep_vars=True), twin.state_dict(keep_vars=True)
+    module_copy = twin_of(module)
+    mine, theirs = module.state_dict(keep_vars=True), module_copy.state_dict(keep_vars=True)
     assert list(mine) == list(theirs)
     for name in mine:
         assert isinstance(theirs[name], FakeTensor)
@@ -82,46 +82,46 @@ def test_a_twin_has_every_tensor_of_the_module_without_its_memory():
 def test_tensors_that_are_neither_parameters_nor_buffers_are_fake_too():
     module = Tied()
     module.product = module.encoder.weight * 2  # torch itself refuses to deep-copy this one
-    twin = twin_of(module)
-    assert isinstance(twin.plain, FakeTensor)
-    assert isinstance(twin.product, FakeTensor)
+    module_copy = twin_of(module)
+    assert isinstance(module_copy.plain, FakeTensor)
+    assert isinstance(module_copy.product, FakeTensor)
 
 
 def test_tied_parameters_stay_tied():
-    twin = twin_of(Tied())
-    assert twin.decoder.weight is twin.encoder.weight
+    module_copy = twin_of(Tied())
+    assert module_copy.decoder.weight is module_copy.encoder.weight
 
 
 def test_a_buffer_that_two_modules_hold_stays_one():
     module = Tied()
     module.encoder.register_buffer("mean", module.mean)
-    twin = twin_of(module)
-    assert twin.encoder.mean is twin.mean
+    module_copy = twin_of(module)
+    assert module_copy.encoder.mean is module_copy.mean
 
 
 def test_tensors_that_share_a_storage_still_share_one():
     module = nn.Module()
     module.register_buffer("table", torch.zeros(8))
     module.register_buffer("first_half", module.table[:4])
-    twin = twin_of(module)
-    assert storage(twin.first_half) == storage(twin.table)
+    module_copy = twin_of(module)
+    assert storage(module_copy.first_half) == storage(module_copy.table)
 
 
 def test_lists_and_counters_of_the_twin_are_its_own():
     module = Tied()
-    twin = twin_of(module)
-    twin.history[0].append(2.0)
-    twin.history.append([3.0])
-    twin.steps += 1
+    module_copy = twin_of(module)
+    module_copy.history[0].append(2.0)
+    module_copy.history.append([3.0])
+    module_copy.steps += 1
     assert (module.history, module.steps) == ([[1.0]], 3)
 
 
 def test_the_module_is_left_as_it_was():
     module = Tied()
     before = {name: (id(tensor), tensor.clone()) for name, tensor in module.state_dict(keep_vars=True).items()}
-    twin = twin_of(module)
-    twin.encoder.weight.requires_grad_(False)
-    twin.encoder.weight.sharded = False
+    module_copy = twin_of(module)
+    module_copy.encoder.weight.requires_grad_(False)
+    module_copy.encoder.weight.sharded = False
     for name, tensor in module.state_dict(keep_vars=True).items():
         identity, values = before[name]
         assert id(tensor) == identity
@@ -138,7 +138,7 @@ def test_attributes_of_parameters_are_kept():
 def test_a_list_on_a_parameter_is_the_twins_own():
     module = Tied()
     module.encoder.weight.groups = ["encoder"]
-    twin_of(module).encoder.weight.groups.append("twin")
+    twin_of(module).encoder.weight.groups.append("copy")
     assert module.encoder.weight.groups == ["encoder"]
 
 
@@ -147,83 +147,85 @@ def test_datasets_loaders_and_arrays_are_shared_and_not_copied():
     module.dataset = TensorDataset(torch.zeros(3))
     module.loaders = {"train": DataLoader(module.dataset)}
     module.tables = [np.zeros(3)]
-    twin = twin_of(module)
-    assert twin.dataset is module.dataset
-    assert twin.loaders["train"] is module.loaders["train"]
-    assert twin.tables[0] is module.tables[0]
-    assert twin.tables is not module.tables
+    module_copy = twin_of(module)
+    assert module_copy.dataset is module.dataset
+    assert module_copy.loaders["train"] is module.loaders["train"]
+    assert module_copy.tables[0] is module.tables[0]
+    assert module_copy.tables is not module.tables
 
 
-@pytest.mark.parametrize("make_twin", [twin_of, real_twin])
+@pytest.mark.parametrize("make_twin", [twin_of, real_copy])
 def test_what_cannot_be_copied_is_shared_and_all_else_is_still_copied(make_twin):
     module = Tied()
     module.lock = threading.Lock()
     module.numbers = (n for n in (1, 2, 3))
-    twin = make_twin(module)
-    assert twin.lock is module.lock
-    assert twin.numbers is module.numbers
-    assert twin.history is not module.history
-    assert storage(twin.encoder.weight) != storage(module.encoder.weight)
+    module_copy = make_twin(module)
+    assert module_copy.lock is module.lock
+    assert module_copy.numbers is module.numbers
+    assert module_copy.history is not module.history
+    assert storage(module_copy.encoder.weight) != storage(module.encoder.weight)
 
 
-@pytest.mark.parametrize("make_twin", [twin_of, real_twin])
+@pytest.mark.parametrize("make_twin", [twin_of, real_copy])
 def test_what_a_child_cannot_copy_is_shared_and_the_child_is_still_copied(make_twin):
-    """Else the twin's weights are the user's, and a step on the twin trains them."""
+    """Else the copy's weights are the user's, and a step on the copy trains them."""
     module = Tied()
     module.encoder.lock = threading.Lock()
-    twin = make_twin(module)
-    assert twin.encoder.lock is module.encoder.lock
-    assert twin.encoder is not module.encoder
-    assert storage(twin.encoder.weight) != storage(module.encoder.weight)
+    module_copy = make_twin(module)
+    assert module_copy.encoder.lock is module.encoder.lock
+    assert module_copy.encoder is not module.encoder
+    assert storage(module_copy.encoder.weight) != storage(module.encoder.weight)
 
 
 def test_an_object_can_be_replaced_on_the_way():
-    """How a LightningModule's twin comes without its Trainer."""
+    """How a LightningModule's copy comes without its Trainer."""
     module = Tied()
     module.owner = threading.Thread()
     assert twin_of(module, instead={id(module.owner): None}).owner is None
 
 
 def test_parameters_and_buffers_go_to_the_device_and_other_tensors_stay():
-    twin = twin_of(Tied(), torch.device("cuda"))
-    assert {t.device.type for t in (*twin.parameters(), *twin.buffers())} == {"cuda"}
-    assert twin.plain.device.type == "cpu"
+    module_copy = twin_of(Tied(), torch.device("cuda"))
+    assert {t.device.type for t in (*module_copy.parameters(), *module_copy.buffers())} == {"cuda"}
+    assert module_copy.plain.device.type == "cpu"
 
 
 def test_the_twin_of_a_module_without_memory_is_on_the_device_too(mode):
     with torch.utils._python_dispatch._disable_current_modes():
         module = nn.Linear(4, 4, device="meta")
-    assert {parameter.device.type for parameter in fake_twin(module, mode, CPU).parameters()} == {"cpu"}
+    assert {parameter.device.type for parameter in fake_copy(module, mode, CPU).parameters()} == {"cpu"}
 
 
 def test_a_real_twin_has_the_values_and_none_of_the_memory():
     module = Tied()
-    twin = real_twin(module)
-    assert torch.equal(twin.encoder.weight, module.encoder.weight)
-    assert twin.decoder.weight is twin.encoder.weight
-    assert storage(twin.encoder.weight) != storage(module.encoder.weight)
+    module_copy = real_copy(module)
+    assert torch.equal(module_copy.encoder.weight, module.encoder.weight)
+    assert module_copy.decoder.weight is module_copy.encoder.weight
+    assert storage(module_copy.encoder.weight) != storage(module.encoder.weight)
 
 
 # Running under fake tensors
 
 
 def test_a_twin_can_be_moved_to_another_dtype_and_stays_tied(mode):
-    twin = fake_twin(Tied(), mode, CPU)
-    counted = [tensor.untyped_storage() for tensor in twin.parameters()]  # what a recorder holds weak references to
-    twin.to(torch.bfloat16)
-    assert {tensor.dtype for tensor in (*twin.parameters(), *twin.buffers())} == {torch.bfloat16}
-    assert isinstance(twin.encoder.weight, nn.Parameter)
-    assert twin.decoder.weight is twin.encoder.weight
-    assert [p.requires_grad for p in twin.parameters()] == [True, False]
+    module_copy = fake_copy(Tied(), mode, CPU)
+    counted = [
+        tensor.untyped_storage() for tensor in module_copy.parameters()
+    ]  # what a recorder holds weak references to
+    module_copy.to(torch.bfloat16)
+    assert {tensor.dtype for tensor in (*module_copy.parameters(), *module_copy.buffers())} == {torch.bfloat16}
+    assert isinstance(module_copy.encoder.weight, nn.Parameter)
+    assert module_copy.decoder.weight is module_copy.encoder.weight
+    assert [p.requires_grad for p in module_copy.parameters()] == [True, False]
     assert len(counted) == 2
 
 
 def test_a_move_that_changes_nothing_keeps_the_very_parameters(mode):
     """An optimizer made before it still holds those that train."""
-    twin = fake_twin(nn.Linear(2, 2), mode, CPU)
-    before = list(twin.parameters())
-    twin.to("cpu").float()
-    assert all(mine is theirs for mine, theirs in zip(before, twin.parameters(), strict=True))
+    module_copy = fake_copy(nn.Linear(2, 2), mode, CPU)
+    before = list(module_copy.parameters())
+    module_copy.to("cpu").float()
+    assert all(mine is theirs for mine, theirs in zip(before, module_copy.parameters(), strict=True))
 
 
 def test_real_modules_move_as_ever_meanwhile(mode):
@@ -252,7 +254,7 @@ def test_torchs_own_way_to_move_modules_comes_back_even_after_an_error():
 def test_a_compiled_module_runs_eagerly(mode):
     """Compiling for fake tensors would take long, and show operators that the eager step does not run."""
     compiled = []
-    module = torch.compile(fake_twin(nn.Linear(3, 2), mode, CPU), backend=lambda graph, _: compiled.append(graph))
+    module = torch.compile(fake_copy(nn.Linear(3, 2), mode, CPU), backend=lambda graph, _: compiled.append(graph))
     assert tuple(module(torch.empty(5, 3)).shape) == (5, 2)
     assert compiled == []
 
@@ -284,16 +286,16 @@ def test_a_fake_tensor_can_be_deep_copied(mode):
     """As callbacks that keep an average of the weights do; torch's own way would make a real storage."""
     original = torch.empty(3, requires_grad=True)
     memo: dict[int, object] = {}
-    twin = call(torch.Tensor.__deepcopy__, (original, memo), {})
-    assert isinstance(twin, FakeTensor)
-    assert (twin.shape, twin.requires_grad) == (original.shape, True)
-    assert storage(twin) != storage(original)
-    assert call(torch.Tensor.__deepcopy__, (original, memo), {}) is twin
+    module_copy = call(torch.Tensor.__deepcopy__, (original, memo), {})
+    assert isinstance(module_copy, FakeTensor)
+    assert (module_copy.shape, module_copy.requires_grad) == (original.shape, True)
+    assert storage(module_copy) != storage(original)
+    assert call(torch.Tensor.__deepcopy__, (original, memo), {}) is module_copy
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_module_can_be_deep_copied_inside_the_mode(mode):
-    module = fake_twin(Tied(), mode, CPU)
+    module = fake_copy(Tied(), mode, CPU)
     clone = copy.deepcopy(module)
     assert clone.decoder.weight is clone.encoder.weight
     assert isinstance(clone.encoder.weight, FakeTensor)

@@ -50,7 +50,7 @@ class Operators(TorchDispatchMode):
 @contextmanager
 def pretending(gpu: Gpu = H200) -> Iterator[Operators]:
     """Inside, a step runs as it does while it is captured."""
-    recorder = Recorder("cuda", chip=gpu.chip)
+    recorder = Recorder("cuda", kernel_target=gpu.kernel_target)
     with tensors(fake=True, gpu=gpu), watching(recorder, nn.Identity()), Operators() as seen:
         yield seen
 

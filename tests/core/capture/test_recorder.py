@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard.core.capture.batch import batches_from_one
-from lightning_memguard.core.capture.fake import fake_twin
+from lightning_memguard.core.capture.fake import fake_copy
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram, tensors
 from lightning_memguard.core.capture.recorder import (
@@ -69,21 +69,21 @@ def traced(
 ) -> Trace:
     """A few steps of a copy of the module: zero_grad, forward, backward, optimizer."""
     with tensors(fake=fake) as mode:
-        twin = fake_twin(module, mode, CPU) if mode else copy.deepcopy(module)
-        optimizers = [make_optimizer(twin.parameters())] if make_optimizer else []
+        module_copy = fake_copy(module, mode, CPU) if mode else copy.deepcopy(module)
+        optimizers = [make_optimizer(module_copy.parameters())] if make_optimizer else []
         recorder = Recorder("cpu")
-        with watching(recorder, twin):
+        with watching(recorder, module_copy):
             for step in range(steps):
                 recorder.mark("zero_grad", step=step)
-                twin.zero_grad()
+                module_copy.zero_grad()
                 recorder.mark("forward")
                 batch = make_batch()
                 recorder.label([batch], "batch")
-                loss = twin(batch).sum()
+                loss = module_copy(batch).sum()
                 del batch
                 recorder.mark("backward")
                 loss.backward()
-                recorder.label(gradients_of(optimizers, twin), "gradients")
+                recorder.label(gradients_of(optimizers, module_copy), "gradients")
                 recorder.mark("optimizer")
                 for optimizer in optimizers:
                     optimizer.step()
@@ -431,10 +431,10 @@ def test_reading_a_loss_to_log_it_does_not_end_the_run():
 def test_a_copy_that_the_step_makes_of_a_module_counts():
     """An average of the weights: 192 bytes more, without a gradient or a state."""
     with tensors(fake=True) as mode:
-        twin = fake_twin(TwoLayers(), mode, CPU)
+        module_copy = fake_copy(TwoLayers(), mode, CPU)
         recorder = Recorder("cpu")
-        with watching(recorder, twin):
-            average = copy.deepcopy(twin)
+        with watching(recorder, module_copy):
+            average = copy.deepcopy(module_copy)
         trace = recorder.trace(1, "fake")
     assert len(list(average.parameters())) == 2
     assert [event.nbytes for event in trace if event.action == "alloc"] == [128, 64, 128, 64]

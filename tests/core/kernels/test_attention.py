@@ -13,18 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memguard.core.capture import fake_cuda
 from lightning_memguard.core.kernels import attention
-from lightning_memguard.core.trace.scratch import NONE, Chip, Scratch, Span
+from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch
 from lightning_memguard.errors import CannotTraceError
 
 V100, T4, A100, RTX3090, RTX4090, H100, B200, RTX5090 = (
-    Chip((7, 0), 80),
-    Chip((7, 5), 40),
-    Chip((8, 0), 108),
-    Chip((8, 6), 82),
-    Chip((8, 9), 128),
-    Chip((9, 0), 132),
-    Chip((10, 0), 148),
-    Chip((12, 0), 170),
+    CudaTarget((7, 0), 80),
+    CudaTarget((7, 5), 40),
+    CudaTarget((8, 0), 108),
+    CudaTarget((8, 6), 82),
+    CudaTarget((8, 9), 128),
+    CudaTarget((9, 0), 132),
+    CudaTarget((10, 0), 148),
+    CudaTarget((12, 0), 170),
 )
 HALF, BF16, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 OLD_CUDNN, NEW_CUDNN = 91_002, 91_900
@@ -65,9 +65,9 @@ def tensors(
         (V100, SINGLE, 65, {}, "efficient"),  # no tensor cores, no alignment
         (V100, HALF, 60, {}, "math"),
         (T4, SINGLE, 64, {"attn_mask": CAUSAL}, "efficient"),
-        (Chip((5, 0), 16), HALF, 63, {}, "efficient"),
-        (Chip((3, 7), 13), HALF, 64, {}, "math"),
-        (Chip((13, 0), 100), HALF, 64, {}, "math"),
+        (CudaTarget((5, 0), 16), HALF, 63, {}, "efficient"),
+        (CudaTarget((3, 7), 13), HALF, 64, {}, "math"),
+        (CudaTarget((13, 0), 100), HALF, 64, {}, "math"),
         (RTX5090, BF16, 64, {}, "flash"),
         (RTX5090, BF16, 200, {}, "efficient"),
         (RTX5090, BF16, 256, {}, "flash"),
@@ -78,17 +78,17 @@ def tensors(
         (RTX4090, BF16, 232, {"dropout_p": 0.5}, "efficient"),
     ],
 )
-def test_the_choice_follows_gpu_dtype_width_mask_and_dropout(chip, dtype, width, options, expected) -> None:
+def test_the_choice_follows_gpu_dtype_width_mask_and_dropout(kernel_target, dtype, width, options, expected) -> None:
     inputs = tensors(2, 4, 16, width, dtype=dtype)
-    assert attention.choose(*inputs, **options, chip=chip, cudnn=NEW_CUDNN) == expected
+    assert attention.choose(*inputs, **options, kernel_target=kernel_target, cudnn=NEW_CUDNN) == expected
 
 
 def test_wide_heads_are_forbidden_to_flash_only_while_training() -> None:
     inputs = tensors(2, 4, 16, 224)
-    assert attention.choose(*inputs, chip=RTX4090) == "efficient"
+    assert attention.choose(*inputs, kernel_target=RTX4090) == "efficient"
     with torch.no_grad():
-        assert attention.choose(*inputs, chip=RTX4090) == "flash"
-    assert attention.choose(*tensors(2, 4, 16, 224, grad=False), chip=RTX4090) == "flash"
+        assert attention.choose(*inputs, kernel_target=RTX4090) == "flash"
+    assert attention.choose(*tensors(2, 4, 16, 224, grad=False), kernel_target=RTX4090) == "flash"
 
 
 @pytest.mark.parametrize(
@@ -96,26 +96,26 @@ def test_wide_heads_are_forbidden_to_flash_only_while_training() -> None:
     [
         ((2, 9), H100, OLD_CUDNN, "cudnn"),
         ((2, 9), B200, OLD_CUDNN, "cudnn"),
-        ((2, 9), Chip((10, 3), 148), OLD_CUDNN, "flash"),
+        ((2, 9), CudaTarget((10, 3), 148), OLD_CUDNN, "flash"),
         ((2, 10), H100, OLD_CUDNN, "flash"),
         ((2, 10), H100, NEW_CUDNN, "cudnn"),
         ((2, 11), H100, NEW_CUDNN, "cudnn"),
-        ((2, 13), Chip((10, 3), 148), NEW_CUDNN, "cudnn"),
+        ((2, 13), CudaTarget((10, 3), 148), NEW_CUDNN, "cudnn"),
         ((2, 13), A100, NEW_CUDNN, "flash"),
         ((2, 13), RTX5090, NEW_CUDNN, "flash"),
     ],
 )
 def test_cudnn_comes_first_by_version_on_hopper_and_blackwell(
-    monkeypatch: pytest.MonkeyPatch, torch_version, chip, cudnn, expected
+    monkeypatch: pytest.MonkeyPatch, torch_version, kernel_target, cudnn, expected
 ) -> None:
     monkeypatch.setattr(attention, "_TORCH", torch_version)
-    assert attention.choose(*tensors(2, 4, 16, 64), chip=chip, cudnn=cudnn) == expected
+    assert attention.choose(*tensors(2, 4, 16, 64), kernel_target=kernel_target, cudnn=cudnn) == expected
 
 
 def test_the_users_environment_keeps_cudnn_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_TORCH", (2, 13))
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert attention.choose(*tensors(2, 4, 16, 64), chip=H100, cudnn=NEW_CUDNN) == "flash"
+    assert attention.choose(*tensors(2, 4, 16, 64), kernel_target=H100, cudnn=NEW_CUDNN) == "flash"
 
 
 @pytest.mark.parametrize(
@@ -132,36 +132,39 @@ def test_the_users_environment_keeps_cudnn_back(monkeypatch: pytest.MonkeyPatch)
 )
 def test_cudnn_declines_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch, shape, options, expected) -> None:
     monkeypatch.setattr(attention, "_TORCH", (2, 13))
-    assert attention.choose(*tensors(*shape), **options, chip=H100, cudnn=NEW_CUDNN) == expected
+    assert attention.choose(*tensors(*shape), **options, kernel_target=H100, cudnn=NEW_CUDNN) == expected
 
 
 def test_cudnn_declines_strict_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_TORCH", (2, 13))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert attention.choose(*tensors(2, 4, 16, 64), chip=H100, cudnn=NEW_CUDNN) == "flash"
+    assert attention.choose(*tensors(2, 4, 16, 64), kernel_target=H100, cudnn=NEW_CUDNN) == "flash"
 
 
 def test_shared_keys_go_to_flash_and_with_a_mask_to_plain_products() -> None:
     inputs = tensors(2, 8, 16, 64, groups=4)
-    assert attention.choose(*inputs, enable_gqa=True, chip=A100) == "flash"
-    assert attention.choose(*inputs, CAUSAL, enable_gqa=True, chip=A100) == "math"
-    assert attention.choose(*inputs, chip=A100) == "math"
+    assert attention.choose(*inputs, enable_gqa=True, kernel_target=A100) == "flash"
+    assert attention.choose(*inputs, CAUSAL, enable_gqa=True, kernel_target=A100) == "math"
+    assert attention.choose(*inputs, kernel_target=A100) == "math"
 
 
 def test_shapes_that_no_fused_kernel_takes() -> None:
     query, key, value = tensors(2, 4, 16, 64)
-    assert attention.choose(query[0], key[0], value[0], chip=A100) == "math"
-    assert attention.choose(query, key[:, :, :0], value[:, :, :0], chip=A100) == "math"
-    assert attention.choose(query.transpose(2, 3), key.transpose(2, 3), value.transpose(2, 3), chip=A100) == "math"
-    assert attention.choose(query[:, :, :8], key, value, is_causal=True, chip=A100) == "efficient"
+    assert attention.choose(query[0], key[0], value[0], kernel_target=A100) == "math"
+    assert attention.choose(query, key[:, :, :0], value[:, :, :0], kernel_target=A100) == "math"
+    assert (
+        attention.choose(query.transpose(2, 3), key.transpose(2, 3), value.transpose(2, 3), kernel_target=A100)
+        == "math"
+    )
+    assert attention.choose(query[:, :, :8], key, value, is_causal=True, kernel_target=A100) == "efficient"
 
 
 def test_the_backends_the_user_allows_are_the_ones_that_count() -> None:
     inputs = tensors(2, 4, 16, 64)
     with sdpa_kernel(SDPBackend.MATH):
-        assert attention.choose(*inputs, chip=A100) == "math"
+        assert attention.choose(*inputs, kernel_target=A100) == "math"
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        assert attention.choose(*inputs, chip=A100, cudnn=NEW_CUDNN) == "cudnn"
+        assert attention.choose(*inputs, kernel_target=A100, cudnn=NEW_CUDNN) == "cudnn"
     everything = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -169,9 +172,9 @@ def test_the_backends_the_user_allows_are_the_ones_that_count() -> None:
         SDPBackend.MATH,
     ]
     with sdpa_kernel(everything, set_priority=True):  # what torch itself sets where the GPU is a Hopper
-        assert attention.choose(*inputs, chip=A100, cudnn=NEW_CUDNN) == "flash"
+        assert attention.choose(*inputs, kernel_target=A100, cudnn=NEW_CUDNN) == "flash"
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(CannotTraceError, match=r"compute capability 7\.0"):
-        attention.choose(*inputs, chip=V100)
+        attention.choose(*inputs, kernel_target=V100)
 
 
 # -- the call
@@ -221,7 +224,7 @@ def kept(out: torch.Tensor) -> dict[str, tuple[str, int]]:
 class TestAttend:
     def test_flash_keeps_the_padded_result_and_one_number_a_row(self) -> None:
         query, key, value = tensors(2, 4, 16, 60, device="cuda")
-        out = attention.attend(query, key, value, dropout_p=0.1, is_causal=True, chip=A100)
+        out = attention.attend(query, key, value, dropout_p=0.1, is_causal=True, kernel_target=A100)
         assert out.shape == (2, 4, 16, 60)
         assert kept(out) == {
             "output": ("cuda", 2 * 4 * 16 * 64 * 2),
@@ -233,14 +236,14 @@ class TestAttend:
     def test_flash_leaves_shared_keys_as_few_as_they_are(self) -> None:
         inputs = tensors(2, 8, 16, 64, device="cuda", groups=4)
         with Results() as seen:
-            out = attention.attend(*inputs, enable_gqa=True, chip=A100)
+            out = attention.attend(*inputs, enable_gqa=True, kernel_target=A100)
         assert [name for name in seen.names if name.startswith("_")] == ["_scaled_dot_product_flash_attention.default"]
         grads = out.grad_fn(torch.empty_like(out))
         assert [grad.shape[1] for grad in grads[:3]] == [8, 2, 2]
 
     def test_efficient_rounds_the_rows_and_keeps_its_seed_on_the_host(self) -> None:
         inputs = tensors(2, 4, 20, 64, dtype=SINGLE, device="cuda")
-        out = attention.attend(*inputs, dropout_p=0.1, chip=A100)
+        out = attention.attend(*inputs, dropout_p=0.1, kernel_target=A100)
         assert kept(out) == {
             "output": ("cuda", 2 * 4 * 20 * 64 * 4),
             "log_sumexp": ("cuda", 2 * 4 * 32 * 4),
@@ -252,17 +255,17 @@ class TestAttend:
 
     def test_efficient_keeps_no_sums_without_gradients(self) -> None:
         inputs = tensors(2, 4, 20, 64, dtype=SINGLE, device="cuda", grad=False)
-        assert attention.attend(*inputs, chip=A100).grad_fn is None
+        assert attention.attend(*inputs, kernel_target=A100).grad_fn is None
 
     @pytest.mark.parametrize(("length", "row_bytes"), [(16, 16 * 2), (20, 24 * 2)])
     def test_efficient_makes_a_boolean_mask_additive_and_pads_its_rows(self, length, row_bytes) -> None:
         inputs = tensors(2, 4, length, 64, device="cuda")
         mask = torch.empty(2, 1, length, length, dtype=torch.bool, device="cuda")
-        out = attention.attend(*inputs, mask, chip=A100)
+        out = attention.attend(*inputs, mask, kernel_target=A100)
         assert kept(out)["attn_bias"] == ("cuda", 2 * length * row_bytes)
 
     def test_cudnn_keeps_a_column_of_sums_and_its_seed_on_the_gpu(self) -> None:
-        out = attention.attend(*tensors(2, 4, 16, 64, device="cuda"), dropout_p=0.5, chip=H100)
+        out = attention.attend(*tensors(2, 4, 16, 64, device="cuda"), dropout_p=0.5, kernel_target=H100)
         assert kept(out) == {
             "output": ("cuda", 2 * 4 * 16 * 64 * 2),
             "logsumexp": ("cuda", 2 * 4 * 16 * 4),
@@ -272,14 +275,14 @@ class TestAttend:
 
     def test_cudnn_takes_a_boolean_mask(self) -> None:
         mask = torch.empty(16, 16, dtype=torch.bool, device="cuda")
-        out = attention.attend(*tensors(2, 4, 16, 64, device="cuda"), mask, chip=H100)
+        out = attention.attend(*tensors(2, 4, 16, 64, device="cuda"), mask, kernel_target=H100)
         assert kept(out)["attn_bias"] == ("cuda", 16 * 16 * 2)
 
     def test_plain_products_are_torchs_own(self) -> None:
         inputs = tensors(2, 8, 16, 64, dtype=HALF, device="cuda", groups=2)
         mask = torch.empty(16, 16, dtype=torch.bool, device="cuda")
         with Results() as ours:
-            attention.attend(*inputs, mask, 0.1, enable_gqa=True, chip=V100)
+            attention.attend(*inputs, mask, 0.1, enable_gqa=True, kernel_target=V100)
         with Results() as theirs, sdpa_kernel(SDPBackend.MATH):
             bias = torch.ops.aten.where.ScalarSelf(mask, 0.0, torch.scalar_tensor(0.0, dtype=HALF, device="cuda"))
             torch.ops.aten._scaled_dot_product_attention_math(*inputs, bias, 0.1, enable_gqa=True)
@@ -292,7 +295,7 @@ class TestAttend:
         before = torch.is_autocast_enabled("cuda")
         torch.set_autocast_enabled("cuda", True)
         try:
-            out = attention.attend(*inputs, mask, chip=A100)
+            out = attention.attend(*inputs, mask, kernel_target=A100)
             assert torch.is_autocast_enabled("cuda")
         finally:
             torch.set_autocast_enabled("cuda", before)
@@ -306,7 +309,7 @@ def test_a_boolean_mask_becomes_additive_in_the_operators_that_torch_takes() -> 
     query, key, value = tensors(2, 4, 16, 64, dtype=SINGLE, device="cuda")
     mask = torch.empty(16, 16, dtype=torch.bool, device="cuda")
     with Results() as ours:
-        attention.attend(query, key, value, mask, chip=Chip((3, 7), 13))
+        attention.attend(query, key, value, mask, kernel_target=CudaTarget((3, 7), 13))
     with Results() as theirs, sdpa_kernel(SDPBackend.MATH):
         torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
     asides = ("prim.", "_fused_sdp_choice")  # questions, which allocate nothing
@@ -318,18 +321,24 @@ def test_a_boolean_mask_becomes_additive_in_the_operators_that_torch_takes() -> 
 # -- scratch
 
 
-def scratch(name: str, *args: Any, chip: Chip, results: tuple[Any, ...] = (), **kwargs: Any) -> Scratch:
-    return attention.RULES[f"_{name}"](args, kwargs, results, chip)
+def scratch(name: str, *args: Any, kernel_target: CudaTarget, results: tuple[Any, ...] = (), **kwargs: Any) -> Scratch:
+    return attention.RULES[f"_{name}"](args, kwargs, results, kernel_target)
 
 
-def flash_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chip: Chip, out=None) -> Scratch:
+def flash_backward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel_target: CudaTarget, out=None
+) -> Scratch:
     out = query if out is None else out
-    return scratch("scaled_dot_product_flash_attention_backward", query, query, key, value, out, chip=chip)
+    return scratch(
+        "scaled_dot_product_flash_attention_backward", query, query, key, value, out, kernel_target=kernel_target
+    )
 
 
-def efficient_backward(inputs: list[torch.Tensor], chip: Chip, dropout_p: float = 0.0) -> Scratch:
+def efficient_backward(inputs: list[torch.Tensor], kernel_target: CudaTarget, dropout_p: float = 0.0) -> Scratch:
     rest = (None, None, None, None, None, dropout_p, [True, True, True, False])
-    return scratch("scaled_dot_product_efficient_attention_backward", inputs[0], *inputs, *rest, chip=chip)
+    return scratch(
+        "scaled_dot_product_efficient_attention_backward", inputs[0], *inputs, *rest, kernel_target=kernel_target
+    )
 
 
 FLASH = "scaled_dot_product_flash_attention"
@@ -342,17 +351,17 @@ def test_flash_splits_the_keys_where_queries_are_too_few_for_the_gpu() -> None:
     # 8/216, 16/216, (three make the same as two), 32/216. Only four reach 85% of the best.
     key = tensors(1, 4, 1024, 64)[1]
     splits = 4
-    assert scratch(FLASH, inputs[0], key, key, chip=A100) == Scratch(
+    assert scratch(FLASH, inputs[0], key, key, kernel_target=A100) == Scratch(
         after=((splits * 4 * 128 * 4, splits * 4 * 128 * 64 * 4),)
     )
 
 
 def test_flash_does_not_split_when_the_gpu_is_full_or_with_dropout() -> None:
     full = tensors(8, 16, 128, 64)  # 256 blocks of queries
-    assert scratch(FLASH, *full, chip=A100) == NONE
+    assert scratch(FLASH, *full, kernel_target=A100) == NONE
     few = tensors(1, 4, 1024, 64)
-    assert scratch(FLASH, *few, 0.1, chip=A100) == NONE
-    assert scratch(FLASH, *few, chip=A100) != NONE
+    assert scratch(FLASH, *few, 0.1, kernel_target=A100) == NONE
+    assert scratch(FLASH, *few, kernel_target=A100) != NONE
 
 
 @pytest.mark.parametrize(("width", "rounded"), [(64, 64), (72, 96), (128, 128), (136, 192), (256, 256)])
@@ -382,10 +391,10 @@ def test_flash_backward_takes_a_copy_a_wave_to_be_deterministic(monkeypatch: pyt
 
 
 def test_efficient_keeps_wide_heads_in_float32_beside_the_result() -> None:
-    assert scratch(EFFICIENT, *tensors(2, 4, 16, 128), None, True, chip=A100) == NONE
-    assert scratch(EFFICIENT, *tensors(2, 4, 16, 256, dtype=SINGLE), None, True, chip=A100) == NONE
+    assert scratch(EFFICIENT, *tensors(2, 4, 16, 128), None, True, kernel_target=A100) == NONE
+    assert scratch(EFFICIENT, *tensors(2, 4, 16, 256, dtype=SINGLE), None, True, kernel_target=A100) == NONE
     wide = tensors(2, 4, 16, 256)
-    assert scratch(EFFICIENT, *wide, None, True, chip=A100) == Scratch(after=((2 * 4 * 16 * 256 * 4,),))
+    assert scratch(EFFICIENT, *wide, None, True, kernel_target=A100) == Scratch(after=((2 * 4 * 16 * 256 * 4,),))
 
 
 def test_efficient_backward_takes_tiles_of_the_querys_gradient() -> None:
@@ -409,11 +418,11 @@ def test_efficient_backward_needs_more_where_shared_memory_is_small() -> None:
 def test_efficient_backward_in_float32_makes_the_row_sums_first() -> None:
     product, sums = 2 * 4 * 100 * 64 * 4, 2 * 4 * 100 * 4
     workspace = 2 * 4 * 2 * (16 + 64 * 64 * 4)
-    for chip in (A100, RTX4090, V100):
-        assert efficient_backward(tensors(2, 4, 100, 64, dtype=SINGLE), chip) == Scratch(
+    for kernel_target in (A100, RTX4090, V100):
+        assert efficient_backward(tensors(2, 4, 100, 64, dtype=SINGLE), kernel_target) == Scratch(
             after=((product, sums, sums), (sums, workspace))
         )
-    assert efficient_backward(tensors(2, 4, 100, 64, dtype=SINGLE), Chip((6, 1), 20)) == Scratch(
+    assert efficient_backward(tensors(2, 4, 100, 64, dtype=SINGLE), CudaTarget((6, 1), 20)) == Scratch(
         after=((product, sums, sums), (sums,))
     )
 
@@ -428,16 +437,16 @@ def test_keys_are_split_less_the_more_heads_there_are(pairs, columns, splits) ->
 
 def test_cudnn_says_nothing_of_its_workspace_so_it_is_a_span() -> None:
     inputs = tensors(2, 4, 128, 64)
-    forward = scratch("scaled_dot_product_cudnn_attention", *inputs, None, True, chip=H100)
-    assert forward == Scratch(after=((Span(0, 0, 2 * 4 * 128 * 64 * 4),),))
-    backward = scratch("scaled_dot_product_cudnn_attention_backward", inputs[0], *inputs, chip=H100)
+    forward = scratch("scaled_dot_product_cudnn_attention", *inputs, None, True, kernel_target=H100)
+    assert forward == Scratch(after=((ByteRange(0, 0, 2 * 4 * 128 * 64 * 4),),))
+    backward = scratch("scaled_dot_product_cudnn_attention_backward", inputs[0], *inputs, kernel_target=H100)
     sums, one = 2 * 4 * 128 * 4, 2 * 4 * 128 * 64 * 4
-    assert backward == Scratch(after=((Span(sums, sums + one, sums + 3 * one),),))
+    assert backward == Scratch(after=((ByteRange(sums, sums + one, sums + 3 * one),),))
 
 
 def test_the_softmax_of_plain_products_looks_for_rows_that_are_masked_out() -> None:
     x = torch.empty(2, 4, 16, 32, device="meta")
     places = 2 * 4 * 16 * 32
-    assert scratch("safe_softmax", x, -1, chip=V100, results=(x,)) == Scratch(
+    assert scratch("safe_softmax", x, -1, kernel_target=V100, results=(x,)) == Scratch(
         after=((places * 4, 4, places, places // 32, 4),)
     )

@@ -9,10 +9,10 @@ import torch
 
 from lightning_memguard.core.kernels import cuda
 from lightning_memguard.core.kernels.cuda import RULES, TAKES_NONE
-from lightning_memguard.core.trace.scratch import NONE, Chip, Scratch, Span
+from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch
 
-H200 = Chip((9, 0), 132)
-T4 = Chip((7, 5), 40)
+H200 = CudaTarget((9, 0), 132)
+T4 = CudaTarget((7, 5), 40)
 
 CHANNELS_LAST = torch.channels_last
 
@@ -30,8 +30,8 @@ def half(*shape: int, **options: Any) -> torch.Tensor:
     return tensor(*shape, dtype=torch.bfloat16, **options)
 
 
-def rule(name: str, args: Any, results: Any, chip: Chip = H200, **kwargs: Any) -> Scratch:
-    return RULES[name](args, kwargs, results if isinstance(results, list) else [results], chip)
+def rule(name: str, args: Any, results: Any, kernel_target: CudaTarget = H200, **kwargs: Any) -> Scratch:
+    return RULES[name](args, kwargs, results if isinstance(results, list) else [results], kernel_target)
 
 
 def blocks(scratch: Scratch) -> list[Any]:
@@ -71,7 +71,7 @@ def test_no_operator_both_has_a_rule_and_takes_nothing():
     ],
 )
 def test_radix_sort_takes_what_cub_says(capability, key, value, count, nbytes):
-    assert cuda._radix_sort(count, key, value, Chip(capability, 132)) == nbytes
+    assert cuda._radix_sort(count, key, value, CudaTarget(capability, 132)) == nbytes
 
 
 def test_one_pass_of_radix_sort_needs_no_second_buffers():
@@ -79,7 +79,7 @@ def test_one_pass_of_radix_sort_needs_no_second_buffers():
 
 
 def test_short_keys_on_older_gpus_are_sorted_within_bounds():
-    low, point, high = cuda._radix_sort(1_000_000, 2, 8, Chip((8, 0), 132))
+    low, point, high = cuda._radix_sort(1_000_000, 2, 8, CudaTarget((8, 0), 132))
     assert low < point < high
     assert low < 12_748_799 < high  # CUB's answer where four blocks fit on a multiprocessor
 
@@ -115,7 +115,7 @@ def test_sum_along_rows_is_done_by_one_block_each():
 
 
 def test_gpus_with_fewer_multiprocessors_take_less():
-    few = rule("sum", (tensor(32_768, 768), [0], True), tensor(1, 768), chip=T4).after
+    few = rule("sum", (tensor(32_768, 768), [0], True), tensor(1, 768), kernel_target=T4).after
     # 1024 / 128 x 40 = 320 blocks wanted over 6: 54 share
     assert few == ((768 * 54 * 128 * 4, 24),)
 
@@ -222,7 +222,7 @@ def test_values_are_expanded_before_they_are_put():
 def test_putting_without_adding_up_takes_nothing_unless_order_must_not_matter():
     x, put = tensor(1000, 16), ([longs(50)], tensor(50, 16), False)
     assert rule("index_put_", (x, *put), x) == NONE
-    assert rule("index_put_", (x, *put), x, chip=Chip((9, 0), 132, deterministic=True)) != NONE
+    assert rule("index_put_", (x, *put), x, kernel_target=CudaTarget((9, 0), 132, deterministic=True)) != NONE
 
 
 def test_indexing_by_a_mask_lists_what_it_chooses():
@@ -233,13 +233,16 @@ def test_indexing_by_a_mask_lists_what_it_chooses():
 
 def test_a_mask_to_put_by_is_a_span():
     scratch = rule("index_put_", (tensor(10), [tensor(10, dtype=torch.bool)], tensor()), tensor(10))
-    assert blocks(scratch) == [Span(0, 40, 80)]
+    assert blocks(scratch) == [ByteRange(0, 40, 80)]
 
 
 def test_index_add_takes_nothing_unless_order_must_not_matter():
     args = (tensor(10, 4), 0, longs(6), tensor(6, 4))
     assert rule("index_add", args, tensor(10, 4)) == NONE
-    assert rule("index_add", args, tensor(10, 4), chip=Chip((9, 0), 132, deterministic=True)).after[0][0] == 96
+    assert (
+        rule("index_add", args, tensor(10, 4), kernel_target=CudaTarget((9, 0), 132, deterministic=True)).after[0][0]
+        == 96
+    )
 
 
 # -- sorting and scans
@@ -369,7 +372,7 @@ def test_cudnns_reserve_is_bounded_by_a_bit_for_each_element():
     x = half(8, 64, 16, 16)
     assert cuda.cudnn_batch_norm_reserve_bytes(x, H200) == 0
     last = x.to(memory_format=CHANNELS_LAST)
-    assert cuda.cudnn_batch_norm_reserve_bytes(last, H200) == Span(0, 0, 8 * 64 * 256 // 8)
+    assert cuda.cudnn_batch_norm_reserve_bytes(last, H200) == ByteRange(0, 0, 8 * 64 * 256 // 8)
     assert cuda.cudnn_batch_norm_reserve_bytes(last.float(), H200) == 0
 
 
@@ -473,16 +476,16 @@ def test_convolutions_of_one_pixel_and_few_channels_take_nothing():
 def test_tensor_cores_may_transpose_what_they_convolve():
     x, weight, y = tensor(2, 8, 6, 6), tensor(16, 8, 3, 3), tensor(2, 16, 6, 6)
     copies = (2 * 8 * 36 + 16 * 8 * 9 + 2 * 16 * 36) * 4
-    assert rule("convolution", conv(x, weight), y).after == ((Span(0, 0, copies),),)
+    assert rule("convolution", conv(x, weight), y).after == ((ByteRange(0, 0, copies),),)
     both = rule("convolution_backward", conv_backward(y, x, weight, [True, True, False]), [x, weight])
-    assert both.between == {0: ((Span(0, 0, copies),),)}
-    assert both.after == ((Span(0, copies, copies),),)
+    assert both.between == {0: ((ByteRange(0, 0, copies),),)}
+    assert both.after == ((ByteRange(0, copies, copies),),)
 
 
 def test_without_tensor_cores_nothing_is_transposed():
     x, weight, y = tensor(2, 8, 6, 6), tensor(16, 8, 3, 3), tensor(2, 16, 6, 6)
-    for chip in (Chip((7, 5), 40), Chip((8, 6), 28, tf32=False)):
-        assert RULES["convolution"](conv(x, weight), {}, [y], chip) == NONE
+    for kernel_target in (CudaTarget((7, 5), 40), CudaTarget((8, 6), 28, tf32=False)):
+        assert RULES["convolution"](conv(x, weight), {}, [y], kernel_target) == NONE
 
 
 def test_a_weight_in_channels_last_brings_the_input_along():
@@ -510,7 +513,7 @@ def test_convolution_backward_copies_the_weight_for_the_inputs_gradient_alone():
     images, copy, turned = x.to(memory_format=CHANNELS_LAST), 16 * 8 * 9 * 4, 2 * 16 * 36 * 4
     both = rule("convolution_backward", conv_backward(grad, images, weight, [True, True, False]), [images, weight])
     assert (both.between, both.after) == ({0: ((copy,),)}, ())
-    no_tensor_cores = Chip((7, 5), 40)
+    no_tensor_cores = CudaTarget((7, 5), 40)
     args = conv_backward(grad, x, weight, [True, True, False])
     contiguous = rule("convolution_backward", args, [x, weight], no_tensor_cores)
     assert (contiguous.between, contiguous.after) == ({0: ((turned,),)}, ((turned,),))
@@ -600,13 +603,13 @@ def taken(scratch: Scratch) -> list[Any]:
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_no_rule_fails_on_odd_tensors(name):
     """Scalars, nothing at all, single elements, any strides: never an error, never a block of no size."""
-    chips = (H200, Chip((7, 5), 40, deterministic=True))
+    chips = (H200, CudaTarget((7, 5), 40, deterministic=True))
     for odd in ODD:
         for args in calls(odd):
             for results in ([odd], [odd, odd], []):
-                for chip in chips:
-                    scratch = RULES[name](args, {}, results, chip)
-                    assert all(b.low <= b.high if isinstance(b, Span) else b > 0 for b in taken(scratch))
+                for kernel_target in chips:
+                    scratch = RULES[name](args, {}, results, kernel_target)
+                    assert all(b.low <= b.high if isinstance(b, ByteRange) else b > 0 for b in taken(scratch))
                     assert scratch.kept >= 0
 
 

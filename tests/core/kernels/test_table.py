@@ -18,12 +18,12 @@ from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.device import context
 from lightning_memguard.core.kernels import table
-from lightning_memguard.core.trace.scratch import Chip, Host
+from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.units import MIB
 
 X = (6, 16, 12, 12)
-HOPPER = Chip((9, 0), 132)
+HOPPER = CudaTarget((9, 0), 132)
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolution of images": (lambda: nn.Conv2d(3, 24, 3), (6, 3, 12, 12)),
@@ -93,12 +93,12 @@ def test_a_losss_peak_is_the_profilers(loss: str) -> None:
 
 def test_other_devices_and_operators_have_no_rule_here() -> None:
     assert table.rule("mse_loss", None) is None
-    assert table.rule("add", Host(threads=2)) is None
+    assert table.rule("add", CpuTarget(threads=2)) is None
     assert table.rule("add", HOPPER) is None
 
 
 def test_each_device_has_rules_of_its_own() -> None:
-    here, there = (table.rule("native_layer_norm_backward", on) for on in (Host(threads=2), HOPPER))
+    here, there = (table.rule("native_layer_norm_backward", on) for on in (CpuTarget(threads=2), HOPPER))
     assert here is not None
     assert there is not None
     assert here is not there
@@ -106,9 +106,9 @@ def test_each_device_has_rules_of_its_own() -> None:
 
 def test_what_each_thread_takes_grows_with_the_threads() -> None:
     grad, x = torch.zeros(4, 8), torch.zeros(4, 8)
-    rule = table.rule("native_layer_norm_backward", Host(threads=1))
+    rule = table.rule("native_layer_norm_backward", CpuTarget(threads=1))
     assert rule is not None
-    one, three = (rule((grad, x, [8]), {}, [x], Host(n)) for n in (1, 3))
+    one, three = (rule((grad, x, [8]), {}, [x], CpuTarget(n)) for n in (1, 3))
     assert (one.after, three.after) == ((2 * 8 * 4,), (3 * 2 * 8 * 4,))
 
 

@@ -579,7 +579,7 @@ def test_nothing_of_the_users_model_is_touched():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(), nn.Flatten(), nn.Linear(72, 3))
     model[2].eval()
     seen = []
-    model.register_forward_hook(lambda *_: seen.append("a hook of the user's ran on the twin, not on the model"))
+    model.register_forward_hook(lambda *_: seen.append("a hook of the user's ran on the copy, not on the model"))
     before = copy.deepcopy(model.state_dict())
     flags = [module.training for module in model.modules()]
     hooks = [(list(module._forward_hooks), list(module._forward_pre_hooks)) for module in model.modules()]

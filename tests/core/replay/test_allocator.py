@@ -772,14 +772,14 @@ class NaiveAllocator:
     """The default rules once more with nothing clever: free stretches of (size, address), looked at one by one."""
 
     def __init__(self) -> None:
-        self.stretches: dict[tuple[bool, int], list[tuple[int, int]]] = {}
+        self.scratch_spans: dict[tuple[bool, int], list[tuple[int, int]]] = {}
         self.ends_at: list[int] = []  # where segments end: stretches do not join across
         self.reserved = 0
 
     def alloc(self, nbytes: int, stream: int) -> tuple[tuple[bool, int], int, int]:
         size = (nbytes + 511) // 512 * 512
         small = size <= MIB
-        free = self.stretches.setdefault((small, stream), [])
+        free = self.scratch_spans.setdefault((small, stream), [])
         fitting = [stretch for stretch in free if stretch[0] >= size]
         if not fitting:
             segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
@@ -796,7 +796,7 @@ class NaiveAllocator:
         return (small, stream), start, length
 
     def free(self, kind: tuple[bool, int], start: int, length: int) -> None:
-        free = self.stretches[kind]
+        free = self.scratch_spans[kind]
         for size, address in list(free):
             if address + size == start and start not in self.ends_at:
                 free.remove((size, address))

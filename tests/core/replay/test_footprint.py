@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.trace.scratch import Span
+from lightning_memguard.core.trace.scratch import ByteRange
 from lightning_memguard.core.trace.trace import PARTS, Event, Trace, scratch_events
 from lightning_memguard.units import MIB
 
@@ -115,25 +115,25 @@ def test_where_all_is_known_there_are_no_bounds():
 
 
 def test_a_workspace_of_unknown_size_gives_three_peaks():
-    found = footprint(with_scratch(Span(0, 300, 900)), EXACT)
+    found = footprint(with_scratch(ByteRange(0, 300, 900)), EXACT)
     assert (found.low, found.peak_allocated_bytes, found.high) == (Peak(1000, 1000, 1000), 1300, Peak(1900, 1900, 1900))
     assert found.most_device_bytes == 1900
 
 
 def test_the_parts_are_those_of_the_likely_case():
-    found = footprint(with_scratch(Span(0, 300, 900)), EXACT)
+    found = footprint(with_scratch(ByteRange(0, 300, 900)), EXACT)
     assert (found.parts["workspaces"], sum(found.parts.values())) == (300, found.peak_allocated_bytes)
 
 
 def test_certain_scratch_beside_the_unknown_is_in_all_three():
-    found = footprint(with_scratch((50, Span(1, 2, 3))), EXACT)
+    found = footprint(with_scratch((50, ByteRange(1, 2, 3))), EXACT)
     assert found.low is not None
     assert found.high is not None
     assert (found.low.allocated_bytes, found.peak_allocated_bytes, found.high.allocated_bytes) == (1051, 1052, 1053)
 
 
 def test_a_context_of_unknown_size_is_added_to_each_peak():
-    found = footprint(with_scratch(Span(0, 300, 900)), EXACT, context_bytes=(10, 20, 40))
+    found = footprint(with_scratch(ByteRange(0, 300, 900)), EXACT, context_bytes=(10, 20, 40))
     assert found.low is not None
     assert found.high is not None
     assert (found.low.device_bytes, found.peak_device_bytes, found.high.device_bytes) == (1010, 1320, 1940)
@@ -157,7 +157,7 @@ def test_the_widest_of_two_peaks_takes_each_figure_by_itself():
 
 
 blocks = st.integers(0, 64 * MIB)
-spans = st.lists(blocks, min_size=3, max_size=3).map(lambda sizes: Span(*sorted(sizes)))
+spans = st.lists(blocks, min_size=3, max_size=3).map(lambda sizes: ByteRange(*sorted(sizes)))
 moments = st.one_of(blocks, spans, st.lists(st.one_of(blocks, spans), max_size=3).map(tuple))
 
 
@@ -176,7 +176,7 @@ def test_bounds_never_cross_the_point(scratch, settings):
 
 def test_where_a_larger_block_leaves_a_smaller_reserve_the_larger_context_still_stands():
     """Blocks up to 1 MiB share segments of 2, beside the 20 of the model; one byte more fits into those 20."""
-    found = footprint(with_scratch(Span(0, 1, MIB + 1), model=3 * MIB), CUDA, context_bytes=(10, 20, 30))
+    found = footprint(with_scratch(ByteRange(0, 1, MIB + 1), model=3 * MIB), CUDA, context_bytes=(10, 20, 30))
     alone = footprint(with_scratch(MIB + 1, model=3 * MIB), CUDA)
     assert alone.peak_reserved_bytes == 20 * MIB < found.peak_reserved_bytes == 22 * MIB
     assert found.high == Peak(4 * MIB + 512, 22 * MIB, 22 * MIB + 30)

@@ -18,8 +18,8 @@ from lightning_memguard.core.capture.batch import batches_from_one
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.trace.growth import grow
-from lightning_memguard.core.trace.scratch import Scratch, Span
-from lightning_memguard.core.trace.trace import Event, Kernel, Stretch, Trace, moments_of, scratch_events
+from lightning_memguard.core.trace.scratch import ByteRange, Scratch
+from lightning_memguard.core.trace.trace import Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
 
 
@@ -226,7 +226,7 @@ LIKE = Event("alloc", 0, 0, "workspaces", "backward", 0, "head", "aten.kernel.de
 def above(numbers: Sequence[int]) -> Scratch:
     """Nothing up to 100 elements, and a sort of them from 101 on: of unknown size, beside a copy."""
     count = numbers[0]
-    return Scratch(after=((count, Span(count, 2 * count, 4 * count)), count // 3) if count > 100 else ())
+    return Scratch(after=((count, ByteRange(count, 2 * count, 4 * count)), count // 3) if count > 100 else ())
 
 
 def in_blocks(numbers: Sequence[int]) -> Scratch:
@@ -243,7 +243,7 @@ def step_with(n: int, *rules: Rule, numbers: Callable[[int], tuple[int, ...]] = 
     """What a recorder writes: a block of the model, and for each kernel its scratch around its result."""
     events = [Event("alloc", 0, 100, "parameters", "setup")]
     kernels: list[Kernel] = []
-    stretches: list[Stretch] = []
+    scratch_spans: list[ScratchSpan] = []
     blocks = 0
     for index, rule in enumerate(rules):
         kernels.append(Kernel(f"aten.{rule.__name__}.default", numbers(n), "rest", rule))
@@ -252,9 +252,9 @@ def step_with(n: int, *rules: Rule, numbers: Callable[[int], tuple[int, ...]] = 
                 events.append(Event("alloc", 1 + index, 20 * n, "activations", operator="aten.kernel.default"))
             scratch = scratch_events(moments_of(rule(numbers(n)), place), -1 - blocks, LIKE)
             blocks += len(scratch) // 2
-            stretches.append(Stretch(len(events), len(events) + len(scratch), index, place, LIKE))
+            scratch_spans.append(ScratchSpan(len(events), len(events) + len(scratch), index, place, LIKE))
             events += scratch
-    return Trace(n, "cuda", "fake", tuple(events), kernels=tuple(kernels), stretches=tuple(stretches))
+    return Trace(n, "cuda", "fake", tuple(events), kernels=tuple(kernels), scratch_spans=tuple(scratch_spans))
 
 
 @pytest.mark.parametrize("n", [1, 4, 5, 16, 20, 21, 39, 40, 41, 1000])
@@ -305,7 +305,7 @@ def test_a_kernel_that_is_given_something_else_at_another_size_is_refused() -> N
 
 def test_without_a_rule_scratch_that_steps_is_refused() -> None:
     """Why kernels are kept at all."""
-    traces = [replace(step_with(n, in_blocks), kernels=(), stretches=()) for n in (4, 8, 16, 32)]
+    traces = [replace(step_with(n, in_blocks), kernels=(), scratch_spans=()) for n in (4, 8, 16, 32)]
     with pytest.raises(CannotTraceError, match="follow no line or square"):
         grow(traces)
 
@@ -353,7 +353,7 @@ def test_growth_from_a_few_samples_is_a_capture_of_thousands(precision: str) -> 
     for n in (1, 438, 439, 4096):
         grown, real = growth.at(n), words_at(n, precision=precision)
         assert grown.events == real.events
-        assert grown.stretches == real.stretches
+        assert grown.scratch_spans == real.scratch_spans
         assert grown.kernels == real.kernels
 
 

@@ -6,8 +6,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from lightning_memguard.core.trace.scratch import Scratch, Span
-from lightning_memguard.core.trace.trace import CASES, PARTS, Event, Stretch, Trace, moments_of, scratch_events
+from lightning_memguard.core.trace.scratch import ByteRange, Scratch
+from lightning_memguard.core.trace.trace import CASES, PARTS, Event, ScratchSpan, Trace, moments_of, scratch_events
 
 
 def test_memory_is_for_one_of_eight_things():
@@ -49,12 +49,12 @@ def test_a_later_stage_cannot_edit_a_trace():
 def test_one_case_alone_has_what_is_certain_and_its_own():
     certain = Event("alloc", 0, 512)
     uncertain = {case: Event("alloc", 1 + place, nbytes, case=case) for place, (case, nbytes) in enumerate(SIZES)}
-    stretch = Stretch(1, 4, 0, None, certain)
-    trace = Trace(8, "cuda", "fake", (certain, *uncertain.values()), stretches=(stretch,))
+    stretch = ScratchSpan(1, 4, 0, None, certain)
+    trace = Trace(8, "cuda", "fake", (certain, *uncertain.values()), scratch_spans=(stretch,))
     for case in CASES:
         alone = trace.only(case)
         assert alone.events == (certain, uncertain[case])
-        assert alone.stretches == (), "positions no longer hold"
+        assert alone.scratch_spans == (), "positions no longer hold"
     assert len(trace) == 4
 
 
@@ -94,7 +94,7 @@ def test_blocks_of_one_moment_are_alive_together_and_go_last_first():
 
 
 def test_a_span_stands_once_for_each_case_but_not_where_it_takes_nothing():
-    assert written(Span(0, 100, 300)) == [
+    assert written(ByteRange(0, 100, 300)) == [
         ("alloc", -1, 100, "point"),
         ("alloc", -2, 300, "high"),
         ("free", -2, 300, "high"),
@@ -103,7 +103,7 @@ def test_a_span_stands_once_for_each_case_but_not_where_it_takes_nothing():
 
 
 def test_a_span_may_be_alive_with_a_certain_block():
-    assert written((50, Span(1, 2, 3)))[:4] == [
+    assert written((50, ByteRange(1, 2, 3)))[:4] == [
         ("alloc", -1, 50, ""),
         ("alloc", -2, 1, "low"),
         ("alloc", -3, 2, "point"),
@@ -111,13 +111,13 @@ def test_a_span_may_be_alive_with_a_certain_block():
     ]
 
 
-@pytest.mark.parametrize("moments", [(), (0,), ((0, 0),), ((),), (Span(0, 0, 0),)])
+@pytest.mark.parametrize("moments", [(), (0,), ((0, 0),), ((),), (ByteRange(0, 0, 0),)])
 def test_nothing_is_no_event(moments):
     assert scratch_events(moments, -1, LIKE) == []
 
 
 def test_no_number_is_given_twice_and_all_go_down_from_the_first():
-    events = scratch_events((1, (2, 3), Span(4, 5, 6)), -10, LIKE)
+    events = scratch_events((1, (2, 3), ByteRange(4, 5, 6)), -10, LIKE)
     assert [event.block for event in events if event.action == "alloc"] == [-10, -11, -12, -13, -14, -15]
     assert sorted(e.block for e in events if e.action == "free") == sorted({e.block for e in events})
 

@@ -395,9 +395,9 @@ def test_two_broadcasts_are_on_their_way_at_once_when_the_wrapper_is_built() -> 
 
     recorder = Recorder("cpu")
     with tensors(fake=True):
-        twin = Large()
-        with watching(recorder, twin):
-            ddp.attach(strategy_of(pl, {}), twin, recorder)
+        module_copy = Large()
+        with watching(recorder, module_copy):
+            ddp.attach(strategy_of(pl, {}), module_copy, recorder)
     total, most = 0, 0
     for event in recorder.trace(1, "fake"):
         if event.part == "communication":
@@ -417,11 +417,11 @@ def test_two_maps_tell_which_parameters_were_used(option: str, predict: Any) -> 
 def test_a_validation_alone_broadcasts_the_module_and_wraps_nothing() -> None:
     recorder = Recorder("cpu")
     with tensors(fake=True):
-        twin = Net()
-        with watching(recorder, twin):
-            ddp.attach(strategy_of(pl, {}), twin, recorder, fits=False)
+        module_copy = Net()
+        with watching(recorder, module_copy):
+            ddp.attach(strategy_of(pl, {}), module_copy, recorder, fits=False)
     assert [event.nbytes for event in sent(recorder.trace(1, "fake"))] == [GRADIENT_BYTES]
-    assert "training_step" not in vars(twin)
+    assert "training_step" not in vars(module_copy)
 
 
 def test_what_stays_of_views_is_called_communication(predict: Any) -> None:
@@ -451,12 +451,12 @@ def test_on_a_gpu_the_wrapper_is_built_on_a_stream_of_its_own(gpu: Any, streams:
                 seen.add(self.now)
 
     seen: set[int] = set()
-    recorder = Streams("cuda" if gpu else "cpu", chip=gpu.chip if gpu else None)
+    recorder = Streams("cuda" if gpu else "cpu", kernel_target=gpu.kernel_target if gpu else None)
     with tensors(fake=True, gpu=gpu):
-        twin = Net()
-        twin = twin.to("cuda") if gpu else twin
-        with watching(recorder, twin):
-            ddp.attach(strategy_of(pl, {}), twin, recorder)
+        module_copy = Net()
+        module_copy = module_copy.to("cuda") if gpu else module_copy
+        with watching(recorder, module_copy):
+            ddp.attach(strategy_of(pl, {}), module_copy, recorder)
     assert seen == streams
 
 
@@ -466,12 +466,12 @@ def test_synchronized_batch_norms_gather_their_statistics() -> None:
     strategy._layer_sync = pl.plugins.TorchSyncBatchNorm()
     recorder = Recorder("cpu")
     with tensors(fake=True):
-        twin = pl.LightningModule()
-        twin.norm = nn.BatchNorm1d(32)
-        with watching(recorder, twin):
-            ddp.attach(strategy, twin, recorder)
+        module_copy = pl.LightningModule()
+        module_copy.norm = nn.BatchNorm1d(32)
+        with watching(recorder, module_copy):
+            ddp.attach(strategy, module_copy, recorder)
             before = recorder.alive_bytes
-            twin.norm(torch.empty(8, 32)).sum()
+            module_copy.norm(torch.empty(8, 32)).sum()
             assert recorder.alive_bytes == before
     events = recorder.trace(1, "fake").events
     exchanged = [e for e in events if e.action == "alloc" and e.part == "communication" and "new_empty" in e.operator]
@@ -487,9 +487,9 @@ def test_sparse_gradients_have_no_bucket() -> None:
 
     recorder = Recorder("cpu")
     with tensors(fake=True):
-        twin = Sparse()
-        with watching(recorder, twin):
-            ddp.attach(strategy_of(pl, {"find_unused_parameters": True}), twin, recorder)
+        module_copy = Sparse()
+        with watching(recorder, module_copy):
+            ddp.attach(strategy_of(pl, {"find_unused_parameters": True}), module_copy, recorder)
     assert bucket_bytes(recorder.trace(1, "fake")) == [4 * (16 * 8 + 8)]
 
 

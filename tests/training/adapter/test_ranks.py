@@ -14,8 +14,8 @@ import torch
 
 from lightning_memguard import CannotTraceError, DoesNotFitError
 from lightning_memguard.core.decision.decision import Budget
-from lightning_memguard.training.adapter import ranks
-from lightning_memguard.training.adapter.ranks import Team, Tried
+from lightning_memguard.training.adapter import ranks as ranks_module
+from lightning_memguard.training.adapter.ranks import Ranks, Tried
 
 PROGRAM = Path(__file__).with_name("two_ranks.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
@@ -127,11 +127,11 @@ def test_spawned_ranks_choose_alike(tmp_path: Path) -> None:
 
 
 def test_a_team_of_one_asks_nobody() -> None:
-    assert Team().gather("mine") == ["mine"]
-    assert Team().agree(Tried(5)) == 5
+    assert Ranks().gather("mine") == ["mine"]
+    assert Ranks().agree(Tried(5)) == 5
 
 
-class Others(Team):
+class Others(Ranks):
     """A team whose other ranks say what the test lets them say."""
 
     said: tuple[Any, ...] = ()
@@ -140,7 +140,7 @@ class Others(Team):
         return [mine, *self.said]
 
 
-def team(*said: Any) -> Team:
+def ranks(*said: Any) -> Ranks:
     made = Others(size=1 + len(said))
     object.__setattr__(made, "said", said)
     return made
@@ -148,20 +148,20 @@ def team(*said: Any) -> Team:
 
 def test_what_does_not_fit_elsewhere_outweighs_what_failed_elsewhere() -> None:
     with pytest.raises(DoesNotFitError, match="rank 2: too large"):
-        team(("broken", False), ("too large", True)).agree(Tried(5))
+        ranks(("broken", False), ("too large", True)).agree(Tried(5))
     with pytest.raises(CannotTraceError, match="rank 1: broken"):
-        team(("broken", False)).agree(Tried(5))
+        ranks(("broken", False)).agree(Tried(5))
 
 
 def test_a_shared_device_is_divided_and_what_is_ones_own_stays() -> None:
     """1,000 bytes free beside the 100 of this rank's model, 900 beside another's: 450 more for each."""
-    name = ranks._name(torch.device("cpu"), 0)
+    name = ranks_module._name(torch.device("cpu"), 0)
     budget = Budget(10_000, 1100, 110, "host", "CPU")
-    mine = ranks.shared(team((name, 900, "host")), budget, torch.device("cpu"), held_bytes=100)
+    mine = ranks_module.shared(ranks((name, 900, "host")), budget, torch.device("cpu"), held_bytes=100)
     assert (mine.free_bytes, mine.margin_bytes, mine.device) == (550, 55, "CPU, shared by 2 ranks")
 
 
 @pytest.mark.parametrize("other", [(("elsewhere", "cpu"), 900, "host"), (("here", "cpu"), 900, "given")])
 def test_another_machine_and_a_given_budget_are_not_shared(other: Any) -> None:
     budget = Budget(10_000, 1100, 110, "host", "CPU")
-    assert ranks.shared(team(other), budget, torch.device("cpu"), held_bytes=0) == budget
+    assert ranks_module.shared(ranks(other), budget, torch.device("cpu"), held_bytes=0) == budget
