@@ -49,6 +49,7 @@ ROOMS = {
     "training/adapter": [
         "__init__",
         "lightning_types",
+        "run_facts",
         "no_collectives",
         "ddp",
         "callbacks",

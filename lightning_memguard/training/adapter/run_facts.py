@@ -1,0 +1,119 @@
+"""What a Trainer says of one run, read once: later stages take these facts, never the Trainer.
+
+Private names of Lightning were checked on 2.5.0 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback, LightningDataModule, Trainer
+    from pytorch_lightning.strategies import Strategy
+
+Stage = Literal["fit", "validate", "test", "predict"]
+Role = Literal["train", "val", "validate", "test", "predict"]
+"""Which loaders: the fit's for training or for validation, or those of ``trainer.validate``, ``test``, ``predict``."""
+
+ROLES: dict[Stage, Role] = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Where a loop gets its loaders.
+
+    Attributes:
+        instance: the loaders as given to the Trainer, or the module or datamodule whose hook makes them.
+        hook: the name of that hook, such as ``"train_dataloader"``.
+    """
+
+    instance: object
+    hook: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run as its Trainer is set.
+
+    Attributes:
+        stage: what runs.
+        device: the device of this process.
+        strategy: the Trainer's.
+        datamodule: the user's, if any.
+        callbacks: all of the Trainer's callbacks.
+        world_size: how many processes train together.
+        global_rank: which of them this is.
+        accumulate_grad_batches: batches an optimizer step, as set now.
+        validates: whether a fit runs validation.
+        val_check_interval: as the Trainer has it.
+        check_val_every_n_epoch: as the Trainer has it; None where the interval counts batches over all epochs.
+        overfit_batches: as the Trainer has it.
+        limits: ``limit_train_batches`` and its kin, by role.
+        uses_distributed_sampler: whether Lightning spreads each loader's samples over the processes.
+        sources: where each loop gets its loaders.
+    """
+
+    stage: Stage
+    device: torch.device
+    strategy: Strategy
+    datamodule: LightningDataModule | None
+    callbacks: tuple[Callback, ...]
+    world_size: int
+    global_rank: int
+    accumulate_grad_batches: int
+    validates: bool
+    val_check_interval: int | float
+    check_val_every_n_epoch: int | None
+    overfit_batches: int | float
+    limits: Mapping[Role, int | float]
+    uses_distributed_sampler: bool
+    sources: Mapping[Role, DataSource]
+
+    @property
+    def role(self) -> Role:
+        """Which loaders the run is about."""
+        return ROLES[self.stage]
+
+
+LOOPS: dict[Role, Callable[[Trainer], Any]] = {
+    "train": lambda trainer: trainer.fit_loop,
+    "val": lambda trainer: trainer.fit_loop.epoch_loop.val_loop,
+    "validate": lambda trainer: trainer.validate_loop,
+    "test": lambda trainer: trainer.test_loop,
+    "predict": lambda trainer: trainer.predict_loop,
+}
+
+
+def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
+    """Read a Trainer whose run is set up, or that never runs."""
+    return RunFacts(
+        stage=stage,
+        device=trainer.strategy.root_device,
+        strategy=trainer.strategy,
+        datamodule=getattr(trainer, "datamodule", None),
+        callbacks=tuple(getattr(trainer, "callbacks", ())),
+        world_size=trainer.world_size,
+        global_rank=trainer.global_rank,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        validates=trainer.enable_validation,
+        val_check_interval=trainer.val_check_interval,
+        check_val_every_n_epoch=trainer.check_val_every_n_epoch,
+        overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]  # set by a connector
+        limits={
+            "train": trainer.limit_train_batches,
+            "val": trainer.limit_val_batches,
+            "validate": trainer.limit_val_batches,
+            "test": trainer.limit_test_batches,
+            "predict": trainer.limit_predict_batches,
+        },
+        uses_distributed_sampler=trainer._accelerator_connector.use_distributed_sampler,
+        sources={role: _source(loop(trainer)) for role, loop in LOOPS.items()},
+    )
+
+
+def _source(loop: Any) -> DataSource:
+    return DataSource(loop._data_source.instance, loop._data_source.name)
