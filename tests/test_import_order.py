@@ -44,7 +44,7 @@ ROOMS = {
         "recording",
     ],
     "core/layers": ["__init__", "layers", "textbook"],
-    "report": ["__init__", "data", "table", "failure", "colors", "figure", "loggers", "page"],
+    "report": ["__init__", "words", "data", "table", "failure", "colors", "figure", "loggers", "page"],
     "training": ["__init__"],
     "training/adapter": [
         "__init__",
@@ -60,7 +60,9 @@ ROOMS = {
     "training/data": ["__init__", "samples", "loaders"],
     "training/planning": ["__init__", "advise", "estimate", "plan"],
     "training/run": ["__init__", "tune", "resume", "batch_monitor", "run_report", "callback"],
-    "cli": ["__init__", "target", "tables", "main"],
+    "cli": ["__init__", "progress", "options", "devices", "target", "config", "subject", "tables"],
+    "cli/commands": ["__init__", "plan", "layers", "snapshot", "gpus", "devices"],
+    "cli/main": [],
     "__main__": [],
 }
 NOT_STD = {
@@ -83,8 +85,15 @@ NOT_STD = {
     "core/device/recording.py",
     "core/layers/layers.py",
     "training/__init__.py",
-    "cli/main.py",
+    "cli/devices.py",
     "cli/target.py",
+    "cli/config.py",
+    "cli/subject.py",
+    "cli/commands/plan.py",
+    "cli/commands/layers.py",
+    "cli/commands/snapshot.py",
+    "cli/commands/devices.py",
+    "cli/main.py",
     "__main__.py",
 }
 ORDER = {

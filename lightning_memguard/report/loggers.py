@@ -1,8 +1,7 @@
-"""Decision and records -> what each logger can show beside scalars: the table, pictures, a layout of charts.
+"""Decision and records -> what each logger can show next to scalars: the table, pictures, a layout of charts.
 
-This file changes when a logging library does. None of them is imported: a logger is told by the methods it has. They
-are looked up on its class, since Lightning's dummy loggers (of ``fast_dev_run``, and of ranks other than zero) pretend
-to have any method at all.
+This file changes when a logging library does. None of them is imported: a logger is recognized by the methods of its
+class, since Lightning's dummy loggers (of ``fast_dev_run``, and of ranks other than zero) answer to any method.
 """
 
 from __future__ import annotations
@@ -21,18 +20,19 @@ from lightning_memguard.units import MIB
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch.utils.tensorboard import SummaryWriter
 
 SETUP_NAME, PICTURE_NAME = "memguard_setup.md", "memguard_peak.png"
 
 _SETUP, _PICTURE = "memguard/setup", "memguard/peak"
-_DRAWN_EVERY_TIME = 16
+_EPOCHS_ALWAYS_DRAWN = 16
 _CHANGE_TO_DRAW = 0.01
 _MOST_TO_READ = 8 * MIB
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is shown once a run: the decision, and what runs, where the decision's phase does not say so."""
+    """What is shown once per run: the decision, and what runs if the decision's phase does not say so."""
 
     decision: Decision
     kind: str = "training"
@@ -50,19 +50,19 @@ class Board(Protocol):
         """Show the table."""
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:
-        """Show a picture; ``name`` tells it from others of the same run."""
+        """Show a picture; ``name`` distinguishes it from others of the same run."""
 
 
 @dataclass
 class Boards:
-    """The loggers of one run, each shown what it can show. Nothing here raises: a logger that fails is left alone.
+    """The loggers of one run, each shown what it can show. Nothing here raises: a logger that fails is dropped.
 
-    For the process of global rank zero. Scalars are not its business: those go to every logger by ``log_metrics``.
+    For the process of global rank zero. Scalars do not come through here: they go to every logger by ``log_metrics``.
 
     Args:
         loggers: the Trainer's.
         folder: where files go if no logger takes the table and pictures; None for nowhere. The names are
-            ``memguard_setup.md`` and ``memguard_peak.png``, the last one drawn; a CSV logger gets the same beside its
+            ``memguard_setup.md`` and ``memguard_peak.png``, the most recent one; a CSV logger gets the same next to its
             ``metrics.csv``.
 
     Example:
@@ -73,17 +73,16 @@ class Boards:
 
     loggers: Iterable[Any]
     folder: Path | None = None
-    _boards: list[tuple[str, Board]] = field(init=False, repr=False)
+    _boards: list[tuple[str, Board]] = field(default_factory=list, init=False, repr=False)
     _epochs: int = field(default=0, init=False, repr=False)
     _last_drawn_bytes: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._boards = []
         for logger in self.loggers:
             name = type(logger).__name__
             try:
                 board = _board_of(logger)
-            except Exception as error:  # noqa: BLE001 - a logger's trouble is not the training's
+            except Exception as error:  # noqa: BLE001 - a logger's failure must not fail the training
                 _warn(name, error)
                 continue
             if board is not None:
@@ -92,27 +91,27 @@ class Boards:
             self._boards.append((str(self.folder), Folder(self.folder)))
 
     def log_setup(self, decision: Decision, step: int = 0, kind: str = "training") -> None:
-        """Show the table, the layout of the charts and the predicted picture: once a run, the decision being known.
+        """Show the table, the layout of the charts and the predicted picture: once per run, after the decision.
 
         Call it before anything is measured: what drawing loads is then in memory already.
 
         Args:
             decision: what was predicted and chosen.
-            step: the Trainer's step, more than 0 where a run is resumed.
-            kind: what runs, where the decision's phase does not say so.
+            step: the Trainer's step, more than 0 if a run is resumed.
+            kind: what runs, if the decision's phase does not say so.
         """
         self._show(lambda board: board.show_setup(Setup(decision, kind), step))
         self._draw(picture_of_setup(decision), "setup", step)
 
     def log_epoch(self, record: EpochRecord, step: int) -> None:
-        """Show predicted beside measured as a picture, for each epoch that has something new to see.
+        """Show predicted versus measured as a picture, for each epoch that has something new to show.
 
         That is each of the first 16; after these, one whose measured peak differs by more than 1 % from that of the
         last picture, and the 32nd, 64th, ...: runs of ten thousand short epochs exist, and a picture has 50 KB.
         """
         self._epochs += 1
         last, now = self._last_drawn_bytes, record.measured.peak_bytes
-        few = self._epochs <= _DRAWN_EVERY_TIME or self._epochs.bit_count() == 1
+        few = self._epochs <= _EPOCHS_ALWAYS_DRAWN or self._epochs.bit_count() == 1
         if few or abs(now - last) > _CHANGE_TO_DRAW * last:
             self._draw(picture_of_epoch(record), f"epoch_{record.epoch:04}", step)
             self._last_drawn_bytes = now
@@ -129,17 +128,14 @@ class Boards:
         self._show(lambda board: board.show_picture(drawn, name, step))
 
     def _show(self, show: Callable[[Board], None]) -> None:
-        """Do it on every board; one that fails is not asked again."""
-        self._boards = [(name, board) for name, board in self._boards if _works(show, board, name)]
-
-
-def _works(show: Callable[[Board], None], board: Board, name: str) -> bool:
-    try:
-        show(board)
-    except Exception as error:  # noqa: BLE001 - a logger's trouble is not the training's
-        _warn(name, error)
-        return False
-    return True
+        """Call it for every board; one that fails is not called again."""
+        for each in list(self._boards):
+            name, board = each
+            try:
+                show(board)
+            except Exception as error:  # noqa: BLE001 - a logger's failure must not fail the training
+                _warn(name, error)
+                self._boards.remove(each)
 
 
 def _warn(name: str, error: Exception) -> None:
@@ -149,7 +145,7 @@ def _warn(name: str, error: Exception) -> None:
 
 
 def _board_of(logger: Any) -> Board | None:
-    """What shows tables and pictures on this logger; None where nothing of ours is known to work."""
+    """What shows tables and pictures on this logger; None if nothing of ours is known to work."""
     if _has(logger, "log_table", "log_image"):
         return WeightsAndBiases(logger)
     experiment = logger.experiment
@@ -165,7 +161,7 @@ def _board_of(logger: Any) -> Board | None:
     return None
 
 
-def _has(thing: Any, *methods: str) -> bool:
+def _has(thing: object, *methods: str) -> bool:
     return all(hasattr(type(thing), method) for method in methods)
 
 
@@ -198,27 +194,24 @@ def layout(decision: Decision, prefix: str | None = "") -> dict[str, dict[str, l
     """
     start = f"{prefix}-memguard/" if prefix else "memguard/"
 
-    def named(*names: str) -> list[str]:
-        return [f"{start}{name}_gib" for name in names]
+    def chart(kind: str, *names: str) -> list[Any]:
+        return [kind, [f"{start}{name}_gib" for name in names]]
 
-    charts: dict[str, list[Any]] = {
-        "Peak: predicted, measured, the limit (GiB)": [
-            "Multiline",
-            named("predicted_peak", "actual_peak", "limit", "usable"),
-        ],
-        "Measured peak, and the margin to keep free (GiB)": ["Margin", named("actual_peak", "usable", "limit")],
+    charts = {
+        "Peak: predicted, measured and limit (GiB)": chart(
+            "Multiline", "predicted_peak", "actual_peak", "limit", "usable"
+        ),
+        "Measured peak and safety margin (GiB)": chart("Margin", "actual_peak", "usable", "limit"),
         "Parts at the predicted peak, stacked (GiB)": ["Multiline", [f"{start}stacked/.*"]],  # a regular expression
     }
     if decision.footprint is not None and decision.footprint.high is not None:
-        charts["Measured peak in the predicted range (GiB)"] = [
-            "Margin",
-            named("actual_peak", "predicted_low", "predicted_high"),
-        ]
+        title = "Measured peak within the predicted range (GiB)"
+        charts[title] = chart("Margin", "actual_peak", "predicted_low", "predicted_high")
     return {"memguard": charts}
 
 
-def _has_layout(writer: Any) -> bool:
-    """Whether the run has a layout: the user's, or ours of an earlier fit. TensorBoard shows one alone."""
+def _has_layout(writer: SummaryWriter) -> bool:
+    """Whether the run has a layout: the user's, or ours of an earlier fit. TensorBoard shows only one."""
     folder = getattr(writer, "log_dir", None) or getattr(writer, "logdir", None)
     if not folder or "://" in str(folder):
         return False
@@ -228,7 +221,7 @@ def _has_layout(writer: Any) -> bool:
 
 
 def _start_of(file: Path) -> bytes:
-    """Where a layout is written; a run that is resumed may have left gigabytes."""
+    """Where a layout is written; a run that is resumed may have left gigabytes of events."""
     with file.open("rb") as stream:
         return stream.read(_MOST_TO_READ)
 
@@ -271,7 +264,7 @@ class Comet:
     logger: Any
 
     def show_setup(self, setup: Setup, step: int) -> None:
-        """The rows as a table, and the whole of it as text."""
+        """The rows as a table, and all of it as text."""
         heading, rows = setup_rows(setup.decision)
         self.logger.experiment.log_table("memguard_setup.csv", [list(row) for row in rows], headers=list(heading))
         self.logger.experiment.log_text(setup.markdown, step=step)
@@ -283,7 +276,7 @@ class Comet:
 
 @dataclass(frozen=True)
 class Folder:
-    """Files, for a CSV logger and where there is no logger."""
+    """Files, for a CSV logger and for runs without a logger."""
 
     path: Path
 
@@ -297,4 +290,4 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         unfinished = self.path / f".{PICTURE_NAME}"
         picture.save(unfinished, "png")
-        unfinished.replace(self.path / PICTURE_NAME)  # whoever has it open never sees half of it
+        unfinished.replace(self.path / PICTURE_NAME)  # no reader sees half of it

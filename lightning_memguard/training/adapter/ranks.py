@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tried(Generic[T]):
-    """What came of an attempt: a value, or the reason why there is none. ``too_large``: nothing fits."""
+    """What came of an attempt: a value, or the reason why there is none. ``too_large``: the error if nothing fits."""
 
     value: T | None = None
     reason: str = ""
-    too_large: bool = False
+    too_large: DoesNotFitError | None = None
 
     def got(self) -> T:
         """The value of an attempt that succeeded."""
@@ -39,7 +39,7 @@ def tried(attempt: Callable[[], T]) -> Tried[T]:
     try:
         return Tried(attempt())
     except DoesNotFitError as error:
-        return Tried(reason=str(error), too_large=True)
+        return Tried(reason=str(error), too_large=error.with_traceback(None))
     except MemGuardError as error:
         return Tried(reason=str(error))
     except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training it guards
@@ -88,10 +88,10 @@ class Ranks:
         failed = [(rank, *each) for rank, each in enumerate(said) if each[0]]
         if not failed:
             return mine.got()
-        rank, reason, _ = next((each for each in failed if each[2]), failed[0])
-        where = f"rank {rank}: " if self.size > 1 else ""
-        kind = DoesNotFitError if any(too_large for *_, too_large in failed) else CannotTraceError
-        raise kind(where + reason)
+        rank, reason, too_large = next((each for each in failed if each[2]), failed[0])
+        if too_large:
+            raise too_large.on_rank(rank) if self.size > 1 else too_large
+        raise CannotTraceError(f"rank {rank}: {reason}" if self.size > 1 else reason)
 
 
 def shared(ranks: Ranks, budget: Budget, device: torch.device, held_bytes: int) -> Budget:

@@ -108,6 +108,7 @@ class Plan:
         gpu: the GPU planned for; None for any other device.
         reason: why there is no ``largest``, in plain words.
         seconds: what it took to find out.
+        too_large: the error behind ``reason`` if no size fits.
     """
 
     asked: Decision
@@ -116,6 +117,7 @@ class Plan:
     gpu: Gpu | None = None
     reason: str = ""
     seconds: float = 0.0
+    too_large: DoesNotFitError | None = None
 
     @property
     def footprint(self) -> Footprint:
@@ -347,15 +349,15 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
     shown = replace(_request(subject, limits), free_to_choose=False)
     asked = decide(prediction.footprint_at, budget, shown)
     reason = _fixed_because(subject) or ("" if prediction.scalable else "the memory of other sizes is not known")
-    largest = None
+    largest, too_large = None, None
     if not reason:
         try:
             with quiet():
                 largest = _largest(prediction, budget, _request(subject, limits))
         except DoesNotFitError as error:
-            reason = str(error)
+            reason, too_large = str(error), error.with_traceback(None)  # which would hold on to the search
     gpu = prediction.program.gpu
-    return Plan(asked, largest, prediction, gpu, reason, time.monotonic() - started)
+    return Plan(asked, largest, prediction, gpu, reason, time.monotonic() - started, too_large)
 
 
 def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> tuple[Prediction, Budget]:

@@ -17,7 +17,7 @@ from lightning_memguard.core.capture.fake_cuda import gpu_of
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError, predict
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.advice import shortlist, what_would_fit
-from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide, without_rule_of_thumb
+from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.replay.footprint import Footprint
@@ -252,8 +252,7 @@ def _advised(error: DoesNotFitError, look: Look) -> DoesNotFitError:
     found = tried(lambda: _remedies(look)).value
     if not found or not found.advice:
         return error
-    best = what_would_fit(shortlist(found.advice), found.not_tried)
-    return DoesNotFitError(f"{without_rule_of_thumb(str(error))}\n{best}", advice=found.advice)
+    return error.with_advice(found.advice, what_would_fit(shortlist(found.advice), found.not_tried))
 
 
 def _remedies(look: Look) -> Advised | None:
