@@ -53,7 +53,7 @@ def parse_bytes(quantity: int | str) -> int:
         The number of bytes, rounded down.
 
     Raises:
-        MemGuardError: the text is not a quantity of bytes, or it is not more than zero.
+        MemGuardError: the text is not a quantity of bytes, or it is not positive.
 
     >>> parse_bytes("24GiB")
     25769803776
@@ -62,7 +62,7 @@ def parse_bytes(quantity: int | str) -> int:
         raise MemGuardError(f"{quantity!r} is not a number of bytes; pass an int, or text such as '24GiB'.")
     nbytes = quantity if isinstance(quantity, int) else _parse_text(quantity)
     if nbytes <= 0:
-        raise MemGuardError(f"{quantity!r} is not more than zero bytes; pass an int, or text such as '24GiB'.")
+        raise MemGuardError(f"{quantity!r} is not a positive number of bytes; pass an int, or text such as '24GiB'.")
     return nbytes
 
 

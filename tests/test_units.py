@@ -71,7 +71,7 @@ def test_text_that_is_not_a_quantity_is_refused_with_three_that_are(text):
 
 @pytest.mark.parametrize("quantity", [0, -3, "0", "0GiB", "0.5B", "0.0001KiB"])
 def test_nothing_and_less_is_refused(quantity):
-    expected = f"{quantity!r} is not more than zero bytes; pass an int, or text such as '24GiB'."
+    expected = f"{quantity!r} is not a positive number of bytes; pass an int, or text such as '24GiB'."
     with pytest.raises(MemGuardError, match=f"^{re.escape(expected)}$"):
         parse_bytes(quantity)
 

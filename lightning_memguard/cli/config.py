@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,24 +19,18 @@ from lightning_memguard.training.adapter.lightning_types import lightning_of
 from lightning_memguard.training.adapter.program import quiet
 
 if TYPE_CHECKING:
+    from pytorch_lightning import LightningDataModule, LightningModule
     from pytorch_lightning.cli import LightningCLI
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a LightningCLI's configuration file asks for.
+    """What the file asks for: the model with its optimizer, the data, and the Trainer's settings that affect memory."""
 
-    Attributes:
-        model: the LightningModule, with its optimizer if the file names one.
-        datamodule: the LightningDataModule, or None.
-        precision: of the Trainer.
-        trainer: the Trainer's other settings that affect memory.
-    """
-
-    model: Any
-    datamodule: Any
-    precision: str = "32-true"
-    trainer: Mapping[str, Any] = field(default_factory=dict)
+    model: LightningModule
+    datamodule: LightningDataModule | None
+    precision: str
+    trainer: Mapping[str, Any]
 
 
 _SETTINGS = (
@@ -72,9 +66,6 @@ def read_config(
         model_class: the class that the user's own LightningCLI is made with, if any.
         data_class: the same for the data.
         meta: make the model without memory.
-
-    Raises:
-        MemGuardError: jsonargparse is missing, the file cannot be read, or does not match the classes.
     """
     try:
         import jsonargparse

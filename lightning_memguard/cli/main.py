@@ -29,7 +29,7 @@ examples:
   memguard plan --config config.yaml --batch-size 64 --json
   memguard layers my_project.models:Net --input-shape 8,1,28,28 --target-shape 8:int64:10
 
-exit status: 0 it fits on some device (or the command is done), 1 it fits on none, 2 bad use
+exit status: 0 if it fits some device (or the command is done), 1 if it fits none, 2 for bad usage
 """
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments of ``memguard`` (default: those of this process).
 
     Returns:
-        The exit status: 0 it fits, or is done; 1 it does not fit; 2 bad use.
+        The exit status: 0 if it fits, or is done; 1 if it does not fit; 2 for bad usage.
     """
     try:
         options = _parser().parse_args(argv)

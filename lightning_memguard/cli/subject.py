@@ -21,16 +21,7 @@ _T = TypeVar("_T")
 
 
 def subject_of(options: argparse.Namespace, say: Say, *, meta: bool = True) -> Subject:
-    """Make the model and its batch as they were typed.
-
-    Args:
-        options: those of `lightning_memguard.cli.options.add_target`.
-        say: called with what is being done.
-        meta: make the model on the meta device if it can be.
-
-    Raises:
-        MemGuardError: an option is missing, contradicts another, or does not mean anything.
-    """
+    """Make the model and its batch from the options of `add_target`; ``meta``: without memory if that works."""
     if options.target is None and options.config is None:
         raise MemGuardError(
             "Pass a TARGET (module:Class or path/to/file.py:Class) before the options, or --config of a LightningCLI."
@@ -40,7 +31,7 @@ def subject_of(options: argparse.Namespace, say: Say, *, meta: bool = True) -> S
     model, datamodule, trainer, precision = _model_of(options, meta=meta)
     if options.accumulate:
         trainer["accumulate_grad_batches"] = options.accumulate
-    optimizer, step = typed.optimizer(options.optimizer) if options.optimizer else None, None
+    step, optimizer = None, typed.optimizer(options.optimizer) if options.optimizer else None
     if batch is None and datamodule is None:
         batch = _own_batch(model, options.target_shape)
     if not is_lightning(model):

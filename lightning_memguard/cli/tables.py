@@ -93,12 +93,12 @@ def _largest_words(plan: Plan, advice: Sequence[Advice]) -> str:
         why = str(error.with_advice(tuple(advice))) if error and advice else plan.reason
         return f"{'No batch size fits' if error else 'Largest batch size unknown'}: {why.rstrip('.')}."
     reasons = {
-        "memory": "a larger one does not fit",
-        "dataset": "limited by the size of the dataset; memory would allow more",
-        "max_batch_size": "larger ones were not considered; memory would allow more",
+        "memory": "Larger sizes do not fit",
+        "dataset": "Limited by the size of the dataset; memory would allow more",
+        "max_batch_size": "Larger sizes were not considered; memory would allow more",
     }
     why = reasons.get(plan.largest.limited_by, plan.largest.limited_by)
-    return f"Largest batch size: {plan.largest.batch_size}, which needs {peak_range(plan.largest.footprint)}; {why}."
+    return f"Largest batch size: {plan.largest.batch_size}, which needs {peak_range(plan.largest.footprint)}. {why}."
 
 
 def _largest(decision: Decision | None) -> str:

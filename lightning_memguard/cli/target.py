@@ -1,6 +1,6 @@
 """What was typed on a command line -> the model, batch, optimizer and loss that it means.
 
-Every error names what was typed, what was looked for, and what is similar.
+What has no meaning raises a MemGuardError that names what was typed, what was looked for, and what is similar.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ from lightning_memguard.training.planning.plan import MakeOptimizer, Step
 
 
 def load(name: str) -> Any:
-    """What a name such as ``package.module:Class`` or ``path/to/file.py:Class`` refers to.
-
-    Raises:
-        MemGuardError: it is not such a name, nothing is there, or importing it failed.
-    """
+    """What a name such as ``package.module:Class`` or ``path/to/file.py:Class`` refers to."""
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
         dotted = name.rpartition(".")
@@ -177,19 +173,14 @@ def _value(text: str) -> Any:
 
 def _keywords(call: str, text: str) -> dict[str, Any]:
     try:
-        tree = ast.parse(f"f{call}", mode="eval").body
-        assert isinstance(tree, ast.Call)
+        tree: Any = ast.parse(f"f{call}", mode="eval").body
         return {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords if not tree.args}
     except (SyntaxError, ValueError) as error:
         raise MemGuardError(f"{text!r} is not a call with literals: write module:Class(name=value).") from error
 
 
 def build(thing: object, given: Mapping[str, Any], name: str) -> Any:
-    """Call a class or a function, and say what is missing if that is not possible.
-
-    Raises:
-        MemGuardError: arguments are missing or unknown, or the call raised.
-    """
+    """Call a class or a function, and say what is missing if that is not possible."""
     if not callable(thing):
         raise MemGuardError(f"{name} is a {type(thing).__name__}; pass a class, or a function that returns a model.")
     _check_arguments(thing, given, name)
@@ -220,17 +211,7 @@ def _check_arguments(thing: Callable[..., Any], given: Mapping[str, Any], name: 
 
 
 def make(thing: object, given: Mapping[str, Any], name: str, *, meta: bool = True) -> nn.Module:
-    """Make a model, on the meta device if that works.
-
-    Args:
-        thing: a class or a function.
-        given: its keyword arguments.
-        name: how it was called.
-        meta: False to give it memory.
-
-    Raises:
-        MemGuardError: it cannot be made, or it is not a module.
-    """
+    """Make the model that the class or function ``name`` returns, on the meta device if that works."""
     model = None
     if meta:
         with contextlib.suppress(MemGuardError), quiet(), torch.device("meta"):
@@ -257,23 +238,12 @@ def has_room_for(module: nn.Module) -> bool:
 
 
 _SHAPE = re.compile(r"(?P<shape>\d+(?:,\d+)*)(?::(?P<dtype>[a-zA-Z]\w*))?(?::(?P<bound>\d+))?")
-_DTYPES = {
-    "float": "float32",
-    "half": "float16",
-    "double": "float64",
-    "int": "int64",
-    "long": "int64",
-    "bf16": "bfloat16",
-}
+_DTYPES = {"int": "int64", "bf16": "bfloat16"}  # not as torch has them
 _MOST_BYTES = 1 << 26  # larger examples have shapes and no values
 
 
 def tensor(text: str, option: str = "--input-shape", dtype: str = "float32") -> torch.Tensor:
-    """An example tensor: ``8,3,224,224``, ``8,128:int64``, ``8:int64:10`` (whole numbers from 0 to 9).
-
-    Raises:
-        MemGuardError: it is not a shape, or its data type is unknown.
-    """
+    """An example tensor: ``8,3,224,224``, ``8,128:int64``, ``8:int64:10`` (whole numbers from 0 to 9)."""
     match = _SHAPE.fullmatch(text.replace(" ", "").replace("x", ",") if "," not in text else text.replace(" ", ""))
     shape = [int(size) for size in match["shape"].split(",")] if match else []
     if match is None or 0 in shape:
@@ -294,15 +264,11 @@ def tensor(text: str, option: str = "--input-shape", dtype: str = "float32") -> 
 
 
 def batch(inputs: Sequence[str], targets: Sequence[str], named: Sequence[str]) -> Any:
-    """The example batch: one tensor, a tuple of inputs and targets, or a dict by name; None if nothing is given.
-
-    Raises:
-        MemGuardError: a shape is not one, or two kinds of batch are mixed.
-    """
+    """The example batch: one tensor, a tuple of inputs and targets, or a dict by name; None if nothing is given."""
     if named:
         if inputs or targets:
             raise MemGuardError("Pass either --input name=shape, or --input-shape and --target-shape, not both.")
-        return {key: tensor(text, f"--input {key}=") for key, text in map(_named, named)}
+        return dict(map(_named, named))
     if not inputs:
         return None
     first = [tensor(text) for text in inputs]
@@ -326,11 +292,11 @@ def with_targets(example: object, targets: Sequence[str]) -> object:
     return (*first, *(tensor(text, "--target-shape", "int64") for text in targets))
 
 
-def _named(text: str) -> tuple[str, str]:
+def _named(text: str) -> tuple[str, torch.Tensor]:
     key, equals, shape = text.partition("=")
     if not equals or not key:
         raise MemGuardError(f"--input {text!r} has no name: write name=shape, such as input_ids=8,512:int64.")
-    return key, shape
+    return key, tensor(shape, f"--input {key}=")
 
 
 # -- precision, optimizers and losses
@@ -345,12 +311,8 @@ def precision(text: str) -> str:
 
 
 def optimizer(text: str) -> MakeOptimizer:
-    """``torch.optim.SGD,momentum=0.9``, ``adamw`` or ``module:Class,name=value`` as a function of the parameters.
-
-    Raises:
-        MemGuardError: there is no such optimizer, or it does not take such an argument.
-    """
-    name, *pairs = _split(text)
+    """``torch.optim.SGD,momentum=0.9``, ``adamw`` or ``module:Class,name=value`` as a function of the parameters."""
+    name, *pairs = re.split(r",(?=\s*[A-Za-z_]\w*=)", text)  # commas inside a tuple are not before name=
     kind = _optimizer_class(name)
     given = arguments(pairs)
     takes = inspect.signature(kind).parameters
@@ -359,11 +321,6 @@ def optimizer(text: str) -> MakeOptimizer:
     first = next(iter(takes), "params")
     _check_arguments(kind, {first: None, **given}, name)
     return functools.partial(kind, **given)
-
-
-def _split(text: str) -> list[str]:
-    """Split at commas before ``name=``: those inside a tuple are not."""
-    return re.split(r",(?=\s*[A-Za-z_]\w*=)", text)
 
 
 def _optimizer_class(name: str) -> Any:

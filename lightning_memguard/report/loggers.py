@@ -31,7 +31,7 @@ _MOST_TO_READ = 8 * MIB
 
 
 @dataclass(frozen=True)
-class Setup:
+class _Setup:
     """What is shown once per run: the decision, and what runs if the decision's phase does not say so."""
 
     decision: Decision
@@ -39,18 +39,15 @@ class Setup:
 
     @property
     def markdown(self) -> str:
-        """The table and the sentences under it."""
         return markdown(self.decision, self.kind)
 
 
-class Board(Protocol):
-    """Where a run's table and pictures go; any method may raise."""
+class _Board(Protocol):
+    """Where a run's table and pictures go, each picture of a run by its ``name``; any method may raise."""
 
-    def show_setup(self, setup: Setup, step: int) -> None:
-        """Show the table."""
+    def show_setup(self, setup: _Setup, step: int) -> None: ...
 
-    def show_picture(self, picture: Image, name: str, step: int) -> None:
-        """Show a picture; ``name`` distinguishes it from others of the same run."""
+    def show_picture(self, picture: Image, name: str, step: int) -> None: ...
 
 
 @dataclass
@@ -64,16 +61,11 @@ class Boards:
         folder: where files go if no logger takes the table and pictures; None for nowhere. The names are
             ``memguard_setup.md`` and ``memguard_peak.png``, the most recent one; a CSV logger gets the same next to its
             ``metrics.csv``.
-
-    Example:
-        >>> boards = Boards(trainer.loggers, Path(trainer.log_dir))  # doctest: +SKIP
-        >>> boards.log_setup(guard.decision)  # doctest: +SKIP
-        >>> boards.log_epoch(record, trainer.global_step)  # doctest: +SKIP
     """
 
     loggers: Iterable[Any]
     folder: Path | None = None
-    _boards: list[tuple[str, Board]] = field(default_factory=list, init=False, repr=False)
+    _boards: list[tuple[str, _Board]] = field(default_factory=list, init=False, repr=False)
     _epochs: int = field(default=0, init=False, repr=False)
     _last_drawn_bytes: int = field(default=0, init=False, repr=False)
 
@@ -88,7 +80,7 @@ class Boards:
             if board is not None:
                 self._boards.append((name, board))
         if not self._boards and self.folder is not None:
-            self._boards.append((str(self.folder), Folder(self.folder)))
+            self._boards.append((str(self.folder), _Folder(self.folder)))
 
     def log_setup(self, decision: Decision, step: int = 0, kind: str = "training") -> None:
         """Show the table, the layout of the charts and the predicted picture: once per run, after the decision.
@@ -100,7 +92,7 @@ class Boards:
             step: the Trainer's step, more than 0 if a run is resumed.
             kind: what runs, if the decision's phase does not say so.
         """
-        self._show(lambda board: board.show_setup(Setup(decision, kind), step))
+        self._show(lambda board: board.show_setup(_Setup(decision, kind), step))
         self._draw(picture_of_setup(decision), "setup", step)
 
     def log_epoch(self, record: EpochRecord, step: int) -> None:
@@ -127,7 +119,7 @@ class Boards:
             return
         self._show(lambda board: board.show_picture(drawn, name, step))
 
-    def _show(self, show: Callable[[Board], None]) -> None:
+    def _show(self, show: Callable[[_Board], None]) -> None:
         """Call it for every board; one that fails is not called again."""
         for each in list(self._boards):
             name, board = each
@@ -144,20 +136,20 @@ def _warn(name: str, error: Exception) -> None:
     )
 
 
-def _board_of(logger: Any) -> Board | None:
+def _board_of(logger: Any) -> _Board | None:
     """What shows tables and pictures on this logger; None if nothing of ours is known to work."""
     if _has(logger, "log_table", "log_image"):
-        return WeightsAndBiases(logger)
+        return _WeightsAndBiases(logger)
     experiment = logger.experiment
     if _has(experiment, "add_text", "add_image", "add_custom_scalars"):
-        return TensorBoard(logger)
+        return _TensorBoard(logger)
     if _has(logger, "run_id") and _has(experiment, "log_text", "log_image"):
-        return MLflow(logger)
+        return _MLflow(logger)
     if _has(experiment, "log_text", "log_image", "log_table", "log_html"):
-        return Comet(logger)
+        return _Comet(logger)
     table = getattr(experiment, "metrics_file_path", None)
     if isinstance(table, str) and "://" not in table:
-        return Folder(Path(table).parent)
+        return _Folder(Path(table).parent)
     return None
 
 
@@ -166,20 +158,18 @@ def _has(thing: object, *methods: str) -> bool:
 
 
 @dataclass(frozen=True)
-class TensorBoard:
-    """`torch.utils.tensorboard.SummaryWriter` and tensorboardX's: charts, text, images."""
+class _TensorBoard:
+    """`torch.utils.tensorboard.SummaryWriter` and tensorboardX's: a layout of charts, text, images by step."""
 
     logger: Any
 
-    def show_setup(self, setup: Setup, step: int) -> None:
-        """The table under Text, and a layout of charts unless the run has one."""
+    def show_setup(self, setup: _Setup, step: int) -> None:
         writer = self.logger.experiment
         writer.add_text(_SETUP, setup.markdown, step)
         if not _has_layout(writer):
             writer.add_custom_scalars(layout(setup.decision, getattr(self.logger, "_prefix", "")))
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one tag, by step
-        """Under Images, with a slider over the epochs."""
         import numpy as np
 
         self.logger.experiment.add_image(_PICTURE, np.asarray(picture), step, dataformats="HWC")
@@ -227,66 +217,58 @@ def _start_of(file: Path) -> bytes:
 
 
 @dataclass(frozen=True)
-class WeightsAndBiases:
-    """Lightning's `WandbLogger`: a table and images among the run's media."""
+class _WeightsAndBiases:
+    """Lightning's `WandbLogger`: a table, with the sentences as rows since a run shows no Markdown, and images."""
 
     logger: Any
 
-    def show_setup(self, setup: Setup, step: int) -> None:
-        """The table; W&B shows no Markdown in a run, so the sentences are rows of it."""
+    def show_setup(self, setup: _Setup, step: int) -> None:
         heading, rows = setup_rows(setup.decision)
         self.logger.log_table(_SETUP, columns=list(heading), data=[list(row) for row in rows], step=step)
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one key, by step
-        """An image, with a slider over the epochs."""
         self.logger.log_image(_PICTURE, [picture], step)
 
 
 @dataclass(frozen=True)
-class MLflow:
+class _MLflow:
     """Lightning's `MLFlowLogger` and its `MlflowClient`: artifacts of the run, in a folder of ours."""
 
     logger: Any
 
-    def show_setup(self, setup: Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
-        """A Markdown file."""
+    def show_setup(self, setup: _Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
         self.logger.experiment.log_text(self.logger.run_id, setup.markdown, f"memguard/{SETUP_NAME}")
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - a file has no step
-        """An image file."""
         self.logger.experiment.log_image(self.logger.run_id, picture, f"memguard/peak_{name}.png")
 
 
 @dataclass(frozen=True)
-class Comet:
+class _Comet:
     """Comet's `CometExperiment`: the table under Assets, the same as text, images under Graphics."""
 
     logger: Any
 
-    def show_setup(self, setup: Setup, step: int) -> None:
-        """The rows as a table, and all of it as text."""
+    def show_setup(self, setup: _Setup, step: int) -> None:
         heading, rows = setup_rows(setup.decision)
         self.logger.experiment.log_table("memguard_setup.csv", [list(row) for row in rows], headers=list(heading))
         self.logger.experiment.log_text(setup.markdown, step=step)
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one name, by step
-        """An image, with a slider over the epochs."""
         self.logger.experiment.log_image(picture, name=_PICTURE, step=step)
 
 
 @dataclass(frozen=True)
-class Folder:
+class _Folder:
     """Files, for a CSV logger and for runs without a logger."""
 
     path: Path
 
-    def show_setup(self, setup: Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
-        """A Markdown file."""
+    def show_setup(self, setup: _Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / SETUP_NAME).write_text(setup.markdown, encoding="utf-8")
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - the newest replaces it
-        """An image file, replaced each time."""
         self.path.mkdir(parents=True, exist_ok=True)
         unfinished = self.path / f".{PICTURE_NAME}"
         picture.save(unfinished, "png")

@@ -27,15 +27,7 @@ _METHODS = {
 
 
 def new_table(title: str, *columns: str, box: Box = HEAVY_HEAD, pad_edge: bool = True, no_wrap: bool = False) -> Table:
-    """A table of our style.
-
-    Args:
-        title: the line above it.
-        columns: their headings; ``>`` in front aligns one to the right.
-        box: its lines.
-        pad_edge: whether it has blanks at both ends.
-        no_wrap: whether columns aligned to the right never break their lines.
-    """
+    """A table with ``columns`` of these headings; ``>`` in front aligns one to the right, ``no_wrap`` is for these."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box, pad_edge=pad_edge)
     for column in columns:
         heading = column.removeprefix(">")

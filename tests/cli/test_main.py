@@ -360,7 +360,8 @@ def test_every_command_has_help(capsys, command: list[str]) -> None:
 def test_help_loads_neither_torch_nor_lightning() -> None:
     code = (
         "import sys; from lightning_memguard.cli.main import main; main(['--help']);"
-        "[main([name, '--help']) for name in ('plan', 'layers', 'snapshot', 'gpus', 'devices')]; main(['gpus', 'h100']);"
+        "[main([name, '--help']) for name in ('plan', 'layers', 'snapshot', 'gpus', 'devices')];"
+        "main(['gpus', 'h100']);"
         "print(sorted({'torch', 'lightning', 'pytorch_lightning'} & set(sys.modules)))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from lightning_memguard.cli.devices import devices_here
+from lightning_memguard.cli import tables
+from lightning_memguard.cli.options import devices_here
 from lightning_memguard.cli.progress import progress
+from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.errors import MemGuardError
+from lightning_memguard.report.data import budget_data
 
-if TYPE_CHECKING:
-    from lightning_memguard.core.decision.decision import Budget
-
-HELP = "the free memory of this machine's devices, and the source of that figure"
+HELP = "show the free memory of this machine's devices, and where that figure comes from"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +23,6 @@ def run(options: argparse.Namespace) -> bool:
     with progress() as say:
         say("loading torch")
         budgets = {name: _budget_of(name) for name in devices_here()}
-    from lightning_memguard.cli import tables
-    from lightning_memguard.report.data import budget_data
-
     if options.json:
         answer = [
             {"device": name, "problem": budget}

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "the GPUs to plan for"
+from lightning_memguard.cli import tables
+from lightning_memguard.core.gpus import CATALOGUE, find
+
+HELP = "list the GPUs that can be planned for"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
-    parser.add_argument("filter", nargs="?", default="", metavar="FILTER", help="words of their names, such as 'a100'")
+    parser.add_argument("filter", nargs="?", default="", metavar="FILTER", help="words in the name, such as 'a100'")
 
 
 def run(options: argparse.Namespace) -> bool:
     """Print the GPUs whose names contain all words of the filter."""
-    from lightning_memguard.cli import tables
-    from lightning_memguard.core.gpus import CATALOGUE, find
-
     words = options.filter.lower().replace("-", " ").split()
     names = {gpu: " ".join((gpu.name, *gpu.aliases)).lower().replace("-", " ") for gpu in CATALOGUE}
     matching = [gpu for gpu, name in names.items() if all(word in name for word in words)]

@@ -1,22 +1,24 @@
-"""``memguard layers``: what each layer holds, saves and computes, and what the textbook would say."""
+"""``memguard layers``: the memory and FLOPs of each layer, and what the textbook would say."""
 
 from __future__ import annotations
 
 import argparse
 from functools import partial
 
-from lightning_memguard.cli.devices import one_device
-from lightning_memguard.cli.options import add_device, add_target, depth
+from lightning_memguard.cli import tables
+from lightning_memguard.cli.options import add_device, add_target, depth, one_device
 from lightning_memguard.cli.progress import progress
+from lightning_memguard.core.layers.textbook import MOMENTS, textbook_sums, weight_memory
 from lightning_memguard.errors import MemGuardError
+from lightning_memguard.report.data import footprint_data
 
-HELP = "what each layer holds, saves and computes, and textbook estimates"
+HELP = "list the memory and FLOPs of each layer, and textbook estimates"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add_target(parser)
-    add_device(parser, "the kernels to predict for (default: cpu)")
+    add_device(parser, "whose kernels to use (default: cpu)")
     parser.add_argument("--depth", type=depth, metavar="N", help="rows nested no deeper than this (default: all)")
     parser.add_argument(
         "--textbook",
@@ -31,7 +33,6 @@ def run(options: argparse.Namespace) -> bool:
     with progress() as say:
         say("loading torch and Lightning")
         from lightning_memguard.cli.subject import subject_of, with_memory_if_needed
-        from lightning_memguard.core.layers.textbook import MOMENTS, textbook_sums, weight_memory
         from lightning_memguard.training.planning.plan import inference_of, layers_on, predict_on
 
         device = one_device(options.device, "cpu")
@@ -53,9 +54,6 @@ def run(options: argparse.Namespace) -> bool:
             why_not = str(error)
         sums = textbook_sums(table, optimizer=moments)
         weights = weight_memory(table.parameters, table.trainable_parameters)
-    from lightning_memguard.cli import tables
-    from lightning_memguard.report.data import footprint_data
-
     if options.json:
         answer = tables.layers_data(table, options.depth)
         answer["model"] = type(subject.model).__name__
@@ -76,8 +74,6 @@ def run(options: argparse.Namespace) -> bool:
 
 def _textbook_name(optimizer: str | None) -> str:
     """What the textbook calls an optimizer; Adam if it has no name for it, or none was given."""
-    from lightning_memguard.core.layers.textbook import MOMENTS
-
     name, *settings = (optimizer or "adam").split(",")
     name = name.replace(":", ".").rpartition(".")[2].lower()
     if name == "sgd" and any(each.strip().startswith("momentum=") for each in settings):

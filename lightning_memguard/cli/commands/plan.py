@@ -11,33 +11,39 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_memguard.cli.devices import default_devices
-from lightning_memguard.cli.options import add_device, add_target, count
+from lightning_memguard.cli import tables
+from lightning_memguard.cli.options import add_device, add_target, count, default_devices
 from lightning_memguard.cli.progress import Say, progress
 from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.report.page import Report, curve_of, write_report
+from lightning_memguard.report.words import counted
 from lightning_memguard.units import parse_bytes
 
 if TYPE_CHECKING:
     from lightning_memguard.core.decision.advice import Advice
     from lightning_memguard.training.planning.plan import Plan, Subject
 
-HELP = "whether it fits, and the largest batch size that does, on one or more devices"
-EPILOG = "Exit status: 0 it fits on some device, 1 on none, 2 bad use."
+HELP = "check whether a step fits one or more devices, and find the largest batch size that does"
+EPILOG = "Exit status: 0 if it fits some device, 1 if it fits none, 2 for bad usage."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add_target(parser)
     add_device(parser, "repeatable (default: the GPUs of this machine, or some common ones)")
-    group = parser.add_argument_group("what to choose from")
+    group = parser.add_argument_group("limits")
     group.add_argument("--margin", type=float, default=0.05, help="share of the memory to keep free (default: 0.05)")
-    group.add_argument("--budget", metavar="BYTES", help="memory it may use on each device, such as 20GiB")
-    group.add_argument("--min-batch-size", type=count, default=1, metavar="N", help="smallest (default: 1)")
-    group.add_argument("--max-batch-size", type=count, metavar="N", help="largest (default: whatever fits)")
-    group = parser.add_argument_group("what to predict and print")
-    group.add_argument("--inference", action="store_true", help="one forward pass under no_grad instead of training")
-    group.add_argument("--advise", action="store_true", help="what would make it fit, each remedy predicted")
-    group.add_argument("--report", metavar="DIR", help="write memguard_report.html (for the first device) to DIR")
+    group.add_argument("--budget", metavar="BYTES", help="memory the run may use on each device, such as 20GiB")
+    group.add_argument("--min-batch-size", type=count, default=1, metavar="N", help="smallest to choose (default: 1)")
+    group.add_argument("--max-batch-size", type=count, metavar="N", help="largest to choose (default: whatever fits)")
+    group = parser.add_argument_group("prediction and output")
+    group.add_argument(
+        "--inference", action="store_true", help="predict a forward pass under no_grad instead of a training step"
+    )
+    group.add_argument(
+        "--advise", action="store_true", help="suggest changes that save memory, each with its predicted peak"
+    )
+    group.add_argument("--report", metavar="DIR", help="write memguard_report.html, for the first device, to DIR")
 
 
 def run(options: argparse.Namespace) -> bool:
@@ -92,7 +98,6 @@ def _advice(plan: Plan, say: Say) -> Sequence[Advice]:
 
 
 def _report(options: argparse.Namespace, subject: Subject, plan: Plan, say: Say) -> tuple[Path, ...]:
-    from lightning_memguard.report.page import Report, curve_of, write_report
     from lightning_memguard.training.planning.plan import layers_on
 
     say(f"writing a report on {plan.budget.device}")
@@ -115,9 +120,6 @@ def _report(options: argparse.Namespace, subject: Subject, plan: Plan, say: Say)
 def _print(
     subject: Subject, plans: Sequence[Plan], adviser: Plan | None, advice: Sequence[Advice], files: Sequence[Path]
 ) -> None:
-    from lightning_memguard.cli import tables
-    from lightning_memguard.report.words import counted
-
     console = tables.terminal()
     console.print(tables.headline(subject), markup=False)
     if len(plans) == 1:
@@ -132,8 +134,6 @@ def _print(
 
 
 def _print_json(subject: Subject, plans: Sequence[Plan], adviser: Plan | None, advice: Sequence[Advice]) -> None:
-    from lightning_memguard.cli import tables
-
     answer: dict[str, Any] = {
         "model": type(subject.model).__name__,
         "training": subject.training,

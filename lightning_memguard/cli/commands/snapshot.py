@@ -6,20 +6,21 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from lightning_memguard.cli.devices import one_device
-from lightning_memguard.cli.options import add_device, add_target
+from lightning_memguard.cli import tables
+from lightning_memguard.cli.options import add_device, add_target, one_device
 from lightning_memguard.cli.progress import progress
+from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
 
-HELP = "the predicted step as a PyTorch memory snapshot"
+HELP = "save the predicted step as a PyTorch memory snapshot"
 EPILOG = "Open the file at https://pytorch.org/memory_viz or with `python -m torch.cuda._memory_viz`."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add_target(parser)
-    add_device(parser, "the device to predict for (default: the GPU of this machine, or a T4)")
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="usually step.pickle")
+    add_device(parser, "what to predict for (default: the GPU of this machine, or a T4)")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="where to save it, usually step.pickle")
 
 
 def run(options: argparse.Namespace) -> bool:
@@ -30,7 +31,6 @@ def run(options: argparse.Namespace) -> bool:
     with progress() as say:
         say("loading torch and Lightning")
         from lightning_memguard.cli.subject import subject_of, with_memory_if_needed
-        from lightning_memguard.core.replay.snapshot import save_snapshot
         from lightning_memguard.training.planning.plan import predict_on
 
         device = one_device(options.device)
@@ -40,8 +40,6 @@ def run(options: argparse.Namespace) -> bool:
         subject, (prediction, _) = with_memory_if_needed(options, subject, say, predict_it)
         trace = prediction.own_trace_at(subject.batch_size)
         path = save_snapshot(trace, prediction.settings, target)
-    from lightning_memguard.cli import tables
-
     if options.json:
         tables.print_json({"path": str(path), "events": len(trace), "batch_size": subject.batch_size})
         return True

@@ -134,9 +134,9 @@ def test_the_note_names_the_batch_that_was_larger(trainer: Any) -> None:
 
 
 @notes_there
-def test_a_size_that_would_have_fitted_is_smaller_and_fits(trainer: Any) -> None:
+def test_a_size_that_would_have_fit_is_smaller_and_fits(trainer: Any) -> None:
     note = "\n".join(fails(trainer, on_a_gpu, budget=600 * KIB, margin=0.0).__notes__)
-    size = int(note.partition("A batch size of ")[2].partition(" ")[0])
+    size = int(note.partition("Batch size ")[2].partition(" ")[0])
     assert 1 <= size < 100
     assert f"max_batch_size={size}" in note
 

@@ -227,7 +227,7 @@ def test_the_trainer_gets_its_own_data_source_back(trainer: Any, dataset: Tensor
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"budget": -1}, "-1 is not above zero bytes"),
+        ({"budget": -1}, "-1 is not a positive number of bytes"),
         ({"budget": "lots"}, "'lots' is not a quantity of bytes"),
         ({"margin": 1.0}, r"margin=1.0 is outside \[0, 1\)"),
         ({"margin": -0.1}, r"margin=-0.1 is outside \[0, 1\)"),
