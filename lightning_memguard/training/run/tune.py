@@ -292,9 +292,9 @@ def _look(trainer: Any, module: Any, wishes: Wishes, stage: Stage) -> Look:
     budget = read_budget(device, budget=wishes.budget_bytes, margin=wishes.margin, already_held_bytes=held)
     # after the budget, which counts a context that is up as ours: measuring it opens it
     context = context_bytes(device)
-    prediction = replace(prediction, context_bytes=context, _footprints={})
+    prediction = replace(prediction, context_bytes=context)
     if side is not None:
-        side = replace(side, prediction=replace(side.prediction, context_bytes=context, _footprints={}))
+        side = replace(side, prediction=replace(side.prediction, context_bytes=context))
     request = _request(trainer, found, sampled, prediction, wishes, size, shards)
     ones = any(isinstance(each, _BatchNorm) for each in module.modules())
     return Look(found, prediction, budget, request, side, validation.value, held, ones, notes=tuple(notes))
