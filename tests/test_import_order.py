@@ -58,7 +58,7 @@ ROOMS = {
         "program",
     ],
     "training/data": ["__init__", "samples", "loaders"],
-    "training/planning": ["__init__", "search", "advise", "estimate", "plan"],
+    "training/planning": ["__init__", "search", "target", "subject", "advise", "estimate", "plan"],
     "training/run": ["__init__", "tune", "resume", "batch_monitor", "run_report", "callback"],
     "cli": ["__init__", "target", "tables", "main"],
     "__main__": [],

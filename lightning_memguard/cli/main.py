@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from lightning_memguard.core.decision.advice import Advice
     from lightning_memguard.core.decision.decision import Budget
-    from lightning_memguard.training.planning.plan import Plan, Subject
+    from lightning_memguard.training.planning.plan import Plan
+    from lightning_memguard.training.planning.subject import Subject
 
 _T = TypeVar("_T")
 
@@ -77,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace) -> int:
     with _working() as said:
         said("loading torch and Lightning")
-        from lightning_memguard.training.planning.plan import Limits, plan_on
+        from lightning_memguard.training.planning.plan import plan_on
+        from lightning_memguard.training.planning.search import Limits
 
         _check_folder(options.report)
         limits = Limits(options.margin, _bytes(options.budget), options.min_batch_size, options.max_batch_size)
@@ -189,7 +191,8 @@ def _layers(options: argparse.Namespace) -> int:
     with _working() as said:
         said("loading torch and Lightning")
         from lightning_memguard.core.layers.textbook import MOMENTS, textbook_sums, weight_memory
-        from lightning_memguard.training.planning.plan import inference_of, layers_on, predict_on
+        from lightning_memguard.training.planning.plan import layers_on, predict_on
+        from lightning_memguard.training.planning.subject import inference_of
 
         device = _one_device(options.device, "cpu")
         moments = (options.textbook or _textbook_name(options.optimizer)).lower()
@@ -336,8 +339,7 @@ def _devices_here() -> list[str]:
 def _subject(options: argparse.Namespace, said: Any, *, meta: bool = True) -> Subject:
     """Make the model and its batch as they were typed."""
     from lightning_memguard.cli import target as typed
-    from lightning_memguard.training.planning import plan
-    from lightning_memguard.training.planning.estimate import is_lightning
+    from lightning_memguard.training.planning.subject import inference_of, is_lightning, subject_of
 
     if options.target is None and options.config is None:
         raise MemGuardError(
@@ -381,7 +383,7 @@ def _subject(options: argparse.Namespace, said: Any, *, meta: bool = True) -> Su
         optimizer = optimizer or typed.optimizer("torch.optim.AdamW")
     said("looking at the batch")
     with typed.users_code("Looking at the data"):
-        subject = plan.look(
+        subject = subject_of(
             model,
             given,
             batch_size=options.batch_size,
@@ -391,13 +393,13 @@ def _subject(options: argparse.Namespace, said: Any, *, meta: bool = True) -> Su
             datamodule=datamodule,
             trainer=trainer,
         )
-    return subject if training else plan.inference_of(subject)
+    return subject if training else inference_of(subject)
 
 
 def _brings_data(model: Any) -> bool:
     """Whether a model is a LightningModule with a loader of its own."""
     from lightning_memguard.training.adapter.lightning_types import lightning_of
-    from lightning_memguard.training.planning.estimate import is_lightning
+    from lightning_memguard.training.planning.subject import is_lightning
 
     own = getattr(type(model), "train_dataloader", None)
     return is_lightning(model) and own is not lightning_of(model).LightningModule.train_dataloader
@@ -435,7 +437,7 @@ def _bytes(text: str | None) -> int | None:
 
 def _check_devices(names: Sequence[str]) -> None:
     """Say what is wrong with a name before the model is made."""
-    from lightning_memguard.training.planning.plan import check_device
+    from lightning_memguard.training.planning.target import check_device
 
     for name in names:
         check_device(name)

@@ -30,7 +30,7 @@ from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.adapter.lightning_types import lightning_of
 from lightning_memguard.training.adapter.program import quiet
-from lightning_memguard.training.planning.plan import MakeOptimizer, Step
+from lightning_memguard.training.planning.subject import MakeOptimizer, Step
 
 # -- names of classes
 

@@ -115,6 +115,16 @@ _TRUE = {"32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16,
 PRECISIONS = tuple(sorted({*_AUTOCAST, *_TRUE}))
 
 
+def check_precision(name: str) -> None:
+    """Refuse an unknown precision.
+
+    Raises:
+        MemGuardError: it is none of `PRECISIONS`.
+    """
+    if name not in PRECISIONS:
+        raise MemGuardError(f"precision={name!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
+
+
 @dataclass(frozen=True)
 class LoopProgram:
     """``zero_grad``, forward, backward, ``step``: the loop that PyTorch's tutorials write, over a plain module.
@@ -142,8 +152,7 @@ class LoopProgram:
     accumulates: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise MemGuardError(f"precision={self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
+        check_precision(self.precision)
 
     @property
     def trains(self) -> bool:
