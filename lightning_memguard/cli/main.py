@@ -159,10 +159,10 @@ def _worst(plans: Sequence[Plan]) -> Plan:
 
 
 def _advice(plan: Plan, said: Any) -> Sequence[Advice]:
-    from lightning_memguard.training.planning.advise import advise
+    from lightning_memguard.training.planning.advise import try_remedies
 
     said(f"capturing remedies on {plan.budget.device}")
-    return advise(plan.prediction, plan.footprint.batch_size, plan.budget, combinations=True, said=said)
+    return try_remedies(plan.prediction, plan.footprint.batch_size, plan.budget, progress=said).advice
 
 
 def _report(options: argparse.Namespace, subject: Subject, plans: Sequence[Plan], said: Any) -> tuple[Path, ...]:

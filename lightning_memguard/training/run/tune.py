@@ -28,7 +28,7 @@ from lightning_memguard.training.adapter.program import LightningProgram, Stage
 from lightning_memguard.training.adapter.ranks import Ranks, Tried, shared, tried
 from lightning_memguard.training.data import loaders
 from lightning_memguard.training.data.loaders import LoaderInfo, Role, Sampled
-from lightning_memguard.training.planning.advise import Advised, remedies_tried
+from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.planning.search import Limits, largest_that_runs
 from lightning_memguard.units import format_bytes
 
@@ -250,7 +250,7 @@ def _remedies(look: Look) -> Advised | None:
     size, usable = look.request.smallest_batch_size, look.budget.usable_bytes
     if look.prediction.footprint_at(size).most_device_bytes <= usable:
         return None
-    return remedies_tried(look.prediction, size, look.budget, most_seconds=_ADVICE_SECONDS)
+    return try_remedies(look.prediction, size, look.budget, most_seconds=_ADVICE_SECONDS)
 
 
 # -- looking

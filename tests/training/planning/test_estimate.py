@@ -225,7 +225,7 @@ def refused(kind: type[Exception], message: str) -> pytest.RaisesExc:
 
 
 def test_a_plain_module_needs_a_step():
-    with refused(MemGuardError, "A Linear is no LightningModule: give step=(model, batch) -> loss."):
+    with refused(MemGuardError, "A Linear is not a LightningModule: give step=(model, batch) -> loss."):
         estimate(one_weight(), BATCH, device="cpu")
 
 
