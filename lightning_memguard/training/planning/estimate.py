@@ -1,6 +1,6 @@
 """`estimate`: the footprint of a model at a batch size, for anyone without a running Trainer.
 
-It is here, and not in core/, because a LightningModule is stepped in Lightning's order.
+It is not in core/, because a LightningModule is stepped in Lightning's order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model and its batch -> what fits a device, whether the device is here or in the catalogue.
+"""A model and its batch -> what fits a device, available or in the catalogue.
 
 The stages of `lightning_memguard.training.run.tune`, for anyone who has a model and no run: the model and the data are
 read once, then predicted for each device.
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import without_memory
 from lightning_memguard.core.decision.decision import Budget, Decision, decide
-from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -39,7 +38,6 @@ class Plan:
         budget: what the device offers.
         largest: the largest size that fits; None where none does, or other sizes are not known.
         prediction: the memory at any size.
-        gpu: the GPU planned for; None for any other device.
         reason: why there is no ``largest``, in plain words.
         seconds: what it took to find out.
     """
@@ -49,7 +47,6 @@ class Plan:
     budget: Budget
     largest: Decision | None
     prediction: Prediction
-    gpu: Gpu | None = None
     reason: str = ""
     seconds: float = 0.0
 
@@ -73,7 +70,7 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
         limits: what the batch size is chosen from.
 
     Raises:
-        MemGuardError: the device or the budget is not one that there is.
+        MemGuardError: the device is unknown, or the budget is more than it has.
         CannotTraceError: the step cannot be predicted.
 
     Example:
@@ -108,8 +105,7 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
                 largest, _ = largest_that_runs(prediction, budget, request)
         except DoesNotFitError as error:
             reason = str(error)
-    gpu = prediction.program.gpu
-    return Plan(asked, footprint, budget, largest, prediction, gpu, reason, time.monotonic() - started)
+    return Plan(asked, footprint, budget, largest, prediction, reason, time.monotonic() - started)
 
 
 def _captured_at(prediction: Prediction, size: int) -> Prediction:

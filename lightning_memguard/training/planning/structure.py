@@ -115,7 +115,7 @@ def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kin
 
 
 def _head_of(module: nn.Module) -> str:
-    """The path of the last child with parameters, looked for where there are several."""
+    """The path of the last child with parameters, of the first parent that has several."""
     path = ""
     while True:
         parent = module.get_submodule(path)

@@ -40,8 +40,8 @@ class Subject:
         model: a LightningModule, or any module with ``step``.
         batches: its batches, of any size.
         batch_size: the size asked for.
-        precision: one of Lightning's names.
-        trainer: more settings of a Trainer.
+        precision: one of Lightning's names, such as ``"bf16-mixed"``.
+        trainer: more settings of a Trainer, such as ``{"accumulate_grad_batches": 4}``.
         step: ``(model, batch) -> loss`` of a plain module.
         optimizer: ``(parameters) -> Optimizer`` of a plain module.
         training: False for one inference.
@@ -99,17 +99,17 @@ def subject_of(
     datamodule: LightningDataModule | None = None,
     trainer: Mapping[str, Any] | None = None,
 ) -> Subject:
-    """Read what to plan for, once for all devices.
+    """Read what to plan for, once for all devices; the arguments are the fields of `Subject`.
 
     Args:
-        model: see `lightning_memguard.training.planning.estimate.estimate`; it may be on the meta device.
+        model: it may be on the meta device.
         batch: an example batch; None to draw one from ``datamodule``, or from the module's own ``train_dataloader``.
-        batch_size: the number of samples asked for (default: the batch's, or the loader's).
-        precision: one of Lightning's names, such as ``"bf16-mixed"``.
-        step: ``(model, batch) -> loss``; for a plain module.
-        optimizer: ``(parameters) -> Optimizer``; in place of a LightningModule's own.
-        datamodule: a LightningDataModule, prepared and set up by this call.
-        trainer: more settings of a Trainer, such as ``{"accumulate_grad_batches": 4}``.
+        batch_size: the default is the batch's, or the loader's.
+        precision: one of Lightning's names.
+        step: of a plain module.
+        optimizer: of a plain module, or in place of a LightningModule's own.
+        datamodule: prepared and set up by this call.
+        trainer: more settings of a Trainer.
 
     Raises:
         MemGuardError: an argument is unknown, or contradicts another.
@@ -121,36 +121,16 @@ def subject_of(
     if not is_lightning(model):
         if trainer:
             raise MemGuardError(f"A {type(model).__name__} has no Trainer to set {', '.join(trainer)} for.")
-        check_step(model, step)
     elif step is not None:
         raise MemGuardError("A LightningModule brings its own training_step: leave out step.")
     elif optimizer is not None:
         model, optimizer = with_optimizer(model, optimizer), None
     settings, strategy, ranks = _together(model, dict(trainer or {}))
     batches = Batches(None, None, 1, 2) if batch is None else batches_from_one(batch)
-    subject = Subject(
-        model,
-        batches,
-        batch_size or batches.small_size,
-        precision,
-        settings,
-        step,
-        optimizer,
-        datamodule=datamodule,
-        strategy=strategy,
-        ranks=ranks,
-    )
+    size = batch_size or batches.small_size
+    subject = Subject(model, batches, size, precision, settings, step, optimizer, True, datamodule)
+    subject = replace(subject, strategy=strategy, ranks=ranks)
     return _with_loader(subject, batch_size) if batch is None else subject
-
-
-def check_step(model: nn.Module, step: Step | None) -> None:
-    """Refuse a plain module without a step.
-
-    Raises:
-        MemGuardError: there is none.
-    """
-    if step is None:
-        raise MemGuardError(f"A {type(model).__name__} is not a LightningModule: give step=(model, batch) -> loss.")
 
 
 def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
@@ -158,7 +138,7 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
     model, datamodule = subject.model, subject.datamodule
     if datamodule is None and not is_lightning(model):
         raise MemGuardError(f"A {type(model).__name__} brings no data: give an example batch, or a datamodule.")
-    trainer = _trainer(subject, None)
+    trainer = trainer_for(subject.model, subject.precision, None, **subject.trainer)
     if datamodule is not None:
         datamodule.prepare_data()
         datamodule.trainer = trainer
@@ -239,23 +219,18 @@ def program_of(subject: Subject, target: Target) -> Program:
     """
     if subject.runs_in_lightning:
         return lightning_program(subject, target)
-    if subject.training:
-        check_step(subject.model, subject.step)
+    model = subject.model
+    if subject.training and subject.step is None:
+        raise MemGuardError(f"A {type(model).__name__} is not a LightningModule: give step=(model, batch) -> loss.")
+    step, device = subject.step or _inference(model), target.device
     return LoopProgram(
-        subject.model,
-        subject.batches,
-        subject.step or _inference(subject.model),
-        subject.optimizer,
-        target.device,
-        subject.precision,
-        subject.training,
-        target.gpu,
+        model, subject.batches, step, subject.optimizer, device, subject.precision, subject.training, target.gpu
     )
 
 
 def lightning_program(subject: Subject, target: Target) -> LightningProgram:
     """The training step of a LightningModule."""
-    found, trainer = subject.found, _trainer(subject, target.gpu)
+    found, trainer = subject.found, trainer_for(subject.model, subject.precision, target.gpu, **subject.trainer)
     batches_per_epoch: Callable[[int], int | None] | None = _one_batch
     if found is not None:
         batches_per_epoch = None if found.dataset_size is None else found.batches
@@ -275,18 +250,6 @@ def _one_batch(_: int) -> int:
     return 1
 
 
-def _trainer(subject: Subject, gpu: Gpu | None) -> Trainer:
-    try:
-        return trainer_for(subject.model, subject.precision, gpu, **subject.trainer)
-    except MemGuardError:
-        raise
-    except Exception as error:
-        settings = ", ".join(f"{key}={value!r}" for key, value in subject.trainer.items())
-        raise MemGuardError(
-            f"No Trainer can be made with {settings}: {str(error).strip() or type(error).__name__}"
-        ) from error
-
-
 def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: object) -> Trainer:
     """A Trainer to read settings from; it never runs, and needs no device.
 
@@ -295,6 +258,9 @@ def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: o
         precision: one of `lightning_memguard.core.capture.program.PRECISIONS`.
         gpu: what it would train on; None for the CPU.
         settings: more of a Trainer's arguments.
+
+    Raises:
+        MemGuardError: the precision is unknown, or Lightning refuses the settings.
     """
     pl = lightning_of(model)
     check_precision(precision)
@@ -302,15 +268,15 @@ def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: o
     if gpu is not None and precision.endswith("-mixed"):
         with pretended_cuda(gpu):  # or its gradient scaler turns itself off
             chosen = {"plugins": [pl.plugins.MixedPrecision(precision, "cuda")]}
-    with quiet():
-        trainer: Trainer = pl.Trainer(
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **{"devices": 1, "max_epochs": 1, **chosen, **settings},
-        )
+    arguments = {"devices": 1, "max_epochs": 1, **chosen, **settings}
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    try:
+        with quiet():
+            trainer: Trainer = pl.Trainer(accelerator="cpu", **silent, **arguments)
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+        reason = str(error).strip() or type(error).__name__
+        raise MemGuardError(f"No Trainer can be made with {given}: {reason}") from error
     return trainer
 
 

@@ -1,4 +1,4 @@
-"""The name of a device -> what to predict for: a device that is here, or a GPU of the catalogue."""
+"""The name of a device -> what to predict for: an available device, or a GPU of the catalogue."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_device(name: str) -> torch.device | None:
         gpus.find(name)
         return None
     if device.type not in ("cpu", "cuda", "mps", "xpu"):
-        raise MemGuardError(f"device={name!r} trains nothing; give 'cpu', 'cuda' or the name of a GPU.")
+        raise MemGuardError(f"device={name!r} does not train; pass 'cpu', 'cuda' or the name of a GPU.")
     return device
 
 
@@ -62,7 +62,7 @@ def target_of(name: str) -> Target:
         return Target(device)
     if torch.cuda.is_available():
         return Target(device, gpu_of(device), context_bytes(device))
-    note = f"no CUDA device is here: predicted for one like the {_STAND_IN}; give `device` the name of yours"
+    note = f"no CUDA device is available: predicted for one like the {_STAND_IN}; pass the name of yours as `device`"
     return replace(_of_catalogue(gpus.find(_STAND_IN)), capacity_bytes=None, notes=(note,))
 
 
@@ -74,7 +74,7 @@ def target_and_budget(name: str, limits: Limits, model: nn.Module) -> tuple[Targ
     """What to predict for, and what it offers to a training of a model.
 
     Raises:
-        MemGuardError: the name means no device, or the budget is more than a GPU that is not here has.
+        MemGuardError: the name is unknown, or the budget is more than a GPU that is not available has.
     """
     device = check_device(name)
     if device is None or (device.type == "cuda" and not torch.cuda.is_available()):

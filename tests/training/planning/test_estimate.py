@@ -231,7 +231,7 @@ def test_a_plain_module_needs_a_step():
 
 @pytest.mark.parametrize("batch_size", [0, -1, 2.0, "4", True])
 def test_a_batch_size_is_a_count(batch_size):
-    with refused(MemGuardError, f"batch_size={batch_size!r} is no count; give an int of 1 or more."):
+    with refused(MemGuardError, f"batch_size={batch_size!r} is not a count; pass an int of 1 or more."):
         estimate(one_weight(), BATCH, batch_size=batch_size, step=sum_of_outputs, device="cpu")
 
 
@@ -245,7 +245,7 @@ def test_an_unknown_device_is_refused_by_name():
 
 
 def test_a_device_that_trains_nothing_is_refused():
-    with refused(MemGuardError, "device='meta' trains nothing; give 'cpu', 'cuda' or the name of a GPU."):
+    with refused(MemGuardError, "device='meta' does not train; pass 'cpu', 'cuda' or the name of a GPU."):
         estimate(one_weight(), BATCH, step=sum_of_outputs, device="meta")
 
 
@@ -422,7 +422,7 @@ def test_cuda_without_a_device_is_one_like_an_a100_and_a_note_says_so(device):
     found = planned(device=device)
     (note,) = found.notes
     assert note == (
-        "no CUDA device is here: predicted for one like the NVIDIA A100-SXM4-80GB; give `device` the name of yours"
+        "no CUDA device is available: predicted for one like the NVIDIA A100-SXM4-80GB; pass the name of yours as `device`"
     )
     assert replace(found, notes=()) == planned(device="NVIDIA A100-SXM4-80GB")
 
