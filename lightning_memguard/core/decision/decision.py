@@ -62,7 +62,7 @@ class Request:
         accumulate_grad_batches: the Trainer's own.
         ranks: processes that train together.
         free_to_choose: False to predict at ``batch_size`` and change nothing.
-        fixed_because: why the size is not free to choose, in plain words; empty where it is, or where only a prediction was asked for.
+        fixed_because: why the size is not free to choose, in plain words; empty where it is, or none was to be chosen.
     """
 
     batch_size: int

@@ -18,7 +18,7 @@ class Limits:
 
     Attributes:
         margin: share of the device's memory to keep free.
-        budget_bytes: what the training may take there; None for all that is free, or, of a GPU that is not available, all.
+        budget_bytes: what the training may take there; None for all that is free, or all of a GPU that is absent.
         min_batch_size: the smallest size to choose.
         max_batch_size: the largest, or None.
         multiple_of: only multiples of this are chosen.

@@ -422,7 +422,8 @@ def test_cuda_without_a_device_is_one_like_an_a100_and_a_note_says_so(device):
     found = planned(device=device)
     (note,) = found.notes
     assert note == (
-        "no CUDA device is available: predicted for one like the NVIDIA A100-SXM4-80GB; pass the name of yours as `device`"
+        "no CUDA device is available: predicted for one like the NVIDIA A100-SXM4-80GB; "
+        "pass the name of yours as `device`"
     )
     assert replace(found, notes=()) == planned(device="NVIDIA A100-SXM4-80GB")
 
