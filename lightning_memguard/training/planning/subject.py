@@ -124,7 +124,7 @@ def subject_of(
     elif step is not None:
         raise MemGuardError("A LightningModule brings its own training_step: leave out step.")
     elif optimizer is not None:
-        model, optimizer = with_optimizer(model, optimizer), None
+        model, optimizer = _with_optimizer(model, optimizer), None
     settings, strategy, ranks = _together(model, dict(trainer or {}))
     batches = Batches(None, None, 1, 2) if batch is None else batches_from_one(batch)
     size = batch_size or batches.small_size
@@ -162,7 +162,7 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
     )
 
 
-def with_optimizer(model: LightningModule, optimizer: MakeOptimizer) -> LightningModule:
+def _with_optimizer(model: LightningModule, optimizer: MakeOptimizer) -> LightningModule:
     """A LightningModule that shares all with this one but its ``configure_optimizers``; this one stays as it was."""
 
     def configure_optimizers(self: LightningModule) -> Optimizer:

@@ -29,7 +29,7 @@ ONE_BYTE_EACH = footprints(lambda n: n)
 
 
 def budget_of(usable_bytes: int) -> Budget:
-    """A tenth as much again is kept free, so that a test sees which number a peak is held against."""
+    """A tenth as much again is kept free, so that a test sees which number a peak is compared with."""
     margin = usable_bytes // 10
     return Budget(10 * usable_bytes, usable_bytes + margin, margin, "nvml", "cuda:0")
 

@@ -213,11 +213,11 @@ def test_a_remedy_that_cannot_run_is_left_out_with_the_reason() -> None:
                 raise ValueError("float32 or nothing")
             return super().training_step(batch, batch_idx)
 
-    said: list[str] = []
-    found = tried(program_of(Particular()), only="bf16-true", progress=said.append)
+    lines: list[str] = []
+    found = tried(program_of(Particular()), only="bf16-true", progress=lines.append)
     assert found.left_out == (("bf16-true", "ValueError: float32 or nothing"),)
     assert found.advice == ()
-    assert said == ["bf16-true", "bf16-true: left out, ValueError: float32 or nothing"]
+    assert lines == ["bf16-true", "bf16-true: left out, ValueError: float32 or nothing"]
 
 
 def test_nothing_is_begun_when_time_is_up() -> None:
@@ -363,12 +363,12 @@ def refused(trainer: Any, wide: Any, wide_data: TensorDataset) -> Callable[..., 
 def test_the_error_says_what_would_make_it_fit(refused: Any) -> None:
     error = refused(3000 * KIB)
     assert error.advice
-    told = str(error)
-    assert told.startswith("Batch size 1 needs ")
-    assert "\nWhat would make it fit (each predicted by running the step on a copy):\n  - " in told
+    text = str(error)
+    assert text.startswith("Batch size 1 needs ")
+    assert "\nWhat would make it fit (each predicted by running the step on a copy):\n  - " in text
     assert any(each.fits and each.remedies == ("SGD",) for each in error.advice)
-    assert "You can raise `budget`." in told
-    assert "smaller model" not in told  # the rule of thumb is for those who cannot be given better
+    assert "You can raise `budget`." in text
+    assert "smaller model" not in text  # the rule of thumb is for where there is no better advice
 
 
 def test_advising_that_fails_does_not_hide_the_error(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:

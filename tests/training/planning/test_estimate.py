@@ -134,7 +134,7 @@ def test_precision_is_lightnings_word():
 
 @pytest.mark.parametrize("n", [16, 100])
 def test_a_lightning_module_is_stepped_in_lightnings_order(pl, n):
-    """The last step's gradients still stand at the end of the next forward pass: 128 bytes that a plain loop drops."""
+    """The last step's gradients are still there at the end of the next forward pass: 128 bytes that a plain loop drops."""
     footprint = estimate(lightning_module(pl), BATCH, batch_size=n, device="cpu")
     assert nonzero(footprint.parts) == {
         "parameters": 128,
@@ -378,7 +378,7 @@ def squares(model: Any, images: torch.Tensor) -> torch.Tensor:
 
 
 def planned(model: Any = None, batch: Any = IMAGES, device: str = "NVIDIA H200", **options: Any) -> Any:
-    """A step on fake tensors alone, with what holds for each: parts sum to the peak, bounds stand around it."""
+    """A step on fake tensors alone, with what holds for each: parts sum to the peak, bounds are around it."""
     options.setdefault("step", squares)
     found = estimate(model or small_net(), batch, device=device, **options)
     assert (found.method, found.device) == ("fake", "cuda")
@@ -454,7 +454,7 @@ OPTIMIZERS: dict[str, tuple[Any, int]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_optimizer_keeps_its_states_there(name):
-    """Counters of steps stand on the CPU, except for fused and capturable ones: 512 bytes each there."""
+    """Counters of steps are on the CPU, except for fused and capturable ones: 512 bytes each there."""
     build, copies = OPTIMIZERS[name]
     model = nn.Linear(64, 64)
     found = planned(model, torch.ones(8, 64), optimizer=build)
