@@ -13,7 +13,7 @@ COMMON_GPUS = ("T4", "RTX 3090", "RTX 4090", "A100 80GB", "H100")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Describe the model and its batch; read by `lightning_memguard.cli.subject.subject_of`."""
+    """Describe the model and its batch; read by `lightning_memguard.cli.subject.read_subject`."""
     parser.add_argument(
         "target",
         nargs="?",
@@ -78,7 +78,7 @@ def default_devices() -> list[str]:
 
 def one_device(named: Sequence[str], default: str | None = None) -> str:
     """The device of a command that takes only one."""
-    from lightning_memguard.training.planning.plan import check_device
+    from lightning_memguard.training.planning.target import check_device
 
     if len(named) > 1:
         raise MemGuardError(f"--device is given {len(named)} times; this command takes only one.")

@@ -13,14 +13,12 @@ from lightning_memguard.cli.config import read_config
 from lightning_memguard.cli.progress import Say
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.lightning_types import lightning_of
-from lightning_memguard.training.planning import plan
-from lightning_memguard.training.planning.estimate import is_lightning
-from lightning_memguard.training.planning.plan import Subject
+from lightning_memguard.training.planning.subject import Subject, inference_of, is_lightning, subject_of
 
 _T = TypeVar("_T")
 
 
-def subject_of(options: argparse.Namespace, say: Say, *, meta: bool = True) -> Subject:
+def read_subject(options: argparse.Namespace, say: Say, *, meta: bool = True) -> Subject:
     """Make the model and its batch from the options of `add_target`; ``meta``: without memory if that works."""
     if options.target is None and options.config is None:
         raise MemGuardError(
@@ -39,7 +37,7 @@ def subject_of(options: argparse.Namespace, say: Say, *, meta: bool = True) -> S
         optimizer = optimizer or typed.optimizer("torch.optim.AdamW")
     say("reading the data")
     with typed.users_code("Reading the data"):
-        subject = plan.look(
+        subject = subject_of(
             model,
             batch,
             batch_size=options.batch_size,
@@ -49,7 +47,7 @@ def subject_of(options: argparse.Namespace, say: Say, *, meta: bool = True) -> S
             datamodule=datamodule,
             trainer=trainer,
         )
-    return plan.inference_of(subject) if getattr(options, "inference", False) else subject
+    return inference_of(subject) if getattr(options, "inference", False) else subject
 
 
 def _model_of(options: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, Any, dict[str, Any], str]:
@@ -93,6 +91,6 @@ def with_memory_if_needed(
         if not typed.is_without_memory(subject.model) or not typed.has_room_for(subject.model):
             raise
     say("the step needs values: making the model again, with memory")
-    subject = subject_of(options, say, meta=False)
+    subject = read_subject(options, say, meta=False)
     say("running the step at small batch sizes")
     return subject, run(subject)

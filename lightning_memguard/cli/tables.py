@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from lightning_memguard.core.decision.advice import Advice
     from lightning_memguard.core.layers.layers import Layer, LayerTable
     from lightning_memguard.core.layers.textbook import TextbookSum, WeightMemory
-    from lightning_memguard.training.planning.plan import Plan, Subject
+    from lightning_memguard.training.planning.plan import Plan
+    from lightning_memguard.training.planning.subject import Subject
 
 
 def terminal() -> Console:

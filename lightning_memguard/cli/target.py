@@ -29,7 +29,7 @@ from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.adapter.program import quiet
-from lightning_memguard.training.planning.plan import MakeOptimizer, Step
+from lightning_memguard.training.planning.subject import MakeOptimizer, Step
 
 # -- names of classes
 

@@ -32,14 +32,15 @@ def run(options: argparse.Namespace) -> bool:
     """Run the layers, trace the step, and print the tables."""
     with progress() as say:
         say("loading torch and Lightning")
-        from lightning_memguard.cli.subject import subject_of, with_memory_if_needed
-        from lightning_memguard.training.planning.plan import inference_of, layers_on, predict_on
+        from lightning_memguard.cli.subject import read_subject, with_memory_if_needed
+        from lightning_memguard.training.planning.plan import layers_on, predict_on
+        from lightning_memguard.training.planning.subject import inference_of
 
         device = one_device(options.device, "cpu")
         moments = (options.textbook or _textbook_name(options.optimizer)).lower()
         if moments not in MOMENTS:
             raise MemGuardError(f"--textbook {moments!r} is unknown; choose one of {', '.join(MOMENTS)}.")
-        subject = subject_of(options, say)
+        subject = read_subject(options, say)
         say("running the layers")
         table = layers_on(subject, device)
         say(f"tracing the step on {device}")

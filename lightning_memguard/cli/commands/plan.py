@@ -21,7 +21,8 @@ from lightning_memguard.units import parse_bytes
 
 if TYPE_CHECKING:
     from lightning_memguard.core.decision.advice import Advice
-    from lightning_memguard.training.planning.plan import Plan, Subject
+    from lightning_memguard.training.planning.plan import Plan
+    from lightning_memguard.training.planning.subject import Subject
 
 HELP = "check whether a step fits one or more devices, and find the largest batch size that does"
 EPILOG = "Exit status: 0 if it fits some device, 1 if it fits none, 2 for bad usage."
@@ -50,8 +51,10 @@ def run(options: argparse.Namespace) -> bool:
     """Plan, and print the answer; whether it fits some device."""
     with progress() as say:
         say("loading torch and Lightning")
-        from lightning_memguard.cli.subject import subject_of, with_memory_if_needed
-        from lightning_memguard.training.planning.plan import Limits, check_device, plan_on
+        from lightning_memguard.cli.subject import read_subject, with_memory_if_needed
+        from lightning_memguard.training.planning.plan import plan_on
+        from lightning_memguard.training.planning.search import Limits
+        from lightning_memguard.training.planning.target import check_device
 
         _check_folder(options.report)
         budget = None if options.budget is None else parse_bytes(options.budget)
@@ -59,7 +62,7 @@ def run(options: argparse.Namespace) -> bool:
         devices = options.device or default_devices()
         for device in devices:
             check_device(device)
-        subject = subject_of(options, say)
+        subject = read_subject(options, say)
         plans = []
         for device in devices:
             say(f"tracing the step on {device}")
@@ -91,10 +94,10 @@ def _worst(plans: Sequence[Plan]) -> Plan:
 
 
 def _advice(plan: Plan, say: Say) -> Sequence[Advice]:
-    from lightning_memguard.training.planning.advise import advise
+    from lightning_memguard.training.planning.advise import try_remedies
 
     say(f"tracing remedies on {plan.budget.device}")
-    return advise(plan.prediction, plan.footprint.batch_size, plan.budget, combinations=True, said=say)
+    return try_remedies(plan.prediction, plan.footprint.batch_size, plan.budget, progress=say).advice
 
 
 def _report(options: argparse.Namespace, subject: Subject, plan: Plan, say: Say) -> tuple[Path, ...]:

@@ -30,11 +30,11 @@ def run(options: argparse.Namespace) -> bool:
         raise MemGuardError(f"-o {target}: there is no folder {target.parent}; create it, or write elsewhere.")
     with progress() as say:
         say("loading torch and Lightning")
-        from lightning_memguard.cli.subject import subject_of, with_memory_if_needed
+        from lightning_memguard.cli.subject import read_subject, with_memory_if_needed
         from lightning_memguard.training.planning.plan import predict_on
 
         device = one_device(options.device)
-        subject = subject_of(options, say)
+        subject = read_subject(options, say)
         say(f"tracing the step on {device}")
         predict_it = partial(predict_on, device=device)
         subject, (prediction, _) = with_memory_if_needed(options, subject, say, predict_it)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,8 +14,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.optim import Optimizer
 
-from lightning_memguard.core.capture.batch import Batches, tensors_in
+from lightning_memguard.core.capture.batch import Batches, batch_bytes, map_tensors, shapes_of, tensors_in
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, pretended_cuda
 from lightning_memguard.core.capture.recorder import (
@@ -25,25 +27,114 @@ from lightning_memguard.core.capture.recorder import (
     watching,
 )
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class Program(Protocol):
-    """A training that can run a few of its steps on a copy of itself, at any batch size."""
+T = TypeVar("T")
+Change = Callable[[nn.Module], None]
+"""What is done to a copy of a module."""
+SwapOptimizer = Callable[[Optimizer], Optimizer]
+"""An optimizer -> the one to use in its place, for the same parameters."""
+
+
+class Program(ABC):
+    """A step that can run on a copy of its module, at any batch size, and be changed before it runs.
+
+    Attributes:
+        device: where it runs.
+        gpu: the GPU behind ``device``, present or pretended; None where it is not a CUDA device.
+        batches: batches of any size; several loaders that are evaluated one after the other have one each.
+        precision: one of Lightning's names, such as ``"bf16-mixed"``.
+        accumulate_grad_batches: batches an optimizer step.
+        changes: what is done to each copy of the module before it runs.
+    """
+
+    device: torch.device
+    gpu: Gpu | None
+    batches: Batches | tuple[Batches, ...]
+    precision: str
+    accumulate_grad_batches: int | None
+    changes: tuple[Change, ...]
 
     @property
-    def device(self) -> torch.device:
-        """Where the training runs."""
+    @abstractmethod
+    def trains(self) -> bool:
+        """Whether it runs a backward pass and an optimizer step."""
 
-    @property
-    def gpu(self) -> Gpu | None:
-        """The GPU behind ``device``, present or pretended; None where it is no CUDA device."""
-
+    @abstractmethod
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """Run two optimizer steps (or one inference) under the recorder, on fake or on real tensors."""
 
+    @abstractmethod
     def run_states(self, recorder: Recorder) -> None:
         """Only make what stays: parameters, buffers, gradients, optimizer state."""
+
+    @abstractmethod
+    def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
+        """Pass a function the module as it trains, and what its owner's code calls it."""
+
+    @abstractmethod
+    def setting(self, name: str, value: str | int) -> str:
+        """What to write to change a setting of the Trainer, or of what runs in its place."""
+
+    @abstractmethod
+    def with_optimizer(self, swap: SwapOptimizer) -> Program:
+        """The same with each optimizer replaced as soon as it is made.
+
+        Raises:
+            CannotTraceError: there is no optimizer; now or once it runs.
+        """
+
+    @property
+    def precision_in_use(self) -> str:
+        """One of Lightning's names, such as ``"bf16-mixed"``."""
+        return self.precision
+
+    @property
+    def batches_per_step(self) -> int | None:
+        """Batches an optimizer step; None where the module's own code decides."""
+        return self.accumulate_grad_batches
+
+    @property
+    def families(self) -> tuple[Batches, ...]:
+        """``batches``, by loader."""
+        return self.batches if isinstance(self.batches, tuple) else (self.batches,)
+
+    def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
+        """Shapes and bytes of the largest batch that the step is given."""
+        largest = max((without_memory(family, batch_size) for family in self.families), key=batch_bytes)
+        return shapes_of(largest), batch_bytes(largest)
+
+    def with_batches(self, batches: Batches) -> Self:
+        """The same step on other batches, which come as the hooks around their transfer leave them."""
+        return self._with(batches=batches)
+
+    def without_samples(self) -> Self:
+        """The same on batches known by their shapes alone."""
+        bare = tuple(map(_shapes_alone, self.families))
+        return self._with(batches=bare if isinstance(self.batches, tuple) else bare[0])
+
+    def with_precision(self, precision: str) -> Self:
+        """The same in another precision."""
+        return self._with(precision=precision)
+
+    def with_accumulation(self, batches: int) -> Self:
+        """The same with an optimizer step every so many batches."""
+        return self._with(accumulate_grad_batches=batches)
+
+    def with_bucket_views(self) -> Program | None:
+        """The same with gradients as views of DDP's buckets; None without DDP, or where they are."""
+        return None
+
+    def with_change(self, change: Change) -> Self:
+        """The same with each copy of the module changed before it runs."""
+        return self._with(changes=(*self.changes, change))
+
+    def _with(self, **fields: Any) -> Self:
+        return replace(self, **fields)  # type: ignore[type-var]  # each program is a dataclass
 
 
 def device_to_run_on(program: Program, *, fake: bool) -> torch.device:
@@ -62,8 +153,18 @@ _TRUE = {"32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16,
 PRECISIONS = tuple(sorted({*_AUTOCAST, *_TRUE}))
 
 
+def check_precision(name: str) -> None:
+    """Refuse an unknown precision.
+
+    Raises:
+        MemGuardError: it is none of `PRECISIONS`.
+    """
+    if name not in PRECISIONS:
+        raise MemGuardError(f"precision={name!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
+
+
 @dataclass(frozen=True)
-class LoopProgram:
+class LoopProgram(Program):
     """``zero_grad``, forward, backward, ``step``: the loop that PyTorch's tutorials write, over a plain module.
 
     Attributes:
@@ -72,33 +173,56 @@ class LoopProgram:
         step: ``(model, batch) -> loss``.
         optimizer: ``(parameters) -> Optimizer``, or None to keep gradients only.
         device: where it runs.
-        gpu: the GPU behind it.
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
         training: False for one forward under ``torch.no_grad``.
+        gpu: the GPU behind the device.
+        accumulate_grad_batches: above 1, each batch finds the gradients of the one before.
+        changes: what is done to each copy in its first step.
     """
 
     model: nn.Module
     batches: Batches
     step: Callable[[Any, Any], Any]
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None
     device: torch.device
     precision: str = "32-true"
     training: bool = True
     gpu: Gpu | None = None
+    accumulate_grad_batches: int = 1
+    changes: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise MemGuardError(f"precision={self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
+        check_precision(self.precision)
+
+    @property
+    def trains(self) -> bool:
+        """See `Program.trains`."""
+        return self.training
+
+    def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
+        """See `Program.inspect`."""
+        return examine(self.model, "model")
+
+    def setting(self, name: str, value: str | int) -> str:
+        """See `Program.setting`."""
+        return f"an optimizer step every {value} batches" if name == "accumulate_grad_batches" else f'{name}="{value}"'
+
+    def with_optimizer(self, swap: SwapOptimizer) -> LoopProgram:
+        """See `Program.with_optimizer`."""
+        make = self.optimizer
+        if make is None:
+            raise CannotTraceError("there is no optimizer")
+        return replace(self, optimizer=lambda parameters: swap(make(parameters)))
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `Program.run`."""
         with tensors(fake=fake, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
-            optimizer = self.optimizer(module_copy.parameters()) if self.training and self.optimizer else None
+            optimizers = self._optimizers(module_copy) if self.training else []
             with watching(recorder, module_copy):
-                recorder.label(states_of([optimizer] if optimizer else []), "optimizer_state")
+                recorder.label(states_of(optimizers), "optimizer_state")
                 if self.training:
-                    self._train(recorder, module_copy, optimizer, batch_size, fake)
+                    self._train(recorder, module_copy, optimizers, batch_size, fake)
                 else:
                     module_copy.eval()
                     with torch.no_grad():
@@ -108,9 +232,12 @@ class LoopProgram:
         """See `Program.run_states`."""
         with tensors(fake=True, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
-            optimizers = [self.optimizer(module_copy.parameters())] if self.optimizer else []
+            optimizers = self._optimizers(module_copy)
             with watching(recorder, module_copy):
                 step_states(recorder, module_copy, optimizers)
+
+    def _optimizers(self, module_copy: nn.Module) -> list[Optimizer]:
+        return [self.optimizer(module_copy.parameters())] if self.optimizer else []
 
     def _module_copy(self, mode: FakeTensorMode | None) -> nn.Module:
         if mode is None:
@@ -120,38 +247,33 @@ class LoopProgram:
         dtype = _TRUE.get(self.precision)
         return module_copy.to(dtype) if dtype else module_copy
 
-    def _batch(self, batch_size: int, fake: bool) -> Any:
-        make = self.batches.fake if fake else self.batches.real
-        return make(batch_size, device_to_run_on(self, fake=fake))
-
     def _next_batch(self, recorder: Recorder, batch_size: int, fake: bool) -> Any:
         recorder.mark("transfer")
+        make = self.batches.fake if fake else self.batches.real
         with recorder.paused():
-            batch = self._batch(batch_size, fake)
+            batch = make(batch_size, device_to_run_on(self, fake=fake))
         recorder.label(tensors_in(batch), "batch")
         return batch
 
-    def _step(self, recorder: Recorder, module_copy: nn.Module, batch: Any) -> Any:
+    def _step(self, recorder: Recorder, module_copy: nn.Module, batch: object, *, first: bool = True) -> Any:
+        if self.accumulate_grad_batches > 1:
+            _keep_gradients(recorder, module_copy)
         recorder.mark("forward")
         dtype = _AUTOCAST.get(self.precision)
         where = device_to_run_on(self, fake=isinstance(next(module_copy.parameters(), None), FakeTensor)).type
         with torch.autocast(where, dtype) if dtype else contextlib.nullcontext():
+            for change in self.changes if first else ():
+                change(module_copy)
             return self.step(module_copy, batch)
 
     def _train(
-        self,
-        recorder: Recorder,
-        module_copy: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        batch_size: int,
-        fake: bool,
+        self, recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer], batch_size: int, fake: bool
     ) -> None:
-        optimizers = [optimizer] if optimizer else []
         for index in range(2):
             recorder.mark("zero_grad", step=index)
             module_copy.zero_grad()
             batch = self._next_batch(recorder, batch_size, fake)  # a loop variable: alive until the next one comes
-            loss = self._step(recorder, module_copy, batch)
+            loss = self._step(recorder, module_copy, batch, first=index == 0)
             recorder.mark("backward")
             loss.backward()
             gradients = gradients_of(optimizers, module_copy)
@@ -159,9 +281,26 @@ class LoopProgram:
             recorder.label(gradients, "gradients")
             del gradients
             recorder.mark("optimizer")
-            if optimizer:
+            for optimizer in optimizers:
                 optimizer.step()
                 recorder.label(states_of(optimizers), "optimizer_state")
+
+
+def _keep_gradients(recorder: Recorder, module_copy: nn.Module) -> None:
+    learns = [parameter for parameter in module_copy.parameters() if parameter.requires_grad]
+    for parameter in learns:
+        parameter.grad = torch.zeros_like(parameter)
+    recorder.label([parameter.grad for parameter in learns if parameter.grad is not None], "gradients")
+
+
+def without_memory(batches: Batches, batch_size: int) -> Any:
+    """A batch on the meta device."""
+    return batches.of(batch_size, lambda shape, like: torch.empty(shape, dtype=like.dtype, device="meta"))
+
+
+def _shapes_alone(batches: Batches) -> Batches:
+    small, large = (map_tensors(each, lambda tensor: tensor.to("meta")) for each in (batches.small, batches.large))
+    return replace(batches, small=small, large=large)
 
 
 def refuse_meta(module: nn.Module) -> None:
@@ -170,7 +309,7 @@ def refuse_meta(module: nn.Module) -> None:
         raise CannotTraceError("its parameters are on the meta device, so there is nothing to run it with")
 
 
-def step_states(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def step_states(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Give each trainable parameter a gradient and step each optimizer once: all that stays, without a step."""
     recorder.mark("backward", step=0)
     held = [p for o in optimizers for group in o.param_groups for p in group["params"]]

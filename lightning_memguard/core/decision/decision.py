@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_memguard.core.decision.bisection import largest_that
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import format_bytes
@@ -23,7 +24,7 @@ _NO_LIMIT = 1 << 20  # an iterable dataset has no length; a million samples a st
 
 @dataclass(frozen=True)
 class Budget:
-    """What the training may take on its device, in bytes, and who said so.
+    """What the training may take on its device, in bytes, and where that is known from.
 
     ``source`` is ``"nvml"``, ``"cuda"``, ``"host"`` (available memory), ``"cgroup"``, ``"rlimit"``, ``"mps"``,
     ``"xpu"``, ``"catalogue"`` (all that a GPU that is not here has) or ``"given"``.
@@ -38,7 +39,7 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes the predicted peak is held against."""
+        """Bytes the predicted peak is compared with."""
         return self.free_bytes - self.margin_bytes
 
     @property
@@ -49,19 +50,19 @@ class Budget:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, and what stands in the way of choosing freely.
+    """What was asked for, and what keeps the size from being chosen freely.
 
     Attributes:
         batch_size: the loader's own.
         min_batch_size: the smallest size to choose.
         max_batch_size: the largest, or None.
         multiple_of: only multiples of this are chosen.
-        dataset_size: samples a rank has in an epoch, or None where nobody knows.
+        dataset_size: samples a rank has in an epoch, or None where that is unknown.
         keep_effective_batch_size: samples an optimizer step shall see over all ranks, or None.
         accumulate_grad_batches: the Trainer's own.
         ranks: processes that train together.
         free_to_choose: False to predict at ``batch_size`` and change nothing.
-        fixed_because: why the size is not free to choose, in plain words; empty where it is, or nobody asked.
+        fixed_because: why the size is not free to choose, in plain words; empty where it is, or none was to be chosen.
     """
 
     batch_size: int
@@ -90,10 +91,10 @@ class Decision:
         requested_batch_size: the loader's own.
         accumulate_grad_batches: batches an optimizer step.
         outcome: see `Outcome`.
-        footprint: predicted at ``batch_size``; None where the guard stepped aside.
+        footprint: predicted at ``batch_size``; None where no prediction could be made.
         budget: what the device offers; None where it was not read.
         limited_by: what keeps the batch size from being larger.
-        reason: why the guard chose nothing or stepped aside, in plain words; empty otherwise.
+        reason: why no size was chosen or no prediction could be made, in plain words; empty otherwise.
         multiple_of: only multiples of this were chosen from.
         validation_batch_size: samples a batch in the fit's validation: as asked, or the largest that fits; None where
             validation was not predicted.
@@ -154,16 +155,8 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
         size, accumulate = _split(largest, request, lowest)
         limited_by = limited_by if size == largest else "request"
     outcome: Outcome = "kept" if size == request.batch_size else "tuned"
-    return Decision(
-        size,
-        request.batch_size,
-        accumulate,
-        outcome,
-        footprint_at(size),
-        budget,
-        limited_by,
-        multiple_of=request.multiple_of,
-    )
+    asked, step = request.batch_size, request.multiple_of
+    return Decision(size, asked, accumulate, outcome, footprint_at(size), budget, limited_by, multiple_of=step)
 
 
 def _range(request: Request) -> tuple[int, int, LimitedBy]:
@@ -188,20 +181,12 @@ def _range(request: Request) -> tuple[int, int, LimitedBy]:
 
 
 def _largest(lowest: int, highest: int, step: int, fits: Callable[[int], bool]) -> int:
-    """The largest size that fits, by doubling and then halving the gap; ``lowest`` fits."""
+    """The largest size that fits, by doubling the step and then halving the gap; ``lowest`` fits."""
     good, reach = lowest, step
-    while good < highest:
-        trial = min(good + reach, highest)
-        if not fits(trial):
-            break
+    while good < highest and fits(trial := min(good + reach, highest)):
         good, reach = trial, reach * 2
-    else:
-        return good
-    bad = min(good + reach, highest)
-    while bad - good > step:
-        middle = good + (bad - good) // (2 * step) * step
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+    most = min(good + reach, highest)
+    return step * largest_that(lambda steps: fits(steps * step), good // step, most // step)
 
 
 def _split(largest: int, request: Request, lowest: int) -> tuple[int, int]:
@@ -267,10 +252,10 @@ def check_count(name: str, value: object) -> None:
     """Check a number of samples or batches that a user gave.
 
     Raises:
-        MemGuardError: it is no whole number of 1 or more.
+        MemGuardError: it is not a whole number of 1 or more.
     """
     if type(value) is not int or value < 1:
-        raise MemGuardError(f"{name}={value!r} is no count; give an int of 1 or more.")
+        raise MemGuardError(f"{name}={value!r} is not a count; pass an int of 1 or more.")
 
 
 def check_settings(

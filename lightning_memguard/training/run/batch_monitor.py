@@ -16,7 +16,6 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import Failure, Larger
-from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.adapter.ranks import tried
 from lightning_memguard.training.run.tune import Look
 
@@ -36,7 +35,7 @@ class BatchWatch:
         self.look = look
         self.prediction = prediction
         self.batch_size = batch_size
-        self.predicted_shapes, self.limit_bytes = _expected(prediction, batch_size)
+        self.predicted_shapes, self.limit_bytes = prediction.program.expected_batch(batch_size)
         self.shapes: Shapes = ()
         self._quick_bytes = -1
 
@@ -62,10 +61,8 @@ class BatchWatch:
 
     def _prediction_of(self, batch: Any, size: int) -> Prediction:
         """Of a step on batches like this one, as it comes out of the hooks that transfer it."""
-        program = self.prediction.program
-        assert isinstance(program, LightningProgram)
         like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
-        program = replace(program, batches=batches_from_one(like, size), transferred=True)
+        program = self.prediction.program.with_batches(batches_from_one(like, size))
         known = self.prediction
         return predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
 
@@ -80,21 +77,6 @@ def _quick_bytes(batch: Any) -> int:
     except (AttributeError, RuntimeError):  # no tensor, or a sparse one
         return -1
     return nbytes
-
-
-def _expected(prediction: Prediction, batch_size: int) -> tuple[Shapes, int]:
-    """Shapes and bytes of the batch that the step was predicted with, as its hooks left it."""
-    program = prediction.program
-    assert isinstance(program, LightningProgram)
-    known = program.seen.get(batch_size)
-    if known is not None:
-        return known
-    largest = max((family.of(batch_size, _meta) for family in program.families), key=batch_bytes)
-    return shapes_of(largest), batch_bytes(largest)
-
-
-def _meta(shape: tuple[int, ...], example: torch.Tensor) -> torch.Tensor:
-    return torch.empty(shape, dtype=example.dtype, device="meta")
 
 
 # -- after an out-of-memory error

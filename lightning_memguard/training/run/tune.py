@@ -12,9 +12,8 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_memguard.core.capture.batch import map_tensors
 from lightning_memguard.core.capture.fake_cuda import gpu_of
-from lightning_memguard.core.capture.predict import Prediction, StepFailsError, predict
+from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.advice import shortlist, what_would_fit
 from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
@@ -29,7 +28,8 @@ from lightning_memguard.training.adapter.program import LightningProgram, Stage
 from lightning_memguard.training.adapter.ranks import Ranks, Tried, shared, tried
 from lightning_memguard.training.data import loaders
 from lightning_memguard.training.data.loaders import LoaderInfo, Role, Sampled
-from lightning_memguard.training.planning.advise import Advised, remedies_tried
+from lightning_memguard.training.planning.advise import Advised, try_remedies
+from lightning_memguard.training.planning.search import Limits, largest_that_runs
 from lightning_memguard.units import format_bytes
 
 
@@ -165,21 +165,10 @@ def _without_samples(tuning: Tuning) -> Tuning:
 
 
 def _with_shapes_alone(prediction: Prediction) -> Prediction:
-    program = prediction.program
-    assert isinstance(program, LightningProgram)
     if prediction.growth is None or prediction.method == "real":  # another size may still have to be run
         return prediction
-    attempt = tried(
-        lambda: tuple(replace(each, small=_bare(each.small), large=_bare(each.large)) for each in program.families)
-    )
-    if attempt.value is None:  # a kind of tensor without a meta copy
-        return prediction
-    batches = attempt.value if isinstance(program.batches, tuple) else attempt.value[0]
-    return replace(prediction, program=replace(program, batches=batches))
-
-
-def _bare(batch: Any) -> Any:
-    return map_tensors(batch, lambda each: each.to("meta"))
+    program = tried(prediction.program.without_samples).value  # None for a kind of tensor without a meta copy
+    return replace(prediction, program=program) if program else prediction
 
 
 def choose(tuning: Tuning, wishes: Wishes) -> Tuning:
@@ -260,7 +249,7 @@ def _remedies(look: Look) -> Advised | None:
     size, usable = look.request.smallest_batch_size, look.budget.usable_bytes
     if look.prediction.footprint_at(size).most_device_bytes <= usable:
         return None
-    return remedies_tried(look.prediction, size, look.budget, most_seconds=_ADVICE_SECONDS)
+    return try_remedies(look.prediction, size, look.budget, most_seconds=_ADVICE_SECONDS)
 
 
 # -- looking
@@ -291,9 +280,9 @@ def _look(trainer: Any, module: Any, wishes: Wishes, stage: Stage) -> Look:
     budget = read_budget(device, budget=wishes.budget_bytes, margin=wishes.margin, already_held_bytes=held)
     # after the budget, which counts a context that is up as ours: measuring it opens it
     context = context_bytes(device)
-    prediction = replace(prediction, context_bytes=context, _footprints={})
+    prediction = replace(prediction, context_bytes=context)
     if side is not None:
-        side = replace(side, prediction=replace(side.prediction, context_bytes=context, _footprints={}))
+        side = replace(side, prediction=replace(side.prediction, context_bytes=context))
     request = _request(trainer, found, sampled, prediction, wishes, size, shards)
     ones = any(isinstance(each, _BatchNorm) for each in module.modules())
     return Look(found, prediction, budget, request, side, validation.value, held, ones, notes=tuple(notes))
@@ -367,18 +356,25 @@ def _request(
     size: int,
     shards: sharded.Shards | None,
 ) -> Request:
-    fit = found.role == "train"
-    fixed = found.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
+    limits = Limits(
+        wishes.margin,
+        wishes.budget_bytes,
+        wishes.min_batch_size,
+        wishes.max_batch_size,
+        wishes.multiple_of,
+        wishes.keep_effective_batch_size if found.role == "train" else None,
+    )
     largest = loaders.largest_for(trainer, found)
-    return Request(
-        batch_size=size,
-        min_batch_size=wishes.min_batch_size,
-        max_batch_size=wishes.max_batch_size,
-        multiple_of=math.lcm(wishes.multiple_of, found.unit, sampled.unit),
+    request = limits.request(
+        size,
+        unit=math.lcm(found.unit, sampled.unit),
         dataset_size=sampled.samples if largest is None else largest,
-        keep_effective_batch_size=wishes.keep_effective_batch_size if fit else None,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         ranks=trainer.world_size,
+    )
+    fixed = found.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
+    return replace(
+        request,
         free_to_choose=wishes.mode == "tune" and prediction.scalable and not fixed,
         fixed_because=fixed or ("" if prediction.scalable else "the memory of other batch sizes is not known"),
     )
@@ -388,45 +384,22 @@ def _request(
 
 
 def _choice(look: Look, wishes: Wishes) -> tuple[Decision, Look]:
-    """This rank's choice, and what it stands on once its size was captured as proof."""
+    """This rank's choice, and what it is made from once the step was captured at its size."""
     side = _fitting(look)
     look = replace(look, side=side)
-    decision, proven = _proven(look)
+    decision, proven = largest_that_runs(
+        look.prediction,
+        look.budget,
+        look.request,
+        footprint_at=lambda prediction, size: replace(look, prediction=prediction).footprint_at(size),
+        # a last batch of one sample, which batch norm refuses
+        is_refused=lambda size: look.avoids_one and loaders.leaves_one(look.found, size),
+    )
     if side is not None:
         decision = replace(decision, validation_batch_size=side.batch_size)
     if wishes.mode == "tune" and not look.request.free_to_choose:
         decision = replace(decision, outcome="kept", reason=look.request.fixed_because)
-    return decision, proven
-
-
-def _proven(look: Look) -> tuple[Decision, Look]:
-    """Decide, and prove the size; where the step does not run at it, a size divisible by 2, 4, ... may do."""
-    for power in range(5):
-        even = replace(look.request, multiple_of=math.lcm(look.request.multiple_of, 1 << power))
-        decision = _without_a_last_one(decide(look.footprint_at, look.budget, even), look, even)
-        try:
-            prediction = look.prediction.proven_at(decision.batch_size)
-        except StepFailsError as error:
-            failure = error
-            continue
-        if prediction is look.prediction:
-            return decision, look
-        proven = replace(look, prediction=prediction)
-        return _without_a_last_one(decide(proven.footprint_at, look.budget, even), proven, even), proven
-    raise failure
-
-
-def _without_a_last_one(decision: Decision, look: Look, request: Request) -> Decision:
-    """The next smaller size where the last batch of an epoch would be a single sample, which batch norm refuses."""
-    if not (look.avoids_one and request.free_to_choose):
-        return decision
-    size = decision.batch_size
-    while loaders.leaves_one(look.found, size) and size - request.multiple_of >= request.min_batch_size:
-        size -= request.multiple_of
-    if size == decision.batch_size:
-        return decision
-    smaller = decide(look.footprint_at, look.budget, replace(request, max_batch_size=size))
-    return replace(smaller, limited_by=decision.limited_by)
+    return decision, replace(look, prediction=proven)
 
 
 def _fitting(look: Look) -> Side | None:

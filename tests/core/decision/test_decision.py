@@ -30,7 +30,7 @@ ONE_BYTE_EACH = footprints(lambda n: n)
 
 
 def budget_of(usable_bytes: int) -> Budget:
-    """A tenth as much again is kept free, so that a test sees which number a peak is held against."""
+    """A tenth as much again is kept free, so that a test sees which number a peak is compared with."""
     margin = usable_bytes // 10
     return Budget(10 * usable_bytes, usable_bytes + margin, margin, "nvml", "cuda:0")
 
@@ -299,7 +299,7 @@ def test_a_margin_is_a_share(margin):
 @pytest.mark.parametrize("value", [0, -8, 8.0, "8", True])
 def test_a_count_is_an_int_of_one_or_more_and_is_named_as_it_was_typed(name, value):
     with pytest.raises(
-        MemGuardError, match=f"^{re.escape(f'{name}={value!r} is no count; give an int of 1 or more.')}$"
+        MemGuardError, match=f"^{re.escape(f'{name}={value!r} is not a count; pass an int of 1 or more.')}$"
     ):
         check_settings(**{**GOOD, name.replace("keep_effective_batch_size", "effective"): value})
 

@@ -232,7 +232,7 @@ def test_the_trainer_gets_its_own_data_source_back(trainer: Any, dataset: Tensor
         ({"margin": 1.0}, r"margin=1.0 is outside \[0, 1\)"),
         ({"margin": -0.1}, r"margin=-0.1 is outside \[0, 1\)"),
         ({"min_batch_size": 8, "max_batch_size": 4}, "min_batch_size=8 .* is above max_batch_size=4"),
-        ({"multiple_of": 0}, "multiple_of=0 is no count"),
+        ({"multiple_of": 0}, "multiple_of=0 is not a count"),
         ({"mode": "guess"}, "mode='guess' is unknown"),
     ],
 )
