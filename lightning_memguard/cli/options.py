@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_memguard.errors import MemGuardError
@@ -38,7 +38,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help="replaces the model's own: torch.optim.SGD,momentum=0.9, or adamw (default for a plain module: AdamW)",
     )
     add("--loss", metavar="NAME", help="for a plain module: torch.nn.functional:mse_loss (default: by type of target)")
-    add("--accumulate", type=count, metavar="N", help="batches per optimizer step (accumulate_grad_batches)")
+    add("--accumulate", type=whole_number(1), metavar="N", help="batches per optimizer step (accumulate_grad_batches)")
     title = "the batch (default: the module's example_input_array or train_dataloader)"
     add = parser.add_argument_group(title).add_argument
     add("--input-shape", **repeated, metavar="SHAPE", help="8,3,224,224 or 8,128:int64, samples first; repeatable")
@@ -46,7 +46,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     add("--input", **several, metavar="NAME=SHAPE", help="a batch by name: input_ids=8,512:int64 labels=8,512:int64")
     add("--datamodule", metavar="module:Class", help="a LightningDataModule to draw samples from")
     add("--data-args", **several, metavar="NAME=VALUE", help="arguments of --datamodule")
-    add("--batch-size", type=count, metavar="N", help="the size to predict (default: the size of the batch)")
+    add("--batch-size", type=whole_number(1), metavar="N", help="the size to predict (default: the size of the batch)")
 
 
 def add_device(parser: argparse.ArgumentParser, note: str) -> None:
@@ -87,15 +87,12 @@ def one_device(named: Sequence[str], default: str | None = None) -> str:
     return device
 
 
-def count(text: str) -> int:
-    """A whole number of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count; pass a whole number of 1 or more")
-    return int(text)
+def whole_number(least: int) -> Callable[[str], int]:
+    """What reads a whole number of ``least`` or more."""
 
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        return int(text)
 
-def depth(text: str) -> int:
-    """A whole number of 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a depth; pass a whole number of 0 or more")
-    return int(text)
+    return read

@@ -325,7 +325,7 @@ def test_a_report_is_written(capsys, project: Path) -> None:
         ([*LINEAR, *BATCH, "--budget", "lots"], ["'lots' is not a quantity"]),
         ([*LINEAR, *BATCH, "--device", "T4", "--budget", "20GiB"], ["20.0 GiB is more than the Tesla T4 has"]),
         ([*LINEAR, *BATCH, "--margin", "5"], ["margin=5.0 is outside"]),
-        ([*LINEAR, *BATCH, "--batch-size", "0"], ["'0' is not a count"]),
+        ([*LINEAR, *BATCH, "--batch-size", "0"], ["'0' is not a whole number"]),
         ([*LINEAR, *BATCH, "--device", "cpu", "--report", "net.py/out"], ["cannot be written", "net.py"]),
         (["--config", "nope.yaml"], ["nope.yaml cannot be read"]),
         (["--args", *NET], ["Pass a TARGET", "before the options"]),

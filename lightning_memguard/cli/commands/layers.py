@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 
 from lightning_memguard.cli import tables
-from lightning_memguard.cli.options import add_device, add_target, depth, one_device
+from lightning_memguard.cli.options import add_device, add_target, one_device, whole_number
 from lightning_memguard.cli.progress import progress
 from lightning_memguard.core.layers.textbook import MOMENTS, textbook_sums, weight_memory
 from lightning_memguard.errors import MemGuardError
@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add_target(parser)
     add_device(parser, "whose kernels to use (default: cpu)")
-    parser.add_argument("--depth", type=depth, metavar="N", help="rows nested no deeper than this (default: all)")
+    parser.add_argument(
+        "--depth", type=whole_number(0), metavar="N", help="rows nested no deeper than this (default: all)"
+    )
     parser.add_argument(
         "--textbook",
         metavar="NAME",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.cli import tables
-from lightning_memguard.cli.options import add_device, add_target, count, default_devices
+from lightning_memguard.cli.options import add_device, add_target, default_devices, whole_number
 from lightning_memguard.cli.progress import Say, progress
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.report.page import Report, curve_of, write_report
@@ -35,8 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
     group.add_argument("--margin", type=float, default=0.05, help="share of the memory to keep free (default: 0.05)")
     group.add_argument("--budget", metavar="BYTES", help="memory the run may use on each device, such as 20GiB")
-    group.add_argument("--min-batch-size", type=count, default=1, metavar="N", help="smallest to choose (default: 1)")
-    group.add_argument("--max-batch-size", type=count, metavar="N", help="largest to choose (default: whatever fits)")
+    group.add_argument(
+        "--min-batch-size", type=whole_number(1), default=1, metavar="N", help="smallest to choose (default: 1)"
+    )
+    group.add_argument(
+        "--max-batch-size", type=whole_number(1), metavar="N", help="largest to choose (default: whatever fits)"
+    )
     group = parser.add_argument_group("prediction and output")
     group.add_argument(
         "--inference", action="store_true", help="predict a forward pass under no_grad instead of a training step"
