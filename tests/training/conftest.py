@@ -108,10 +108,10 @@ def trainer() -> Callable[..., pl.Trainer]:
 def tuned() -> Callable[..., Tuning]:
     """Everything that happens at setup, without the fit."""
 
-    def run(trainer: pl.Trainer, module: pl.LightningModule, dataset: TensorDataset, **wishes: Any) -> Tuning:
+    def run(trainer: pl.Trainer, module: pl.LightningModule, dataset: TensorDataset, **settings: Any) -> Tuning:
         trainer.strategy.connect(module)
         trainer._data_connector.attach_data(module, DataLoader(dataset, batch_size=10))
-        return tune(trainer, module, MemGuard(**wishes)._wishes)
+        return tune(trainer, module, MemGuard(**settings)._settings)
 
     return run
 

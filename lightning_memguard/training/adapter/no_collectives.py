@@ -89,7 +89,7 @@ def _refusing(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def no_collectives() -> Iterator[None]:
     """Keep what runs inside from reaching other ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         yield

@@ -1,8 +1,8 @@
 """Trainer + module -> what one training (or validation, test, prediction) step runs, in Lightning's own order.
 
-The order is not written down here a second time: a second Trainer of the same package, the shadow, runs a copy of the
-module through Lightning's own loops for a few batches, under the recorder. It has the user's settings and none of the
-user's loggers, callbacks, checkpoints or data.
+The order is not written down here a second time: a second Trainer of the same package, the shadow Trainer, runs a copy
+of the module through Lightning's own loops for a few batches, under the recorder. It has the user's settings and none
+of the user's loggers, callbacks, checkpoints or data.
 
 Private names of Lightning are read in this folder. Checked on 2.5.0 to 2.6.6.
 """
@@ -46,7 +46,7 @@ from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.ddp import attach, steps_until_steady
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
-from lightning_memguard.training.adapter.no_collectives import alone
+from lightning_memguard.training.adapter.no_collectives import no_collectives
 
 # Each optimizer's first step makes its state, and its second runs with it. Those stepped by hand may step seldom.
 _STEPS = 2
@@ -110,30 +110,30 @@ class LightningProgram:
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `lightning_memguard.core.capture.program.Program`."""
-        with self._stage(recorder, batch_size, fake) as (shadow, module_copy), contextlib.suppress(_StepsDone):
-            self._run(shadow, module_copy, recorder, batch_size, fake)
+        with self._stage(recorder, batch_size, fake) as (shadow_trainer, module_copy), contextlib.suppress(_StepsDone):
+            self._run(shadow_trainer, module_copy, recorder, batch_size, fake)
         if self.stage == "fit" and not recorder.ran_backward:
             recorder.assumptions[
                 "training_step led to no backward pass (did it return None?): what one takes is missing"
             ] = None
 
-    def _run(self, shadow: Any, module_copy: Any, recorder: Recorder, batch_size: int, fake: bool) -> None:
+    def _run(self, shadow_trainer: Any, module_copy: Any, recorder: Recorder, batch_size: int, fake: bool) -> None:
         kind = _SizedLoader if self.batches_per_epoch else _Loader
         loaders = [kind(self, each, recorder, batch_size, fake) for each in self.families]
-        marks = shadow.callbacks[0]
-        marks.batch_size = batch_size
+        marker = shadow_trainer.callbacks[0]
+        marker.batch_size = batch_size
         for loader in loaders:
-            loader.before_batch = marks.before_batch
+            loader.before_batch = marker.before_batch
         if self.stage == "fit":
-            shadow.fit(module_copy, train_dataloaders=loaders[0])
+            shadow_trainer.fit(module_copy, train_dataloaders=loaders[0])
         else:
-            self._evaluate(shadow, module_copy, loaders)
+            self._evaluate(shadow_trainer, module_copy, loaders)
 
     def layer_table(self, batch_size: int) -> LayerTable:
         """What each layer holds, keeps and computes in the first step, called as Lightning calls it."""
         found: list[LayerTable] = []
         recorder = Recorder(self.device.type)
-        with self._stage(recorder, batch_size, True, watched=False) as (shadow, module_copy):
+        with self._stage(recorder, batch_size, True, watched=False) as (shadow_trainer, module_copy):
             hook = _STEP_HOOKS[self.stage]
             step = getattr(module_copy, hook)
 
@@ -143,7 +143,7 @@ class LightningProgram:
 
             setattr(module_copy, hook, told)
             with contextlib.suppress(_StepsDone):
-                self._run(shadow, module_copy, recorder, batch_size, True)
+                self._run(shadow_trainer, module_copy, recorder, batch_size, True)
         if not found:
             raise CannotTraceError(f"{type(self.module).__name__}.{hook} was not called.")
         return found[0]
@@ -151,34 +151,36 @@ class LightningProgram:
     def run_states(self, recorder: Recorder) -> None:
         """See `lightning_memguard.core.capture.program.Program`."""
         size = self.families[0].small_size
-        with self._stage(recorder, size, True) as (shadow, module_copy), contextlib.suppress(_StepsDone):
+        with self._stage(recorder, size, True) as (shadow_trainer, module_copy), contextlib.suppress(_StepsDone):
             if self.stage == "fit":
-                shadow.callbacks[0].on_ready = lambda: _only_states(recorder, module_copy, shadow)
-                shadow.fit(module_copy, train_dataloaders=[])
+                shadow_trainer.callbacks[0].on_ready = lambda: _only_states(recorder, module_copy, shadow_trainer)
+                shadow_trainer.fit(module_copy, train_dataloaders=[])
             else:
-                self._evaluate(shadow, module_copy, [])
+                self._evaluate(shadow_trainer, module_copy, [])
 
-    def _evaluate(self, shadow: Any, module_copy: Any, loaders: list[Any]) -> None:
-        marks = shadow.callbacks[0]
-        marks.samples = (self.batches_per_epoch or _nothing)(1) or 0
-        marks.most_batches = getattr(self.trainer, f"limit_{_LIMITS[self.stage]}_batches")
-        marks.loaders = len(loaders)
+    def _evaluate(self, shadow_trainer: Any, module_copy: Any, loaders: list[Any]) -> None:
+        marker = shadow_trainer.callbacks[0]
+        marker.samples = (self.batches_per_epoch or _nothing)(1) or 0
+        marker.most_batches = getattr(self.trainer, f"limit_{_LIMITS[self.stage]}_batches")
+        marker.loaders = len(loaders)
         if self.batches_per_epoch and len(loaders) == 1:
-            marks.batches = _limited(self.batches_per_epoch(marks.batch_size), marks.most_batches)
+            marker.batches = _limited(self.batches_per_epoch(marker.batch_size), marker.most_batches)
         # turning metrics into numbers, at the end of each loader, needs values
-        shadow._logger_connector.update_eval_epoch_metrics = dict  # checked on 2.5.0 to 2.6.6
+        shadow_trainer._logger_connector.update_eval_epoch_metrics = dict  # checked on 2.5.0 to 2.6.6
         if self.stage == "predict":
-            shadow.predict(module_copy, loaders, return_predictions=self.trainer.predict_loop.return_predictions)
+            shadow_trainer.predict(
+                module_copy, loaders, return_predictions=self.trainer.predict_loop.return_predictions
+            )
         else:
-            getattr(shadow, self.stage)(module_copy, loaders, verbose=False)
+            getattr(shadow_trainer, self.stage)(module_copy, loaders, verbose=False)
 
     @contextlib.contextmanager
     def _stage(
         self, recorder: Recorder, batch_size: int, fake: bool, *, watched: bool = True
     ) -> Iterator[tuple[Any, Any]]:
-        """The shadow and the copy, in a quiet place where nothing they do is seen outside."""
+        """The shadow Trainer and the copy, in a quiet place where nothing they do is seen outside."""
         pl = lightning_of(self.module)
-        with quiet(), alone(), tensors(fake=fake, gpu=self.gpu) as mode, ExitStack() as watch:
+        with quiet(), no_collectives(), tensors(fake=fake, gpu=self.gpu) as mode, ExitStack() as watch:
             if mode is None:
                 refuse_meta(self.module)
             instead = {id(self.trainer): None}
@@ -210,25 +212,25 @@ class LightningProgram:
                     recorder.keep(nbytes, part)
                 for average in callbacks.averages(self.trainer, self.device, model) if self.stage == "fit" else ():
                     recorder.label(average.tensors, "callbacks")
-                    shadow.callbacks[0].averages.append(average)
+                    shadow_trainer.callbacks[0].averages.append(average)
 
-            shadow = _shadow(pl, self, device, recorder, start)
-            yield shadow, module_copy
+            shadow_trainer = _make_shadow_trainer(pl, self, device, recorder, start)
+            yield shadow_trainer, module_copy
 
 
-def _shadow(
+def _make_shadow_trainer(
     pl: Any, program: LightningProgram, device: torch.device, recorder: Recorder, start: Callable[[nn.Module], None]
 ) -> Any:
     """A Trainer with the user's settings and none of the user's loggers, callbacks or checkpoints."""
     user = program.trainer
     environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
     dummy = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
-    shadow = _shadow_class(pl)(
+    shadow_trainer = _shadow_trainer_class(pl)(
         accelerator="cpu",
         strategy=_strategy_class(pl)(device, start, user.world_size),
         plugins=[environments.LightningEnvironment(), _precision_of(pl, program)],
         logger=dummy() if user.loggers else False,
-        callbacks=[_marks_class(pl)(program, recorder)],
+        callbacks=[_phase_marker_class(pl)(program, recorder)],
         max_epochs=user.max_epochs if user.max_epochs and user.max_epochs > 0 else 1000,
         max_steps=max(user.max_steps, 2) if user.max_steps > 0 else -1,
         # a third micro-batch would run exactly as the second does
@@ -246,15 +248,15 @@ def _shadow(
         use_distributed_sampler=False,
         default_root_dir=user.default_root_dir,
     )
-    shadow.memguard_user = user
-    shadow.datamodule = None if program.transferred else _idle_datamodule(program.datamodule)
-    return shadow
+    shadow_trainer.memguard_user = user
+    shadow_trainer.datamodule = None if program.transferred else _idle_datamodule(program.datamodule)
+    return shadow_trainer
 
 
-def _shadow_class(pl: Any) -> Any:
+def _shadow_trainer_class(pl: Any) -> Any:
     """A Trainer class that answers reads of the user's callbacks and own attributes as the user's Trainer does."""
 
-    class Shadow(pl.Trainer):  # type: ignore[misc]
+    class ShadowTrainer(pl.Trainer):  # type: ignore[misc]
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or "memguard_user" not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -264,10 +266,10 @@ def _shadow_class(pl: Any) -> Any:
         own = getattr(pl.Trainer, name)
         return property(lambda self: getattr(self.__dict__["memguard_user"], name) if self.set_up else own.fget(self))
 
-    Shadow.set_up = property(lambda self: "memguard_user" in self.__dict__)
+    ShadowTrainer.set_up = property(lambda self: "memguard_user" in self.__dict__)
     for name in ("checkpoint_callback", "checkpoint_callbacks", "early_stopping_callback", "early_stopping_callbacks"):
-        setattr(Shadow, name, users(name))
-    return Shadow
+        setattr(ShadowTrainer, name, users(name))
+    return ShadowTrainer
 
 
 def _strategy_class(pl: Any) -> Any:
@@ -296,10 +298,10 @@ def _strategy_class(pl: Any) -> Any:
     return InPlace
 
 
-def _marks_class(pl: Any) -> Any:
+def _phase_marker_class(pl: Any) -> Any:
     """The callback that tells the recorder where the step stands."""
 
-    class Marks(pl.Callback):  # type: ignore[misc]
+    class PhaseMarker(pl.Callback):  # type: ignore[misc]
         def __init__(self, program: LightningProgram, recorder: Recorder) -> None:
             self.program = program
             self.recorder = recorder
@@ -412,7 +414,7 @@ def _marks_class(pl: Any) -> Any:
             refuse_sparse(gradients)
             self.recorder.label(gradients, "gradients")
 
-    return Marks
+    return PhaseMarker
 
 
 class _Loader:
@@ -462,8 +464,8 @@ class _Answers(TorchFunctionMode):
         return answered(func, args, kwargs or {})
 
 
-def _only_states(recorder: Recorder, module_copy: Any, shadow: Any) -> None:
-    step_states(recorder, module_copy, shadow.optimizers)
+def _only_states(recorder: Recorder, module_copy: Any, shadow_trainer: Any) -> None:
+    step_states(recorder, module_copy, shadow_trainer.optimizers)
     raise _StepsDone
 
 

@@ -21,29 +21,34 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Tried(Generic[T]):
-    """What came of an attempt: a value, or the reason why there is none. ``too_large``: nothing fits."""
+class Attempt(Generic[T]):
+    """The result of an attempt: a value, or the reason why there is none. ``too_large``: nothing fits."""
 
     value: T | None = None
     reason: str = ""
     too_large: bool = False
 
-    def got(self) -> T:
-        """The value of an attempt that succeeded."""
-        assert self.value is not None
+    def unwrap(self) -> T:
+        """The value.
+
+        Raises:
+            CannotTraceError: there is none, for this reason.
+        """
+        if self.value is None:
+            raise CannotTraceError(self.reason)
         return self.value
 
 
-def tried(attempt: Callable[[], T]) -> Tried[T]:
+def attempt(work: Callable[[], T]) -> Attempt[T]:
     """Attempt something that must not fail the training it guards."""
     try:
-        return Tried(attempt())
+        return Attempt(work())
     except DoesNotFitError as error:
-        return Tried(reason=str(error), too_large=True)
+        return Attempt(reason=str(error), too_large=True)
     except MemGuardError as error:
-        return Tried(reason=str(error))
+        return Attempt(reason=str(error))
     except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training it guards
-        return Tried(reason=f"{type(error).__name__}: {error}")
+        return Attempt(reason=f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Ranks:
         dist.all_gather_object(said, mine)  # on NCCL this also opens its communicators, before memory is read
         return said
 
-    def agree(self, mine: Tried[T]) -> T:
+    def agree(self, mine: Attempt[T]) -> T:
         """Hand the value back if every rank has one.
 
         Raises:
@@ -87,7 +92,7 @@ class Ranks:
         said = self.gather((mine.reason, mine.too_large))
         failed = [(rank, *each) for rank, each in enumerate(said) if each[0]]
         if not failed:
-            return mine.got()
+            return mine.unwrap()
         rank, reason, _ = next((each for each in failed if each[2]), failed[0])
         where = f"rank {rank}: " if self.size > 1 else ""
         kind = DoesNotFitError if any(too_large for *_, too_large in failed) else CannotTraceError

@@ -83,7 +83,7 @@ def _deepspeed(strategy: Any, world_size: int) -> Shards:
     return Shards(f"DeepSpeedStrategy (ZeRO stage {stage})", over)
 
 
-def divided(prediction: Prediction, shards: Shards) -> Prediction:
+def divide_by_rank(prediction: Prediction, shards: Shards) -> Prediction:
     """The prediction with every state at one rank's share of it."""
     note = (
         f"{shards}; what a rank gathers of the others' shards while a layer runs, and the strategy's own buffers, are "

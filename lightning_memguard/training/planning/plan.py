@@ -380,7 +380,7 @@ def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> t
         raise CannotTraceError(_only_states(subject, prediction))
     notes = tuple(dict.fromkeys((*prediction.notes, *target.notes, *subject.notes)))
     prediction = replace(prediction, notes=notes)
-    return (sharded.divided(prediction, shards) if shards else prediction), budget
+    return (sharded.divide_by_rank(prediction, shards) if shards else prediction), budget
 
 
 def layers_on(subject: Subject, device: str) -> LayerTable:

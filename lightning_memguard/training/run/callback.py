@@ -25,11 +25,11 @@ from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.table import last_line, print_decision, why
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.adapter.program import logging_step
-from lightning_memguard.training.adapter.ranks import tried
+from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.data import loaders
 from lightning_memguard.training.run import batch_monitor, resume
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of
-from lightning_memguard.training.run.tune import Tuning, Wishes, looked_again, tune
+from lightning_memguard.training.run.tune import GuardSettings, Tuning, recheck, tune
 from lightning_memguard.units import KIB, format_bytes, parse_bytes
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         nbytes = None if budget is None else parse_bytes(budget)
         if nbytes is not None and nbytes < KIB:
             raise MemGuardError(f"budget={budget!r} is {nbytes} bytes, which no training fits; is '{budget}MiB' meant?")
-        self._wishes = Wishes(
+        self._settings = GuardSettings(
             mode, nbytes, margin, min_batch_size, max_batch_size, multiple_of, keep_effective_batch_size
         )
         self.records: list[EpochRecord] = []
@@ -145,16 +145,18 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             self._snapshot = Path(path)
         if tuning is None or tuning.ranks.rank:
             return Path(path)
-        if tuning.look is None:
+        if tuning.profile is None:
             raise MemGuardError(f"There is no predicted step to write down: {tuning.decision.reason}.")
-        return save_snapshot(tuning.look.trace_at(tuning.decision.batch_size), tuning.look.prediction.settings, path)
+        return save_snapshot(
+            tuning.profile.trace_at(tuning.decision.batch_size), tuning.profile.prediction.settings, path
+        )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Predict and choose, before the model reaches its device."""
         guards = sum(isinstance(callback, MemGuard) for callback in trainer.callbacks)
         if guards > 1:
             raise MemGuardError(f"The Trainer has {guards} MemGuards, which would undo each other's work: keep one.")
-        effective = self._wishes.keep_effective_batch_size if self._wishes.mode == "tune" else None
+        effective = self._settings.keep_effective_batch_size if self._settings.mode == "tune" else None
         if stage == "fit" and effective and schedules_accumulation(trainer):
             raise MemGuardError(
                 f"keep_effective_batch_size={effective} and a GradientAccumulationScheduler would each set the "
@@ -167,7 +169,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self.records = []
         self._meter = PeakMeter(trainer.strategy.root_device)
         self._told = self._sized = False
-        self._tuning = tune(trainer, pl_module, self._wishes, stage)  # type: ignore[arg-type]
+        self._tuning = tune(trainer, pl_module, self._settings, stage)  # type: ignore[arg-type]
         self._apply(trainer, pl_module)
         if stage != "fit":
             self._tell(trainer)
@@ -182,13 +184,13 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         """Have the run follow the decision; its loaders are made later, and may be made several times."""
         tuning = self._tuning
         assert tuning is not None
-        decision, look = tuning.decision, tuning.look
-        if look is None or self._wishes.mode != "tune":
+        decision, profile = tuning.decision, tuning.profile
+        if profile is None or self._settings.mode != "tune":
             return
-        if look.request.free_to_choose:
+        if profile.request.free_to_choose:
             size = functools.partial(self._size_of_the_run, trainer, pl_module)
             self._undo.append(loaders.apply(trainer, tuning.role, size))
-            if look.validation is not None and not look.validation.fixed_because:
+            if profile.validation_info is not None and not profile.validation_info.fixed_because:
                 self._undo.append(loaders.apply(trainer, "val", self._size_of_validation))
         if decision.would_overrun(KEPT_FREED_RATIO):
             self._undo.append(return_freed_memory(trainer.strategy.root_device))
@@ -210,7 +212,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         tuning = self._tuning
         assert tuning is not None
         if tuning.role == "train":
-            self._tuning = looked_again(trainer, pl_module, tuning, self._wishes)
+            self._tuning = recheck(trainer, pl_module, tuning, self._settings)
             if self._tuning.decision.batch_size != tuning.decision.batch_size:
                 self._follow(trainer, pl_module)
                 if trainer.is_global_zero:
@@ -220,23 +222,23 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def _size_of_validation(self) -> int:
         tuning = self._tuning
         assert tuning is not None
-        assert tuning.look is not None
-        assert tuning.look.validation is not None
-        return tuning.decision.validation_batch_size or tuning.look.validation.batch_size
+        assert tuning.profile is not None
+        assert tuning.profile.validation_info is not None
+        return tuning.decision.validation_batch_size or tuning.profile.validation_info.batch_size
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Write the batch size down, so that a resume can keep it."""
-        if self._tuning is not None and self._tuning.role == "train" and self._tuning.look is not None:
+        if self._tuning is not None and self._tuning.role == "train" and self._tuning.profile is not None:
             checkpoint[resume.KEY] = resume.saved_state(self._tuning)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Go on at the checkpoint's batch size while it fits; no optimizer and no loader exists yet."""
         tuning = self._tuning
-        if tuning is None or tuning.look is None or not tuning.look.request.free_to_choose:
+        if tuning is None or tuning.profile is None or not tuning.profile.request.free_to_choose:
             return
-        saved = resume.saved_in(checkpoint, tuning.look.request.batch_size)
+        saved = resume.saved_in(checkpoint, tuning.profile.request.batch_size)
         if saved is not None:
-            self._tuning = resume.resumed(tuning, saved, self._wishes)
+            self._tuning = resume.resume(tuning, saved, self._settings)
             self._follow(trainer, pl_module)
 
     def _tell(self, trainer: Any) -> None:
@@ -251,15 +253,15 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self._start(trainer, pl_module)
         wanted = self._snapshot
         if wanted is not None and trainer.is_global_zero:
-            self._attempt("snapshot", lambda: self.save_snapshot(wanted))
+            self._try_writing("snapshot", lambda: self.save_snapshot(wanted))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Count what the other callbacks hold by now, where no loader of ours has asked before."""
         tuning = self._tuning
-        if tuning is None or tuning.role != "train" or tuning.look is None:
+        if tuning is None or tuning.role != "train" or tuning.profile is None:
             return
-        if self._wishes.mode != "tune" or not tuning.look.request.free_to_choose:
-            self._tuning = looked_again(trainer, pl_module, tuning, self._wishes)
+        if self._settings.mode != "tune" or not tuning.profile.request.free_to_choose:
+            self._tuning = recheck(trainer, pl_module, tuning, self._settings)
             if tuning.decision.fits and not self._tuning.decision.fits and trainer.is_global_zero:
                 warnings.warn(why(self._tuning.decision), stacklevel=2)
 
@@ -272,42 +274,44 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     def _start(self, trainer: Any, pl_module: Any) -> None:
         tuning = self._tuning
-        if self._meter is None or tuning is None or tuning.look is None or tuning.decision.footprint is None:
+        if self._meter is None or tuning is None or tuning.profile is None or tuning.decision.footprint is None:
             return
         self._show(trainer, pl_module, tuning)  # first: on the CPU, what drawing loads would be measured as training's
         model = {"model": [*pl_module.parameters(), *pl_module.buffers()]}
         self._meter.start(part_bytes(model, trainer.strategy.root_device.type)["model"])
         role = "train" if tuning.role == "train" else "val"
-        self._watch(role, tuning.look.prediction, tuning.decision.batch_size)
-        if tuning.look.side is not None:
-            self._watch("val", tuning.look.side.prediction, tuning.look.side.batch_size)
+        self._watch(role, tuning.profile.prediction, tuning.decision.batch_size)
+        if tuning.profile.validation is not None:
+            self._watch("val", tuning.profile.validation.prediction, tuning.profile.validation.batch_size)
 
     def _show(self, trainer: Any, pl_module: Any, tuning: Tuning) -> None:
         """Show what is known before the first step, which may be the last."""
         self._boards = boards_of(trainer)
         if self._boards is not None:
             self._boards.log_setup(tuning.decision, trainer.global_step)
-        self._page = self._attempt("report", lambda: page_of(trainer, pl_module, tuning))
+        self._page = self._try_writing("report", lambda: page_of(trainer, pl_module, tuning))
         self._write_page()
 
-    def _attempt(self, what: str, work: Callable[[], T]) -> T | None:
+    def _try_writing(self, what: str, work: Callable[[], T]) -> T | None:
         """Do what no training shall fail for."""
-        attempt = tried(work)
-        if attempt.reason:
-            warnings.warn(f"MemGuard's {what} was not written: {attempt.reason}", stacklevel=3)
-        return attempt.value
+        result = attempt(work)
+        if result.reason:
+            warnings.warn(f"MemGuard's {what} was not written: {result.reason}", stacklevel=3)
+        return result.value
 
     def _write_page(self) -> Path | None:
         page, decision = self._page, self.decision
         if page is None or decision is None:
             return None
-        path = self._attempt("report", lambda: page.write(decision, self.records))
+        path = self._try_writing("report", lambda: page.write(decision, self.records))
         self._page = page if path else None  # what failed once is not tried again
         return path
 
     def _watch(self, role: str, prediction: Prediction, batch_size: int) -> None:
-        look = self._tuning.look if self._tuning else None
-        watching = tried(lambda: batch_monitor.BatchWatch(look, prediction, batch_size)).value if look else None
+        profile = self._tuning.profile if self._tuning else None
+        if profile is None:
+            return
+        watching = attempt(lambda: batch_monitor.BatchWatch(profile, prediction, batch_size)).value
         if watching is not None:
             self._watches[role] = watching
 
@@ -321,7 +325,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         """Record what the device's allocator does, from this batch on until two optimizer steps are over."""
         if self._recording is None:
             if trainer.strategy.root_device.type == "cuda" and trainer.is_global_zero:
-                self._recording = tried(lambda: ActualSnapshot(trainer.strategy.root_device)).value
+                self._recording = attempt(lambda: ActualSnapshot(trainer.strategy.root_device)).value
             self._recorded_from = trainer.global_step
         if self._recording is None:
             self._snapshot = None
@@ -332,7 +336,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         recording, path = self._recording, self._snapshot
         self._recording = self._snapshot = None
         if recording is not None and path is not None:
-            self._attempt("snapshot", lambda: recording.save(path.with_name(f"{path.stem}_actual{path.suffix}")))
+            self._try_writing("snapshot", lambda: recording.save(path.with_name(f"{path.stem}_actual{path.suffix}")))
 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -432,19 +436,21 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Add to an out-of-memory error what was predicted and what would have fit; leave the Trainer as it was."""
         if batch_monitor.ran_out_of_memory(exception):
-            text = tried(lambda: self._note(trainer, pl_module)).value
+            text = attempt(lambda: self._note(trainer, pl_module)).value
             _add_note(exception, text)
         self._close()
 
     def _note(self, trainer: Any, pl_module: Any) -> str:
         tuning = self._tuning
-        if tuning is None or tuning.look is None or tuning.decision.footprint is None:
+        if tuning is None or tuning.profile is None or tuning.decision.footprint is None:
             reason = f": {tuning.decision.reason}" if tuning else ""
             return f"MemGuard had made no prediction{reason}."
         role = "val" if trainer.evaluating or trainer.predicting or trainer.validating else "train"
         watching = self._watches.get(role) or next(iter(self._watches.values()), None)
-        watching = watching or batch_monitor.BatchWatch(tuning.look, tuning.look.prediction, tuning.decision.batch_size)
-        measured = tried(lambda: self._measure(trainer, pl_module)).value
+        watching = watching or batch_monitor.BatchWatch(
+            tuning.profile, tuning.profile.prediction, tuning.decision.batch_size
+        )
+        measured = attempt(lambda: self._measure(trainer, pl_module)).value
         device = trainer.strategy.root_device
         return note(batch_monitor.failure(watching, tuning.decision.footprint, device, measured))
 

@@ -14,8 +14,8 @@ from lightning_memguard.core.layers.layers import LayerTable
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import Report, curve_of, write_report
 from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.adapter.ranks import tried
-from lightning_memguard.training.run.tune import Look, Tuning
+from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.run.tune import RunProfile, Tuning
 
 FOLDER = "memguard"  # below default_root_dir, where no logger has a folder of its own
 
@@ -51,7 +51,7 @@ def folder_of(trainer: Any) -> Path | None:
     if not _is_shown(trainer):
         return None
     for logger in trainer.loggers:
-        folder = tried(functools.partial(_folder_of_logger, logger)).value
+        folder = attempt(functools.partial(_folder_of_logger, logger)).value
         if folder:
             return _local(folder)
     return _local(f"{trainer.default_root_dir}/{FOLDER}")
@@ -80,28 +80,28 @@ def _local(folder: str) -> Path | None:
 
 
 def _report(title: str, tuning: Tuning) -> Report:
-    look, decision = tuning.look, tuning.decision
-    if look is None or decision.footprint is None:
+    profile, decision = tuning.profile, tuning.decision
+    if profile is None or decision.footprint is None:
         return Report(title, decision)
     size = decision.batch_size
-    trace = tried(lambda: look.trace_at(size)).value
+    trace = attempt(lambda: profile.trace_at(size)).value
     return Report(
         title,
         decision,
         trace,
-        look.prediction.settings if trace else None,
-        tried(lambda: _curve(look, decision)).value or (),
-        layers=tried(lambda: _layers(look, size)).value,
+        profile.prediction.settings if trace else None,
+        attempt(lambda: _curve(profile, decision)).value or (),
+        layers=attempt(lambda: _layers(profile, size)).value,
     )
 
 
-def _curve(look: Look, decision: Decision) -> Any:
+def _curve(profile: RunProfile, decision: Decision) -> Any:
     """Peaks at other sizes, where they are arithmetic: a capture for each would keep the training waiting."""
-    known = look.prediction.scalable and look.prediction.growth is not None
-    return curve_of(look.footprint_at, decision) if known else ()
+    known = profile.prediction.scalable and profile.prediction.growth is not None
+    return curve_of(profile.footprint_at, decision) if known else ()
 
 
-def _layers(look: Look, batch_size: int) -> LayerTable | None:
-    program = look.prediction.program
-    fake = look.prediction.method in ("fake", "worst-case")
+def _layers(profile: RunProfile, batch_size: int) -> LayerTable | None:
+    program = profile.prediction.program
+    fake = profile.prediction.method in ("fake", "worst-case")
     return program.layer_table(batch_size) if fake and isinstance(program, LightningProgram) else None
