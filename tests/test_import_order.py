@@ -17,7 +17,7 @@ ROOMS = {
     "core/trace": ["__init__", "scratch", "trace", "growth"],
     "core/replay": ["__init__", "settings", "allocator", "replay", "snapshot", "footprint"],
     "core/kernels": ["__init__", "cpu", "cuda", "table", "attention"],
-    "core/decision": ["__init__", "decision", "advice", "record"],
+    "core/decision": ["__init__", "bisection", "decision", "advice", "record"],
     "core/gpus": [],
     "core/capture": [
         "__init__",
@@ -58,7 +58,7 @@ ROOMS = {
         "program",
     ],
     "training/data": ["__init__", "samples", "loaders"],
-    "training/planning": ["__init__", "advise", "estimate", "plan"],
+    "training/planning": ["__init__", "search", "advise", "estimate", "plan"],
     "training/run": ["__init__", "tune", "resume", "batch_monitor", "run_report", "callback"],
     "cli": ["__init__", "target", "tables", "main"],
     "__main__": [],

@@ -21,16 +21,26 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.capture.fake import fake_copy, real_copy
-from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
+from lightning_memguard.core.capture.program import (
+    SwapOptimizer,
+    device_to_run_on,
+    largest_batch,
+    refuse_meta,
+    shapes_alone,
+    step_states,
+    tensors,
+)
 from lightning_memguard.core.capture.recorder import (
     Recorder,
     answered,
@@ -43,7 +53,7 @@ from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.layers import LayerTable, table_of
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.adapter import callbacks
+from lightning_memguard.training.adapter import callbacks, ddp
 from lightning_memguard.training.adapter.ddp import attach, steps_until_steady
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
 from lightning_memguard.training.adapter.no_collectives import no_collectives
@@ -55,6 +65,7 @@ _MOST_BATCHES = 16
 _EVALUATED = 3
 
 
+T = TypeVar("T")
 Stage = Literal["fit", "validate", "test", "predict"]
 
 
@@ -107,6 +118,81 @@ class LightningProgram:
     def families(self) -> tuple[Batches, ...]:
         """``batches``, by loader."""
         return self.batches if isinstance(self.batches, tuple) else (self.batches,)
+
+    # What follows: see `lightning_memguard.core.capture.program.Program`.
+
+    @property
+    def trains(self) -> bool:
+        """Whether it runs a backward pass and an optimizer step."""
+        return self.stage == "fit"
+
+    @property
+    def precision_in_use(self) -> str:
+        """The precision asked for, else the Trainer's."""
+        return str(self.precision or self.trainer.precision)
+
+    @property
+    def batches_per_step(self) -> int | None:
+        """Micro-batches a step; None under manual optimization."""
+        if not getattr(self.module, "automatic_optimization", True):
+            return None
+        return int(self.accumulate_grad_batches or self.trainer.accumulate_grad_batches)
+
+    def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
+        """Pass a function the module as ``configure_model`` and ``setup`` make it, and ``"self"``."""
+        found: list[T] = []
+
+        def show(module_copy: nn.Module) -> None:
+            found.append(examine(module_copy, "self"))
+            raise _StepsDone
+
+        with contextlib.suppress(Exception):
+            self.with_change(show).run_states(Recorder(self.device.type))
+        return found[0] if found else examine(self.module, "self")
+
+    def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
+        """Shapes and bytes of the batch that the step was given, else of what its loaders give."""
+        return self.seen.get(batch_size) or largest_batch(self.families, batch_size)
+
+    def setting(self, name: str, value: str | int) -> str:
+        """What to write to change a setting of the Trainer."""
+        return f'Trainer({name}="{value}")' if isinstance(value, str) else f"Trainer({name}={value})"
+
+    def with_batches(self, batches: Batches) -> LightningProgram:
+        """The same step on other batches, which come as the hooks around their transfer leave them."""
+        return replace(self, batches=batches, transferred=True)
+
+    def without_samples(self) -> LightningProgram:
+        """The same on batches known by their shapes alone."""
+        bare = tuple(map(shapes_alone, self.families))
+        return replace(self, batches=bare if isinstance(self.batches, tuple) else bare[0])
+
+    def with_precision(self, precision: str) -> LightningProgram:
+        """The same in another precision."""
+        return replace(self, precision=precision, seen={})
+
+    def with_accumulation(self, batches: int) -> LightningProgram:
+        """The same with an optimizer step every so many batches."""
+        return replace(self, accumulate_grad_batches=batches, seen={})
+
+    def with_optimizer(self, swap: SwapOptimizer) -> LightningProgram:
+        """The same with each optimizer replaced as soon as ``configure_optimizers`` makes it."""
+
+        def change(module_copy: Any) -> None:
+            configure = module_copy.configure_optimizers
+            module_copy.configure_optimizers = lambda: _swap_optimizers(configure(), swap)
+
+        return self.with_change(change)
+
+    def with_bucket_views(self) -> LightningProgram | None:
+        """The same with gradients as views of DDP's buckets; None without DDP, or where they are."""
+        if not ddp.wraps_in_ddp(self.strategy) or ddp.Arguments.of(self.strategy).gradient_as_bucket_view:
+            return None
+        return replace(self, strategy=ddp.with_bucket_views(self.strategy), seen={})
+
+    def with_change(self, change: Callable[[nn.Module], None]) -> LightningProgram:
+        """The same with each copy changed before it is watched and before it has optimizers."""
+        return replace(self, changes=(*self.changes, change), seen={})
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `lightning_memguard.core.capture.program.Program`."""
@@ -488,6 +574,17 @@ def _limited(batches: int | None, limit: float) -> int | None:
 def _hooks_of_datamodule(trainer: Any) -> None:
     if trainer.datamodule is not None:
         trainer._data_connector._datahook_selector.datamodule = trainer.datamodule
+
+
+def _swap_optimizers(configured: Any, swap: SwapOptimizer) -> Any:
+    """What ``configure_optimizers`` returned, with other optimizers, whose rates the same schedulers set."""
+    others = {id(old): swap(old) for old in tree_leaves(configured) if isinstance(old, Optimizer)}
+    if not others:
+        raise CannotTraceError("there is no optimizer")
+    for scheduler in tree_leaves(configured):
+        if id(getattr(scheduler, "optimizer", None)) in others:
+            scheduler.optimizer = others[id(scheduler.optimizer)]
+    return tree_map(lambda leaf: others.get(id(leaf), leaf), configured)
 
 
 def _set_up_as(setup: Callable[[str], Any], known_stage: str) -> Callable[[str], Any]:

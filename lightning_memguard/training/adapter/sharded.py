@@ -90,7 +90,7 @@ def divide_by_rank(prediction: Prediction, shards: Shards) -> Prediction:
         "not counted"
     )
     share = functools.partial(_divided, over=shards.over)
-    return replace(prediction, share=share, scalable=False, notes=(*prediction.notes, note), _footprints={})
+    return replace(prediction, share=share, scalable=False, notes=(*prediction.notes, note))
 
 
 def _divided(trace: Trace, over: Mapping[str, int]) -> Trace:

@@ -543,7 +543,7 @@ def _captured_at(prediction: Prediction, size: int) -> Prediction:
     proven = prediction.proven_at(size)
     if proven is prediction:
         return prediction
-    return replace(prediction, traces={**prediction.traces, size: proven.traces[size]}, _footprints={})
+    return replace(prediction, traces={**prediction.traces, size: proven.traces[size]})
 
 
 def _largest(prediction: Prediction, budget: Budget, request: Request) -> Decision:
