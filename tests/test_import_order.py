@@ -17,7 +17,7 @@ ROOMS = {
     "core/trace": ["__init__", "scratch", "trace", "growth"],
     "core/replay": ["__init__", "settings", "allocator", "replay", "snapshot", "footprint"],
     "core/kernels": ["__init__", "cpu", "cuda", "table", "attention"],
-    "core/decision": ["__init__", "decision", "advice", "record"],
+    "core/decision": ["__init__", "bisection", "decision", "advice", "record"],
     "core/gpus": [],
     "core/capture": [
         "__init__",
