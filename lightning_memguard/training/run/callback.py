@@ -26,7 +26,8 @@ from lightning_memguard.report.table import last_line, print_decision, why
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.adapter.ranks import tried
-from lightning_memguard.training.data import loaders
+from lightning_memguard.training.adapter.run_facts import read_run_facts
+from lightning_memguard.training.data.rewrite import rewrite_loaders, set_batch_size
 from lightning_memguard.training.run import batch_monitor, resume
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of
 from lightning_memguard.training.run.tune import Tuning, Wishes, looked_again, tune
@@ -187,9 +188,10 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             return
         if look.request.free_to_choose:
             size = functools.partial(self._size_of_the_run, trainer, pl_module)
-            self._undo.append(loaders.apply(trainer, tuning.role, size))
+            facts = read_run_facts(trainer)
+            self._undo.append(rewrite_loaders(trainer, facts, tuning.role, size))
             if look.validation is not None and not look.validation.fixed_because:
-                self._undo.append(loaders.apply(trainer, "val", self._size_of_validation))
+                self._undo.append(rewrite_loaders(trainer, facts, "val", self._size_of_validation))
         if decision.would_overrun(KEPT_FREED_RATIO):
             self._undo.append(return_freed_memory(trainer.strategy.root_device))
         self._follow(trainer, pl_module)
@@ -199,7 +201,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         decision = self.decision
         assert decision is not None
         if decision.outcome == "tuned" or self._sized:
-            loaders.set_batch_size(trainer, pl_module, decision.batch_size)
+            set_batch_size(pl_module, trainer.datamodule, decision.batch_size)
             self._sized = True
         fit = self._tuning is not None and self._tuning.role == "train"
         if fit and decision.accumulate_grad_batches != trainer.accumulate_grad_batches:

@@ -27,8 +27,10 @@ from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuar
 from lightning_memguard.training.adapter import callbacks, sharded
 from lightning_memguard.training.adapter.program import LightningProgram, Stage
 from lightning_memguard.training.adapter.ranks import Ranks, Tried, shared, tried
+from lightning_memguard.training.adapter.run_facts import Role, read_run_facts
 from lightning_memguard.training.data import loaders
-from lightning_memguard.training.data.loaders import LoaderInfo, Role, Sampled
+from lightning_memguard.training.data.loaders import LoaderInfo
+from lightning_memguard.training.data.samples import RunSamples, sample
 from lightning_memguard.training.planning.advise import Advised, remedies_tried
 from lightning_memguard.units import format_bytes
 
@@ -270,8 +272,8 @@ def _remedies(look: Look) -> Advised | None:
 def _look(trainer: Any, module: Any, wishes: Wishes, stage: Stage) -> Look:
     """Look at the data, draw samples, capture the steps, read the budget."""
     device = trainer.strategy.root_device
-    found = loaders.find(trainer, _ROLES[stage])
-    sampled = loaders.sample(found)
+    found = loaders.find(read_run_facts(trainer, stage), _ROLES[stage])
+    sampled = sample(found)
     size = found.batch_size or sampled.batches[0].small_size
     settings = AllocatorSettings.for_device(device.type, os.environ)
     program = _program(trainer, module, found, sampled.batches, wishes, stage)
@@ -282,7 +284,7 @@ def _look(trainer: Any, module: Any, wishes: Wishes, stage: Stage) -> Look:
     notes = list(sampled.notes)
     side, validation = None, Tried[LoaderInfo]()
     if stage == "fit" and trainer.enable_validation:
-        validation = tried(lambda: loaders.find(trainer, "val"))
+        validation = tried(lambda: loaders.find(read_run_facts(trainer, stage), "val"))
         attempt = tried(lambda: _side(validation.got(), prediction, settings)) if validation.value else validation
         side = attempt.value if isinstance(attempt.value, Side) else None
         if attempt.reason:
@@ -331,7 +333,7 @@ def _program(
 
 def _side(found: LoaderInfo, training: Prediction, settings: AllocatorSettings) -> Side:
     """Predict the fit's validation, beside all that training leaves standing."""
-    batches = loaders.sample(found).batches
+    batches = sample(found).batches
     size = found.batch_size or batches[0].small_size
     trace = next(iter(training.traces.values()))
     program = training.program
@@ -362,7 +364,7 @@ def _standing(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
 def _request(
     trainer: Any,
     found: LoaderInfo,
-    sampled: Sampled,
+    sampled: RunSamples,
     prediction: Prediction,
     wishes: Wishes,
     size: int,
@@ -370,7 +372,7 @@ def _request(
 ) -> Request:
     fit = found.role == "train"
     fixed = found.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
-    largest = loaders.largest_for(trainer, found)
+    largest = loaders.largest_for(read_run_facts(trainer), found)
     return Request(
         batch_size=size,
         min_batch_size=wishes.min_batch_size,
