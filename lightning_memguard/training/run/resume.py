@@ -1,4 +1,4 @@
-"""A batch size in a checkpoint, and a run that goes on from one: it keeps the size while that fits."""
+"""The batch size in a checkpoint, and a run that resumes from one: it keeps the size if that fits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.run.tune import GuardSettings, RunProfile, Tuning
 from lightning_memguard.units import format_bytes
 
-KEY = "lightning_memguard"  # in the checkpoint, beside Lightning's own keys
+KEY = "lightning_memguard"  # in the checkpoint, next to Lightning's own keys
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of the run that wrote it."""
+    """What a checkpoint holds of the run that wrote it."""
 
     batch_size: int
     accumulate_grad_batches: int
@@ -34,10 +34,10 @@ def saved_state(tuning: Tuning) -> dict[str, int | None]:
 
 
 def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> Saved | None:
-    """Read a checkpoint; one without our entry, saved within an epoch, was counted in batches of the loader's own size.
+    """Read a checkpoint; one without our entry, saved within an epoch, counts batches of the loader's own size.
 
     Returns:
-        None where nothing ties the run to a size.
+        None where the run may go on at any size.
     """
     state = checkpoint.get(KEY)
     if isinstance(state, Mapping) and isinstance(state.get("batch_size"), int):
@@ -52,7 +52,7 @@ def _mid_epoch(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def resume(tuning: Tuning, saved: Saved, settings: GuardSettings) -> Tuning:
-    """Go on at the size that the checkpoint was trained at, if it fits every rank and the settings still allow it.
+    """Go on at the checkpoint's batch size, if it fits on every rank and the settings still allow it.
 
     All ranks must call it.
     """

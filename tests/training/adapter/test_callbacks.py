@@ -62,7 +62,7 @@ def test_stochastic_averaging_between_epochs(wide: Any, wide_data: Any, as_measu
 @pytest.mark.parametrize("name", ["WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"])
 def test_an_average_on_another_device_takes_nothing_here(trainer: Any, name: str) -> None:
     def copies(run: Any, device: torch.device) -> int:
-        return len(averages(run, device, nn.Linear(1, 1)))
+        return len(averages(run.callbacks, device, nn.Linear(1, 1)))
 
     first = [0.01] if name == "StochasticWeightAveraging" else []
     run = trainer(averaging(name)(*first, device="cpu"))

@@ -366,6 +366,6 @@ def test_freed_memory_is_returned_only_where_what_is_kept_could_pass_the_budget(
         calls.append("on")
         return lambda: calls.append("off")
 
-    monkeypatch.setattr("lightning_memguard.training.run.callback.return_freed_memory", turn_on)
+    monkeypatch.setattr("lightning_memguard.training.run.guarded_run.return_freed_memory", turn_on)
     trainer(MemGuard(**settings)).fit(small(), train_dataloaders=DataLoader(dataset, batch_size=4))
     assert calls == (["on", "off"] if returned else [])

@@ -270,8 +270,8 @@ def test_a_validation_step_that_reads_values_drags_nothing_down(trainer: Any, ma
 
     guard = MemGuard("check")
     trainer(guard).fit(Branching(), DataLoader(many, batch_size=64), DataLoader(many, batch_size=1024))
-    assert guard._tuning is not None
-    profile = guard._tuning.profile
+    assert guard._last_run is not None
+    profile = guard._last_run.tuning.profile
     assert profile is not None
     assert profile.validation is not None
     assert profile.prediction.method == "fake"

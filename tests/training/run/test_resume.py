@@ -151,7 +151,7 @@ def test_a_resume_under_a_guard_that_only_checks_changes_nothing(trainer: Any, t
     assert set(module.sizes) == {4}
 
 
-SETTINGS = GuardSettings("tune", None, 0.05, 1, None, 1, None)
+SETTINGS = GuardSettings()
 
 
 @pytest.mark.parametrize(
