@@ -32,7 +32,7 @@ from lightning_memguard.core.decision.advice import Advice
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.planning.advise import advise
+from lightning_memguard.training.planning.advise import try_remedies
 from lightning_memguard.training.planning.estimate import trainer_for
 
 OPTIMIZER = "adam"
@@ -134,7 +134,7 @@ def main() -> None:
     case, size = case_named(arguments.case), arguments.batch_size
     prediction = predicted(case, size)
     need = prediction.footprint_at(size).peak_allocated_bytes
-    found = advise(prediction, size, Budget(need, int(arguments.budget_share * need), 0, "given"))
+    found = try_remedies(prediction, size, Budget(need, int(arguments.budget_share * need), 0, "given")).advice
     as_it_is = Followed("as it is", size, need, measured_bytes(case, size))
     print_table([as_it_is, *(follow(case, each) for each in found)])
 

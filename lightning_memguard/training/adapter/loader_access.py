@@ -34,7 +34,7 @@ def call_loader_hook(owner: LightningModule | LightningDataModule, hook: str) ->
     raise failure
 
 
-def set_data_source(trainer: Trainer, owner: LightningModule | LightningDataModule) -> None:
+def set_data_source(trainer: Trainer, owner: object) -> None:
     """Set, on a Trainer that never runs, whose ``train_dataloader`` a fit would call."""
     trainer.fit_loop._data_source.instance = owner
 

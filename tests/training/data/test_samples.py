@@ -367,14 +367,14 @@ def test_a_larger_batch_is_announced_once_and_again_only_when_a_tenth_larger(tra
         "Training batch 5 has [1, 34],",
         "Training batch 7 has [1, 50],",
     ]
-    assert "larger than the [1, 10] predicted from: predicted to take " in said[0]
-    assert said[0].endswith("it fits.")
+    assert "larger than the [1, 10] of the prediction. It is predicted to need " in said[0]
+    assert said[0].endswith("It fits.")
 
 
 def test_a_larger_batch_that_may_not_fit(trainer: Any) -> None:
     said, _ = announced(trainer, (10, 400), budget=20 * 1024)
     assert len(said) == 1
-    assert said[0].endswith("it may run out of memory; lower the batch size or cut long samples.")
+    assert said[0].endswith("It may run out of memory: lower the batch size or truncate long samples.")
 
 
 def test_an_announcement_moves_no_random_state(trainer: Any) -> None:
