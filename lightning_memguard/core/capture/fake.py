@@ -311,7 +311,7 @@ def _copy_fake(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 # Operators that write into their first argument and give it back, with nothing else to tell of a fake tensor. Torch's
 # own fake dispatch would take some 0.1 ms to say so; an optimizer step is little else.
 _WRITES_FIRST = frozenset(
-    getattr(_aten, name).__getattr__(overload)
+    getattr(getattr(_aten, name), overload)
     for name in ("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "sqrt_", "zero_", "fill_")
     for overload in getattr(_aten, name).overloads()
     if overload not in ("out", "t")  # "t" writes lists, not tensors
@@ -331,7 +331,7 @@ def only_writes(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 _ONLY_WRITES = frozenset(
-    getattr(_aten, name).__getattr__(overload)
+    getattr(getattr(_aten, name), overload)
     for name in ("_fused_sgd_", "_fused_adagrad_")
     for overload in getattr(_aten, name).overloads()
     if overload in ("default", "tensor_lr")

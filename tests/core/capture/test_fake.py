@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -486,3 +488,22 @@ def test_canary_a_storage_has_one_address_however_it_is_reached():
     x = torch.ones(4)
     assert x.untyped_storage()._cdata == x[1:].untyped_storage()._cdata == x.detach().untyped_storage()._cdata
     assert x.untyped_storage()._cdata != x.clone().untyped_storage()._cdata
+
+
+_AFTER_DTENSOR = """
+import torch.distributed.tensor
+aten = torch.ops.aten
+before = {packet: {name: getattr(getattr(aten, packet), name) for name in getattr(aten, packet).overloads()}
+          for packet in ("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "sqrt_", "zero_", "fill_",
+                         "_fused_sgd_", "_fused_adagrad_")}
+import lightning_memguard, lightning_memguard.core.capture.predict, lightning_memguard.core.layers.layers
+for packet, overloads in before.items():
+    for name, overload in overloads.items():
+        assert getattr(getattr(aten, packet), name) is overload, (packet, name)
+"""
+
+
+def test_importing_us_after_dtensor_leaves_torchs_operators_the_same_objects() -> None:
+    """DTensor's rules are kept by operator: with another ``mul_.Tensor`` in its place, FSDP2 finds no rule for it."""
+    done = subprocess.run([sys.executable, "-c", _AFTER_DTENSOR], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
