@@ -29,7 +29,7 @@ from lightning_memguard.errors import CannotTraceError
 
 _aten = torch.ops.aten
 
-FAKE_DEVICE = torch.device("cuda", 0)  # the one device that `pretended_cuda` speaks of, whichever is trained on
+FAKE_DEVICE = torch.device("cuda", 0)  # the one device that `simulated_cuda` speaks of, whichever is trained on
 
 _CUDA, _META, _LAZY = 1, 14, 17  # c10::DeviceType (torch/headeronly/core/DeviceType.h)
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
@@ -45,7 +45,7 @@ class FakeCudaMode(FakeTensorMode):
         return True
 
 
-def can_pretend() -> bool:
+def can_simulate_cuda() -> bool:
     """Whether this torch shows what it takes: guards for CUDA, and what autograd has saved (2.11 and 2.13 do)."""
     return hasattr(torch._C, "_ensureCUDADeviceGuardSet") and hasattr(torch._C._autograd.SavedTensor, "data")
 
@@ -59,7 +59,7 @@ def _guard_cuda() -> None:
     by `c10::impl::registerDeviceGuard` as a build with CUDA puts its own. The guard stays for the process: fake tensors
     may outlive the capture, and nothing else in a build without CUDA ever asks for it.
     """
-    if not can_pretend():
+    if not can_simulate_cuda():
         raise CannotTraceError(
             f"A CUDA that is not there cannot be pretended on torch {torch.__version__}: install 2.11 or newer, or "
             "predict for device='cpu'."
@@ -86,7 +86,7 @@ def _guard_cuda() -> None:
 
 
 @contextmanager
-def pretended_cuda(gpu: Gpu) -> Iterator[None]:
+def simulated_cuda(gpu: Gpu) -> Iterator[None]:
     """Inside, fake ``cuda`` tensors work and `torch.cuda` speaks of one device like ``gpu``.
 
     Args:
@@ -132,8 +132,8 @@ def pretended_cuda(gpu: Gpu) -> Iterator[None]:
         exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
         for home, name in _WHERE_ASKED:  # functions of `torch.nn.functional` call these unseen by any mode
             exits.enter_context(mock.patch.object(home, name, _instead_of(getattr(home, name))))
-        _pretended.append(gpu)
-        exits.callback(_pretended.pop)
+        _simulated.append(gpu)
+        exits.callback(_simulated.pop)
         yield
 
 
@@ -146,17 +146,17 @@ _COUNTERS = (
     "reset_max_memory_allocated",
 )
 
-_pretended: list[Gpu] = []  # the one whose kernels are chosen now, last
+_simulated: list[Gpu] = []  # the one whose kernels are chosen now, last
 
 
-def gpu_of_now() -> Gpu | None:
+def simulated_gpu() -> Gpu | None:
     """The GPU that is pretended now."""
-    return _pretended[-1] if _pretended else None
+    return _simulated[-1] if _simulated else None
 
 
-def is_pretended_op(func: Any, args: tuple[Any, ...]) -> bool:
+def is_overridden(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether `call` knows better than torch which kernel the pretended GPU would take."""
-    if not _pretended or not args:
+    if not _simulated or not args:
         return False
     if func is torch.tensor:
         return type(args[0]) is int
@@ -167,7 +167,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the kernel that the pretended GPU would take in place of a torch function."""
     if func is torch.tensor:
         return _count(*args, **kwargs)
-    return _INSTEAD[func](_pretended[-1], func, *args, **kwargs)
+    return _INSTEAD[func](_simulated[-1], func, *args, **kwargs)
 
 
 def _count(value: int, **kwargs: Any) -> torch.Tensor:
@@ -281,7 +281,7 @@ _WHERE_ASKED = (
 
 def _instead_of(func: Any) -> Callable[..., Any]:
     def ask(*args: Any, **kwargs: Any) -> Any:
-        return call(func, args, kwargs) if is_pretended_op(func, args) else func(*args, **kwargs)
+        return call(func, args, kwargs) if is_overridden(func, args) else func(*args, **kwargs)
 
     return functools.wraps(func)(ask)
 
@@ -299,7 +299,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
     None as well on a torch too old for it to be pretended: its own engine then runs the fake step, without our rules.
     """
-    if device.type != "cuda" or torch.version.hip is not None or not can_pretend():
+    if device.type != "cuda" or torch.version.hip is not None or not can_simulate_cuda():
         return None
     facts = torch.cuda.get_device_properties(device)
     return Gpu(facts.name, facts.total_memory, (facts.major, facts.minor), facts.multi_processor_count)

@@ -407,7 +407,7 @@ def line_behind(error: BaseException) -> str:
 
 def answered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch's, and answer in its place what a fake tensor or a pretended GPU cannot."""
-    return (fake_cuda if fake_cuda.is_pretended_op(func, args) else fake).call(func, args, kwargs)
+    return (fake_cuda if fake_cuda.is_overridden(func, args) else fake).call(func, args, kwargs)
 
 
 class _ModulePaths(TorchFunctionMode):
@@ -472,7 +472,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         recorder.label(module.buffers(), "buffers")
         # The engine adds gradients out of place under a dispatch mode, in place without one: the walk knows better.
         is_fake = isinstance(next(module.parameters(), None), FakeTensor)
-        walked = fake_cuda.gpu_of_now() is not None or (is_fake and fake_cuda.can_pretend())
+        walked = fake_cuda.simulated_gpu() is not None or (is_fake and fake_cuda.can_simulate_cuda())
         paths_mode = _ModulePaths(recorder, walked=walked)
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))
