@@ -124,7 +124,7 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu("NVIDIA RTX 4000 Ada Generation", 20475 * MIB, (8, 9), 48),
     Gpu("NVIDIA RTX 4500 Ada Generation", 24570 * MIB, (8, 9), 60),
     Gpu("NVIDIA RTX 5000 Ada Generation", 32760 * MIB, (8, 9), 100),
-    Gpu("NVIDIA RTX 5880 Ada Generation", 46068 * MIB, (8, 9), 110),  # found with ECC on and, at 49140, off; the smaller is used
+    Gpu("NVIDIA RTX 5880 Ada Generation", 46068 * MIB, (8, 9), 110),  # with ECC on; 49140 with it off
     Gpu("NVIDIA RTX 6000 Ada Generation", 49140 * MIB, (8, 9), 142),
     # -- workstation, Blackwell
     # source: nvidia-smi logs; SMs: published CUDA cores by 128, device properties in logs (PRO 5000, PRO 6000).

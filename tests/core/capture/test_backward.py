@@ -75,7 +75,7 @@ def traced_case(case: Any, *, walked: bool) -> Trace:
         recorder.module, recorder.source = metadata.get("memguard", (recorder.module, recorder.source))
         entered.append(recorder.module)
 
-    engine_alone = mock.patch.object(fake_cuda, "can_simulate_cuda", return_value=False)  # a capture would walk by itself
+    engine_alone = mock.patch.object(fake_cuda, "can_simulate_cuda", return_value=False)  # else it walks
     with engine_alone, walking(enter, adds_in_place=False) if walked else contextlib.nullcontext():
         program.run(recorder, size, fake=True)
     assert bool(entered) == walked
