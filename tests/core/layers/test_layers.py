@@ -427,7 +427,7 @@ def test_a_frozen_backbone_keeps_nothing():
     assert sum(weight.nbytes for weight in table.weights if weight.trainable) == 18 * 4
 
 
-@pytest.mark.skipif(not can_simulate_cuda(), reason="this torch does not show what pretending a GPU takes")
+@pytest.mark.skipif(not can_simulate_cuda(), reason="this torch cannot simulate CUDA")
 def test_a_gpu_keeps_other_tensors_than_the_cpu():
     model, batch = nn.Sequential(nn.Linear(4, 8), nn.Dropout()), torch.zeros(3, 4)
     on_gpu = layer_table(model, batch, gpu=gpus.find("NVIDIA H200"))
