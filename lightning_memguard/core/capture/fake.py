@@ -30,6 +30,7 @@ from lightning_memguard.core.capture.batch import KnownValues
 from lightning_memguard.errors import CannotTraceError
 
 _aten = torch.ops.aten
+Function = Callable[..., Any]  # one of torch
 
 
 class ValueNeededError(CannotTraceError):
@@ -75,11 +76,7 @@ class _FakeCopy(TorchFunctionMode):
         self.bases: dict[int, Tensor] = {}
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         if func is torch._C.TensorBase.clone:  # how a Parameter is deep-copied
             return self._fake(args[0])
@@ -271,7 +268,7 @@ def _modules_can_move() -> Iterator[None]:
         yield
 
 
-def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call a torch function for a step that may run on fake tensors.
 
     Three things differ there: torch's deep copy of a fake tensor would make a real storage; a float that is read

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 
 from lightning_memguard.core.capture.batch import Batches, tensors_in
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
-from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
+from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, pretended_cuda
 from lightning_memguard.core.capture.recorder import (
     Recorder,
     gradients_of,
@@ -197,5 +197,5 @@ def tensors(*, fake: bool, gpu: Gpu | None = None) -> Iterator[FakeTensorMode | 
             yield None
             return
         mode = (FakeCudaMode if gpu else FakeTensorMode)(allow_non_fake_inputs=True)
-        with simulated_cuda(gpu) if gpu else contextlib.nullcontext(), faking(mode):
+        with pretended_cuda(gpu) if gpu else contextlib.nullcontext(), faking(mode):
             yield mode

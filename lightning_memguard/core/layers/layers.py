@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_memguard.core.capture.backward import graph_task
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, batches_from_one, map_tensors, tensors_in
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
-from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
+from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, pretended_cuda
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.gpus import Gpu
@@ -264,8 +264,8 @@ def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step,
     counter.mod_tracker = _CurrentModule(recorder)
     with torch.enable_grad(), watching(recorder, module_copy), _outputs_watched() as outputs, counter, saved.watched():
         result = step(module_copy, batch)
-    tensors = list(tensors_in(batch))
-    known = {_storage_of(tensor) for tensor in (*module_copy.parameters(), *module_copy.buffers(), *tensors)}
+    batch_tensors = list(tensors_in(batch))
+    known = {_storage_of(tensor) for tensor in (*module_copy.parameters(), *module_copy.buffers(), *batch_tensors)}
     kept = saved.bytes_by_module(known)
     del result  # held until here: it holds the graph, and all that is saved
     flops = {module: sum(counts.values()) for module, counts in counter.flop_counts.items()}
@@ -275,7 +275,7 @@ def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step,
         batch_size,
         tuple(_rows(module_copy, outputs, kept, flops)),
         batch_bytes(batch),
-        sum(tensor.numel() for tensor in tensors),
+        sum(tensor.numel() for tensor in batch_tensors),
         sum(buffer.numel() * buffer.element_size() for buffer in module_copy.buffers()),
         tuple(recorder.assumptions),
     )
@@ -315,7 +315,7 @@ def _accepts(function: Callable[..., object], args: Sequence[object]) -> bool:
 @contextmanager
 def _fake_tensors(gpu: Gpu | None) -> Iterator[FakeTensorMode]:
     mode = (FakeCudaMode if gpu else FakeTensorMode)(allow_non_fake_inputs=True)
-    with isolated_rng(), simulated_cuda(gpu) if gpu else nullcontext(), faking(mode):
+    with isolated_rng(), pretended_cuda(gpu) if gpu else nullcontext(), faking(mode):
         yield mode
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.batch import Batches, batches_from_one
-from lightning_memguard.core.capture.fake_cuda import gpu_of, simulated_cuda
+from lightning_memguard.core.capture.fake_cuda import gpu_of, pretended_cuda
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.capture.program import PRECISIONS, LoopProgram, Program
 from lightning_memguard.core.decision.decision import check_count
@@ -182,7 +182,7 @@ def trainer_for(model: Any, precision: str, gpu: Gpu | None, **settings: Any) ->
         raise MemGuardError(f"precision={precision!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
     chosen: dict[str, Any] = {"precision": precision}
     if gpu is not None and precision.endswith("-mixed"):
-        with simulated_cuda(gpu):  # or its gradient scaler turns itself off
+        with pretended_cuda(gpu):  # or its gradient scaler turns itself off
             chosen = {"plugins": [pl.plugins.MixedPrecision(precision, "cuda")]}
     with quiet():
         return pl.Trainer(
