@@ -79,14 +79,14 @@ def test_sizes_in_names_are_looked_at():
     assert len(SIZED) > 20
 
 
-MULTIPROCESSORS = {  # the most that a chip of each architecture has
+MULTIPROCESSORS = {  # the most that a GPU of each architecture has
     (6, 0): 60, (6, 1): 30, (7, 0): 84, (7, 5): 72, (8, 0): 128, (8, 6): 84, (8, 9): 144, (9, 0): 144,
     (10, 0): 160, (10, 3): 160, (12, 0): 192,
 }  # fmt: skip
 
 
 @EVERY
-def test_the_chip_is_one_that_was_built(gpu):
+def test_the_gpu_is_one_that_was_built(gpu):
     assert 0 < gpu.multiprocessors <= MULTIPROCESSORS[gpu.compute_capability]
 
 

@@ -99,6 +99,19 @@ def pretended_cuda(gpu: Gpu) -> Iterator[None]:
         CannotTraceError: this build of torch cannot simulate CUDA.
     """
     _guard_cuda()
+    with ExitStack() as exits:
+        for name, answer in _torch_cuda_of(gpu).items():
+            exits.enter_context(mock.patch.object(torch.cuda, name, answer))
+        exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
+        for home, name in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
+            exits.enter_context(mock.patch.object(home, name, _overriding(getattr(home, name))))
+        _simulated.append(gpu)
+        exits.callback(_simulated.pop)
+        yield
+
+
+def _torch_cuda_of(gpu: Gpu) -> dict[str, Callable[..., object]]:
+    """Functions of `torch.cuda` on a machine with this GPU."""
     major, minor = gpu.compute_capability
     properties = SimpleNamespace(
         name=gpu.name,
@@ -112,7 +125,7 @@ def pretended_cuda(gpu: Gpu) -> Iterator[None]:
         is_integrated=0,
         is_multi_gpu_board=0,
     )
-    answers: dict[str, Callable[..., object]] = {
+    return {
         "is_available": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
         "is_current_stream_capturing": lambda: False,
@@ -129,15 +142,6 @@ def pretended_cuda(gpu: Gpu) -> Iterator[None]:
         "manual_seed_all": lambda *_: None,
         **dict.fromkeys(_COUNTERS, lambda *_, **__: 0),
     }
-    with ExitStack() as exits:
-        for name, answer in answers.items():
-            exits.enter_context(mock.patch.object(torch.cuda, name, answer))
-        exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
-        for home, name in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
-            exits.enter_context(mock.patch.object(home, name, _overriding(getattr(home, name))))
-        _simulated.append(gpu)
-        exits.callback(_simulated.pop)
-        yield
 
 
 _COUNTERS = (

@@ -404,7 +404,7 @@ def test_a_count_of_classes_has_as_many_bins_as_its_caller_names_and_else_no_bou
             worst_case_result(aten.bincount.default, (labels,), {})
 
 
-def test_a_note_says_what_was_assumed():
+def test_a_note_states_what_was_assumed():
     assert assumption(aten.nonzero.default) == "aten.nonzero.default was assumed to return its largest result"
     assert assumption(aten.bincount.default) == "aten.bincount.default was assumed to return minlength bins"
 

@@ -1,4 +1,4 @@
-"""A CUDA that is not there: what `torch.cuda` says of it, which kernels it takes, and that nothing of it stays."""
+"""A simulated CUDA: what `torch.cuda` reports for it, which kernels it uses, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def operators_of(trace: Trace) -> set[str]:
     return {event.operator.removeprefix("aten.").partition(".")[0] for event in trace if event.operator}
 
 
-# What torch.cuda says
+# What torch.cuda reports
 
 
 @pytest.mark.parametrize("gpu", [H200, gpus.find("RTX 4090"), V100], ids=lambda gpu: gpu.name)
@@ -82,9 +82,9 @@ def test_torch_speaks_of_one_device_like_the_gpu(gpu: Gpu) -> None:
         assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
         assert torch.cuda.get_device_capability() == torch.cuda.get_device_capability(0) == gpu.compute_capability
         assert torch.cuda.get_device_name("cuda:0") == gpu.name
-        says = torch.cuda.get_device_properties(0)
-        assert (says.name, (says.major, says.minor)) == (gpu.name, gpu.compute_capability)
-        assert (says.total_memory, says.multi_processor_count) == (gpu.memory_bytes, gpu.multiprocessors)
+        facts = torch.cuda.get_device_properties(0)
+        assert (facts.name, (facts.major, facts.minor)) == (gpu.name, gpu.compute_capability)
+        assert (facts.total_memory, facts.multi_processor_count) == (gpu.memory_bytes, gpu.multiprocessors)
         assert torch.cuda.mem_get_info() == (gpu.memory_bytes, gpu.memory_bytes)
         assert torch.cuda.memory_allocated() == torch.cuda.max_memory_reserved("cuda") == 0
         assert simulated_gpu() is gpu
@@ -114,7 +114,7 @@ def patched_names() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    """What torch imports with the first fake step changes it, too, whoever takes it."""
+    """The first fake step makes torch import more, which changes it too."""
     with simulating():
         torch.ones(3, device="cuda")
 

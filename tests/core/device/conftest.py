@@ -42,14 +42,14 @@ def run_program() -> Callable[..., object]:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A host that says what a test wants it to report."""
+    """A host that reports what a test wants."""
 
-    def say(**memories: MemoryInfo | None) -> None:
+    def report(**memories: MemoryInfo | None) -> None:
         for source in ("host", "cgroup", "rlimit"):
             monkeypatch.setattr(budget_module, f"{source}_memory", lambda source=source: memories.get(source))
 
-    say(host=MemoryInfo(16 * GIB, 10 * GIB, "host"))
-    return say
+    report(host=MemoryInfo(16 * GIB, 10 * GIB, "host"))
+    return report
 
 
 class Gpu:

@@ -61,7 +61,7 @@ def test_where_nothing_is_known_a_given_budget_is_all_there_is(host):
     assert read_budget(CPU, budget=GIB, margin=0).total_bytes == GIB
 
 
-def test_where_nothing_is_known_and_nothing_given_the_error_says_what_to_set(host):
+def test_where_nothing_is_known_and_nothing_given_the_error_names_what_to_set(host):
     host()
     with pytest.raises(MemGuardError, match=r"memory of CPU is unknown: .* set `budget`, such as budget='24GiB'"):
         read_budget(CPU)

@@ -109,7 +109,7 @@ def test_a_group_over_its_limit_leaves_nothing_rather_than_less(tmp_path):
         (V2, "0::/job\n", {}),
         (CPU_V1, "5:cpu:/job\n", {"cpu/job": v1(1000, 100)}),
     ],
-    ids=["v2 says max", "v1 says a huge number", "no files", "no memory controller"],
+    ids=["v2 with max", "v1 with a huge number", "no files", "no memory controller"],
 )
 def test_without_a_limit_control_groups_give_none(tmp_path, mounts, own, groups):
     assert cgroup_memory(make_groups(tmp_path, mounts, own, groups)) is None

@@ -179,7 +179,7 @@ def test_on_cuda_every_epoch_is_measured_for_itself(gpu):
     assert meter.read({}).peak_reserved_bytes == 0
 
 
-def test_on_cuda_a_context_that_cannot_be_separated_from_other_processes_is_left_out_and_the_source_says_so(gpu):
+def test_on_cuda_a_context_that_cannot_be_separated_from_other_processes_is_left_out_and_the_source_shows_it(gpu):
     gpu.open_context(CUDA)
     gpu.take(4 * GIB)
     meter = PeakMeter(CUDA)
