@@ -369,11 +369,8 @@ def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
 
 
 def _unique(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty((x.numel(),)),
-        x.new_empty(x.shape, dtype=torch.long),
-        x.new_empty((x.numel(),), dtype=torch.long),
-    )
+    size = (x.numel(),)
+    return x.new_empty(size), x.new_empty(x.shape, dtype=torch.long), x.new_empty(size, dtype=torch.long)
 
 
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from lightning_memguard.core.capture import cudnn_rnn
+from lightning_memguard.core.capture.fake import Function
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.kernels import attention
 from lightning_memguard.errors import CannotTraceError
@@ -103,14 +104,14 @@ def pretended_cuda(gpu: Gpu) -> Iterator[None]:
         for name, answer in _torch_cuda_of(gpu).items():
             exits.enter_context(mock.patch.object(torch.cuda, name, answer))
         exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
-        for home, name in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
+        for home, name, _ in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
             exits.enter_context(mock.patch.object(home, name, _overriding(getattr(home, name))))
         _simulated.append(gpu)
         exits.callback(_simulated.pop)
         yield
 
 
-def _torch_cuda_of(gpu: Gpu) -> dict[str, Callable[..., object]]:
+def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
     """Functions of `torch.cuda` on a machine with this GPU."""
     major, minor = gpu.compute_capability
     properties = SimpleNamespace(
@@ -161,7 +162,7 @@ def simulated_gpu() -> Gpu | None:
     return _simulated[-1] if _simulated else None
 
 
-def is_overridden(func: Callable[..., object], args: tuple[Any, ...]) -> bool:
+def is_overridden(func: Function, args: tuple[Any, ...]) -> bool:
     """Whether `call` chooses the kernel that the simulated GPU would use, in place of torch."""
     if not _simulated or not args:
         return False
@@ -170,7 +171,7 @@ def is_overridden(func: Callable[..., object], args: tuple[Any, ...]) -> bool:
     return func in _OVERRIDES and isinstance(args[0], FakeTensor) and args[0].is_cuda
 
 
-def call(func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call the kernel that the simulated GPU would use in place of a torch function."""
     if func is torch.tensor:
         return _count(*args, **kwargs)
@@ -191,7 +192,7 @@ def _count(value: int, **kwargs: Any) -> Tensor:
 
 def _batch_norm(
     _: Gpu,
-    func: Callable[..., Tensor],
+    func: Function,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -206,7 +207,7 @@ def _batch_norm(
     args = (x, weight, bias, running_mean, running_var, training, momentum, eps)
     if torch.version.cuda is None and cudnn_enabled and _takes_cudnn_batch_norm(*args[:6]):
         return _aten.cudnn_batch_norm(*args)[0]  # type: ignore[no-any-return]
-    return func(*args, cudnn_enabled)
+    return func(*args, cudnn_enabled)  # type: ignore[no-any-return]
 
 
 def _takes_cudnn_batch_norm(
@@ -225,16 +226,11 @@ def _takes_cudnn_batch_norm(
 
 
 def _rms_norm(
-    _: Gpu,
-    func: Callable[..., Tensor],
-    x: Tensor,
-    shape: list[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    _: Gpu, func: Function, x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """`rms_norm_symint` (aten/src/ATen/native/layer_norm.cpp): the fused kernel, which CPU-only builds lack."""
     if torch.version.cuda is not None or (weight is not None and weight.dtype != x.dtype):
-        return func(x, shape, weight, eps)
+        return func(x, shape, weight, eps)  # type: ignore[no-any-return]
     return _FusedRmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -265,40 +261,31 @@ class _FusedRmsNorm(torch.autograd.Function):
 # -- attention
 
 
-def _attention(gpu: Gpu, _: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _attention(gpu: Gpu, _: Function, *args: Any, **kwargs: Any) -> Tensor:
     return attention.attend(*args, **kwargs, gpu=gpu.kernel_target)
 
 
 # -- recurrent layers
 
 
-def _rnn(_: Gpu, func: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
+def _rnn(_: Gpu, func: Function, *args: Any) -> tuple[Tensor, ...]:
     return cudnn_rnn.call(func, *args) if cudnn_rnn.takes_cudnn(args[0]) else func(*args)
 
 
-_RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-
-_PATCHED = (
-    (torch, "batch_norm"),
-    (torch.nn.functional, "scaled_dot_product_attention"),
-    (torch, "rms_norm"),
-    *((torch._VF, name) for name in _RNNS),
+_PATCHED: tuple[tuple[ModuleType, str, Function], ...] = (
+    (torch, "batch_norm", _batch_norm),
+    (torch.nn.functional, "scaled_dot_product_attention", _attention),
+    (torch, "rms_norm", _rms_norm),
+    *((torch._VF, name, _rnn) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
 )
+_OVERRIDES = {getattr(home, name): override for home, name, override in _PATCHED}
 
 
-def _overriding(func: Callable[..., object]) -> Callable[..., object]:
+def _overriding(func: Function) -> Function:
     def ask(*args: Any, **kwargs: Any) -> object:
         return call(func, args, kwargs) if is_overridden(func, args) else func(*args, **kwargs)
 
     return functools.wraps(func)(ask)
-
-
-_OVERRIDES: dict[Callable[..., object], Callable[..., object]] = {
-    torch.batch_norm: _batch_norm,
-    torch.nn.functional.scaled_dot_product_attention: _attention,
-    torch.rms_norm: _rms_norm,
-    **{getattr(torch, name): _rnn for name in _RNNS},
-}
 
 
 def gpu_of(device: torch.device) -> Gpu | None:

@@ -290,10 +290,8 @@ class Recorder(TorchDispatchMode):
             else Event._make((*row[:2], sizes[row[1]], parts.get(row[1], "temporaries"), *row[2:]))
             for row in self._rows
         )
-        notes = (*notes, *self.assumptions)
-        return Trace(
-            batch_size, self.device_type, method, events, notes, tuple(self._kernels), tuple(self._scratch_spans)
-        )
+        kernels, spans = tuple(self._kernels), tuple(self._scratch_spans)
+        return Trace(batch_size, self.device_type, method, events, (*notes, *self.assumptions), kernels, spans)
 
 
 @functools.cache
@@ -432,18 +430,13 @@ class _ModulePaths(TorchFunctionMode):
 
     def _follow(self, node: Any) -> None:
         if node is not None and "memguard" not in node.metadata:
-            node.metadata["memguard"] = here = self.recorder.module, self.recorder.line()
+            metadata = node.metadata
+            metadata["memguard"] = self.recorder.module, self.recorder.line()
             if not self.walked:
-                node.register_prehook(self._enter(here))
-
-    def _enter(self, here: tuple[str, str]) -> Callable[[object], None]:
-        def enter(_: object) -> None:
-            self.recorder.module, self.recorder.source = here
-
-        return enter
+                node.register_prehook(lambda _: self.enter_node(metadata))
 
     def enter_node(self, metadata: dict[str, Any]) -> None:
-        """Called by a walk of the graph before each node."""
+        """Called before each node of a backward pass."""
         here = metadata.get("memguard")
         if here is not None:
             self.recorder.module, self.recorder.source = here

@@ -189,12 +189,7 @@ class LayerTable(_Weights):
 
 
 def layer_table(
-    model: nn.Module,
-    batch: object,
-    *,
-    batch_size: int | None = None,
-    step: Step | None = None,
-    gpu: Gpu | None = None,
+    model: nn.Module, batch: object, *, batch_size: int | None = None, step: Step | None = None, gpu: Gpu | None = None
 ) -> LayerTable:
     """Compute what each layer of a model holds, keeps and computes in one forward pass.
 
