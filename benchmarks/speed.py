@@ -96,7 +96,7 @@ def measure(case: Case) -> None:
         trainer = trainer_of(case, module, 4)
         result: list[Tuning] = []
         decided.append(
-            seconds(lambda trainer=trainer, result=result: result.append(tune(trainer, module, guard._wishes)))
+            seconds(lambda trainer=trainer, result=result: result.append(tune(trainer, module, guard._settings)))
         )
         prediction = result[0].prediction
         assert prediction is not None

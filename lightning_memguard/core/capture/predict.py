@@ -1,11 +1,11 @@
 """The stages joined: a program that can run one step -> its footprint at any batch size.
 
-The ladder of ways to capture a step lives here, best rung first; every trace says which rung it came from.
+The ways to capture a step are here, best first; every trace says how it was captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch._subclasses.fake_tensor import (
@@ -26,9 +26,10 @@ from lightning_memguard.core.trace.trace import Method, Trace
 from lightning_memguard.errors import CannotTraceError
 
 # Powers of two, so that a step that divides its batch runs; above 2, so that batch norm and pairs do; small, since the
-# real rung allocates them. The fourth is asked only to check a square.
+# real run allocates them. The fourth is run only to check a square.
 FAKE_SIZES = (4, 8, 16, 32)
 REAL_SIZES = (2, 4, 8)
+_WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
 
 _VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
 
@@ -37,20 +38,28 @@ class StepFailsError(CannotTraceError):
     """The step runs at some batch sizes and raises at another, as one that pairs its samples does at an odd one."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Cache:
+    """What a prediction was asked for so far, by batch size."""
+
+    traces: dict[int, Trace] = field(default_factory=dict)
+    footprints: dict[int, Footprint] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What is known of a program's memory: its footprint at any size, or at the sizes that can be captured.
 
     Attributes:
         program: what runs.
         settings: the allocator's rules.
-        method: the rung of the ladder that carried.
+        method: how the step was captured.
         growth: how the events grow; None where the step runs differently at different sizes, so that each is captured.
         context_bytes: what the process takes on its device outside the allocator.
-        scalable: False where nothing is known of other sizes than those in ``traces``.
+        scalable: False where only the sizes in ``traces`` are known.
         notes: what had to be assumed, in plain words.
-        traces: those captured so far, by batch size.
-        share: what one process has of a trace, where several divide it.
+        traces: those captured to predict from, by batch size.
+        share: a trace -> what one process has of it, where several divide it.
     """
 
     program: Program
@@ -60,19 +69,21 @@ class Prediction:
     context_bytes: int | tuple[int, int, int] = 0
     scalable: bool = True
     notes: tuple[str, ...] = ()
-    traces: dict[int, Trace] = field(default_factory=dict)
+    traces: Mapping[int, Trace] = field(default_factory=dict)
     share: Callable[[Trace], Trace] | None = None
-    _footprints: dict[int, Footprint] = field(default_factory=dict)
+    _cache: _Cache = field(init=False, repr=False, compare=False, default_factory=_Cache)  # a copy starts with its own
 
     def trace_at(self, batch_size: int) -> Trace:
         """The step's events at one batch size."""
         if self.method == "states":
             return replace(next(iter(self.traces.values())), batch_size=batch_size)
-        if batch_size not in self.traces and self.growth is not None:
+        if batch_size in self.traces:
+            return self.traces[batch_size]
+        if self.growth is not None:
             return self.growth.at(batch_size)
-        if batch_size not in self.traces:
-            self.traces[batch_size] = capture(self.program, batch_size, self.method)
-        return self.traces[batch_size]
+        if batch_size not in self._cache.traces:
+            self._cache.traces[batch_size] = capture(self.program, batch_size, self.method)
+        return self._cache.traces[batch_size]
 
     def own_trace_at(self, batch_size: int) -> Trace:
         """The same as one process has them."""
@@ -81,16 +92,17 @@ class Prediction:
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the step at one batch size."""
-        if batch_size not in self._footprints:
+        known = self._cache.footprints
+        if batch_size not in known:
             found = footprint(self.own_trace_at(batch_size), self.settings, self.context_bytes)
-            self._footprints[batch_size] = replace(found, notes=(*dict.fromkeys((*self.notes, *found.notes)),))
-        return self._footprints[batch_size]
+            known[batch_size] = replace(found, notes=tuple(dict.fromkeys((*self.notes, *found.notes))))
+        return known[batch_size]
 
     def proven_at(self, batch_size: int) -> Prediction:
-        """Capture the step at this very size and hold the growth against it.
+        """Capture the step at this size and compare it with the growth.
 
         Returns:
-            This prediction if the capture agrees, or had nothing to say; else one that captures every size asked for.
+            This prediction if the two agree, or there is nothing to compare; else one that captures each size.
 
         Raises:
             StepFailsError: the step does not run at this size, though it did at others.
@@ -106,9 +118,7 @@ class Prediction:
         note = (
             f"the step at batch size {batch_size} did not grow as at {list(self.growth.sizes)}: each size was captured"
         )
-        return replace(
-            self, growth=None, notes=(*self.notes, note), traces={**self.traces, batch_size: proof}, _footprints={}
-        )
+        return replace(self, growth=None, notes=(*self.notes, note), traces={**self.traces, batch_size: proof})
 
 
 def capture(program: Program, batch_size: int, method: Method) -> Trace:
@@ -140,7 +150,7 @@ def predict(
     context_bytes: int | tuple[int, int, int] = 0,
     scalable: bool = True,
 ) -> Prediction:
-    """Climb down the ladder until a rung carries: fake, worst case, real at small sizes, states alone.
+    """Capture a step in the best way that works: fake, worst case, real at small sizes, states alone.
 
     Args:
         program: what runs.
@@ -152,56 +162,61 @@ def predict(
     Raises:
         CannotTraceError: not even the states could be made.
     """
-    reasons: list[str] = []
-    methods: list[Method] = ["fake", "worst-case", "real"]
-    while methods:
-        method = methods.pop(0)
+    why_not: list[str] = []
+    value_needed = True
+    for method in _WAYS:
+        if method == "worst-case" and not value_needed:
+            continue  # it would fail in the same way
         try:
-            traces, growth = _grow_at(program, batch_size, method, scalable)
+            traces, growth = _traces_and_growth(program, batch_size, method, scalable)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything on a copy
-            reasons.append(_reason(method, error))
-            if not _needs_value(error):
-                methods = [later for later in methods if later == "real"]  # the worst case would fail alike
+            why_not.append(_reason(method, error))
+            value_needed = _needs_value(error)
         else:
             known = {trace.batch_size: trace for trace in traces}
-            notes = tuple(reasons[-1:]) if method == "real" else ()
-            anywhere = scalable and (growth is not None or len(known) > 1)
-            return Prediction(program, settings, method, growth, context_bytes, anywhere, notes, known)
+            scalable = scalable and (growth is not None or len(known) > 1)
+            notes = tuple(why_not[-1:]) if method == "real" else ()
+            return Prediction(program, settings, method, growth, context_bytes, scalable, notes, known)
     try:
         states = capture(program, batch_size, "states")
     except Exception as error:
-        reasons.append(_reason("states", error))
-        raise CannotTraceError("; ".join(reasons)) from error
+        raise CannotTraceError("; ".join([*why_not, _reason("states", error)])) from error
     return Prediction(
-        program, settings, "states", None, context_bytes, False, tuple(reasons[-1:]), {batch_size: states}
+        program, settings, "states", None, context_bytes, False, tuple(why_not[-1:]), {batch_size: states}
     )
 
 
-def _grow_at(program: Program, asked: int, method: Method, scalable: bool) -> tuple[list[Trace], Growth | None]:
-    """Traces at a few sizes, and their growth where they agree; at the size asked for alone where no other runs."""
-    if not scalable and method != "real":  # a real run is kept small whatever was asked
-        return [capture(program, asked, method)], None
-    sizes: tuple[int, ...] = FAKE_SIZES if method != "real" else REAL_SIZES
-    try:
-        traces = [capture(program, size, method) for size in sizes[:3]]
-    except Exception as error:
-        if _needs_value(error) or method == "real":
-            raise
-        sizes = tuple(asked << doubling for doubling in range(4))
-        try:
-            traces = [capture(program, size, method) for size in sizes[:3]]
-        except Exception:  # noqa: BLE001 - the size asked for is the last that may run
-            return [capture(program, asked, method)], None
+def _traces_and_growth(
+    program: Program, asked: int, method: Method, scalable: bool
+) -> tuple[list[Trace], Growth | None]:
+    """Traces at a few sizes, and their growth where they agree."""
+    if method == "real":  # at small sizes whatever was asked, so only their growth is of use
+        traces = [capture(program, size, method) for size in REAL_SIZES]
+        return traces, grow(traces)
+    traces, fourth_size = _captured(program, asked, method) if scalable else ([capture(program, asked, method)], 0)
+    if not fourth_size:
+        return traces, None
     try:
         growth = grow(traces)
-        if growth.degree == 2 and len(sizes) > 3:
-            traces.append(capture(program, sizes[3], method))
+        if growth.degree == 2:
+            traces.append(capture(program, fourth_size, method))
             growth = grow(traces)
     except CannotTraceError:
-        if method == "real":
-            raise
         return traces, None
     return traces, growth
+
+
+def _captured(program: Program, asked: int, method: Method) -> tuple[list[Trace], int]:
+    """Traces at three sizes, and a fourth size; at the size asked for alone, and 0, where no others run."""
+    try:
+        return [capture(program, size, method) for size in FAKE_SIZES[:3]], FAKE_SIZES[3]
+    except Exception as error:
+        if _needs_value(error):
+            raise
+    try:
+        return [capture(program, asked << doubling, method) for doubling in range(3)], asked << 3
+    except Exception:  # noqa: BLE001 - the size asked for is the last that may run
+        return [capture(program, asked, method)], 0
 
 
 def _reason(method: Method, error: BaseException) -> str:

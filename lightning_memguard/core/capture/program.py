@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -13,8 +14,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.optim import Optimizer
 
-from lightning_memguard.core.capture.batch import Batches, tensors_in
+from lightning_memguard.core.capture.batch import Batches, batch_bytes, map_tensors, shapes_of, tensors_in
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, pretended_cuda
 from lightning_memguard.core.capture.recorder import (
@@ -25,25 +27,76 @@ from lightning_memguard.core.capture.recorder import (
     watching,
 )
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
+
+T = TypeVar("T")
+SwapOptimizer = Callable[[Optimizer], Optimizer]
+"""An optimizer -> the one to use in its place, for the same parameters."""
 
 
 class Program(Protocol):
-    """A training that can run a few of its steps on a copy of itself, at any batch size."""
+    """A step that can run on a copy of its module, at any batch size, and be changed before it runs."""
 
     @property
     def device(self) -> torch.device:
-        """Where the training runs."""
+        """Where it runs."""
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU behind ``device``, present or pretended; None where it is no CUDA device."""
+        """The GPU behind ``device``, present or pretended; None where it is not a CUDA device."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether it runs a backward pass and an optimizer step."""
+
+    @property
+    def precision_in_use(self) -> str:
+        """One of Lightning's names, such as ``"bf16-mixed"``."""
+
+    @property
+    def batches_per_step(self) -> int | None:
+        """Batches an optimizer step; None where the module's own code decides."""
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """Run two optimizer steps (or one inference) under the recorder, on fake or on real tensors."""
 
     def run_states(self, recorder: Recorder) -> None:
         """Only make what stays: parameters, buffers, gradients, optimizer state."""
+
+    def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
+        """Pass a function the module as it trains, and what its owner's code calls it."""
+
+    def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
+        """Shapes and bytes of the batch that the step is given."""
+
+    def setting(self, name: str, value: str | int) -> str:
+        """What to write to change a setting of the Trainer, or of what runs in its place."""
+
+    def with_batches(self, batches: Batches) -> Program:
+        """The same step on other batches, which come as the hooks around their transfer leave them."""
+
+    def without_samples(self) -> Program:
+        """The same on batches known by their shapes alone."""
+
+    def with_precision(self, precision: str) -> Program:
+        """The same in another precision."""
+
+    def with_accumulation(self, batches: int) -> Program:
+        """The same with an optimizer step every so many batches."""
+
+    def with_optimizer(self, swap: SwapOptimizer) -> Program:
+        """The same with each optimizer replaced as soon as it is made.
+
+        Raises:
+            CannotTraceError: there is no optimizer; now or once it runs.
+        """
+
+    def with_bucket_views(self) -> Program | None:
+        """The same with gradients as views of DDP's buckets; None without DDP, or where they are."""
+
+    def with_change(self, change: Callable[[nn.Module], None]) -> Program:
+        """The same with each copy of the module changed before it runs."""
 
 
 def device_to_run_on(program: Program, *, fake: bool) -> torch.device:
@@ -72,33 +125,101 @@ class LoopProgram:
         step: ``(model, batch) -> loss``.
         optimizer: ``(parameters) -> Optimizer``, or None to keep gradients only.
         device: where it runs.
-        gpu: the GPU behind it.
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
         training: False for one forward under ``torch.no_grad``.
+        gpu: the GPU behind the device.
+        accumulates: each batch finds the gradients of the batch before, as all but the first of a step do.
     """
 
     model: nn.Module
     batches: Batches
     step: Callable[[Any, Any], Any]
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None
     device: torch.device
     precision: str = "32-true"
     training: bool = True
     gpu: Gpu | None = None
+    accumulates: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise MemGuardError(f"precision={self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
 
+    @property
+    def trains(self) -> bool:
+        """See `Program.trains`."""
+        return self.training
+
+    @property
+    def precision_in_use(self) -> str:
+        """See `Program.precision_in_use`."""
+        return self.precision
+
+    @property
+    def batches_per_step(self) -> int:
+        """See `Program.batches_per_step`."""
+        return 1
+
+    def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
+        """See `Program.inspect`."""
+        return examine(self.model, "model")
+
+    def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
+        """See `Program.expected_batch`."""
+        return largest_batch((self.batches,), batch_size)
+
+    def setting(self, name: str, value: str | int) -> str:
+        """See `Program.setting`."""
+        return f"an optimizer step every {value} batches" if name == "accumulate_grad_batches" else f'{name}="{value}"'
+
+    def with_batches(self, batches: Batches) -> LoopProgram:
+        """See `Program.with_batches`."""
+        return replace(self, batches=batches)
+
+    def without_samples(self) -> LoopProgram:
+        """See `Program.without_samples`."""
+        return replace(self, batches=shapes_alone(self.batches))
+
+    def with_precision(self, precision: str) -> LoopProgram:
+        """See `Program.with_precision`."""
+        return replace(self, precision=precision)
+
+    def with_accumulation(self, batches: int) -> LoopProgram:
+        """See `Program.with_accumulation`."""
+        return replace(self, accumulates=batches > 1)
+
+    def with_optimizer(self, swap: SwapOptimizer) -> LoopProgram:
+        """See `Program.with_optimizer`."""
+        make = self.optimizer
+        if make is None:
+            raise CannotTraceError("there is no optimizer")
+        return replace(self, optimizer=lambda parameters: swap(make(parameters)))
+
+    def with_bucket_views(self) -> None:
+        """See `Program.with_bucket_views`."""
+
+    def with_change(self, change: Callable[[nn.Module], None]) -> LoopProgram:
+        """See `Program.with_change`."""
+        changed: WeakSet[nn.Module] = WeakSet()
+        step = self.step
+
+        def change_first(module_copy: nn.Module, batch: object) -> Any:
+            if module_copy not in changed:
+                change(module_copy)
+                changed.add(module_copy)
+            return step(module_copy, batch)
+
+        return replace(self, step=change_first)
+
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `Program.run`."""
         with tensors(fake=fake, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
-            optimizer = self.optimizer(module_copy.parameters()) if self.training and self.optimizer else None
+            optimizers = self._optimizers(module_copy) if self.training else []
             with watching(recorder, module_copy):
-                recorder.label(states_of([optimizer] if optimizer else []), "optimizer_state")
+                recorder.label(states_of(optimizers), "optimizer_state")
                 if self.training:
-                    self._train(recorder, module_copy, optimizer, batch_size, fake)
+                    self._train(recorder, module_copy, optimizers, batch_size, fake)
                 else:
                     module_copy.eval()
                     with torch.no_grad():
@@ -108,9 +229,12 @@ class LoopProgram:
         """See `Program.run_states`."""
         with tensors(fake=True, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
-            optimizers = [self.optimizer(module_copy.parameters())] if self.optimizer else []
+            optimizers = self._optimizers(module_copy)
             with watching(recorder, module_copy):
                 step_states(recorder, module_copy, optimizers)
+
+    def _optimizers(self, module_copy: nn.Module) -> list[Optimizer]:
+        return [self.optimizer(module_copy.parameters())] if self.optimizer else []
 
     def _module_copy(self, mode: FakeTensorMode | None) -> nn.Module:
         if mode is None:
@@ -120,18 +244,17 @@ class LoopProgram:
         dtype = _TRUE.get(self.precision)
         return module_copy.to(dtype) if dtype else module_copy
 
-    def _batch(self, batch_size: int, fake: bool) -> Any:
-        make = self.batches.fake if fake else self.batches.real
-        return make(batch_size, device_to_run_on(self, fake=fake))
-
     def _next_batch(self, recorder: Recorder, batch_size: int, fake: bool) -> Any:
         recorder.mark("transfer")
+        make = self.batches.fake if fake else self.batches.real
         with recorder.paused():
-            batch = self._batch(batch_size, fake)
+            batch = make(batch_size, device_to_run_on(self, fake=fake))
         recorder.label(tensors_in(batch), "batch")
         return batch
 
-    def _step(self, recorder: Recorder, module_copy: nn.Module, batch: Any) -> Any:
+    def _step(self, recorder: Recorder, module_copy: nn.Module, batch: object) -> Any:
+        if self.accumulates:
+            _keep_gradients(recorder, module_copy)
         recorder.mark("forward")
         dtype = _AUTOCAST.get(self.precision)
         where = device_to_run_on(self, fake=isinstance(next(module_copy.parameters(), None), FakeTensor)).type
@@ -139,14 +262,8 @@ class LoopProgram:
             return self.step(module_copy, batch)
 
     def _train(
-        self,
-        recorder: Recorder,
-        module_copy: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        batch_size: int,
-        fake: bool,
+        self, recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer], batch_size: int, fake: bool
     ) -> None:
-        optimizers = [optimizer] if optimizer else []
         for index in range(2):
             recorder.mark("zero_grad", step=index)
             module_copy.zero_grad()
@@ -159,9 +276,33 @@ class LoopProgram:
             recorder.label(gradients, "gradients")
             del gradients
             recorder.mark("optimizer")
-            if optimizer:
+            for optimizer in optimizers:
                 optimizer.step()
                 recorder.label(states_of(optimizers), "optimizer_state")
+
+
+def _keep_gradients(recorder: Recorder, module_copy: nn.Module) -> None:
+    learns = [parameter for parameter in module_copy.parameters() if parameter.requires_grad]
+    for parameter in learns:
+        parameter.grad = torch.zeros_like(parameter)
+    recorder.label([parameter.grad for parameter in learns if parameter.grad is not None], "gradients")
+
+
+def largest_batch(families: Iterable[Batches], batch_size: int) -> tuple[Shapes, int]:
+    """Shapes and bytes of the largest of several batches of a size."""
+    largest = max((without_memory(family, batch_size) for family in families), key=batch_bytes)
+    return shapes_of(largest), batch_bytes(largest)
+
+
+def without_memory(batches: Batches, batch_size: int) -> Any:
+    """A batch on the meta device."""
+    return batches.of(batch_size, lambda shape, like: torch.empty(shape, dtype=like.dtype, device="meta"))
+
+
+def shapes_alone(batches: Batches) -> Batches:
+    """The same batches with all their tensors on the meta device."""
+    small, large = (map_tensors(each, lambda tensor: tensor.to("meta")) for each in (batches.small, batches.large))
+    return replace(batches, small=small, large=large)
 
 
 def refuse_meta(module: nn.Module) -> None:
@@ -170,7 +311,7 @@ def refuse_meta(module: nn.Module) -> None:
         raise CannotTraceError("its parameters are on the meta device, so there is nothing to run it with")
 
 
-def step_states(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def step_states(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Give each trainable parameter a gradient and step each optimizer once: all that stays, without a step."""
     recorder.mark("backward", step=0)
     held = [p for o in optimizers for group in o.param_groups for p in group["params"]]

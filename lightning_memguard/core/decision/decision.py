@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_memguard.core.decision.bisection import largest_that
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import format_bytes
@@ -188,20 +189,12 @@ def _range(request: Request) -> tuple[int, int, LimitedBy]:
 
 
 def _largest(lowest: int, highest: int, step: int, fits: Callable[[int], bool]) -> int:
-    """The largest size that fits, by doubling and then halving the gap; ``lowest`` fits."""
+    """The largest size that fits, by doubling the step and then halving the gap; ``lowest`` fits."""
     good, reach = lowest, step
-    while good < highest:
-        trial = min(good + reach, highest)
-        if not fits(trial):
-            break
+    while good < highest and fits(trial := min(good + reach, highest)):
         good, reach = trial, reach * 2
-    else:
-        return good
-    bad = min(good + reach, highest)
-    while bad - good > step:
-        middle = good + (bad - good) // (2 * step) * step
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+    most = min(good + reach, highest)
+    return step * largest_that(lambda steps: fits(steps * step), good // step, most // step)
 
 
 def _split(largest: int, request: Request, lowest: int) -> tuple[int, int]:

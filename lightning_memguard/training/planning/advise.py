@@ -210,7 +210,7 @@ class _Run:
                 size //= remedy.share
                 during.enter_context(remedy.during())
             if known.method in ("fake", "worst-case"):
-                changed = replace(known, program=program, growth=None, traces={}, _footprints={})
+                changed = replace(known, program=program, growth=None, traces={})
             else:
                 changed = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
                 changed = replace(changed, share=known.share)

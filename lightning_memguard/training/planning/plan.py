@@ -30,9 +30,11 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import sharded
 from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.program import LightningProgram, quiet
-from lightning_memguard.training.data import loaders
-from lightning_memguard.training.data.loaders import LoaderInfo
+from lightning_memguard.training.adapter.run_facts import read_run_facts
+from lightning_memguard.training.data.loaders import LoaderInfo, find
+from lightning_memguard.training.data.samples import sample
 from lightning_memguard.training.planning.estimate import Target, is_lightning, program_of, target_of, trainer_for
 from lightning_memguard.units import format_bytes
 
@@ -264,9 +266,9 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
         datamodule.prepare_data()
         datamodule.trainer = trainer
         datamodule.setup("fit")
-    loaders.give(trainer, owner)
-    found = loaders.find(trainer)
-    sampled = loaders.sample(found)
+    set_data_source(trainer, owner)
+    found = find(read_run_facts(trainer), "train")
+    sampled = sample(found)
     known = found.batch_size or sampled.batches[0].small_size
     if found.fixed_because and batch_size not in (None, known):
         raise MemGuardError(
@@ -380,7 +382,7 @@ def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> t
         raise CannotTraceError(_only_states(subject, prediction))
     notes = tuple(dict.fromkeys((*prediction.notes, *target.notes, *subject.notes)))
     prediction = replace(prediction, notes=notes)
-    return (sharded.divided(prediction, shards) if shards else prediction), budget
+    return (sharded.divide_by_rank(prediction, shards) if shards else prediction), budget
 
 
 def layers_on(subject: Subject, device: str) -> LayerTable:
@@ -543,7 +545,7 @@ def _captured_at(prediction: Prediction, size: int) -> Prediction:
     proven = prediction.proven_at(size)
     if proven is prediction:
         return prediction
-    return replace(prediction, traces={**prediction.traces, size: proven.traces[size]}, _footprints={})
+    return replace(prediction, traces={**prediction.traces, size: proven.traces[size]})
 
 
 def _largest(prediction: Prediction, budget: Budget, request: Request) -> Decision:

@@ -18,11 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 from lightning_memguard import CannotTraceError, MemGuard
-from lightning_memguard.training.data import loaders, samples
+from lightning_memguard.training.data import samples
+from lightning_memguard.training.data.copies import copy_for_reading
+from lightning_memguard.training.data.loaders import source_of
 
 
-def draw(loader: Any) -> samples.Drawn:
-    fixed = bool(loaders._source(loader, "the loader").fixed_because)
+def draw(loader: Any) -> samples.LoaderSamples:
+    fixed = bool(source_of(loader, "the loader").fixed_because)
     return samples.draw(loader, fixed=fixed)
 
 
@@ -303,7 +305,7 @@ def test_datasets_that_refer_to_each_other() -> None:
 
     one, two = Paired(5), Paired(5)
     one.other, two.other = two, one
-    clone = samples.shallow(one)
+    clone = copy_for_reading(one)
     assert clone is not one
     assert clone.other.other is clone
 

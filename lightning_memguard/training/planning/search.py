@@ -1,0 +1,107 @@
+"""Prediction + Budget + Request -> the largest batch size that fits and runs, proven by a capture at that size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from lightning_memguard.core.capture.predict import Prediction, StepFailsError
+from lightning_memguard.core.decision.decision import Budget, Decision, Request, check_settings, decide
+from lightning_memguard.core.replay.footprint import Footprint
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a batch size is chosen from, as a user sets it.
+
+    Attributes:
+        margin: share of the device's memory to keep free.
+        budget_bytes: what the training may take there; None for all that is free, or, of a GPU that is not here, all.
+        min_batch_size: the smallest size to choose.
+        max_batch_size: the largest, or None.
+        multiple_of: only multiples of this are chosen.
+        keep_effective_batch_size: samples an optimizer step shall see over all ranks, or None.
+
+    Raises:
+        MemGuardError: one of them is out of its range, or two contradict each other.
+    """
+
+    margin: float = 0.05
+    budget_bytes: int | None = None
+    min_batch_size: int = 1
+    max_batch_size: int | None = None
+    multiple_of: int = 1
+    keep_effective_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(
+            self.margin, self.min_batch_size, self.max_batch_size, self.multiple_of, self.keep_effective_batch_size
+        )
+
+    def request(
+        self, batch_size: int, *, unit: int, dataset_size: int | None, accumulate_grad_batches: int, ranks: int
+    ) -> Request:
+        """What a run asks for whose batch sizes are multiples of ``unit``; see `Request`."""
+        return Request(
+            batch_size,
+            self.min_batch_size,
+            self.max_batch_size,
+            math.lcm(self.multiple_of, unit),
+            dataset_size,
+            self.keep_effective_batch_size,
+            accumulate_grad_batches,
+            ranks,
+        )
+
+
+def largest_that_runs(
+    prediction: Prediction,
+    budget: Budget,
+    request: Request,
+    *,
+    footprint_at: Callable[[Prediction, int], Footprint] = Prediction.footprint_at,
+    is_refused: Callable[[int], bool] = lambda _: False,
+) -> tuple[Decision, Prediction]:
+    """Decide, and capture the step at the chosen size; where it fails there, a multiple of 2, 4, ... may run.
+
+    Args:
+        prediction: the step's memory.
+        budget: what the device offers.
+        request: what was asked for.
+        footprint_at: a prediction and a batch size -> what to compare with the budget.
+        is_refused: whether a batch size is to be passed over for the next smaller one.
+
+    Returns:
+        The decision, and the prediction that it is made from: another than was passed where the capture disagreed.
+
+    Raises:
+        DoesNotFitError: even the smallest size does not fit.
+        StepFailsError: the step fails at each size tried.
+    """
+    for power in range(5):
+        even = replace(request, multiple_of=math.lcm(request.multiple_of, 1 << power))
+        decision = _decide(partial(footprint_at, prediction), budget, even, is_refused)
+        try:
+            proven = prediction.proven_at(decision.batch_size)
+        except StepFailsError as error:
+            failure = error
+            continue
+        if proven is not prediction:
+            decision = _decide(partial(footprint_at, proven), budget, even, is_refused)
+        return decision, proven
+    raise failure
+
+
+def _decide(
+    footprint_at: Callable[[int], Footprint], budget: Budget, request: Request, is_refused: Callable[[int], bool]
+) -> Decision:
+    decision = decide(footprint_at, budget, request)
+    size = decision.batch_size
+    while request.free_to_choose and is_refused(size) and size - request.multiple_of >= request.min_batch_size:
+        size -= request.multiple_of
+    if size == decision.batch_size:
+        return decision
+    smaller = decide(footprint_at, budget, replace(request, max_batch_size=size))
+    return replace(smaller, limited_by=decision.limited_by)
