@@ -33,8 +33,7 @@ ROOMS = {
     ],
     "core/device": [
         "__init__",
-        "asking",
-        "room",
+        "memory_info",
         "host",
         "nvml",
         "malloc",
@@ -89,7 +88,6 @@ NOT_STD = {
     "core/capture/program.py",
     "core/capture/predict.py",
     "core/kernels/attention.py",
-    "core/device/asking.py",
     "core/device/nvml.py",
     "core/device/malloc.py",
     "core/device/context.py",
