@@ -309,7 +309,6 @@ class Recorded:
 
 def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Recorded:
     """Predict one training of the corpus for the GPU that it was recorded on."""
-    from corpus import corpus
     from torch.utils.data import DataLoader
 
     from lightning_memguard.core.capture.batch import batches_from_one
@@ -319,6 +318,7 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
     from lightning_memguard.core.replay.settings import AllocatorSettings
     from lightning_memguard.training.adapter.program import LightningProgram
     from lightning_memguard.training.planning.estimate import trainer_for
+    from shared.corpus import corpus
 
     quieten()
     name, case, machine = task

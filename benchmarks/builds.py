@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
-from truth import quieten
-from zoo import CASES, Case
 
 from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.batch import batches_from_one
@@ -23,6 +21,8 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning.estimate import trainer_for
+from shared.truth import quieten
+from shared.zoo import CASES, Case
 
 GPU = "NVIDIA H200"
 PRECISIONS = ("32-true", "bf16-mixed")
