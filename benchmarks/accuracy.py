@@ -276,7 +276,7 @@ def large_errors(runs: Sequence[Run], limit: float = 5.0) -> None:
         print(
             f"  {run.model} {run.optimizer} {run.batch} on {run.gpu.split('GeForce ')[-1]} ({run.version}): "
             f"{abs(missing):.0f} MiB {'missing' if missing > 0 else 'too many'}, "
-            f"{missing / run.batch:+.2f} MiB an item; taken for {CAUSES.get(run.model, 'no cause found')}"
+            f"{missing / run.batch:+.2f} MiB an item; attributed to {CAUSES.get(run.model, 'no known cause')}"
         )
 
 
