@@ -6,8 +6,9 @@ from dataclasses import asdict
 
 from lightning_memguard.core.device.nvml import GpuFacts, nvml_room
 
-print("ready", flush=True)
-for line in sys.stdin:
-    facts = json.loads(line)
-    room = nvml_room(GpuFacts(**facts | {"uuids": tuple(facts["uuids"])}))
-    print(json.dumps(room and asdict(room)), flush=True)
+if __name__ == "__main__":
+    print("ready", flush=True)
+    for line in sys.stdin:
+        facts = json.loads(line)
+        room = nvml_room(GpuFacts(**facts | {"uuids": tuple(facts["uuids"])}))
+        print(json.dumps(room and asdict(room)), flush=True)
