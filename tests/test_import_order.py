@@ -15,7 +15,7 @@ ROOMS = {
     "": ["errors", "units"],
     "core": ["__init__"],
     "core/trace": ["__init__", "scratch", "trace", "growth"],
-    "core/replay": ["__init__", "settings", "allocator", "replay", "snapshot", "footprint"],
+    "core/replay": ["__init__", "settings", "allocator", "replay", "timeline", "snapshot", "footprint"],
     "core/kernels": ["__init__", "cpu", "cuda", "table", "attention"],
     "core/decision": ["__init__", "decision", "advice", "record"],
     "core/gpus": [],

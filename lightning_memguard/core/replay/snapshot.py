@@ -10,34 +10,24 @@ from __future__ import annotations
 import os
 import pickle
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-from lightning_memguard.core.replay.allocator import Allocator, Block
+from lightning_memguard.core.replay.allocator import Allocator, Block, BlockInfo, SegmentInfo
+from lightning_memguard.core.replay.replay import Steps, within_capacity
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.errors import MemGuardError
 
-# The viewer's reader of pickles knows protocols 2 to 4 and no byte strings, sets or classes: plain dicts alone.
+# The viewer's reader of pickles knows protocols 2 to 4, and no byte strings, sets or classes: only plain dicts.
 _PICKLE_PROTOCOL = 4
 _FIRST_ADDRESS = 1 << 21
 _ADDRESS_UNIT = 512
 
 _Frame = dict[str, Any]
 _Entry = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Stretch:
-    """Device memory that lies end to end and came from one segment."""
-
-    address: int
-    size_bytes: int
-    stream: int
-    segment_type: Literal["small", "large"]
 
 
 def save_snapshot(trace: Trace, settings: AllocatorSettings, path: str | os.PathLike[str]) -> Path:
@@ -88,139 +78,104 @@ def snapshot(trace: Trace, settings: AllocatorSettings) -> dict[str, Any]:
         settings: see `save_snapshot`.
     """
     trace = trace.only("point")
-    book = _book(trace, settings)
-    if book is None:
-        book = _book(trace, replace(settings, capacity_bytes=None))
-    assert book is not None, "without a capacity everything fits"
+    recording = within_capacity(trace, settings, _Recording)
     return {
-        "segments": book.segments(),
-        "device_traces": [[*book.entries, _closing(trace)]],
+        "segments": recording.segments(),
+        "device_traces": [[*recording.entries, _closing(trace)]],
         "allocator_settings": _settings(settings),
         "external_annotations": [],
     }
 
 
-def _book(trace: Trace, settings: AllocatorSettings) -> _Exact | _Cached | None:
-    """All that happens, written down; None where something does not fit the capacity."""
-    book: _Exact | _Cached = _Exact() if settings.kind == "exact" else _Cached(settings)
-    for event in trace.events:
-        if event.action == "free":
-            book.free(event)
-        elif event.nbytes and not book.alloc(event):  # an empty tensor has no memory, and viewers no way to show it
-            return None
-    return book
+class _Span(NamedTuple):
+    """Device memory of one segment: addresses from ``begin`` to before ``end``."""
+
+    begin: int
+    end: int
+    stream: int
 
 
-class _Exact:
-    """Memory that is neither rounded nor cached, as on the CPU: each block is a segment of its own."""
+class _Recording:
+    """What PyTorch would record of a replay: the entries of its trace, and the segments at its end.
 
-    def __init__(self) -> None:
+    Exact memory, as on the CPU, has no addresses; here each of its blocks is a segment of its own.
+    """
+
+    def __init__(self, steps: Steps) -> None:
         self.entries: list[_Entry] = []
-        self._live: dict[int, tuple[int, Event]] = {}
-        self._next_address = _FIRST_ADDRESS
-
-    def alloc(self, event: Event) -> bool:
-        address = self._next_address
-        self._next_address += -(-event.nbytes // _ADDRESS_UNIT) * _ADDRESS_UNIT
-        self._live[event.block] = address, event
-        self.entries += [_entry("segment_alloc", address, event), _allocated(address, event, event.nbytes)]
-        return True
-
-    def free(self, event: Event) -> None:
-        if event.block not in self._live:
-            return
-        address, taken = self._live.pop(event.block)
-        self.entries += [*_freed(address, taken, event, taken.nbytes), _entry("segment_free", address, taken)]
-
-    def segments(self) -> list[dict[str, Any]]:
-        return [
-            _segment(_Stretch(address, event.nbytes, event.stream, "large"), [_block(address, event.nbytes, event)])
-            for address, event in self._live.values()
-        ]
-
-
-class _Cached:
-    """PyTorch's caching allocator; which segments came and went is seen by looking before and after."""
-
-    def __init__(self, settings: AllocatorSettings) -> None:
-        self.entries: list[_Entry] = []
-        self._allocator = Allocator(settings)
-        self._live: dict[int, tuple[Block, Event]] = {}
-        self._expandable = settings.expandable_segments
-        self._scratch_spans: tuple[_Stretch, ...] = ()
+        self._allocator = steps.allocator
+        self._expandable = steps.allocator is not None and steps.allocator.settings.expandable_segments
+        self._live: dict[int, tuple[int, int, Event]] = {}  # by block: address, size, allocation
+        self._spans: list[_Span] = []
         self._seen = 0, 0
+        self._next_address = _FIRST_ADDRESS
+        for event, change in zip(steps.trace.events, steps, strict=False):
+            if event.action == "free":
+                self._free(event)
+            elif change:  # an empty tensor has no memory, and viewers cannot show it
+                self._alloc(event, change, steps.block)
 
-    def alloc(self, event: Event) -> bool:
-        block = self._allocator.alloc(event.nbytes, event.stream)
-        if block is None:
-            return False
-        self._note_segments(block, event)
-        self._live[event.block] = block, event
-        self.entries.append(_allocated(block.address, event, block.size_bytes))
-        return True
+    def _alloc(self, event: Event, size_bytes: int, block: Block | None) -> None:
+        if self._allocator is not None and block is not None:
+            self._record_segments(self._allocator, block, event)
+            address = block.address
+        else:
+            address = self._next_address
+            self._next_address += -(-event.nbytes // _ADDRESS_UNIT) * _ADDRESS_UNIT
+            self.entries.append(_entry("segment_alloc", address, event))
+        self._live[event.block] = address, size_bytes, event
+        self.entries.append(_allocated(address, event, size_bytes))
 
-    def free(self, event: Event) -> None:
+    def _free(self, event: Event) -> None:
         if event.block not in self._live:
             return
-        block, taken = self._live.pop(event.block)
-        self.entries += _freed(block.address, taken, event, block.size_bytes)
-        self._allocator.free(block)
+        address, size_bytes, taken = self._live.pop(event.block)
+        self.entries += _freed(address, taken, event, size_bytes)
+        if self._allocator is None:
+            self.entries.append(_entry("segment_free", address, taken))
 
     def segments(self) -> list[dict[str, Any]]:
-        owner = {block.address: event for block, event in self._live.values()}
-        return [
-            _segment(
-                _Stretch(found.address, found.total_bytes, found.stream, found.segment_type),
-                [_block(block.address, block.size_bytes, owner.get(block.address)) for block in found.blocks],
-                self._expandable,
-            )
-            for found in self._allocator.segments()
-        ]
+        owners = {address: taken for address, _, taken in self._live.values()}
+        own = (
+            SegmentInfo(address, taken.stream, "large", (BlockInfo(address, size_bytes, size_bytes, allocated=True),))
+            for address, size_bytes, taken in self._live.values()
+        )
+        segments = own if self._allocator is None else self._allocator.segments()
+        return [_segment(segment, owners, self._expandable) for segment in segments]
 
-    def _note_segments(self, block: Block, event: Event) -> None:
-        """Write down which segments came and went for a request, if any did."""
-        seen = self._allocator.reserved_bytes, self._allocator.retries
+    def _record_segments(self, allocator: Allocator, block: Block, event: Event) -> None:
+        """Compare the segments before and after a request, if any can have changed."""
+        seen = allocator.reserved_bytes, allocator.retries
         if seen == self._seen and self._holds(block):
             return
         self._seen = seen
-        before = self._scratch_spans
-        self._scratch_spans = tuple(
-            sorted(
-                (
-                    _Stretch(found.address, found.total_bytes, found.stream, found.segment_type)
-                    for found in self._allocator.segments()
-                ),
-                key=lambda stretch: stretch.address,
-            )
+        before = self._spans
+        self._spans = sorted(
+            _Span(segment.address, segment.address + segment.total_bytes, segment.stream)
+            for segment in allocator.segments()
         )
         went, came = ("segment_unmap", "segment_map") if self._expandable else ("segment_free", "segment_alloc")
-        gone = [_entry(went, *_at(stretch, event)) for stretch in _without(before, self._scratch_spans)]
-        self.entries += gone
-        self.entries += [_entry(came, *_at(stretch, event)) for stretch in _without(self._scratch_spans, before)]
+        for action, spans, others in ((went, before, self._spans), (came, self._spans, before)):
+            for begin, end, stream in _without(spans, others):
+                self.entries.append(_entry(action, begin, event._replace(nbytes=end - begin, stream=stream)))
 
     def _holds(self, block: Block) -> bool:
-        """Whether the block lies in a segment that is known; addresses are never used twice."""
-        at = bisect_right(self._scratch_spans, block.address, key=lambda stretch: stretch.address) - 1
-        return at >= 0 and block.address < self._scratch_spans[at].address + self._scratch_spans[at].size_bytes
+        """Whether the block is in a known segment; addresses are never used twice."""
+        at = bisect_right(self._spans, block.address, key=lambda span: span.begin) - 1
+        return at >= 0 and block.address < self._spans[at].end
 
 
-def _at(stretch: _Stretch, event: Event) -> tuple[int, Event]:
-    return stretch.address, event._replace(nbytes=stretch.size_bytes, stream=stretch.stream)
-
-
-def _without(scratch_spans: Sequence[_Stretch], others: Sequence[_Stretch]) -> Iterator[_Stretch]:
-    """What of some stretches no other covers; both are sorted by address and free of overlaps."""
-    for stretch in scratch_spans:
-        address, end = stretch.address, stretch.address + stretch.size_bytes
+def _without(spans: Sequence[_Span], others: Sequence[_Span]) -> Iterator[_Span]:
+    """The parts of some spans that no other covers; both are sorted by address, without overlaps."""
+    for begin, end, stream in spans:
         for other in others:
-            other_end = other.address + other.size_bytes
-            if other_end <= address or other.address >= end:
+            if other.end <= begin or other.begin >= end:
                 continue
-            if other.address > address:
-                yield replace(stretch, address=address, size_bytes=other.address - address)
-            address = other_end
-        if address < end:
-            yield replace(stretch, address=address, size_bytes=end - address)
+            if other.begin > begin:
+                yield _Span(begin, other.begin, stream)
+            begin = other.end
+        if begin < end:
+            yield _Span(begin, end, stream)
 
 
 # The format
@@ -255,17 +210,18 @@ def _closing(trace: Trace) -> _Entry:
     return {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [frame], "category": "unknown"}
 
 
-def _segment(stretch: _Stretch, blocks: list[dict[str, Any]], expandable: bool = False) -> dict[str, Any]:
+def _segment(segment: SegmentInfo, owners: Mapping[int, Event], expandable: bool) -> dict[str, Any]:
+    blocks = [_block(block, owners.get(block.address)) for block in segment.blocks]
     allocated = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
     return {
         "device": 0,
-        "address": stretch.address,
-        "total_size": stretch.size_bytes,
+        "address": segment.address,
+        "total_size": segment.total_bytes,
         "allocated_size": allocated,
         "active_size": allocated,
         "requested_size": sum(block["requested_size"] for block in blocks),
-        "stream": stretch.stream,
-        "segment_type": stretch.segment_type,
+        "stream": segment.stream,
+        "segment_type": segment.segment_type,
         "segment_pool_id": (0, 0),
         "is_expandable": expandable,
         "frames": [],
@@ -273,10 +229,10 @@ def _segment(stretch: _Stretch, blocks: list[dict[str, Any]], expandable: bool =
     }
 
 
-def _block(address: int, size_bytes: int, owner: Event | None) -> dict[str, Any]:
+def _block(block: BlockInfo, owner: Event | None) -> dict[str, Any]:
     return {
-        "address": address,
-        "size": size_bytes,
+        "address": block.address,
+        "size": block.size_bytes,
         "requested_size": owner.nbytes if owner else 0,
         "state": "active_allocated" if owner else "inactive",
         "frames": _stack(owner) if owner else [],
