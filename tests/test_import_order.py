@@ -44,7 +44,7 @@ ROOMS = {
         "recording",
     ],
     "core/layers": ["__init__", "layers", "textbook"],
-    "report": ["__init__", "data", "table", "failure", "colors", "figure", "loggers", "page"],
+    "report": ["__init__", "data", "table", "failure", "colors", "figure", "loggers", "page_data", "charts", "page"],
     "training": ["__init__"],
     "training/adapter": [
         "__init__",

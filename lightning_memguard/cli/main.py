@@ -164,7 +164,8 @@ def _advice(plan: Plan, said: Any) -> Sequence[Advice]:
 
 
 def _report(options: argparse.Namespace, subject: Subject, plans: Sequence[Plan], said: Any) -> tuple[Path, ...]:
-    from lightning_memguard.report.page import Report, curve_of, write_report
+    from lightning_memguard.report.page import write_report
+    from lightning_memguard.report.page_data import Report, curve_of
     from lightning_memguard.training.planning.plan import layers_on
 
     plan = plans[0]

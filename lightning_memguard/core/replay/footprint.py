@@ -112,8 +112,8 @@ class Footprint:
         """
         if self.trace is None or self.settings is None:
             raise MemGuardError(
-                "This footprint does not keep the events of the step; `estimate(...)` returns one that does. For a fit, call "
-                "`guard.save_snapshot(path)`."
+                "This footprint does not keep the events of the step; `estimate(...)` returns one that does. For a "
+                "fit, call `guard.save_snapshot(path)`."
             )
         return save_snapshot(self.trace, self.settings, path)
 

@@ -167,15 +167,16 @@ class _Recording:
 
 def _without(spans: Sequence[_Span], others: Sequence[_Span]) -> Iterator[_Span]:
     """The parts of some spans that no other covers; both are sorted by address, without overlaps."""
-    for begin, end, stream in spans:
+    for span in spans:
+        begin = span.begin
         for other in others:
-            if other.end <= begin or other.begin >= end:
+            if other.end <= begin or other.begin >= span.end:
                 continue
             if other.begin > begin:
-                yield _Span(begin, other.begin, stream)
+                yield span._replace(begin=begin, end=other.begin)
             begin = other.end
-        if begin < end:
-            yield _Span(begin, end, stream)
+        if begin < span.end:
+            yield span._replace(begin=begin)
 
 
 # The format
