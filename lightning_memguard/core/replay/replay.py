@@ -15,19 +15,20 @@ _Result = TypeVar("_Result")
 
 
 class Steps:
-    """A replay, event by event: iterating yields the bytes that each event adds to the allocated bytes.
+    """A replay, event by event: iterating yields what each event adds to the allocated bytes.
 
-    It ends before the first allocation that does not fit the capacity. Between two steps, the attributes are as the
-    last event left them. A step is a plain number because a replay has tens of thousands of them.
+    It ends before the first allocation that does not fit the capacity. A step is a plain number, since a replay has
+    tens of thousands of them; in between, the attributes are as the last event left them.
 
     Attributes:
         trace: the events.
-        allocator: the allocator that replays them; None for exact memory, where reserved equals allocated.
-        block: the allocator's block that the last event allocated or freed; None for exact memory.
+        allocator: what replays them; None for exact memory, which is neither rounded nor cached.
+        block: the allocator's block that the last event allocated or freed.
         out_of_memory_event: the event that did not fit; None until then.
+        peak_reserved_bytes, segments, fragmentation: see `Replay`; of the allocator, so far.
 
     >>> steps = Steps(Trace(8, "cuda", "fake", (Event("alloc", 0, 700), Event("free", 0, 700))), AllocatorSettings())
-    >>> [(change, steps.allocator.reserved_bytes) for change in steps]
+    >>> [(change, steps.reserved_bytes) for change in steps]
     [(1024, 2097152), (-1024, 2097152)]
     """
 
@@ -36,7 +37,14 @@ class Steps:
         self.allocator = Allocator(settings) if settings.kind == "cuda" else None
         self.block: Block | None = None
         self.out_of_memory_event: Event | None = None
+        self.peak_reserved_bytes = self.segments = 0
+        self.fragmentation = 1.0
         self._capacity_bytes = settings.capacity_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator holds now; 0 for exact memory."""
+        return self.allocator.reserved_bytes if self.allocator else 0
 
     def __iter__(self) -> Iterator[int]:
         if self.allocator is not None:
@@ -70,10 +78,14 @@ class Steps:
                     self.out_of_memory_event = event
                     return
                 blocks[event.block] = block
+                if allocator.peak_reserved_bytes > self.peak_reserved_bytes:
+                    self.peak_reserved_bytes = allocator.peak_reserved_bytes
+                    self.segments = allocator.segment_count
+                    self.fragmentation = allocator.peak_reserved_bytes / allocator.allocated_bytes
                 yield block.size_bytes
             else:
                 self.block = block = blocks.pop(event.block)
-                size_bytes = block.size_bytes  # freeing may join the block with its neighbors
+                size_bytes = block.size_bytes  # freeing joins the block with free neighbors
                 allocator.free(block)
                 yield -size_bytes
 
@@ -115,28 +127,15 @@ class Replay:
     @classmethod
     def of(cls, steps: Steps) -> Replay:
         """Run the steps to their end."""
-        allocator = steps.allocator
-        if allocator is None:
-            peak_bytes, parts, peak_event = _peak(steps.trace.events, list(steps))
-            return cls(peak_bytes, peak_bytes, parts, peak_event, out_of_memory_event=steps.out_of_memory_event)
-        changes: list[int] = []
-        peak_reserved = segments = 0
-        fragmentation = 1.0
-        for change in steps:
-            changes.append(change)
-            if allocator.peak_reserved_bytes > peak_reserved:
-                peak_reserved = allocator.peak_reserved_bytes
-                segments = allocator.segment_count
-                fragmentation = peak_reserved / allocator.allocated_bytes
-        peak_bytes, parts, peak_event = _peak(steps.trace.events, changes)
+        peak_bytes, parts, peak_event = _peak(steps.trace.events, list(steps))
         return cls(
             peak_allocated_bytes=peak_bytes,
-            peak_reserved_bytes=peak_reserved,
+            peak_reserved_bytes=max(peak_bytes, steps.peak_reserved_bytes),  # the same for exact memory
             parts=parts,
             peak_event=peak_event,
-            segments=segments,
-            retries=allocator.retries,
-            fragmentation=fragmentation,
+            segments=steps.segments,
+            retries=steps.allocator.retries if steps.allocator else 0,
+            fragmentation=steps.fragmentation,
             out_of_memory_event=steps.out_of_memory_event,
         )
 

@@ -1,4 +1,4 @@
-"""Trace -> a memory snapshot in PyTorch's own format: the predicted step, for the viewers made for measured ones.
+"""Trace -> a memory snapshot in PyTorch's own format: the predicted step, for the viewers of measured ones.
 
 This file changes when PyTorch changes what ``torch.cuda.memory._snapshot`` returns, or what its viewers read of it:
 pytorch.org/memory_viz (``torch/utils/viz/MemoryViz.js``) and ``python -m torch.cuda._memory_viz``. Read as of torch 2.9
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +36,7 @@ def save_snapshot(trace: Trace, settings: AllocatorSettings, path: str | os.Path
     It opens in https://pytorch.org/memory_viz and with ``python -m torch.cuda._memory_viz trace_plot FILE -o FILE``.
 
     Args:
-        trace: the events of the step, in bytes asked for. Blocks whose size is not known exactly have their most likely
-            one.
+        trace: the events of the step, in bytes requested; a block of uncertain size has its most likely one.
         settings: the rules of the allocator to replay by; where the step does not fit their capacity, it is replayed
             without one.
         path: the file to write, usually ``*.pickle``; an existing one is replaced.
@@ -60,7 +59,7 @@ def save_snapshot(trace: Trace, settings: AllocatorSettings, path: str | os.Path
         target.write_bytes(content)
     except OSError as error:
         raise MemGuardError(
-            f"The snapshot cannot be written to {target} ({error.strerror}); give a file in a folder that is there and "
+            f"The snapshot cannot be written to {target} ({error.strerror}); give a file in an existing folder "
             "that you may write to."
         ) from error
     return target
@@ -69,9 +68,9 @@ def save_snapshot(trace: Trace, settings: AllocatorSettings, path: str | os.Path
 def snapshot(trace: Trace, settings: AllocatorSettings) -> dict[str, Any]:
     """What ``torch.cuda.memory._snapshot()`` would return at the end of the trace.
 
-    ``size`` is what was asked for, as PyTorch records it, so a viewer's peak lies a little below
-    ``peak_allocated_bytes``; each entry's ``allocated_size`` (ours; viewers pass over it) is what the allocator gave.
-    Nothing takes time in a prediction, so no entry has a ``time_us``.
+    ``size`` is what was requested, as PyTorch records it, so a viewer's peak is a little below
+    ``peak_allocated_bytes``; each entry's ``allocated_size`` (ours; viewers ignore it) is what the allocator gave. A
+    prediction has no times, so entries have no ``time_us``.
 
     Args:
         trace: see `save_snapshot`.
@@ -82,7 +81,11 @@ def snapshot(trace: Trace, settings: AllocatorSettings) -> dict[str, Any]:
     return {
         "segments": recording.segments(),
         "device_traces": [[*recording.entries, _closing(trace)]],
-        "allocator_settings": _settings(settings),
+        "allocator_settings": {
+            "expandable_segments": settings.expandable_segments,
+            "garbage_collection_threshold": settings.garbage_collection_threshold,
+            "max_split_size": settings.max_split_size_bytes or -1,
+        },
         "external_annotations": [],
     }
 
@@ -105,15 +108,15 @@ class _Recording:
         self.entries: list[_Entry] = []
         self._allocator = steps.allocator
         self._expandable = steps.allocator is not None and steps.allocator.settings.expandable_segments
-        self._live: dict[int, tuple[int, int, Event]] = {}  # by block: address, size, allocation
+        self._live: dict[int, tuple[BlockInfo, Event]] = {}  # by number of the block, with its allocation
         self._spans: list[_Span] = []
         self._seen = 0, 0
         self._next_address = _FIRST_ADDRESS
         for event, change in zip(steps.trace.events, steps, strict=False):
-            if event.action == "free":
-                self._free(event)
-            elif change:  # an empty tensor has no memory, and viewers cannot show it
+            if change > 0:
                 self._alloc(event, change, steps.block)
+            elif change < 0:  # an empty tensor has no memory, and viewers cannot show it
+                self._free(event)
 
     def _alloc(self, event: Event, size_bytes: int, block: Block | None) -> None:
         if self._allocator is not None and block is not None:
@@ -123,24 +126,25 @@ class _Recording:
             address = self._next_address
             self._next_address += -(-event.nbytes // _ADDRESS_UNIT) * _ADDRESS_UNIT
             self.entries.append(_entry("segment_alloc", address, event))
-        self._live[event.block] = address, size_bytes, event
-        self.entries.append(_allocated(address, event, size_bytes))
+        self._live[event.block] = BlockInfo(address, size_bytes, event.nbytes, allocated=True), event
+        self.entries.append({**_entry("alloc", address, event), "category": event.part, "allocated_size": size_bytes})
 
     def _free(self, event: Event) -> None:
-        if event.block not in self._live:
-            return
-        address, size_bytes, taken = self._live.pop(event.block)
-        self.entries += _freed(address, taken, event, size_bytes)
+        block, taken = self._live.pop(event.block)
+        given = event._replace(nbytes=taken.nbytes, stream=taken.stream)
+        for action in ("free_requested", "free_completed"):  # with a single stream nothing comes between them
+            self.entries.append({**_entry(action, block.address, given), "allocated_size": block.size_bytes})
         if self._allocator is None:
-            self.entries.append(_entry("segment_free", address, taken))
+            self.entries.append(_entry("segment_free", block.address, taken))
 
     def segments(self) -> list[dict[str, Any]]:
-        owners = {address: taken for address, _, taken in self._live.values()}
-        own = (
-            SegmentInfo(address, taken.stream, "large", (BlockInfo(address, size_bytes, size_bytes, allocated=True),))
-            for address, size_bytes, taken in self._live.values()
+        live = self._live.values()
+        segments: Iterable[SegmentInfo] = (
+            self._allocator.segments()
+            if self._allocator is not None
+            else (SegmentInfo(block.address, taken.stream, "large", (block,)) for block, taken in live)
         )
-        segments = own if self._allocator is None else self._allocator.segments()
+        owners = {block.address: taken for block, taken in live}
         return [_segment(segment, owners, self._expandable) for segment in segments]
 
     def _record_segments(self, allocator: Allocator, block: Block, event: Event) -> None:
@@ -192,21 +196,8 @@ def _entry(action: str, address: int, event: Event) -> _Entry:
     }
 
 
-def _allocated(address: int, event: Event, allocated_bytes: int) -> _Entry:
-    return {**_entry("alloc", address, event), "category": event.part, "allocated_size": allocated_bytes}
-
-
-def _freed(address: int, taken: Event, event: Event, allocated_bytes: int) -> list[_Entry]:
-    """PyTorch asks and completes in two steps; with a single stream nothing comes between."""
-    given = event._replace(nbytes=taken.nbytes, stream=taken.stream)
-    return [
-        {**_entry(action, address, given), "allocated_size": allocated_bytes}
-        for action in ("free_requested", "free_completed")
-    ]
-
-
 def _closing(trace: Trace) -> _Entry:
-    """PyTorch ends a snapshot's trace with this entry; the viewer fails where no entry has the category "unknown"."""
+    """PyTorch ends a snapshot's trace with this entry; the viewer fails if no entry has the category "unknown"."""
     frame = _frame(f"predicted by lightning-memguard at batch size {trace.batch_size}", "")
     return {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [frame], "category": "unknown"}
 
@@ -246,35 +237,22 @@ def _stack(event: Event) -> list[_Frame]:
 
 
 @lru_cache(maxsize=4096)
-def _frames(step: int, phase: str, module: str, asked_by: str, source: str) -> list[_Frame]:
-    """Where a block was asked for, innermost first, as a stack of files, lines and functions.
+def _frames(step: int, phase: str, module: str, requested_by: str, source: str) -> list[_Frame]:
+    """Where a block was requested, innermost first, as a stack of files, lines and functions.
 
-    Paths of modules go where files do: viewers drop functions by parts of their names, such as ``_start``. Equal stacks
-    are one list, which a pickle holds once.
+    Paths of modules are written as files: viewers drop functions by parts of their names, such as ``_start``. Equal
+    stacks are one list, which a pickle holds once.
     """
     names = module.split(".") if module else []
+    line_of_code = [_frame(file, name, int(line)) for file, line, name in [source.rsplit(":", 2)]] if source else []
     outer = [_frame(".".join(names[:depth]), "module") for depth in range(len(names) - 1, 0, -1)]
     return [
-        _frame(module or "outside any module", asked_by),
-        *([_line(source)] if source else []),
+        _frame(module or "outside any module", requested_by),
+        *line_of_code,
         *outer,
         _frame(f"step {step + 1}", phase),
     ]
 
 
-def _line(source: str) -> _Frame:
-    file, line, function = source.rsplit(":", 2)
-    return _frame(file, function, int(line))
-
-
 def _frame(filename: str, name: str, line: int = 0) -> _Frame:
     return {"filename": filename, "line": line, "name": name}
-
-
-def _settings(settings: AllocatorSettings) -> dict[str, Any]:
-    """The settings under the names of PyTorch's own snapshot."""
-    return {
-        "expandable_segments": settings.expandable_segments,
-        "garbage_collection_threshold": settings.garbage_collection_threshold,
-        "max_split_size": settings.max_split_size_bytes or -1,
-    }

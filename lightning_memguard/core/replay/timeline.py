@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from lightning_memguard.core.replay.replay import Steps, within_capacity
+from lightning_memguard.core.replay.replay import within_capacity
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, Event, Trace
 
@@ -72,13 +72,13 @@ def timeline_of(trace: Trace, settings: AllocatorSettings, columns: int = _COLUM
         columns: at most this many.
     """
     trace = trace.only("point")
-    changes, reserved = within_capacity(trace, settings, _bytes_by_event)
+    walked = within_capacity(trace, settings, lambda steps: [(change, steps.reserved_bytes) for change in steps])
     live = dict.fromkeys((*PARTS, *OPTIONAL_PARTS), 0)
     part_of: dict[int, str] = {}
     totals: list[int] = []
     shown: list[tuple[int, dict[str, int]]] = []  # by column, a position and what is alive there
     total, best, column = 0, -1, -1
-    for position, (event, change) in enumerate(zip(trace.events, changes, strict=True)):
+    for position, (event, (change, _)) in enumerate(zip(trace.events, walked, strict=True)):
         if event.action == "alloc":
             part_of[event.block] = event.part
         part = part_of[event.block]
@@ -99,21 +99,9 @@ def timeline_of(trace: Trace, settings: AllocatorSettings, columns: int = _COLUM
         positions,
         tuple(trace.events[position] for position in positions),
         {part: values for part, values in parts.items() if any(values)},
-        tuple(reserved[position] for position in positions) if reserved else (),
+        tuple(walked[position][1] for position in positions) if settings.kind == "cuda" else (),
         tuple(_spans(trace.events, totals)),
     )
-
-
-def _bytes_by_event(steps: Steps) -> tuple[list[int], list[int]]:
-    """What each event adds to the allocated bytes, and the bytes reserved after it; none for exact memory."""
-    allocator = steps.allocator
-    if allocator is None:
-        return list(steps), []
-    changes, reserved = [], []
-    for change in steps:
-        changes.append(change)
-        reserved.append(allocator.reserved_bytes)
-    return changes, reserved
 
 
 def _spans(events: Sequence[Event], totals: Sequence[int]) -> Iterator[PhaseSpan]:
