@@ -15,7 +15,8 @@ from lightning_memguard.cli import tables
 from lightning_memguard.cli.options import add_device, add_target, count, default_devices
 from lightning_memguard.cli.progress import Say, progress
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.report.page import Report, curve_of, write_report
+from lightning_memguard.report.page import write_report
+from lightning_memguard.report.page_data import Report, curve_of
 from lightning_memguard.report.words import counted
 from lightning_memguard.units import parse_bytes
 
