@@ -22,9 +22,8 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from lightning_memguard.core.capture import cudnn_rnn
+from lightning_memguard.core.capture import cudnn_rnn, sdpa
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.kernels import attention
 from lightning_memguard.errors import CannotTraceError
 
 _aten = torch.ops.aten
@@ -259,7 +258,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def _attention(gpu: Gpu, _: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return attention.attend(*args, **kwargs, gpu=gpu.kernel_target)
+    return sdpa.attend(sdpa.Attention(*args, **kwargs, capability=gpu.compute_capability))
 
 
 # -- recurrent layers
