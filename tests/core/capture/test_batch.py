@@ -264,13 +264,13 @@ def test_flags_are_no_counts():
 def test_keys_that_come_and_go_are_refused():
     with pytest.raises(CannotTraceError) as error:
         of({"x": torch.zeros(2)}, {"x": torch.zeros(3), "mask": torch.zeros(3)}, 10)
-    assert str(error.value) == "A batch of 2 and one of 3 samples have different keys: ['x'] against ['mask', 'x']."
+    assert str(error.value) == "A batch of 2 and one of 3 samples have different keys: ['x'] versus ['mask', 'x']."
 
 
 def test_a_dimension_that_grows_in_no_straight_line_is_refused():
     with FakeTensorMode(), pytest.raises(CannotTraceError) as error:
         Batches(torch.zeros(2), torch.zeros(5), 2, 4).fake(11)
-    assert str(error.value) == "A dimension is 2 at 2 samples and 5 at 4: it grows in no straight line."
+    assert str(error.value) == "A dimension is 2 at 2 samples and 5 at 4: it does not grow linearly."
 
 
 # Fake batches
