@@ -125,7 +125,7 @@ class LoaderInfo:
         """Why the batch size cannot be changed; empty if it can."""
         mixed = len(self.sources) > 1 and any(not isinstance(each.loader, DataLoader) for each in self.sources)
         known = next((source.fixed_because for source in self.sources if source.fixed_because), "")
-        return known or (f"{self.origin} joins loaders that are not all torch DataLoaders" if mixed else "")
+        return known or (f"{self.origin} combines loaders that are not all torch DataLoaders" if mixed else "")
 
     @property
     def dataset_size(self) -> int | None:
@@ -181,10 +181,10 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
             loader = data.instance
             origin = f"fit({role}_dataloaders=...)" if role in ("train", "val") else f"{role}(dataloaders=...)"
     if loader is None:
-        raise CannotTraceError(f"{origin} gave no loader: there is no batch to predict from.")
+        raise CannotTraceError(f"{origin} returned no loader, so there is no batch to predict from.")
     info = info_of(facts, loader, origin, role)
     if info.dataset_size == 0:
-        raise CannotTraceError(f"The dataset behind {origin} is empty: there is no sample to predict from.")
+        raise CannotTraceError(f"The dataset behind {origin} is empty, so there is no sample to predict from.")
     return info
 
 

@@ -1,4 +1,4 @@
-"""The same loader at another batch size: whether it can be had, and making it. The user's own is never changed."""
+"""The same loader at another batch size: whether that is possible, and how. The user's own is never changed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def drops_last(loader: object) -> bool:
     return bool(getattr(loader if batch_sampler is None else batch_sampler, "drop_last", False))
 
 
-# -- whether
+# -- whether a size can be changed
 
 
 def why_fixed(loader: object, origin: str, *, recreated: bool = False) -> str:
@@ -52,14 +52,13 @@ def why_fixed(loader: object, origin: str, *, recreated: bool = False) -> str:
         return _why_foreign_is_fixed(loader, origin)
     if loader.batch_sampler is None:
         return f"{origin} has batch_size=None: its dataset makes the batches itself"
-    if makes_own_batches(loader):
-        name = type(loader.batch_sampler).__name__
-        return (
-            "" if _follows_its_size(loader) else f"{origin} has a batch sampler of its own ({name}) that sets the size"
-        )
-    if not recreated or recorded_arguments(loader) is None or _takes_batch_size(loader):
+    own = makes_own_batches(loader)
+    if own and not _follows_its_size(loader):
+        return f"{origin} has a batch sampler of its own ({type(loader.batch_sampler).__name__}) that sets the size"
+    if own or not recreated or recorded_arguments(loader) is None or _takes_batch_size(loader):
         return ""
-    return f"{origin} is a {type(loader).__name__}, which Lightning makes again and which takes no `batch_size`"
+    name = type(loader).__name__
+    return f"{origin} is a {name}, which Lightning constructs again and which does not take `batch_size`"
 
 
 def _why_foreign_is_fixed(loader: object, origin: str) -> str:
@@ -101,7 +100,7 @@ def _takes_batch_size(made: object) -> bool:
     return "batch_size" in recorded or "batch_size" in inspect.signature(type(made).__init__).parameters
 
 
-# -- making it
+# -- how
 
 
 def trial_at(loader: Iterable[Any], batch_size: int) -> Any:
