@@ -181,10 +181,10 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
             loader = data.instance
             origin = f"fit({role}_dataloaders=...)" if role in ("train", "val") else f"{role}(dataloaders=...)"
     if loader is None:
-        raise CannotTraceError(f"{origin} returned no loader, so there is no batch to predict from.")
+        raise CannotTraceError(f"{origin} returned no loader: there is no batch to predict from.")
     info = info_of(facts, loader, origin, role)
     if info.dataset_size == 0:
-        raise CannotTraceError(f"The dataset behind {origin} is empty, so there is no sample to predict from.")
+        raise CannotTraceError(f"The dataset behind {origin} is empty: there is no sample to predict from.")
     return info
 
 

@@ -519,7 +519,7 @@ def test_a_subclass_that_names_its_size_otherwise_is_left_alone_where_it_is_made
         def train_dataloader(self) -> Any:
             return Short(numbered(), 4, shuffle=True)
 
-    with pytest.warns(UserWarning, match="takes no `batch_size`"):
+    with pytest.warns(UserWarning, match="does not take `batch_size`"):
         module = fitted(Data(), 30, overfit_batches=2)
     assert [shape[0] for shape in module.shapes] == [4, 4]
     assert [shape[0] for shape in fitted(Data(), 30).shapes] == [30, 30, 30, 10]
