@@ -22,7 +22,7 @@ from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.planning.estimate import trainer_for
+from lightning_memguard.training.planning.subject import trainer_for
 
 GPU = "NVIDIA H200"
 PRECISIONS = ("32-true", "bf16-mixed")
