@@ -23,8 +23,6 @@ import pytorch_lightning as pl
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, default_collate
-from truth import fit, live_bytes, memory_events, quieten
-from zoo import Case, case_named
 
 from lightning_memguard.core.capture.batch import batches_from_one
 from lightning_memguard.core.capture.predict import Prediction, predict
@@ -34,6 +32,8 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning.advise import try_remedies
 from lightning_memguard.training.planning.subject import trainer_for
+from shared.truth import fit, live_bytes, memory_events, quieten
+from shared.zoo import Case, case_named
 
 OPTIMIZER = "adam"
 MIB = 2**20

@@ -146,7 +146,7 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
         return Decision(size, size, request.accumulate_grad_batches, "checked", footprint_at(size), budget, "request")
     lowest, highest, bound = _range(request)
     if not fits(lowest):
-        raise DoesNotFitError(_does_not_fit(footprint_at(lowest), budget, request))
+        raise _does_not_fit(footprint_at(lowest), budget, request)
     size = _largest(lowest, highest, request.multiple_of, fits)
     limited_by: LimitedBy = bound if size + request.multiple_of > highest else "memory"
     accumulate = request.accumulate_grad_batches
@@ -200,60 +200,52 @@ def _split(largest: int, request: Request, lowest: int) -> tuple[int, int]:
     return size, total // (size * request.ranks)
 
 
-def _room(need: int, budget: Budget) -> str:
-    if need <= budget.free_bytes:
-        return "lower `margin`"
-    if budget.source == "given":
-        return "raise `budget`"
-    return "free memory that others hold" if need <= budget.total_bytes else "train on a larger device"
-
-
-def _told(budget: Budget) -> str:
-    return "as given" if budget.source == "given" else f"by {budget.source}"
-
-
-_ADVICE = {
-    "parameters": "use a smaller model, or shard it over several devices",
-    "buffers": "use smaller buffers, or keep them off the device",
-    "gradients": "freeze part of the model, or shard it over several devices",
-    "optimizer_state": "use an optimizer that keeps less (SGD, Adafactor), or shard it over several devices",
-    "activations": "use bf16-mixed precision, activation checkpointing, or smaller inputs",
-    "batch": "use smaller inputs",
-    "temporaries": "use bf16-mixed precision, or smaller inputs",
-    "workspaces": "use smaller inputs",
+_RULES_OF_THUMB = {
+    "parameters": "Use a smaller model, shard it across devices",
+    "buffers": "Use smaller buffers, keep them off the device",
+    "gradients": "Freeze part of the model, shard it across devices",
+    "optimizer_state": "Use an optimizer with less state (SGD, Adafactor), shard it across devices",
+    "activations": "Use bf16-mixed precision, activation checkpointing or smaller inputs",
+    "batch": "Use smaller inputs",
+    "temporaries": "Use bf16-mixed precision or smaller inputs",
+    "workspaces": "Use smaller inputs",
 }
 
 
-def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> str:
+def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> DoesNotFitError:
     need, usable = footprint.most_device_bytes, budget.usable_bytes
     part = footprint.largest_part
-    words = part.replace("_", " ")
     where = f" in {footprint.phase}" if footprint.is_evaluation else ""
-    return (
+    return DoesNotFitError(
         f"Batch size {footprint.batch_size} needs {format_bytes(need)}{where}; {budget.device} offers "
         f"{format_bytes(usable)} after a {budget.margin_share:.0%} margin ({format_bytes(budget.free_bytes)} "
-        f"{_told(budget)}): {format_bytes(need - usable)} too little. "
-        f"The largest part is {words}, {format_bytes(footprint.parts[part])} of it: {_ADVICE[part]}; "
-        f"{_outside(footprint)}or {_room(need, budget)}"
-        f"{', or lower `min_batch_size`' if request.min_batch_size > 1 else ''}."
+        f"{'given' if budget.source == 'given' else f'free, source: {budget.source}'}), short by "
+        f"{format_bytes(need - usable)}. The largest part is {part.replace('_', ' ')}, "
+        f"{format_bytes(footprint.parts[part])}.{_outside(footprint)}",
+        needed_bytes=need,
+        usable_bytes=usable,
+        largest_part=part,
+        rule_of_thumb=_RULES_OF_THUMB[part],
+        way_out=_way_out(need, budget) + (", or lower `min_batch_size`" if request.min_batch_size > 1 else ""),
     )
 
 
 def _outside(footprint: Footprint) -> str:
-    """What no tensor accounts for, where that is more than any part."""
+    """What no tensor accounts for, if it is more than any part."""
     context = footprint.outside_bytes
     unsure = footprint.most_device_bytes - footprint.peak_device_bytes
     if context + unsure <= footprint.parts[footprint.largest_part]:
         return ""
-    may = f", and {format_bytes(unsure)} stand for what only the device can tell" if unsure else ""
-    return f"{format_bytes(context)} are its context and libraries{may}; "
+    may = f", and up to {format_bytes(unsure)} more cannot be known in advance" if unsure else ""
+    return f" The device's context and libraries take {format_bytes(context)}{may}."
 
 
-def without_rule_of_thumb(message: str) -> str:
-    """The message of a `DoesNotFitError` that better advice follows: what was found stays, and what room there is."""
-    for rule in _ADVICE.values():
-        message = message.replace(f": {rule}; or ", ". You can ").replace(f": {rule}; ", "; ")
-    return message
+def _way_out(need: int, budget: Budget) -> str:
+    if need <= budget.free_bytes:
+        return "lower `margin`"
+    if budget.source == "given":
+        return "raise `budget`"
+    return "free memory held by other processes" if need <= budget.total_bytes else "use a device with more memory"
 
 
 def check_count(name: str, value: object) -> None:

@@ -40,6 +40,7 @@ class Plan:
         prediction: the memory at any size.
         reason: why there is no ``largest``, in plain words.
         seconds: what it took to find out.
+        too_large: the error behind ``reason`` if no size fits.
     """
 
     asked: Decision
@@ -49,6 +50,7 @@ class Plan:
     prediction: Prediction
     reason: str = ""
     seconds: float = 0.0
+    too_large: DoesNotFitError | None = None
 
     @property
     def fits(self) -> bool:
@@ -98,14 +100,15 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
     asked = decide(prediction.footprint_at, budget, replace(request, free_to_choose=False))
     footprint = prediction.footprint_at(subject.batch_size)
     reason = subject.fixed_because or ("" if prediction.scalable else "the memory of other sizes is not known")
-    largest = None
+    largest, too_large = None, None
     if not reason:
         try:
             with quiet():
                 largest, _ = largest_that_runs(prediction, budget, request)
         except DoesNotFitError as error:
-            reason = str(error)
-    return Plan(asked, footprint, budget, largest, prediction, reason, time.monotonic() - started)
+            reason, too_large = str(error), error.with_traceback(None)  # which would hold on to the search
+    seconds = time.monotonic() - started
+    return Plan(asked, footprint, budget, largest, prediction, reason, seconds, too_large)
 
 
 def _captured_at(prediction: Prediction, size: int) -> Prediction:
@@ -139,7 +142,7 @@ def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> t
         raise CannotTraceError(_only_states(subject, prediction))
     notes = tuple(dict.fromkeys((*prediction.notes, *target.notes, *subject.notes)))
     prediction = replace(prediction, notes=notes)
-    return (sharded.divided(prediction, shards) if shards else prediction), budget
+    return (sharded.divide_by_rank(prediction, shards) if shards else prediction), budget
 
 
 def _only_states(subject: Subject, prediction: Prediction) -> str:

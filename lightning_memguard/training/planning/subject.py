@@ -19,9 +19,11 @@ from lightning_memguard.core.layers.layers import run_model
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter import sharded
 from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.program import LightningProgram, quiet
-from lightning_memguard.training.data import loaders
-from lightning_memguard.training.data.loaders import LoaderInfo
+from lightning_memguard.training.adapter.run_facts import read_run_facts
+from lightning_memguard.training.data.loaders import LoaderInfo, find
+from lightning_memguard.training.data.samples import sample
 from lightning_memguard.training.planning.target import Target
 
 if TYPE_CHECKING:
@@ -143,9 +145,9 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
         datamodule.prepare_data()
         datamodule.trainer = trainer
         datamodule.setup("fit")
-    loaders.give(trainer, model if datamodule is None else datamodule)
-    found = loaders.find(trainer)
-    sampled = loaders.sample(found)
+    set_data_source(trainer, model if datamodule is None else datamodule)
+    found = find(read_run_facts(trainer), "train")
+    sampled = sample(found)
     known = found.batch_size or sampled.batches[0].small_size
     if found.fixed_because and batch_size not in (None, known):
         raise MemGuardError(
@@ -230,13 +232,14 @@ def program_of(subject: Subject, target: Target) -> Program:
 
 def lightning_program(subject: Subject, target: Target) -> LightningProgram:
     """The training step of a LightningModule."""
-    found, trainer = subject.found, trainer_for(subject.model, subject.precision, target.gpu, **subject.trainer)
+    model: Any = subject.model
+    found, trainer = subject.found, trainer_for(model, subject.precision, target.gpu, **subject.trainer)
     batches_per_epoch: Callable[[int], int | None] | None = _one_batch
     if found is not None:
         batches_per_epoch = None if found.dataset_size is None else found.batches
     return LightningProgram(
         trainer,
-        subject.model,
+        model,
         subject.batches,
         target.device,
         batches_per_epoch=batches_per_epoch,

@@ -18,11 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 from lightning_memguard import CannotTraceError, MemGuard
-from lightning_memguard.training.data import loaders, samples
+from lightning_memguard.training.data import samples
+from lightning_memguard.training.data.copies import copy_for_reading
+from lightning_memguard.training.data.loaders import source_of
 
 
-def draw(loader: Any) -> samples.Drawn:
-    fixed = bool(loaders._source(loader, "the loader").fixed_because)
+def draw(loader: Any) -> samples.LoaderSamples:
+    fixed = bool(source_of(loader, "the loader").fixed_because)
     return samples.draw(loader, fixed=fixed)
 
 
@@ -303,7 +305,7 @@ def test_datasets_that_refer_to_each_other() -> None:
 
     one, two = Paired(5), Paired(5)
     one.other, two.other = two, one
-    clone = samples.shallow(one)
+    clone = copy_for_reading(one)
     assert clone is not one
     assert clone.other.other is clone
 
@@ -365,14 +367,14 @@ def test_a_larger_batch_is_announced_once_and_again_only_when_a_tenth_larger(tra
         "Training batch 5 has [1, 34],",
         "Training batch 7 has [1, 50],",
     ]
-    assert "larger than the [1, 10] predicted from: predicted to take " in said[0]
-    assert said[0].endswith("it fits.")
+    assert "larger than the [1, 10] of the prediction. It is predicted to need " in said[0]
+    assert said[0].endswith("It fits.")
 
 
 def test_a_larger_batch_that_may_not_fit(trainer: Any) -> None:
     said, _ = announced(trainer, (10, 400), budget=20 * 1024)
     assert len(said) == 1
-    assert said[0].endswith("it may run out of memory; lower the batch size or cut long samples.")
+    assert said[0].endswith("It may run out of memory: lower the batch size or truncate long samples.")
 
 
 def test_an_announcement_moves_no_random_state(trainer: Any) -> None:

@@ -227,8 +227,8 @@ def test_the_trainer_gets_its_own_data_source_back(trainer: Any, dataset: Tensor
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"budget": -1}, "-1 is not above zero bytes"),
-        ({"budget": "lots"}, "'lots' is no quantity of bytes"),
+        ({"budget": -1}, "-1 is not a positive number of bytes"),
+        ({"budget": "lots"}, "'lots' is not a quantity of bytes"),
         ({"margin": 1.0}, r"margin=1.0 is outside \[0, 1\)"),
         ({"margin": -0.1}, r"margin=-0.1 is outside \[0, 1\)"),
         ({"min_batch_size": 8, "max_batch_size": 4}, "min_batch_size=8 .* is above max_batch_size=4"),
@@ -342,7 +342,7 @@ def test_a_loss_that_is_not_a_number(trainer: Any, dataset: TensorDataset) -> No
 
 
 @pytest.mark.parametrize(
-    ("wishes", "returned"),
+    ("settings", "returned"),
     [
         ({"budget": 60 * KIB, "margin": 0.0}, True),
         ({"budget": 60 * KIB, "margin": 0.0, "keep_effective_batch_size": 90}, True),
@@ -356,7 +356,7 @@ def test_freed_memory_is_returned_only_where_what_is_kept_could_pass_the_budget(
     small: Any,
     dataset: TensorDataset,
     monkeypatch: pytest.MonkeyPatch,
-    wishes: dict[str, Any],
+    settings: dict[str, Any],
     returned: bool,
 ) -> None:
     """Each time it is turned on it is turned off again when the fit is over."""
@@ -366,6 +366,6 @@ def test_freed_memory_is_returned_only_where_what_is_kept_could_pass_the_budget(
         calls.append("on")
         return lambda: calls.append("off")
 
-    monkeypatch.setattr("lightning_memguard.training.run.callback.return_freed_memory", turn_on)
-    trainer(MemGuard(**wishes)).fit(small(), train_dataloaders=DataLoader(dataset, batch_size=4))
+    monkeypatch.setattr("lightning_memguard.training.run.guarded_run.return_freed_memory", turn_on)
+    trainer(MemGuard(**settings)).fit(small(), train_dataloaders=DataLoader(dataset, batch_size=4))
     assert calls == (["on", "off"] if returned else [])
