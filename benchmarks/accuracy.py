@@ -317,7 +317,7 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
     from lightning_memguard.core.replay.replay import replay
     from lightning_memguard.core.replay.settings import AllocatorSettings
     from lightning_memguard.training.adapter.program import LightningProgram
-    from lightning_memguard.training.planning.estimate import trainer_for
+    from lightning_memguard.training.planning.subject import trainer_for
     from shared.corpus import corpus
 
     quieten()

@@ -31,7 +31,7 @@ from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning.advise import try_remedies
-from lightning_memguard.training.planning.estimate import trainer_for
+from lightning_memguard.training.planning.subject import trainer_for
 from shared.truth import fit, live_bytes, memory_events, quieten
 from shared.zoo import Case, case_named
 

@@ -20,7 +20,7 @@ from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.planning.estimate import trainer_for
+from lightning_memguard.training.planning.subject import trainer_for
 from shared.truth import quieten
 from shared.zoo import CASES, Case
 

@@ -134,7 +134,7 @@ def test_precision_is_lightnings_word():
 
 @pytest.mark.parametrize("n", [16, 100])
 def test_a_lightning_module_is_stepped_in_lightnings_order(pl, n):
-    """The last step's gradients are still there at the end of the next forward pass: 128 bytes that a plain loop drops."""
+    """The last step's gradients are alive until the end of the next forward pass: 128 bytes that a plain loop drops."""
     footprint = estimate(lightning_module(pl), BATCH, batch_size=n, device="cpu")
     assert nonzero(footprint.parts) == {
         "parameters": 128,
