@@ -282,12 +282,7 @@ class _Answers(TorchFunctionMode):
         return answered(func, args, kwargs or {})
 
 
-_STEP_HOOKS = {
-    "fit": "training_step",
-    "validate": "validation_step",
-    "test": "test_step",
-    "predict": "predict_step",
-}
+_STEP_HOOKS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 _LIMITS = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
 
 
