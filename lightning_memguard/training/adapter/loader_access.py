@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,37 @@ def call_loader_hook(owner: LightningModule | LightningDataModule, hook: str) ->
     """Call ``train_dataloader`` or a similar hook as Lightning would: it records how the loader was constructed."""
     connector = importlib.import_module(f"{lightning_of(owner).__name__}.trainer.connectors.data_connector")
     record = connector._replace_dunder_methods
-    with record(DataLoader, "dataset"), record(BatchSampler):
-        try:
-            return getattr(owner, hook)()
-        except Exception as error:  # noqa: BLE001 - raised through it, Lightning would leave its patches in place
-            failure = error
-    raise failure
+    with preserve_loader_classes(), record(DataLoader, "dataset"), record(BatchSampler):
+        return getattr(owner, hook)()
+
+
+_PATCHED = [f"__{old}{name}__" for old in ("", "old__") for name in ("init", "setattr", "delattr")]
+
+
+@contextmanager
+def preserve_loader_classes() -> Iterator[None]:
+    """Leave torch's loader classes as they were.
+
+    Lightning patches them while it calls a loader hook (`_replace_dunder_methods`). Its patches stay if it does so again
+    inside such a call, as a capture may, and if an exception is raised in between.
+    """
+    classes = [cls for base in (DataLoader, BatchSampler) for cls in _with_subclasses(base)]
+    before = [{name: vars(cls)[name] for name in _PATCHED if name in vars(cls)} for cls in classes]
+    try:
+        yield
+    finally:
+        for cls, names in zip(classes, before, strict=True):
+            for name in _PATCHED:
+                if name in names and vars(cls).get(name) is not names[name]:
+                    setattr(cls, name, names[name])
+                elif name not in names and name in vars(cls):
+                    delattr(cls, name)
+
+
+def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    yield cls
+    for each in cls.__subclasses__():
+        yield from _with_subclasses(each)
 
 
 def set_data_source(trainer: Trainer, owner: object) -> None:

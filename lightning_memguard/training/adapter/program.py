@@ -44,6 +44,7 @@ from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks, ddp
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
+from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
 from lightning_memguard.training.adapter.no_collectives import no_collectives
 from lightning_memguard.training.adapter.run_facts import Stage
 from lightning_memguard.training.adapter.shadow import STEPS, PhaseMarkerMixin, Shadow, ShadowSettings, StepsDone
@@ -209,7 +210,13 @@ class LightningProgram(Program):
         self, recorder: Recorder, batch_size: int, fake: bool, *, recorded: bool = True
     ) -> Iterator[tuple[Shadow, LightningModule]]:
         """The shadow Trainer and the module's copy; nothing they do is seen outside."""
-        with quiet(), no_collectives(), tensors(fake=fake, gpu=self.gpu) as mode, ExitStack() as watch:
+        with (
+            quiet(),
+            no_collectives(),
+            preserve_loader_classes(),
+            tensors(fake=fake, gpu=self.gpu) as mode,
+            ExitStack() as watch,
+        ):
             if mode is None:
                 refuse_meta(self.module)
             device = device_to_run_on(self, fake=fake)
