@@ -38,7 +38,7 @@ _PATCHED = [f"__{old}{name}__" for old in ("", "old__") for name in ("init", "se
 def preserve_loader_classes() -> Iterator[None]:
     """Leave torch's loader classes as they were.
 
-    Lightning patches them while it calls a loader hook (`_replace_dunder_methods`). Its patches stay if it does so again
+    Lightning patches them while it calls a hook (`_replace_dunder_methods`). Its patches stay if it does so again
     inside such a call, as a capture may, and if an exception is raised in between.
     """
     classes = [cls for base in (DataLoader, BatchSampler) for cls in _with_subclasses(base)]
