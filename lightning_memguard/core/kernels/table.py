@@ -26,17 +26,8 @@ from lightning_memguard.core.kernels.arguments import Rule, Rules, checked
 from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
 
 CPU = Rules[CpuTarget]().join(cpu.RULES)
-CUDA = Rules[CudaTarget]().join(
-    reductions.RULES,
-    indexing.RULES,
-    sorting.RULES,
-    norms.RULES,
-    losses.RULES,
-    products.RULES,
-    convolutions.RULES,
-    attention.RULES,
-    cuda.RULES,
-)
+_CUDA_FAMILIES = (reductions, indexing, sorting, norms, losses, products, convolutions, attention, cuda)
+CUDA = Rules[CudaTarget]().join(*(family.RULES for family in _CUDA_FAMILIES))
 _BY_TARGET: dict[type, dict[str, Rule[Any]]] = {
     CpuTarget: {operator: checked(rule) for operator, rule in CPU.items()},
     CudaTarget: {operator: checked(rule) for operator, rule in CUDA.items()},
