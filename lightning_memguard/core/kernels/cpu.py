@@ -231,13 +231,6 @@ def _bce_with_logits(call: CpuCall) -> Scratch:
     return Scratch(after=(2 * nbytes(call["self"]) + 3 * FLOAT,))
 
 
-@RULES.of("_safe_softmax")
-def _safe_softmax(call: CpuCall) -> Scratch:
-    """`_safe_softmax` (aten/src/ATen/native/SoftMax.cpp): a mask of what is minus infinity, and of whole rows."""
-    x = call["self"]
-    return Scratch(after=(x.numel() + x.numel() // x.shape[call["dim"]] + FLOAT,))
-
-
 @RULES.of("logsumexp")
 def _logsumexp(call: CpuCall) -> Scratch:
     """`logsumexp_out_impl` (aten/src/ATen/native/ReduceOps.cpp): the shifted input."""
