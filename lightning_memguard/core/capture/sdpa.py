@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ def choose(call: Attention) -> str:
         CannotTraceError: no enabled backend takes these tensors; a real run would fail as well.
     """
     for name in _order(call.capability, call.cudnn):
-        if _ENABLED[name]() and _TAKES[name](call):
+        if _KERNELS[name].enabled() and _KERNELS[name].takes(call):
             return name
     major, minor = call.capability
     raise CannotTraceError(
@@ -135,17 +135,9 @@ def _order(capability: tuple[int, int], cudnn: int) -> list[str]:
     """
     ids = torch._C._get_sdp_priority_order()
     order = [_BACKENDS[i] for i in ids if i in _BACKENDS]
-    if order == _DEFAULT_ORDER or (order == _CUDNN_FIRST and all(enabled() for enabled in _ENABLED.values())):
+    if order == _DEFAULT_ORDER or (order == _CUDNN_FIRST and all(kernel.enabled() for kernel in _KERNELS.values())):
         return _CUDNN_FIRST if _prefers_cudnn(capability, cudnn) else _DEFAULT_ORDER
     return order
-
-
-_ENABLED: dict[str, Callable[[], bool]] = {
-    "flash": torch.backends.cuda.flash_sdp_enabled,
-    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
-    "math": torch.backends.cuda.math_sdp_enabled,
-}
 
 
 def _prefers_cudnn(capability: tuple[int, int], cudnn: int) -> bool:
@@ -261,14 +253,6 @@ def _cudnn_takes_widths(call: Attention) -> bool:
     return all(width <= limit and width % 8 == 0 for width in widths)
 
 
-_TAKES: dict[str, Callable[[Attention], bool]] = {
-    "flash": _takes_flash,
-    "efficient": _takes_efficient,
-    "cudnn": _takes_cudnn,
-    "math": lambda _: True,
-}
-
-
 # -- the call
 
 
@@ -279,12 +263,12 @@ def attend(call: Attention) -> Tensor:
     autocast.
     """
     if not torch.is_autocast_enabled("cuda"):
-        return _CALLS[choose(call)](call)
+        return _KERNELS[choose(call)].run(call)
     query, key, value = map(_autocast, call.inputs)
     mask = None if call.attn_mask is None else _autocast(call.attn_mask)
     call = replace(call, query=query, key=key, value=value, attn_mask=mask)
     with torch.autocast("cuda", enabled=False):
-        return _CALLS[choose(call)](call)
+        return _KERNELS[choose(call)].run(call)
 
 
 def _autocast(tensor: Tensor) -> Tensor:
@@ -369,9 +353,15 @@ def _additive(call: Attention, hidden: float = -math.inf, device: str | None = N
     return _aten.where.ScalarSelf(mask, 0.0, number)  # type: ignore[no-any-return]
 
 
-_CALLS: dict[str, Callable[[Attention], Tensor]] = {
-    "flash": _flash,
-    "efficient": _efficient,
-    "cudnn": _cudnn,
-    "math": _math,
+class _Kernel(NamedTuple):
+    enabled: Callable[[], bool]
+    takes: Callable[[Attention], bool]
+    run: Callable[[Attention], Tensor]
+
+
+_KERNELS = {
+    "flash": _Kernel(torch.backends.cuda.flash_sdp_enabled, _takes_flash, _flash),
+    "efficient": _Kernel(torch.backends.cuda.mem_efficient_sdp_enabled, _takes_efficient, _efficient),
+    "cudnn": _Kernel(torch.backends.cuda.cudnn_sdp_enabled, _takes_cudnn, _cudnn),
+    "math": _Kernel(torch.backends.cuda.math_sdp_enabled, lambda _: True, _math),
 }

@@ -1,4 +1,4 @@
-"""Scratch of scaled dot product attention on CUDA, kernel by kernel.
+"""Scratch of scaled dot product attention on CUDA, kernel by kernel, and of its softmax on either device.
 
 The reason to change is what PyTorch's attention kernels allocate; `lightning_memguard.core.capture.sdpa` chooses among
 them. Each rule names the function it was read from; paths are below aten/src/ATen/native/transformers unless they say
@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after
-from lightning_memguard.core.kernels.layout import is_half
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, ByteRange, CudaTarget, Scratch, nbytes, up
+from lightning_memguard.core.kernels.arguments import Call, CudaCall, Rules, after, dimensions
+from lightning_memguard.core.kernels.layout import Layout, copy_bytes, is_half
+from lightning_memguard.core.kernels.reductions import reduction
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, ByteRange, CpuTarget, CudaTarget, Scratch, nbytes, up
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 RULES = Rules[CudaTarget]()
+EITHER = Rules[CpuTarget | CudaTarget]()
 
 
 def is_strictly_deterministic() -> bool:
@@ -208,12 +210,20 @@ def _cudnn_backward(call: CudaCall) -> Scratch:
     return after((copy, ByteRange(sums, point, sums + sums * width + for_every_head * FLOAT)))
 
 
-# -- plain operators
+# -- plain operators, on the CPU as on CUDA
 
 
-@RULES.of("_safe_softmax")
-def _safe_softmax(call: CudaCall) -> Scratch:
-    """`_safe_softmax` (attention.cpp): the softmax, which places are minus infinity, which rows are; two numbers."""
-    x, result = call["self"], call.result
-    number = result.element_size()
-    return after((nbytes(result), number, x.numel(), x.numel() // max(1, x.shape[call["dim"]]), number))
+@EITHER.of("_safe_softmax")
+def _safe_softmax(call: Call[CpuTarget | CudaTarget]) -> Scratch:
+    """`_safe_softmax` (attention.cpp): which places are minus infinity, which rows are, and a zero.
+
+    Not the softmax, which is the result: `where_out` reuses its storage. The profiler reports the same blocks for the
+    CPU on torch 2.11 and 2.13.
+    """
+    x, target = call["self"], call.target
+    if not x.numel():
+        return NONE
+    dims = dimensions(call["dim"], x)
+    rows = x.numel() // math.prod(x.shape[dim] for dim in dims)
+    partials = reduction(Layout.of(x, 1), dims, 1, target) if isinstance(target, CudaTarget) else ()
+    return after((copy_bytes(x),), (x.numel(), rows, *partials), (x.numel(), rows, call.result.element_size()))

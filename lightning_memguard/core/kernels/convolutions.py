@@ -1,7 +1,4 @@
-"""Convolutions on CUDA, where cuDNN runs them: copies into one layout, and the workspace.
-
-Paths are those of PyTorch; read in PyTorch 2.9 to 2.11.
-"""
+"""Convolutions on CUDA, where cuDNN runs them: copies into one layout, and the workspace."""
 
 from __future__ import annotations
 
@@ -33,7 +30,10 @@ def _workspace(operation: Literal["forward", "input", "weight"], call: CudaCall)
         return 0
     if math.prod(weight.shape[2:]) == 1 or x.shape[1] % 4:
         return 0
-    copies = nbytes(x) + nbytes(weight) + (_output_bytes(call) if operation == "forward" else nbytes(call.first))
+    y = nbytes(call.result if operation == "forward" else call.first)
+    if operation == "forward" and call["transposed"]:
+        y = nbytes(x) * math.prod(call["stride"]) * weight.shape[1] // x.shape[1]
+    copies = nbytes(x) + nbytes(weight) + y
     return ByteRange(0, copies if operation == "weight" else 0, copies)
 
 
@@ -41,13 +41,6 @@ def _uses_tensor_cores(x: Tensor, gpu: CudaTarget) -> bool:
     if x.element_size() == FLOAT:
         return gpu.tf32 and gpu.compute_capability >= (8, 0)
     return x.element_size() < FLOAT
-
-
-def _output_bytes(call: CudaCall) -> int:
-    if not call["transposed"]:
-        return nbytes(call.result)
-    x, weight = call["input"], call["weight"]
-    return int(nbytes(x) * math.prod(call["stride"]) * weight.shape[1] // x.shape[1])
 
 
 def _as_images(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

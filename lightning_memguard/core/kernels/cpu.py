@@ -9,8 +9,6 @@ torch 2.13, x86-64 with AVX-512, one and two threads).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules
@@ -41,24 +39,16 @@ def _is_dense(tensor: Tensor) -> bool:
 # -- convolutions: oneDNN in its blocked layout, or im2col
 
 
-@dataclass(frozen=True)
 class _Conv:
-    """A convolution's arguments, as `_select_conv_backend` in aten/src/ATen/native/Convolution.cpp sees them."""
+    """A convolution, as `_select_conv_backend` in aten/src/ATen/native/Convolution.cpp sees it."""
 
-    x: Tensor
-    weight: Tensor
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-    transposed: bool
-    output_padding: Sequence[int]
-    groups: int
-    host: CpuTarget
-
-    @staticmethod
-    def of(call: CpuCall) -> _Conv:
-        sizes = {field.name: call[field.name] for field in fields(_Conv)[2:-1]}
-        return _Conv(call["input"], call["weight"], **sizes, host=call.target)
+    def __init__(self, call: CpuCall) -> None:
+        self.x: Tensor = call["input"]
+        self.weight: Tensor = call["weight"]
+        self.groups: int = call["groups"]
+        self.stride, self.padding, self.dilation = call["stride"], call["padding"], call["dilation"]
+        self.transposed, self.output_padding = call["transposed"], call["output_padding"]
+        self.host = call.target
 
     @property
     def takes_onednn(self) -> bool:
@@ -108,7 +98,7 @@ class _Conv:
         kernel, stride, pad = self.weight.shape[-1], self.stride[-1], self.padding[-1]
         rows, columns = small.shape[2:]
         rim = (kernel - 1 - pad) // stride + (large.shape[2] - 1 + pad) // stride - (rows - 1)
-        image = up((rows + rim) * (columns + rim) * small.shape[1] * FLOAT, 16_384)
+        image: int = up((rows + rim) * (columns + rim) * small.shape[1] * FLOAT, 16_384)
         return 12_288 + (128 if self.transposed else 0) + self.host.threads * (24 + 8_192 + image)
 
     def im2col(self, spatial: Tensor) -> int:
@@ -126,7 +116,7 @@ def _is_known(tensor: Tensor) -> bool:
 @RULES.of("convolution")
 def _convolution(call: CpuCall) -> Scratch:
     """`mkldnn_convolution` (aten/src/ATen/native/mkldnn/Conv.cpp): input, weight and result in oneDNN's layout."""
-    conv, x, y = _Conv.of(call), call["input"], call.result
+    conv, x, y = _Conv(call), call["input"], call.result
     if not _is_known(x):
         return NONE
     if not conv.takes_onednn:
@@ -144,7 +134,7 @@ def _convolution(call: CpuCall) -> Scratch:
 @RULES.of("convolution_backward")
 def _convolution_backward(call: CpuCall) -> Scratch:
     """`mkldnn_convolution_backward`: first the input's gradient, then the weight's, each in oneDNN's layout."""
-    conv, grad, x, mask = _Conv.of(call), call["grad_output"], call["input"], call["output_mask"]
+    conv, grad, x, mask = _Conv(call), call["grad_output"], call["input"], call["output_mask"]
     if not _is_known(x):
         return NONE
     if not conv.takes_onednn:
@@ -241,13 +231,6 @@ def _bce_with_logits(call: CpuCall) -> Scratch:
     return Scratch(after=(2 * nbytes(call["self"]) + 3 * FLOAT,))
 
 
-@RULES.of("_safe_softmax")
-def _safe_softmax(call: CpuCall) -> Scratch:
-    """`_safe_softmax` (aten/src/ATen/native/SoftMax.cpp): a mask of what is minus infinity, and of whole rows."""
-    x = call["self"]
-    return Scratch(after=(x.numel() + x.numel() // x.shape[call["dim"]] + FLOAT,))
-
-
 @RULES.of("logsumexp")
 def _logsumexp(call: CpuCall) -> Scratch:
     """`logsumexp_out_impl` (aten/src/ATen/native/ReduceOps.cpp): the shifted input."""
@@ -297,19 +280,9 @@ def _is_transposed(tensor: Tensor) -> bool:
     )
 
 
-@RULES.of(
-    "_log_softmax",
-    "_softmax",
-    "_log_softmax_backward_data",
-    "_softmax_backward_data",
-    "gelu_backward",
-    "embedding_dense_backward",
-    "max_pool2d_with_indices_backward",
-    "avg_pool2d_backward",
-    "_adaptive_avg_pool2d_backward",
-    "upsample_nearest2d_backward",
-    "upsample_bilinear2d_backward",
-)
+@RULES.of("_log_softmax", "_softmax", "_log_softmax_backward_data", "_softmax_backward_data", "gelu_backward")
+@RULES.of("embedding_dense_backward", "max_pool2d_with_indices_backward", "avg_pool2d_backward")
+@RULES.of("_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward", "upsample_bilinear2d_backward")
 def _contiguous_first(call: CpuCall) -> Scratch:
     """Kernels that begin with ``contiguous()`` of their first tensor."""
     tensor = call.first

@@ -33,13 +33,7 @@ def radix_sort(count: int, key: int, value: int, gpu: CudaTarget, bits: int | No
     """Temporary storage of `DeviceRadixSort` (cub/device/dispatch/dispatch_radix_sort.cuh, `InvokeOnesweep`).
 
     Histograms, a lookback for each tile, second buffers of keys and values unless one pass is enough, counters.
-
-    Args:
-        count: items to sort.
-        key: bytes of a key.
-        value: bytes of a value; 0 without.
-        gpu: what sorts them.
-        bits: the key's bits that are compared; all of them if left out.
+    Keys and values are given by their bytes, a value of 0 for keys alone; ``bits`` of a key are compared, else all.
     """
     if count <= (_SINGLE_TILE if max(key, value) > FLOAT else 2 * _SINGLE_TILE + 256):
         return 1 if count else 0

@@ -1,13 +1,9 @@
-"""Scratch of the CUDA kernels without a file of their own: images, lists of tensors, Fourier transforms, copies.
-
-Paths are those of PyTorch, from aten/src/ATen/native/cuda on unless they begin with aten; read in PyTorch 2.9 to 2.11.
-None of the rules for CUDA was recorded on a GPU.
-"""
+"""CUDA kernels without a file of their own: images, lists of tensors, Fourier transforms, copies between devices."""
 
 from __future__ import annotations
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after
-from lightning_memguard.core.kernels.layout import accumulator_bytes, copy_bytes, is_channels_last, is_dense
+from lightning_memguard.core.kernels.layout import accumulator_bytes, copies_of, copy_bytes, is_channels_last, is_dense
 from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch, nbytes
 
 RULES = Rules[CudaTarget]()
@@ -16,56 +12,23 @@ RULES = Rules[CudaTarget]()
 # -- pooling, resizing, padding: copies of layout
 
 
-@RULES.of(
-    "max_pool2d_with_indices",
-    "max_pool2d_with_indices_backward",
-    "avg_pool2d",
-    "avg_pool2d_backward",
-    "_adaptive_avg_pool2d",
-)
-def _pooled(call: CudaCall) -> Scratch:
-    """Kernels that take their tensors in the layout of the pooled one (``suggest_memory_format``)."""
-    channels_last = is_channels_last(call["self"])
-    names = ("grad_output", "self", "indices")
-    return after([copy_bytes(call.get(name), channels_last=channels_last) for name in names])
+# Pooling takes its tensors in the layout of the pooled one (``suggest_memory_format``).
+RULES.of("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d")(copies_of("self", like="self"))
+RULES.of("max_pool2d_with_indices_backward")(copies_of("grad_output", "self", "indices", like="self"))
+RULES.of("avg_pool2d_backward")(copies_of("grad_output", "self", like="self"))
+RULES.of("_adaptive_avg_pool2d_backward")(copies_of("grad_output", like="self"))
 
-
-@RULES.of("_adaptive_avg_pool2d_backward")
-def _adaptive_pool_backward(call: CudaCall) -> Scratch:
-    """The same, but the pooled tensor itself is not read."""
-    return after((copy_bytes(call["grad_output"], channels_last=is_channels_last(call["self"])),))
-
-
-@RULES.of(
-    "roll",
-    "im2col",
-    "col2im",
-    "max_pool3d_with_indices",
-    "max_pool3d_with_indices_backward",
-    "avg_pool3d",
-    "avg_pool3d_backward",
-    "_adaptive_avg_pool3d",
-    "_adaptive_avg_pool3d_backward",
-    "adaptive_max_pool2d",
-    "adaptive_max_pool2d_backward",
-    "adaptive_max_pool3d",
-    "adaptive_max_pool3d_backward",
-    "upsample_nearest1d",
-    "upsample_nearest1d_backward",
-    "upsample_nearest3d",
-    "upsample_nearest3d_backward",
-    "upsample_linear1d_backward",
-    "upsample_bicubic2d_backward",
-    "upsample_trilinear3d_backward",
-    "reflection_pad1d",
-    "reflection_pad1d_backward",
-    "reflection_pad2d",
-    "reflection_pad2d_backward",
-    "replication_pad2d_backward",
-)
-def _contiguous(call: CudaCall) -> Scratch:
-    """Kernels that begin with ``contiguous()`` of their first argument."""
-    return after((copy_bytes(call.first),))
+# The rest make their first argument contiguous.
+RULES.of("roll", "im2col", "col2im", "reflection_pad1d", "reflection_pad2d")(copies_of("self"))
+RULES.of("max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool3d")(copies_of("self"))
+RULES.of("adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d", "upsample_nearest3d")(copies_of("self"))
+RULES.of("max_pool3d_with_indices_backward", "avg_pool3d_backward")(copies_of("grad_output"))
+RULES.of("_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward")(copies_of("grad_output"))
+RULES.of("adaptive_max_pool3d_backward", "upsample_nearest1d_backward")(copies_of("grad_output"))
+RULES.of("upsample_nearest3d_backward", "upsample_linear1d_backward")(copies_of("grad_output"))
+RULES.of("upsample_bicubic2d_backward", "upsample_trilinear3d_backward")(copies_of("grad_output"))
+RULES.of("reflection_pad1d_backward", "reflection_pad2d_backward")(copies_of("grad_output"))
+RULES.of("replication_pad2d_backward")(copies_of("grad_output"))
 
 
 @RULES.of("upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d_backward")
@@ -108,23 +71,17 @@ def _foreach_partials(call: CudaCall, itemsize: int) -> Scratch:
 # -- Fourier transforms
 
 
-@RULES.of("_fft_r2c", "_fft_c2c")
+@RULES.of("_fft_r2c", "_fft_c2c", "_fft_c2r")
 def _fft(call: CudaCall) -> Scratch:
-    """`_fft_r2c_cufft` and others (SpectralOps.cpp): cuFFT's workspace.
+    """`_fft_r2c_cufft` and others (SpectralOps.cpp): cuFFT's workspace; `_fft_c2r_cufft` copies its input first.
 
     cuFFT documents no formula; between nothing and twice the larger side is what it takes for lengths whose factors
     are small.
     """
-    size = max(nbytes(call["self"]), nbytes(call.result))
-    return after((ByteRange(0, size, 2 * size),)) if size else NONE
-
-
-@RULES.of("_fft_c2r")
-def _fft_to_real(call: CudaCall) -> Scratch:
-    """`_fft_c2r_cufft`: cuFFT writes over its input, which is copied before."""
     x = call["self"]
     size = max(nbytes(x), nbytes(call.result))
-    return after((nbytes(x), ByteRange(0, size, 2 * size))) if size else NONE
+    copy = nbytes(x) if "last_dim_size" in call.arguments else 0  # cuFFT would write over it
+    return after((copy, ByteRange(0, size, 2 * size))) if size else NONE
 
 
 # -- copies between devices

@@ -1,7 +1,4 @@
-"""Embeddings and indexing on CUDA, whose gradients are summed by sorting the indices.
-
-Paths are those of PyTorch, from aten/src/ATen/native/cuda on unless they begin with aten; read in PyTorch 2.9 to 2.11.
-"""
+"""Embeddings and indexing on CUDA, whose gradients are summed by sorting the indices."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, moments, tensors_in
 from lightning_memguard.core.kernels.cub import radix_sort, reduce_all, scan, select
-from lightning_memguard.core.kernels.layout import LONG, accumulator_bytes, broadcast_numel, copy_bytes
+from lightning_memguard.core.kernels.layout import LONG, accumulator_bytes, broadcast_numel, copies_of, copy_bytes
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, ByteRange, CudaTarget, Scratch, nbytes
 
 if TYPE_CHECKING:
@@ -23,10 +20,8 @@ RULES = Rules[CudaTarget]()
 # -- embeddings
 
 
-@RULES.of("embedding")
-def _embedding(call: CudaCall) -> Scratch:
-    """`embedding_symint` (aten/src/ATen/native/Embedding.cpp): ``indices.reshape(-1)``."""
-    return after((copy_bytes(call["indices"]),))
+# `embedding_symint` (aten/src/ATen/native/Embedding.cpp): ``indices.reshape(-1)``
+RULES.of("embedding")(copies_of("indices"))
 
 
 @RULES.of("embedding_dense_backward")

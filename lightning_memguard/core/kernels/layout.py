@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_memguard.core.trace.scratch import FLOAT, nbytes
+from lightning_memguard.core.kernels.arguments import CudaCall, Rule, after
+from lightning_memguard.core.trace.scratch import FLOAT, CudaTarget, Scratch, nbytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +72,21 @@ def copy_bytes(tensor: Tensor | None, *, channels_last: bool = False) -> int:
     if tensor is None or not tensor.numel() or is_ordered(tensor.shape, tensor.stride(), channels_last=channels_last):
         return 0
     return nbytes(tensor)
+
+
+def copies_of(*names: str, like: str | None = None) -> Rule[CudaTarget]:
+    """The rule of kernels that begin with ``contiguous()`` of these arguments, where they have them.
+
+    Args:
+        names: of the arguments.
+        like: an argument that suggests the memory format; contiguous if left out.
+    """
+
+    def rule(call: CudaCall) -> Scratch:
+        channels_last = like is not None and is_channels_last(call[like])
+        return after([copy_bytes(call.get(name), channels_last=channels_last) for name in names])
+
+    return rule
 
 
 def is_half(tensor: Tensor) -> bool:

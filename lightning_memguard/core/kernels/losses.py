@@ -1,32 +1,23 @@
-"""Losses and softmax on CUDA.
-
-Paths are those of PyTorch, from aten/src/ATen/native/cuda on unless they begin with aten; read in PyTorch 2.9 to 2.11.
-"""
+"""Losses and softmax on CUDA."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after
-from lightning_memguard.core.kernels.layout import LONG, broadcast_numel, copy_bytes, is_dense
+from lightning_memguard.core.kernels.layout import LONG, broadcast_numel, copies_of, copy_bytes, is_dense
 from lightning_memguard.core.kernels.reductions import mean_blocks
 from lightning_memguard.core.trace.scratch import NONE, CudaTarget, Scratch, nbytes
 
 RULES = Rules[CudaTarget]()
 
 
-@RULES.of("mse_loss", "smooth_l1_loss")
-def _shrunk_loss(call: CudaCall) -> Scratch:
-    """`mse_loss_out` and `smooth_l1_loss_out` (aten/src/ATen/native/Loss.cpp): all losses in another tensor."""
-    return _shrunk(call, in_result=False)
+def _shrunk_loss(call: CudaCall, *, in_result: bool = False) -> Scratch:
+    """Losses whose result was allocated for all elements, and then shrunk: its storage stays.
 
-
-@RULES.of("soft_margin_loss", "binary_cross_entropy")
-def _loss_in_result(call: CudaCall) -> Scratch:
-    """`soft_margin_loss_out` and `binary_cross_entropy_out_cuda` (Loss.cu): all losses in the result itself."""
-    return _shrunk(call, in_result=True)
-
-
-def _shrunk(call: CudaCall, *, in_result: bool) -> Scratch:
-    """Losses whose result was allocated for all elements, and then shrunk: its storage stays."""
+    `mse_loss_out` and `smooth_l1_loss_out` (aten/src/ATen/native/Loss.cpp) have all losses in another tensor;
+    `soft_margin_loss_out` and `binary_cross_entropy_out_cuda` (Loss.cu) in the result itself.
+    """
     x = call["self"]
     if not call["reduction"] or not x.numel():
         return NONE
@@ -34,6 +25,10 @@ def _shrunk(call: CudaCall, *, in_result: bool) -> Scratch:
     count = broadcast_numel(x, call["target"])
     scratch = itemsize if in_result else count * itemsize
     return after((scratch, *mean_blocks(count, itemsize, call.target)), kept=(count - 1) * itemsize)
+
+
+RULES.of("mse_loss", "smooth_l1_loss")(_shrunk_loss)
+RULES.of("soft_margin_loss", "binary_cross_entropy")(partial(_shrunk_loss, in_result=True))
 
 
 @RULES.of("huber_loss")
@@ -54,28 +49,12 @@ def _bce_with_logits(call: CudaCall) -> Scratch:
     return after((nbytes(x), nbytes(x), *mean_blocks(x.numel(), call.result.element_size(), call.target)))
 
 
-@RULES.of("nll_loss_forward", "nll_loss2d_forward")
-def _nll_loss(call: CudaCall) -> Scratch:
-    """`nll_loss_forward_out_cuda_template` (Loss.cu, NLLLoss2d.cu): contiguous copies."""
-    return after([copy_bytes(call[name]) for name in ("self", "target", "weight")])
-
-
-@RULES.of("nll_loss_backward", "nll_loss2d_backward")
-def _nll_loss_backward(call: CudaCall) -> Scratch:
-    """`nll_loss_backward_out_cuda_template`, `nll_loss2d_backward_out_cuda_template`."""
-    return after([copy_bytes(call[name]) for name in ("target", "weight")])
-
-
-@RULES.of("_softmax", "_log_softmax")
-def _softmax(call: CudaCall) -> Scratch:
-    """`host_softmax` (SoftMax.cu): ``contiguous()``."""
-    return after((copy_bytes(call["self"]),))
-
-
-@RULES.of("_log_softmax_backward_data")
-def _log_softmax_backward(call: CudaCall) -> Scratch:
-    """`host_softmax_backward` (SoftMax.cu): gradient and output, contiguous."""
-    return after((copy_bytes(call["grad_output"]), copy_bytes(call["output"])))
+# `nll_loss_forward_out_cuda_template` and `nll_loss_backward_out_cuda_template` (Loss.cu, NLLLoss2d.cu)
+RULES.of("nll_loss_forward", "nll_loss2d_forward")(copies_of("self", "target", "weight"))
+RULES.of("nll_loss_backward", "nll_loss2d_backward")(copies_of("target", "weight"))
+# `host_softmax` and `host_softmax_backward` (SoftMax.cu)
+RULES.of("_softmax", "_log_softmax")(copies_of("self"))
+RULES.of("_log_softmax_backward_data")(copies_of("grad_output", "output"))
 
 
 @RULES.of("_softmax_backward_data")

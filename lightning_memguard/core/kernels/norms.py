@@ -1,7 +1,4 @@
-"""Normalization on CUDA: by layer, by group, by batch.
-
-Paths are those of PyTorch, from aten/src/ATen/native/cuda on unless they begin with aten; read in PyTorch 2.9 to 2.11.
-"""
+"""Normalization on CUDA: by layer, by group, by batch."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after
-from lightning_memguard.core.kernels.layout import Layout, accumulator_bytes, copy_bytes, is_channels_last, is_ordered
+from lightning_memguard.core.kernels.layout import Layout, accumulator_bytes, copies_of, copy_bytes, is_ordered
 from lightning_memguard.core.kernels.reductions import last_power, moment_accumulator_bytes, reduction
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, nbytes
 
@@ -20,10 +17,10 @@ if TYPE_CHECKING:
 RULES = Rules[CudaTarget]()
 
 
-@RULES.of("native_layer_norm", "_fused_rms_norm")
-def _layer_norm(call: CudaCall) -> Scratch:
-    """`layer_norm_cuda` and `_fused_rms_norm_cuda` (layer_norm_kernel.cu): copies of what is not contiguous."""
-    return after([copy_bytes(call.get(name)) for name in ("input", "weight", "bias")])
+# `layer_norm_cuda` and `_fused_rms_norm_cuda` (layer_norm_kernel.cu)
+RULES.of("native_layer_norm", "_fused_rms_norm")(copies_of("input", "weight", "bias"))
+# aten/src/ATen/native/cudnn/BatchNorm.cpp: inputs dense in no order are copied, gradients brought into their layout
+RULES.of("cudnn_batch_norm", "cudnn_batch_norm_backward")(copies_of("input", "grad_output", like="input"))
 
 
 @RULES.of("native_layer_norm_backward", "_fused_rms_norm_backward")
@@ -128,13 +125,3 @@ def _batch_norm_backward(call: CudaCall) -> Scratch:
     shared = _takes_channels_last(x) and _takes_channels_last(grad)
     blocks = _batch_norm_blocks(x, 2) if shared else ()
     return Scratch(before=((*sums, *blocks),), after=(sums,))
-
-
-@RULES.of("cudnn_batch_norm", "cudnn_batch_norm_backward")
-def _cudnn_batch_norm(call: CudaCall) -> Scratch:
-    """`cudnn_batch_norm` and its backward pass (aten/src/ATen/native/cudnn/BatchNorm.cpp).
-
-    An input that is dense in no order is copied; the gradient is brought into the input's layout.
-    """
-    channels_last = is_channels_last(call["input"])
-    return after([copy_bytes(call.get(name), channels_last=channels_last) for name in ("input", "grad_output")])

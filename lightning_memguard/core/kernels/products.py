@@ -1,8 +1,4 @@
-"""Matrix products and distances on CUDA: copies of what cuBLAS cannot read as it is.
-
-cuBLAS' own workspace is in `lightning_memguard.core.kernels.table`. Paths are those of PyTorch, from
-aten/src/ATen/native/cuda on unless they begin with aten; read in PyTorch 2.9 to 2.11.
-"""
+"""Matrix products and distances on CUDA: copies of what cuBLAS cannot read as it is."""
 
 from __future__ import annotations
 
@@ -19,16 +15,11 @@ if TYPE_CHECKING:
 RULES = Rules[CudaTarget]()
 
 
-@RULES.of("mm")
+@RULES.of("mm", "addmm", "_addmm_activation")
 def _mm(call: CudaCall) -> Scratch:
     """`addmm_out_cuda_impl` (Blas.cpp)."""
-    return after((_matrix(call["self"]), _matrix(call["mat2"])))
-
-
-@RULES.of("addmm", "_addmm_activation")
-def _addmm(call: CudaCall) -> Scratch:
-    """`addmm_out_cuda_impl` (Blas.cpp)."""
-    return after((_matrix(call["mat1"]), _matrix(call["mat2"])))
+    left = call["mat1" if "mat1" in call.arguments else "self"]
+    return after((_matrix(left), _matrix(call["mat2"])))
 
 
 def _matrix(tensor: Tensor) -> int:
@@ -44,18 +35,11 @@ def _is_steppable(stride: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return (down == 1 and across >= max(1, rows)) or (across == 1 and down >= max(1, columns))
 
 
-@RULES.of("bmm")
+@RULES.of("bmm", "baddbmm")
 def _bmm(call: CudaCall) -> Scratch:
-    return _batched(call["self"], call["mat2"], call.result)
-
-
-@RULES.of("baddbmm")
-def _baddbmm(call: CudaCall) -> Scratch:
-    return _batched(call["batch1"], call["batch2"], call.result)
-
-
-def _batched(left: Tensor, right: Tensor, out: Tensor) -> Scratch:
     """`bmm_out_cuda_impl` (Blas.cpp): the result's layout says how the operands are read."""
+    names = ("batch1", "batch2") if "batch1" in call.arguments else ("self", "mat2")
+    left, right, out = (*map(call.__getitem__, names), call.result)
     if {left.dim(), right.dim(), out.dim()} != {3} or not (left.numel() and right.numel() and out.numel()):
         return NONE
     transposed = not (out.stride(1) == 1 and (out.shape[2] == 1 or out.stride(2) >= max(1, out.shape[1])))

@@ -1,7 +1,6 @@
 """Reductions on CUDA: partial results where several blocks share an output, and copies in the result's type.
 
-The reason to change is `gpu_reduce_kernel` (Reduce.cuh) and what calls it. Paths are those of PyTorch, from
-aten/src/ATen/native/cuda on unless they begin with aten; read in PyTorch 2.9 to 2.11.
+The reason to change is `gpu_reduce_kernel` (Reduce.cuh) and what calls it.
 """
 
 from __future__ import annotations
@@ -80,16 +79,9 @@ def reduction(
 ) -> tuple[int, ...]:
     """`gpu_reduce_kernel` (Reduce.cuh): partial results and semaphores, where several blocks share an output.
 
-    An input past 2 GiB is reduced in halves; where results are no place to add up in (`AccumulationBuffer`), there is
-    one for all halves.
-
-    Args:
-        x: what is reduced.
-        reduced: its dimensions that go.
-        accumulator: bytes of a partial result.
-        gpu: what reduces it.
-        vector: elements that one thread reads at once.
-        out: bytes of a result; the accumulator's where not said.
+    A partial result has ``accumulator`` bytes, a result has ``out``, and one thread reads ``vector`` elements at once.
+    An input past 2 GiB is reduced in halves; where results are too small to add up in, one buffer is shared by all
+    halves (`AccumulationBuffer`).
     """
     if not math.prod(x.shape):
         return ()
@@ -98,19 +90,11 @@ def reduction(
         far = max(range(len(loops)), key=lambda place: (loops[place].size - 1) * loops[place].into)
         loops[far] = loops[far]._replace(size=loops[far].size - loops[far].size // 2)
         halved = True
-    config = _config(loops, x, gpu, vector)
+    results, blocks = _config(loops, x, gpu, vector)
     outputs = math.prod(x.shape[d] for d in range(len(x.shape)) if d not in reduced)
     shared = outputs * accumulator if halved and out is not None and out < accumulator else 0
-    partial_results = accumulator * config.results
-    semaphores = FLOAT * config.blocks if config.results else 0
-    return tuple(size for size in (shared, partial_results, semaphores) if size)
-
-
-class _Config(NamedTuple):
-    """How a reduction is shared out: partial results in all, and blocks side by side."""
-
-    results: int
-    blocks: int
+    semaphores = FLOAT * blocks if results else 0
+    return tuple(size for size in (shared, accumulator * results, semaphores) if size)
 
 
 def last_power(value: int) -> int:
@@ -118,8 +102,8 @@ def last_power(value: int) -> int:
     return 1 << (max(1, value).bit_length() - 1)
 
 
-def _config(loops: list[_Loop], x: Layout, gpu: CudaTarget, vector: int) -> _Config:
-    """`setReduceConfig` (Reduce.cuh).
+def _config(loops: list[_Loop], x: Layout, gpu: CudaTarget, vector: int) -> tuple[int, int]:
+    """`setReduceConfig` (Reduce.cuh): how many partial results in all, and how many blocks side by side.
 
     Where the output's fastest dimension is the input's too, each partial result has room for a whole block of threads
     (`global_memory_size`): over 100 MB on large GPUs, as for the sum over rows that a bias' gradient is.
@@ -140,17 +124,17 @@ def _config(loops: list[_Loop], x: Layout, gpu: CudaTarget, vector: int) -> _Con
     step = width if by_input else 1
     columns = 1 if by_input else width
     if -(-inputs // step) < min(16 * height, 256):
-        return _Config(0, 0)
+        return 0, 0
     step *= height
     each = -(-inputs // step)
     blocks = -(-(outputs // many) // columns)
     target = gpu.multiprocessors * (_threads(gpu) // (width * height))
     if each < 256 or blocks > target:
-        return _Config(0, 0)
+        return 0, 0
     shares = max(min(-(-target // blocks), -(-each // 16)), -(-each // 256))
     if shares < 2:
-        return _Config(0, 0)
-    return _Config(outputs * shares * (1 if by_input else width * many), blocks)
+        return 0, 0
+    return outputs * shares * (1 if by_input else width * many), blocks
 
 
 def _block(wide: int, high: int, most: int) -> tuple[int, int]:
@@ -205,12 +189,16 @@ def _sum(call: CudaCall) -> Scratch:
     return after((cast, *reduction(layout, dims, accumulator, call.target, out=result.element_size())))
 
 
+def _reduced(call: CudaCall, accumulator: int, vector: int = 4, out: int | None = None) -> Scratch:
+    """An input that is reduced as it is, in its own type."""
+    x = call["self"]
+    return after(reduction(Layout.of(x), dimensions(call.get("dim"), x), accumulator, call.target, vector, out))
+
+
 @RULES.of("var", "std", "var_mean", "std_mean")
 def _variance(call: CudaCall) -> Scratch:
     """`std_var_kernel_impl` (ReduceMomentKernel.cu): `WelfordData`, two elements read at once."""
-    x = call["self"]
-    dims, out = dimensions(call.get("dim"), x), call.result.element_size()
-    return after(reduction(Layout.of(x), dims, moment_accumulator_bytes(x), call.target, 2, out))
+    return _reduced(call, moment_accumulator_bytes(call["self"]), 2, call.result.element_size())
 
 
 @RULES.of("amax", "amin", "max", "min", "argmax", "argmin")
@@ -220,24 +208,20 @@ def _extreme(call: CudaCall) -> Scratch:
     if call.get("other") is not None:
         return NONE  # the larger of two tensors
     has_index = len(call.results) > 1 or call.result.dtype != x.dtype
-    dims = dimensions(call.get("dim"), x)
-    accumulator = 16 if has_index else x.element_size()
-    return after(reduction(Layout.of(x), dims, accumulator, call.target, out=call.result.element_size()))
+    return _reduced(call, 16 if has_index else x.element_size(), out=call.result.element_size())
 
 
 @RULES.of("aminmax")
 def _both_extremes(call: CudaCall) -> Scratch:
     """`aminmax_kernel` (ReduceAMinMaxKernel.cu): the smallest and the largest side by side."""
-    x = call["self"]
-    itemsize = x.element_size()
-    return after(reduction(Layout.of(x), dimensions(call["dim"], x), 2 * itemsize, call.target, out=itemsize))
+    itemsize = call["self"].element_size()
+    return _reduced(call, 2 * itemsize, out=itemsize)
 
 
 @RULES.of("any", "all")
 def _logical(call: CudaCall) -> Scratch:
     """`and_kernel_cuda` and `or_kernel_cuda` (ReduceLogicKernel.cu): the input is read in its own type."""
-    x = call["self"]
-    return after(reduction(Layout.of(x), dimensions(call.get("dim"), x), 1, call.target))
+    return _reduced(call, 1)
 
 
 @RULES.of("count_nonzero")

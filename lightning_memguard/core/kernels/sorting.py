@@ -1,7 +1,4 @@
-"""Sorts, scans and sampling on CUDA, which run CUB's algorithms.
-
-Paths are those of PyTorch, from aten/src/ATen/native/cuda on unless they begin with aten; read in PyTorch 2.9 to 2.11.
-"""
+"""Sorts, scans and sampling on CUDA, which run CUB's algorithms."""
 
 from __future__ import annotations
 

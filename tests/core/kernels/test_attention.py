@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard.core.capture.schema import by_name
 from lightning_memguard.core.kernels import attention, table
 from lightning_memguard.core.kernels.arguments import Call
-from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch
+from lightning_memguard.core.trace.scratch import NONE, ByteRange, CpuTarget, CudaTarget, Scratch
 
 V100, A100, RTX4090, H100, RTX5090 = (
     CudaTarget((7, 0), 80),
@@ -35,7 +37,7 @@ def tensors(
     return [one(heads), one(heads // groups), one(heads // groups)]
 
 
-def scratch(name: str, *args: Any, kernel_target: CudaTarget, results: tuple[Any, ...] = ()) -> Scratch:
+def scratch(name: str, *args: Any, kernel_target: Any, results: tuple[Any, ...] = ()) -> Scratch:
     operator = getattr(torch.ops.aten, f"_{name}").default
     rule = table.rule(f"_{name}", kernel_target)
     assert rule is not None
@@ -161,9 +163,28 @@ def test_cudnn_says_nothing_of_its_workspace_so_it_is_a_span() -> None:
     assert backward == Scratch(after=((ByteRange(sums, sums + one, sums + 3 * one),),))
 
 
+# -- plain operators
+
+
 def test_the_softmax_of_plain_products_looks_for_rows_that_are_masked_out() -> None:
     x = torch.empty(2, 4, 16, 32, device="meta")
-    places = 2 * 4 * 16 * 32
-    assert scratch("safe_softmax", x, -1, kernel_target=V100, results=(x,)) == Scratch(
-        after=((places * 4, 4, places, places // 32, 4),)
-    )
+    masks = (2 * 4 * 16 * 32, 2 * 4 * 16)
+    assert scratch("safe_softmax", x, -1, kernel_target=V100).after == (masks, (*masks, 4))
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 128, 128), (2, 4, 16, 32), (6, 10)])
+@pytest.mark.parametrize("dtype", [SINGLE, BF16, torch.float64])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_softmax_takes_on_the_cpu_what_the_profiler_says(shape, dtype, is_turned) -> None:
+    x = torch.randn(shape).to(dtype)
+    x = x.mT.contiguous().mT if is_turned else x
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        torch.ops.aten._safe_softmax(x, -1)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    peaks = list(accumulate(sizes))
+    moments = scratch("safe_softmax", x, -1, kernel_target=CpuTarget(threads=1)).after
+    assert sizes[0] == x.nbytes, "the result"
+    assert max(peaks) - x.nbytes == max(map(sum, moments))
+    if shape == (4, 8, 128, 128) and dtype == SINGLE and not is_turned:
+        assert max(peaks) - x.nbytes == 528_388

@@ -406,6 +406,10 @@ def test_softmax_backward_multiplies_first():
     assert blocks(rule("_log_softmax_backward_data", (tensor(10, 4).T, x, 1, torch.float32), x)) == [160]
 
 
+def test_safe_softmax_masks_elements_and_rows():
+    assert rule("_safe_softmax", (tensor(4, 10), 1), tensor(4, 10)).after == ((40, 4), (40, 4, 4))
+
+
 def test_ctc_backward_has_as_many_variables_as_forward():
     args = (tensor(2), tensor(50, 2, 20), longs(2, 10), [50, 50], [10, 10], tensor(2), tensor(2, 50, 21), 0)
     assert blocks(rule("_ctc_loss_backward", args, tensor(50, 2, 20))) == [2 * 50 * 21 * 4, 16, 16, 16]
