@@ -92,7 +92,7 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
     request = limits.request(
         subject.batch_size,
         unit=subject.unit,
-        dataset_size=subject.found.dataset_size if subject.found else None,
+        dataset_size=subject.loader_info.dataset_size if subject.loader_info else None,
         accumulate_grad_batches=subject.trainer.get("accumulate_grad_batches", 1),
         ranks=subject.ranks,
     )

@@ -48,7 +48,7 @@ class Subject:
         optimizer: ``(parameters) -> Optimizer`` of a plain module.
         training: False for one inference.
         datamodule: the LightningDataModule, if any.
-        found: the loaders that the batches were drawn from, if any.
+        loader_info: the loaders that the batches were drawn from, if any.
         unit: only multiples of this are batch sizes of these loaders.
         strategy: one that shards the states; None for any other, which is among the Trainer's settings.
         ranks: how many processes train together.
@@ -64,7 +64,7 @@ class Subject:
     optimizer: MakeOptimizer | None = None
     training: bool = True
     datamodule: LightningDataModule | None = None
-    found: LoaderInfo | None = None
+    loader_info: LoaderInfo | None = None
     unit: int = 1
     strategy: Strategy | None = None
     ranks: int = 1
@@ -84,7 +84,7 @@ class Subject:
     @property
     def fixed_because(self) -> str:
         """Why its batch size cannot be changed, in plain words; empty where it can."""
-        return self.found.fixed_because if self.found else ""
+        return self.loader_info.fixed_because if self.loader_info else ""
 
 
 # -- reading
@@ -127,7 +127,7 @@ def subject_of(
         raise MemGuardError("A LightningModule brings its own training_step: leave out step.")
     elif optimizer is not None:
         model, optimizer = _with_optimizer(model, optimizer), None
-    settings, strategy, ranks = _together(model, dict(trainer or {}))
+    settings, strategy, ranks = _separate_sharding(model, dict(trainer or {}))
     batches = Batches(None, None, 1, 2) if batch is None else batches_from_one(batch)
     size = batch_size or batches.small_size
     subject = Subject(model, batches, size, precision, settings, step, optimizer, True, datamodule)
@@ -146,20 +146,20 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
         datamodule.trainer = trainer
         datamodule.setup("fit")
     set_data_source(trainer, model if datamodule is None else datamodule)
-    found = find(read_run_facts(trainer), "train")
-    sampled = sample(found)
-    known = found.batch_size or sampled.batches[0].small_size
-    if found.fixed_because and batch_size not in (None, known):
+    loader_info = find(read_run_facts(trainer), "train")
+    sampled = sample(loader_info)
+    known = loader_info.batch_size or sampled.batches[0].small_size
+    if loader_info.fixed_because and batch_size not in (None, known):
         raise MemGuardError(
-            f"batch_size={batch_size} was asked for, and {found.fixed_because}: its batches hold {known}. Leave "
+            f"batch_size={batch_size} was asked for, and {loader_info.fixed_because}: its batches hold {known}. Leave "
             "batch_size out, or give an example batch in place of the loader."
         )
     return replace(
         subject,
         batches=sampled.batches[0],
         batch_size=batch_size or known,
-        found=found,
-        unit=math.lcm(found.unit, sampled.unit),
+        loader_info=loader_info,
+        unit=math.lcm(loader_info.unit, sampled.unit),
         notes=sampled.notes,
     )
 
@@ -178,7 +178,7 @@ def _with_optimizer(model: LightningModule, optimizer: MakeOptimizer) -> Lightni
     return other
 
 
-def _together(model: nn.Module, settings: dict[str, Any]) -> tuple[dict[str, Any], Strategy | None, int]:
+def _separate_sharding(model: nn.Module, settings: dict[str, Any]) -> tuple[dict[str, Any], Strategy | None, int]:
     """Settings of a Trainer that needs no device; a strategy that shards, which would need them; and how many train."""
     strategy: Any = settings.pop("strategy", None) or "auto"
     count = _count(settings.pop("devices", 1))
@@ -233,10 +233,10 @@ def program_of(subject: Subject, target: Target) -> Program:
 def lightning_program(subject: Subject, target: Target) -> LightningProgram:
     """The training step of a LightningModule."""
     model: Any = subject.model
-    found, trainer = subject.found, trainer_for(model, subject.precision, target.gpu, **subject.trainer)
+    loader_info, trainer = subject.loader_info, trainer_for(model, subject.precision, target.gpu, **subject.trainer)
     batches_per_epoch: Callable[[int], int | None] | None = _one_batch
-    if found is not None:
-        batches_per_epoch = None if found.dataset_size is None else found.batches
+    if loader_info is not None:
+        batches_per_epoch = None if loader_info.dataset_size is None else loader_info.batches
     return LightningProgram(
         trainer,
         model,
@@ -288,7 +288,9 @@ def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: o
 
 def inference_of(subject: Subject) -> Subject:
     """The same model, in one inference on the same batch."""
-    return replace(subject, training=False, trainer={}, step=_forward(subject), found=None, strategy=None, ranks=1)
+    return replace(
+        subject, training=False, trainer={}, step=_forward(subject), loader_info=None, strategy=None, ranks=1
+    )
 
 
 def _forward(subject: Subject) -> Step | None:
