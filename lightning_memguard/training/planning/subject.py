@@ -103,15 +103,9 @@ def subject_of(
 ) -> Subject:
     """Read what to plan for, once for all devices; the arguments are the fields of `Subject`.
 
-    Args:
-        model: it may be on the meta device.
-        batch: an example batch; None to draw one from ``datamodule``, or from the module's own ``train_dataloader``.
-        batch_size: the default is the batch's, or the loader's.
-        precision: one of Lightning's names.
-        step: of a plain module.
-        optimizer: of a plain module, or in place of a LightningModule's own.
-        datamodule: prepared and set up by this call.
-        trainer: more settings of a Trainer.
+    Without a ``batch``, one is drawn from ``datamodule``, which is prepared and set up, or from the module's own
+    ``train_dataloader``. Without a ``batch_size``, it is the batch's or the loader's. ``model`` may be on the meta
+    device, and ``optimizer`` may replace a LightningModule's own.
 
     Raises:
         MemGuardError: an argument is unknown, or contradicts another.
@@ -234,23 +228,17 @@ def lightning_program(subject: Subject, target: Target) -> LightningProgram:
     """The training step of a LightningModule."""
     model: Any = subject.model
     loader_info, trainer = subject.loader_info, trainer_for(model, subject.precision, target.gpu, **subject.trainer)
-    batches_per_epoch: Callable[[int], int | None] | None = _one_batch
-    if loader_info is not None:
-        batches_per_epoch = None if loader_info.dataset_size is None else loader_info.batches
+    known = loader_info.batches if loader_info and loader_info.dataset_size is not None else None
     return LightningProgram(
         trainer,
         model,
         subject.batches,
         target.device,
-        batches_per_epoch=batches_per_epoch,
+        batches_per_epoch=known if loader_info else lambda _: 1,
         datamodule=subject.datamodule,
         gpu=target.gpu,
         strategy=subject.strategy or trainer.strategy,
     )
-
-
-def _one_batch(_: int) -> int:
-    return 1
 
 
 def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: object) -> Trainer:
