@@ -167,17 +167,13 @@ def check_precision(name: str) -> None:
 class LoopProgram(Program):
     """``zero_grad``, forward, backward, ``step``: the loop that PyTorch's tutorials write, over a plain module.
 
-    Attributes:
+    Attributes: those of `Program`, and
         model: any module; only copies of it run.
-        batches: batches of any size.
         step: ``(model, batch) -> loss``.
         optimizer: ``(parameters) -> Optimizer``, or None to keep gradients only.
-        device: where it runs.
-        precision: one of Lightning's names, such as ``"bf16-mixed"``.
         training: False for one forward under ``torch.no_grad``.
-        gpu: the GPU behind the device.
         accumulate_grad_batches: above 1, each batch finds the gradients of the one before.
-        changes: what is done to each copy in its first step.
+        changes: done to each copy in its first step.
     """
 
     model: nn.Module

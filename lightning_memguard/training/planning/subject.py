@@ -48,7 +48,7 @@ class Subject:
         optimizer: ``(parameters) -> Optimizer`` of a plain module.
         training: False for one inference.
         datamodule: the LightningDataModule, if any.
-        found: the loaders that the batches were drawn from, if any.
+        loader_info: the loaders that the batches were drawn from, if any.
         unit: only multiples of this are batch sizes of these loaders.
         strategy: one that shards the states; None for any other, which is among the Trainer's settings.
         ranks: how many processes train together.
@@ -64,7 +64,7 @@ class Subject:
     optimizer: MakeOptimizer | None = None
     training: bool = True
     datamodule: LightningDataModule | None = None
-    found: LoaderInfo | None = None
+    loader_info: LoaderInfo | None = None
     unit: int = 1
     strategy: Strategy | None = None
     ranks: int = 1
@@ -84,7 +84,7 @@ class Subject:
     @property
     def fixed_because(self) -> str:
         """Why its batch size cannot be changed, in plain words; empty where it can."""
-        return self.found.fixed_because if self.found else ""
+        return self.loader_info.fixed_because if self.loader_info else ""
 
 
 # -- reading
@@ -103,15 +103,9 @@ def subject_of(
 ) -> Subject:
     """Read what to plan for, once for all devices; the arguments are the fields of `Subject`.
 
-    Args:
-        model: it may be on the meta device.
-        batch: an example batch; None to draw one from ``datamodule``, or from the module's own ``train_dataloader``.
-        batch_size: the default is the batch's, or the loader's.
-        precision: one of Lightning's names.
-        step: of a plain module.
-        optimizer: of a plain module, or in place of a LightningModule's own.
-        datamodule: prepared and set up by this call.
-        trainer: more settings of a Trainer.
+    Without a ``batch``, one is drawn from ``datamodule``, which is prepared and set up, or from the module's own
+    ``train_dataloader``. Without a ``batch_size``, it is the batch's or the loader's. ``model`` may be on the meta
+    device, and ``optimizer`` may replace a LightningModule's own.
 
     Raises:
         MemGuardError: an argument is unknown, or contradicts another.
@@ -127,7 +121,7 @@ def subject_of(
         raise MemGuardError("A LightningModule brings its own training_step: leave out step.")
     elif optimizer is not None:
         model, optimizer = _with_optimizer(model, optimizer), None
-    settings, strategy, ranks = _together(model, dict(trainer or {}))
+    settings, strategy, ranks = _separate_sharding(model, dict(trainer or {}))
     batches = Batches(None, None, 1, 2) if batch is None else batches_from_one(batch)
     size = batch_size or batches.small_size
     subject = Subject(model, batches, size, precision, settings, step, optimizer, True, datamodule)
@@ -146,20 +140,20 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
         datamodule.trainer = trainer
         datamodule.setup("fit")
     set_data_source(trainer, model if datamodule is None else datamodule)
-    found = find(read_run_facts(trainer), "train")
-    sampled = sample(found)
-    known = found.batch_size or sampled.batches[0].small_size
-    if found.fixed_because and batch_size not in (None, known):
+    loader_info = find(read_run_facts(trainer), "train")
+    sampled = sample(loader_info)
+    known = loader_info.batch_size or sampled.batches[0].small_size
+    if loader_info.fixed_because and batch_size not in (None, known):
         raise MemGuardError(
-            f"batch_size={batch_size} was asked for, and {found.fixed_because}: its batches hold {known}. Leave "
+            f"batch_size={batch_size} was asked for, and {loader_info.fixed_because}: its batches hold {known}. Leave "
             "batch_size out, or give an example batch in place of the loader."
         )
     return replace(
         subject,
         batches=sampled.batches[0],
         batch_size=batch_size or known,
-        found=found,
-        unit=math.lcm(found.unit, sampled.unit),
+        loader_info=loader_info,
+        unit=math.lcm(loader_info.unit, sampled.unit),
         notes=sampled.notes,
     )
 
@@ -178,7 +172,7 @@ def _with_optimizer(model: LightningModule, optimizer: MakeOptimizer) -> Lightni
     return other
 
 
-def _together(model: nn.Module, settings: dict[str, Any]) -> tuple[dict[str, Any], Strategy | None, int]:
+def _separate_sharding(model: nn.Module, settings: dict[str, Any]) -> tuple[dict[str, Any], Strategy | None, int]:
     """Settings of a Trainer that needs no device; a strategy that shards, which would need them; and how many train."""
     strategy: Any = settings.pop("strategy", None) or "auto"
     count = _count(settings.pop("devices", 1))
@@ -233,24 +227,18 @@ def program_of(subject: Subject, target: Target) -> Program:
 def lightning_program(subject: Subject, target: Target) -> LightningProgram:
     """The training step of a LightningModule."""
     model: Any = subject.model
-    found, trainer = subject.found, trainer_for(model, subject.precision, target.gpu, **subject.trainer)
-    batches_per_epoch: Callable[[int], int | None] | None = _one_batch
-    if found is not None:
-        batches_per_epoch = None if found.dataset_size is None else found.batches
+    loader_info, trainer = subject.loader_info, trainer_for(model, subject.precision, target.gpu, **subject.trainer)
+    known = loader_info.batches if loader_info and loader_info.dataset_size is not None else None
     return LightningProgram(
         trainer,
         model,
         subject.batches,
         target.device,
-        batches_per_epoch=batches_per_epoch,
+        batches_per_epoch=known if loader_info else lambda _: 1,
         datamodule=subject.datamodule,
         gpu=target.gpu,
         strategy=subject.strategy or trainer.strategy,
     )
-
-
-def _one_batch(_: int) -> int:
-    return 1
 
 
 def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: object) -> Trainer:
@@ -288,7 +276,9 @@ def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: o
 
 def inference_of(subject: Subject) -> Subject:
     """The same model, in one inference on the same batch."""
-    return replace(subject, training=False, trainer={}, step=_forward(subject), found=None, strategy=None, ranks=1)
+    return replace(
+        subject, training=False, trainer={}, step=_forward(subject), loader_info=None, strategy=None, ranks=1
+    )
 
 
 def _forward(subject: Subject) -> Step | None:

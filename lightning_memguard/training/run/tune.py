@@ -17,7 +17,7 @@ from lightning_memguard.core.capture.fake_cuda import gpu_of
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.advice import shortlist, what_would_fit
-from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.replay.footprint import Footprint
@@ -31,7 +31,7 @@ from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts,
 from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, leaves_one
 from lightning_memguard.training.data.samples import RunSamples, sample
 from lightning_memguard.training.planning.advise import Advised, try_remedies
-from lightning_memguard.training.planning.search import Limits, largest_that_runs
+from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
