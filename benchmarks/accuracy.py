@@ -276,7 +276,7 @@ def large_errors(runs: Sequence[Run], limit: float = 5.0) -> None:
         print(
             f"  {run.model} {run.optimizer} {run.batch} on {run.gpu.split('GeForce ')[-1]} ({run.version}): "
             f"{abs(missing):.0f} MiB {'missing' if missing > 0 else 'too many'}, "
-            f"{missing / run.batch:+.2f} MiB an item; taken for {CAUSES.get(run.model, 'no cause found')}"
+            f"{missing / run.batch:+.2f} MiB an item; attributed to {CAUSES.get(run.model, 'no known cause')}"
         )
 
 
@@ -309,7 +309,6 @@ class Recorded:
 
 def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Recorded:
     """Predict one training of the corpus for the GPU that it was recorded on."""
-    from corpus import corpus
     from torch.utils.data import DataLoader
 
     from lightning_memguard.core.capture.batch import batches_from_one
@@ -318,7 +317,8 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
     from lightning_memguard.core.replay.replay import replay
     from lightning_memguard.core.replay.settings import AllocatorSettings
     from lightning_memguard.training.adapter.program import LightningProgram
-    from lightning_memguard.training.planning.estimate import trainer_for
+    from lightning_memguard.training.planning.subject import trainer_for
+    from shared.corpus import corpus
 
     quieten()
     name, case, machine = task

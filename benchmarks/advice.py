@@ -23,8 +23,6 @@ import pytorch_lightning as pl
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, default_collate
-from truth import fit, live_bytes, memory_events, quieten
-from zoo import Case, case_named
 
 from lightning_memguard.core.capture.batch import batches_from_one
 from lightning_memguard.core.capture.predict import Prediction, predict
@@ -32,8 +30,10 @@ from lightning_memguard.core.decision.advice import Advice
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.planning.advise import advise
-from lightning_memguard.training.planning.estimate import trainer_for
+from lightning_memguard.training.planning.advise import try_remedies
+from lightning_memguard.training.planning.subject import trainer_for
+from shared.truth import fit, live_bytes, memory_events, quieten
+from shared.zoo import Case, case_named
 
 OPTIMIZER = "adam"
 MIB = 2**20
@@ -134,7 +134,7 @@ def main() -> None:
     case, size = case_named(arguments.case), arguments.batch_size
     prediction = predicted(case, size)
     need = prediction.footprint_at(size).peak_allocated_bytes
-    found = advise(prediction, size, Budget(need, int(arguments.budget_share * need), 0, "given"))
+    found = try_remedies(prediction, size, Budget(need, int(arguments.budget_share * need), 0, "given")).advice
     as_it_is = Followed("as it is", size, need, measured_bytes(case, size))
     print_table([as_it_is, *(follow(case, each) for each in found)])
 

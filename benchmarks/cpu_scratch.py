@@ -21,8 +21,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
-from truth import fit, operator_of, quieten, walk
-from zoo import Case, case_named
+
+from shared.truth import fit, operator_of, quieten, walk
+from shared.zoo import Case, case_named
 
 MARKER = "dispatched::"
 

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from predicted import Predicted, predict_all
-from truth import Truth, measure_all
-from zoo import CASES, Case, case_named
+from shared.predicted import Predicted, predict_all
+from shared.truth import Truth, measure_all
+from shared.zoo import CASES, Case, case_named
 
 LARGE_ERROR_PERCENT = 0.3
 TIGHT_CASES = ("mlp", "cnn_batch_norm", "resnet", "unet", "transformer", "gpt", "gan", "contrastive")
@@ -79,6 +79,13 @@ def compare(case: Case, quick: bool, steps: int, threads: int | None) -> list[Co
     predicted = predict_all(case, optimizers, sizes, threads)
     measured = measure_all(case, optimizers, sizes, steps, threads)
     return [Comparison(p, m) for p, m in zip(predicted, measured, strict=True)]
+
+
+def print_cases() -> None:
+    for case in CASES:
+        parameters = sum(p.numel() for p in case.build(case.optimizers[0]).parameters())
+        sizes = ", ".join(map(str, case.batch_sizes))
+        print(f"{case.name:24} {parameters / 1e6:7.2f} M parameters   sizes {sizes:14}  {', '.join(case.optimizers)}")
 
 
 def print_table(comparisons: Sequence[Comparison]) -> None:
@@ -172,6 +179,7 @@ def for_each(cases: Sequence[Case], work: Callable[[Case], Result], jobs: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these cases only")
+    parser.add_argument("--list", action="store_true", help="print the cases with their parameters and stop")
     parser.add_argument(
         "--quick", action="store_true", help="the middle batch size and the last optimizer of each case"
     )
@@ -183,6 +191,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here too")
     arguments = parser.parse_args()
+    if arguments.list:
+        print_cases()
+        return
     names = arguments.only or (TIGHT_CASES if arguments.tight else [case.name for case in CASES])
     cases = [case_named(name) for name in names]
     if arguments.tight:

@@ -33,9 +33,9 @@ from pytorch_lightning.utilities.memory import is_oom_error
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
-from truth import quieten
 
 from lightning_memguard import MemGuard
+from shared.truth import quieten
 
 WHO = ("BatchSizeFinder", "MemGuard")
 SECONDS_AT_MOST = 150

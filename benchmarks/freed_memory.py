@@ -5,6 +5,7 @@ Real training steps in one process, with glibc's own rule and with MemGuard's, i
     python benchmarks/freed_memory.py
 """
 
+import argparse
 import ctypes
 import statistics
 import time
@@ -12,9 +13,9 @@ import warnings
 
 import torch
 from torch.utils.data import default_collate
-from zoo import case_named
 
 from lightning_memguard.core.device.malloc import return_freed_memory
+from shared.zoo import case_named
 
 ROUNDS = 6
 SIZES = {"resnet": 32, "unet": 32, "mlp": 1024}
@@ -51,6 +52,7 @@ def seconds_of(name: str) -> tuple[float, float, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     warnings.filterwarnings("ignore")
     torch.set_flush_denormal(True)
     if not hasattr(ctypes.CDLL(None), "mallopt"):

@@ -27,10 +27,10 @@ from torch._C._profiler import _EventType
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
-from truth import MARKER, mark, quieten, walk
 
 from lightning_memguard import MemGuard, estimate
 from lightning_memguard.units import format_bytes
+from shared.truth import MARKER, mark, quieten, walk
 
 VOCABULARY = 2000
 WIDTH = 64

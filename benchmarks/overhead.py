@@ -19,9 +19,9 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from truth import quieten
 
 from lightning_memguard import MemGuard
+from shared.truth import quieten
 
 
 class Tiny(pl.LightningModule):

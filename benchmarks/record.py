@@ -71,7 +71,7 @@ def conditions(options: argparse.Namespace) -> str:
     """The GPU, torch and corpus that a figure belongs to; asked without a CUDA context, which would cost memory."""
     import torch
 
-    here = Path(__file__).parent
+    here = Path(__file__).parent / "shared"
     digest = hashlib.sha256(b"".join((here / name).read_bytes() for name in ("corpus.py", "zoo.py"))).hexdigest()
     device = gpu_name() if options.accelerator == "cuda" else "CPU"
     size = f", batch size {options.batch_size}" if options.batch_size else ""
@@ -174,9 +174,10 @@ def write(path: Path, recording: dict[str, Any]) -> None:
 def train(name: str, accelerator: str, batch_size: int | None) -> dict[str, Any]:
     """Build, wait for the word, train, measure."""
     import torch
-    from corpus import corpus, pl
     from torch.utils.data import DataLoader
-    from truth import quieten
+
+    from shared.corpus import corpus, pl
+    from shared.truth import quieten
 
     quieten()
     warnings.simplefilter("ignore")
@@ -487,7 +488,8 @@ def machine(torch: Any, pl: Any, gpu: Gpu | None) -> dict[str, Any]:
 def probe_all(accelerator: str, seconds: float) -> dict[str, Any]:
     """Call operator after operator until the time is up."""
     import torch
-    from corpus import pl, probes
+
+    from shared.corpus import pl, probes
 
     warnings.simplefilter("ignore")
     every = probes()
@@ -512,7 +514,7 @@ def probe_all(accelerator: str, seconds: float) -> dict[str, Any]:
 
 def probed(torch: Any, probe: Any, device: str) -> dict[str, Any]:
     """What one call took, the first time and again: libraries keep what they took at first, or search only then."""
-    from corpus import described
+    from shared.corpus import described
 
     told: dict[str, Any] = {"name": probe.name, "flags": dict(probe.flags)}
     tf32 = probe.flags.get("tf32", False)
@@ -615,23 +617,27 @@ def main() -> None:
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batch-size", type=int, help="in place of the corpus's own")
     parser.add_argument("--list", action="store_true", help="print the trainings and stop")
+    parser.add_argument("--list-probes", action="store_true", help="print the probes and stop")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child = options.child
-        probes = child == PROBES
         found = (
             probe_all(options.accelerator, options.probe_seconds)
-            if probes
+            if child == PROBES
             else train(child, options.accelerator, options.batch_size)
         )
         print(json.dumps(found), flush=True)
         return
-    from corpus import BASES, corpus
-    from corpus import main as list_all
+    from shared.corpus import BASES, corpus, probes
 
     if options.list:
-        list_all([])
+        for case in corpus():
+            print(f"{case.name:<32}{case.family:<13}{case.batch_size:>6}  {case.optimizer:<15}{case.precision}")
+        return
+    if options.list_probes:
+        for probe in probes():
+            print(probe.name, *(f"{name}={value}" for name, value in probe.flags.items()))
         return
     names = [case.name for case in corpus()]
     names.insert(len(BASES), PROBES)

@@ -11,6 +11,7 @@ For a ResNet-50-shaped and a GPT-2-small-shaped module, in one process and one r
     python benchmarks/speed.py
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -21,13 +22,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.data import DataLoader
-from truth import quieten
-from zoo import Case, case_named
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.replay.footprint import footprint
 from lightning_memguard.training.run.tune import Tuning, tune
+from shared.truth import quieten
+from shared.zoo import Case, case_named
 
 ROUNDS = 3
 
@@ -117,6 +118,7 @@ def measure(case: Case) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     quieten()
     # at batch size 1 gradients soon vanish, and denormal numbers would slow the real step
     torch.set_flush_denormal(True)

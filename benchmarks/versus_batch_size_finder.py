@@ -25,14 +25,14 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from finder_defects import SCENARIOS, print_defects
 from pytorch_lightning.callbacks import BatchSizeFinder
 from torch.utils.data import DataLoader
-from truth import quieten
-from zoo import Case, case_named
 
+from finder_defects import SCENARIOS, print_defects
 from lightning_memguard import MemGuard
 from lightning_memguard.units import format_bytes, parse_bytes
+from shared.truth import quieten
+from shared.zoo import Case, case_named
 
 STEPS = 3
 

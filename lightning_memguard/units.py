@@ -31,7 +31,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_count(count: int) -> str:
-    """Write how many of something there are, in decimal units; nothing where there are none.
+    """Write a count for a person, in decimal units; nothing for 0.
 
     >>> format_count(58_982_400), format_count(640)
     ('59.0 M', '640')
@@ -53,16 +53,16 @@ def parse_bytes(quantity: int | str) -> int:
         The number of bytes, rounded down.
 
     Raises:
-        MemGuardError: the text is no quantity of bytes, or the quantity is not above zero.
+        MemGuardError: the text is not a quantity of bytes, or it is not positive.
 
     >>> parse_bytes("24GiB")
     25769803776
     """
     if isinstance(quantity, bool) or not isinstance(quantity, (int, str)):
-        raise MemGuardError(f"{quantity!r} is no number of bytes; write an int, or text such as '24GiB'.")
+        raise MemGuardError(f"{quantity!r} is not a number of bytes; pass an int, or text such as '24GiB'.")
     nbytes = quantity if isinstance(quantity, int) else _parse_text(quantity)
     if nbytes <= 0:
-        raise MemGuardError(f"{quantity!r} is not above zero bytes; write an int, or text such as '24GiB'.")
+        raise MemGuardError(f"{quantity!r} is not a positive number of bytes; pass an int, or text such as '24GiB'.")
     return nbytes
 
 
@@ -71,6 +71,6 @@ def _parse_text(text: str) -> int:
     scale = (_BINARY | _DECIMAL).get(match[2].upper()) if match else None
     if match is None or scale is None:
         raise MemGuardError(
-            f"{text!r} is no quantity of bytes; write an int, or text such as '24GiB', '800MB' or '512 MiB'."
+            f"{text!r} is not a quantity of bytes; pass an int, or text such as '24GiB', '800MB' or '512 MiB'."
         )
     return int(Decimal(match[1].replace("_", "")) * scale)

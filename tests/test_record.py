@@ -24,10 +24,12 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def benchmarks() -> Any:
-    """Import a benchmark by name; they import each other as scripts do."""
+    """Import a benchmark script or one of their shared modules, by name; they import each other as scripts do."""
     sys.path.insert(0, str(BENCHMARKS))
 
     def load(name: str) -> ModuleType:
+        if name.startswith("shared."):
+            return importlib.import_module(name)
         spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
@@ -131,7 +133,7 @@ def test_what_was_recorded_under_other_conditions_is_recorded_anew(benchmarks):
 
 
 def test_out_of_memory_within_a_training_keeps_what_was_measured_until_then(benchmarks, monkeypatch):
-    record, corpus, truth = (benchmarks(name) for name in ("record", "corpus", "truth"))
+    record, corpus, truth = (benchmarks(name) for name in ("record", "shared.corpus", "shared.truth"))
 
     class Greedy(nn.Module):
         def __init__(self) -> None:
@@ -168,7 +170,7 @@ def test_a_recording_is_never_half_written(benchmarks, tmp_path):
 
 
 def test_the_corpus_is_large_and_its_names_are_unique(benchmarks):
-    cases = benchmarks("corpus").corpus()
+    cases = benchmarks("shared.corpus").corpus()
     assert len(cases) >= 60
     assert len({case.name for case in cases}) == len(cases)
     assert sum(case.history for case in cases) >= 10
@@ -225,7 +227,7 @@ def test_a_probe_tells_scratch_from_what_stays(benchmarks):
 
 
 def test_probes_are_described_so_that_they_can_be_made_again(benchmarks):
-    corpus = benchmarks("corpus")
+    corpus = benchmarks("shared.corpus")
     probes = {probe.name: probe for probe in reversed(corpus.probes())}
     assert {"aten.convolution.default", "aten.convolution_backward.default", "aten.sort.default"} <= set(probes)
     call = corpus.operator("sum.dim_IntList", corpus.Sample((2, 3, 4), "bfloat16", layout="transposed"), [1]).prepare(

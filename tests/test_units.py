@@ -55,7 +55,7 @@ def test_a_decimal_number_of_whole_bytes_is_read_exactly():
 
 @pytest.mark.parametrize("quantity", [None, True, 1.5, ["24GiB"]])
 def test_what_is_neither_int_nor_text_is_refused(quantity):
-    expected = f"{quantity!r} is no number of bytes; write an int, or text such as '24GiB'."
+    expected = f"{quantity!r} is not a number of bytes; pass an int, or text such as '24GiB'."
     with pytest.raises(MemGuardError, match=f"^{re.escape(expected)}$"):
         parse_bytes(quantity)
 
@@ -63,15 +63,15 @@ def test_what_is_neither_int_nor_text_is_refused(quantity):
 @pytest.mark.parametrize(
     "text", ["", "GiB", "24 GB/s", "24XiB", "-1GiB", "1,5GiB", "1e9", "1.GiB", "_1GiB", "24 Gi B", "\u0663GiB"]
 )
-def test_text_that_is_no_quantity_is_refused_with_three_that_are(text):
-    expected = f"{text!r} is no quantity of bytes; write an int, or text such as '24GiB', '800MB' or '512 MiB'."
+def test_text_that_is_not_a_quantity_is_refused_with_three_that_are(text):
+    expected = f"{text!r} is not a quantity of bytes; pass an int, or text such as '24GiB', '800MB' or '512 MiB'."
     with pytest.raises(MemGuardError, match=f"^{re.escape(expected)}$"):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize("quantity", [0, -3, "0", "0GiB", "0.5B", "0.0001KiB"])
 def test_nothing_and_less_is_refused(quantity):
-    expected = f"{quantity!r} is not above zero bytes; write an int, or text such as '24GiB'."
+    expected = f"{quantity!r} is not a positive number of bytes; pass an int, or text such as '24GiB'."
     with pytest.raises(MemGuardError, match=f"^{re.escape(expected)}$"):
         parse_bytes(quantity)
 

@@ -1,4 +1,4 @@
-"""What came otherwise than predicted, in words: a larger batch; a step that ran out of memory."""
+"""Where a run departs from its prediction, in words: a larger batch; a step that ran out of memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Shapes
+from lightning_memguard.report.words import peak_words
 from lightning_memguard.units import format_bytes
 
 _MOST_SHAPES = 6
@@ -15,7 +16,7 @@ _MOST_SHAPES = 6
 
 @dataclass(frozen=True)
 class Larger:
-    """A batch that is larger than the one predicted from, and what it will take."""
+    """A batch that is larger than the one the prediction is based on, and the memory it needs."""
 
     shapes: Shapes
     predicted_shapes: Shapes
@@ -24,34 +25,34 @@ class Larger:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits all the same."""
+        """Whether it fits nevertheless."""
         return self.footprint.most_device_bytes <= self.budget.usable_bytes
 
 
 def announcement(larger: Larger, role: str, batch_idx: int) -> str:
-    """Say what a batch that is larger than predicted will take, and whether it fits."""
+    """Say what a batch that is larger than predicted needs, and whether it fits."""
     need, budget = larger.footprint.most_device_bytes, larger.budget
-    kind = "training" if role == "train" else "evaluation"
-    fits = "it fits" if larger.fits else "it may run out of memory; lower the batch size or cut long samples"
+    kind = "Training" if role == "train" else "Evaluation"
+    fits = "It fits" if larger.fits else "It may run out of memory: lower the batch size or truncate long samples"
     return (
-        f"{kind.capitalize()} batch {batch_idx} has {_listed(larger.shapes)}, larger than the "
-        f"{_listed(larger.predicted_shapes)} predicted from: predicted to take {format_bytes(need)} of the "
-        f"{format_bytes(budget.usable_bytes)} that {budget.device} offers after the margin: {fits}."
+        f"{kind} batch {batch_idx} has {_listed(larger.shapes)}, larger than the {_listed(larger.predicted_shapes)} "
+        f"of the prediction. It is predicted to need {format_bytes(need)}; {budget.device} offers "
+        f"{format_bytes(budget.usable_bytes)} after the margin. {fits}."
     )
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An out-of-memory error, and what was known when it came.
+    """An out-of-memory error, and what was known when it was raised.
 
     Attributes:
-        predicted: the footprint that was decided on.
-        measured: what the training had taken by then, or None where nothing tells.
+        predicted: the footprint that the batch size was chosen by.
+        measured: the peak up to then; None if it cannot be measured.
         budget: what the device offered at setup.
-        budget_now: what it offers now, or None where it does not say.
+        budget_now: what it offers now; None if it does not report it.
         shapes: of the batch that failed.
-        predicted_shapes: of the batch predicted from.
-        would_fit: the largest batch size that would have fitted; None if not even one sample would.
+        predicted_shapes: of the batch the prediction is based on.
+        would_fit: the largest batch size that would have fit; None if not even one sample would.
     """
 
     predicted: Footprint
@@ -64,30 +65,22 @@ class Failure:
 
 
 def note(failure: Failure) -> str:
-    """Say what was predicted and what came, what else is on the device, which batch it was, and what would have fit."""
-    notes = [f"It had assumed: {text}." for text in failure.predicted.notes]
-    words = [_predicted(failure), _room(failure), _batch(failure), *notes, _advice(failure)]
-    return "\n".join(words)
+    """Predicted versus measured, what else is on the device, which batch it was, and what would have fit."""
+    assumed = [f"The prediction assumed: {text}." for text in failure.predicted.notes]
+    return "\n".join([_predicted(failure), _room(failure), _batch(failure), *assumed, _advice(failure)])
 
 
 def _predicted(failure: Failure) -> str:
-    predicted = failure.predicted
+    predicted, measured = failure.predicted, failure.measured
+    peak, most = format_bytes(predicted.peak_device_bytes), predicted.most_device_bytes
+    at_most = "" if most == predicted.peak_device_bytes else f" (at most {format_bytes(most)})"
+    so_far = "the peak up to this error could not be measured"
+    if measured is not None and measured.peak_bytes:
+        so_far = f"the measured peak up to this error is {format_bytes(measured.peak_bytes)} ({measured.source})"
     return (
-        f"MemGuard predicted {format_bytes(predicted.peak_device_bytes)} at batch size {predicted.batch_size}"
-        f"{_at_most(predicted)}, peak in {predicted.phase or 'the step'}; {_measured(failure.measured)}."
+        f"MemGuard predicted a peak of {peak}{at_most} in the {peak_words(predicted)} at batch size "
+        f"{predicted.batch_size}; {so_far}."
     )
-
-
-def _at_most(predicted: Footprint) -> str:
-    if predicted.most_device_bytes == predicted.peak_device_bytes:
-        return ""
-    return f" ({format_bytes(predicted.most_device_bytes)} at most)"
-
-
-def _measured(measured: Measured | None) -> str:
-    if measured is None or not measured.peak_bytes:
-        return "what had been taken by then could not be measured"
-    return f"{format_bytes(measured.peak_bytes)} had been taken by then ({measured.source})"
 
 
 def _room(failure: Failure) -> str:
@@ -97,18 +90,18 @@ def _room(failure: Failure) -> str:
         return f"{then}."
     others = max(0, now.total_bytes - now.free_bytes)
     return (
-        f"{then}; now {format_bytes(now.free_bytes)} of its {format_bytes(now.total_bytes)} are this training's to "
-        f"take ({now.source}), {format_bytes(others)} are taken by others."
+        f"{then}; now it offers {format_bytes(now.free_bytes)} of {format_bytes(now.total_bytes)} to this run "
+        f"({now.source}), and other processes hold {format_bytes(others)}."
     )
 
 
 def _batch(failure: Failure) -> str:
     if not failure.shapes:
-        return "No batch had been seen yet: memory ran out before the first step."
+        return "Memory ran out before the first batch."
     shapes = _listed(failure.shapes)
     if failure.shapes == failure.predicted_shapes:
-        return f"The batch was as predicted: {shapes}."
-    return f"The batch had {shapes}; predicted from {_listed(failure.predicted_shapes)}."
+        return f"The batch had the predicted shape: {shapes}."
+    return f"The batch had {shapes}; the prediction is for {_listed(failure.predicted_shapes)}."
 
 
 def _listed(shapes: Shapes) -> str:
@@ -117,15 +110,13 @@ def _listed(shapes: Shapes) -> str:
 
 
 def _advice(failure: Failure) -> str:
-    if failure.would_fit is None:
+    size = failure.would_fit
+    if size is None:
         return (
-            "Not even one sample would have fitted: use bf16-mixed precision, activation checkpointing, or a smaller "
+            "Not even one sample would have fit: use bf16-mixed precision, activation checkpointing, or a smaller "
             "model."
         )
-    taken = failure.measured.peak_bytes if failure.measured else 0
-    over = taken > failure.predicted.peak_device_bytes
-    grown = " if steps take as much more than predicted as this one did" if over else ""
-    return (
-        f"A batch size of {failure.would_fit} would have fitted{grown}: set max_batch_size={failure.would_fit}, or "
-        "raise `margin`."
-    )
+    measured_bytes = failure.measured.peak_bytes if failure.measured else 0
+    over = measured_bytes > failure.predicted.peak_device_bytes
+    scaled = ", assuming steps exceed the prediction as much as this one did" if over else ""
+    return f"Batch size {size} would have fit{scaled}: set max_batch_size={size}, or raise `margin`."

@@ -1,8 +1,7 @@
-"""Decision and records -> what each logger can show beside scalars: the table, pictures, a layout of charts.
+"""Decision and records -> what each logger can show next to scalars: the table, pictures, a layout of charts.
 
-This file changes when a logging library does. None of them is imported: a logger is told by the methods it has. They
-are looked up on its class, since Lightning's dummy loggers (of ``fast_dev_run``, and of ranks other than zero) pretend
-to have any method at all.
+This file changes when a logging library does. None of them is imported: a logger is recognized by the methods of its
+class, since Lightning's dummy loggers (of ``fast_dev_run``, and of ranks other than zero) answer to any method.
 """
 
 from __future__ import annotations
@@ -21,98 +20,90 @@ from lightning_memguard.units import MIB
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch.utils.tensorboard import SummaryWriter
 
 SETUP_NAME, PICTURE_NAME = "memguard_setup.md", "memguard_peak.png"
 
 _SETUP, _PICTURE = "memguard/setup", "memguard/peak"
-_DRAWN_EVERY_TIME = 16
+_EPOCHS_ALWAYS_DRAWN = 16
 _CHANGE_TO_DRAW = 0.01
 _MOST_TO_READ = 8 * MIB
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What is shown once a run: the decision, and what runs, where the decision's phase does not say so."""
+class _Setup:
+    """What is shown once per run: the decision, and what runs if the decision's phase does not say so."""
 
     decision: Decision
     kind: str = "training"
 
     @property
     def markdown(self) -> str:
-        """The table and the sentences under it."""
         return markdown(self.decision, self.kind)
 
 
-class Board(Protocol):
-    """Where a run's table and pictures go; any method may raise."""
+class _Board(Protocol):
+    """Where a run's table and pictures go, each picture of a run by its ``name``; any method may raise."""
 
-    def show_setup(self, setup: Setup, step: int) -> None:
-        """Show the table."""
+    def show_setup(self, setup: _Setup, step: int) -> None: ...
 
-    def show_picture(self, picture: Image, name: str, step: int) -> None:
-        """Show a picture; ``name`` tells it from others of the same run."""
+    def show_picture(self, picture: Image, name: str, step: int) -> None: ...
 
 
 @dataclass
 class Boards:
-    """The loggers of one run, each shown what it can show. Nothing here raises: a logger that fails is left alone.
+    """The loggers of one run, each shown what it can show. Nothing here raises: a logger that fails is dropped.
 
-    For the process of global rank zero. Scalars are not its business: those go to every logger by ``log_metrics``.
+    For the process of global rank zero. Scalars do not come through here: they go to every logger by ``log_metrics``.
 
     Args:
         loggers: the Trainer's.
         folder: where files go if no logger takes the table and pictures; None for nowhere. The names are
-            ``memguard_setup.md`` and ``memguard_peak.png``, the last one drawn; a CSV logger gets the same beside its
+            ``memguard_setup.md`` and ``memguard_peak.png``, the most recent one; a CSV logger gets the same next to its
             ``metrics.csv``.
-
-    Example:
-        >>> boards = Boards(trainer.loggers, Path(trainer.log_dir))  # doctest: +SKIP
-        >>> boards.log_setup(guard.decision)  # doctest: +SKIP
-        >>> boards.log_epoch(record, trainer.global_step)  # doctest: +SKIP
     """
 
     loggers: Iterable[Any]
     folder: Path | None = None
-    _boards: list[tuple[str, Board]] = field(init=False, repr=False)
+    _boards: list[tuple[str, _Board]] = field(default_factory=list, init=False, repr=False)
     _epochs: int = field(default=0, init=False, repr=False)
     _last_drawn_bytes: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._boards = []
         for logger in self.loggers:
             name = type(logger).__name__
             try:
                 board = _board_of(logger)
-            except Exception as error:  # noqa: BLE001 - a logger's trouble is not the training's
+            except Exception as error:  # noqa: BLE001 - a logger's failure must not fail the training
                 _warn(name, error)
                 continue
             if board is not None:
                 self._boards.append((name, board))
         if not self._boards and self.folder is not None:
-            self._boards.append((str(self.folder), Folder(self.folder)))
+            self._boards.append((str(self.folder), _Folder(self.folder)))
 
     def log_setup(self, decision: Decision, step: int = 0, kind: str = "training") -> None:
-        """Show the table, the layout of the charts and the predicted picture: once a run, the decision being known.
+        """Show the table, the layout of the charts and the predicted picture: once per run, after the decision.
 
         Call it before anything is measured: what drawing loads is then in memory already.
 
         Args:
             decision: what was predicted and chosen.
-            step: the Trainer's step, more than 0 where a run is resumed.
-            kind: what runs, where the decision's phase does not say so.
+            step: the Trainer's step, more than 0 if a run is resumed.
+            kind: what runs, if the decision's phase does not say so.
         """
-        self._show(lambda board: board.show_setup(Setup(decision, kind), step))
+        self._show(lambda board: board.show_setup(_Setup(decision, kind), step))
         self._draw(picture_of_setup(decision), "setup", step)
 
     def log_epoch(self, record: EpochRecord, step: int) -> None:
-        """Show predicted beside measured as a picture, for each epoch that has something new to see.
+        """Show predicted versus measured as a picture, for each epoch that has something new to show.
 
         That is each of the first 16; after these, one whose measured peak differs by more than 1 % from that of the
         last picture, and the 32nd, 64th, ...: runs of ten thousand short epochs exist, and a picture has 50 KB.
         """
         self._epochs += 1
         last, now = self._last_drawn_bytes, record.measured.peak_bytes
-        few = self._epochs <= _DRAWN_EVERY_TIME or self._epochs.bit_count() == 1
+        few = self._epochs <= _EPOCHS_ALWAYS_DRAWN or self._epochs.bit_count() == 1
         if few or abs(now - last) > _CHANGE_TO_DRAW * last:
             self._draw(picture_of_epoch(record), f"epoch_{record.epoch:04}", step)
             self._last_drawn_bytes = now
@@ -128,18 +119,15 @@ class Boards:
             return
         self._show(lambda board: board.show_picture(drawn, name, step))
 
-    def _show(self, show: Callable[[Board], None]) -> None:
-        """Do it on every board; one that fails is not asked again."""
-        self._boards = [(name, board) for name, board in self._boards if _works(show, board, name)]
-
-
-def _works(show: Callable[[Board], None], board: Board, name: str) -> bool:
-    try:
-        show(board)
-    except Exception as error:  # noqa: BLE001 - a logger's trouble is not the training's
-        _warn(name, error)
-        return False
-    return True
+    def _show(self, show: Callable[[_Board], None]) -> None:
+        """Call it for every board; one that fails is not called again."""
+        for each in list(self._boards):
+            name, board = each
+            try:
+                show(board)
+            except Exception as error:  # noqa: BLE001 - a logger's failure must not fail the training
+                _warn(name, error)
+                self._boards.remove(each)
 
 
 def _warn(name: str, error: Exception) -> None:
@@ -148,42 +136,40 @@ def _warn(name: str, error: Exception) -> None:
     )
 
 
-def _board_of(logger: Any) -> Board | None:
-    """What shows tables and pictures on this logger; None where nothing of ours is known to work."""
+def _board_of(logger: Any) -> _Board | None:
+    """What shows tables and pictures on this logger; None if nothing of ours is known to work."""
     if _has(logger, "log_table", "log_image"):
-        return WeightsAndBiases(logger)
+        return _WeightsAndBiases(logger)
     experiment = logger.experiment
     if _has(experiment, "add_text", "add_image", "add_custom_scalars"):
-        return TensorBoard(logger)
+        return _TensorBoard(logger)
     if _has(logger, "run_id") and _has(experiment, "log_text", "log_image"):
-        return MLflow(logger)
+        return _MLflow(logger)
     if _has(experiment, "log_text", "log_image", "log_table", "log_html"):
-        return Comet(logger)
+        return _Comet(logger)
     table = getattr(experiment, "metrics_file_path", None)
     if isinstance(table, str) and "://" not in table:
-        return Folder(Path(table).parent)
+        return _Folder(Path(table).parent)
     return None
 
 
-def _has(thing: Any, *methods: str) -> bool:
+def _has(thing: object, *methods: str) -> bool:
     return all(hasattr(type(thing), method) for method in methods)
 
 
 @dataclass(frozen=True)
-class TensorBoard:
-    """`torch.utils.tensorboard.SummaryWriter` and tensorboardX's: charts, text, images."""
+class _TensorBoard:
+    """`torch.utils.tensorboard.SummaryWriter` and tensorboardX's: a layout of charts, text, images by step."""
 
     logger: Any
 
-    def show_setup(self, setup: Setup, step: int) -> None:
-        """The table under Text, and a layout of charts unless the run has one."""
+    def show_setup(self, setup: _Setup, step: int) -> None:
         writer = self.logger.experiment
         writer.add_text(_SETUP, setup.markdown, step)
         if not _has_layout(writer):
             writer.add_custom_scalars(layout(setup.decision, getattr(self.logger, "_prefix", "")))
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one tag, by step
-        """Under Images, with a slider over the epochs."""
         import numpy as np
 
         self.logger.experiment.add_image(_PICTURE, np.asarray(picture), step, dataformats="HWC")
@@ -198,27 +184,24 @@ def layout(decision: Decision, prefix: str | None = "") -> dict[str, dict[str, l
     """
     start = f"{prefix}-memguard/" if prefix else "memguard/"
 
-    def named(*names: str) -> list[str]:
-        return [f"{start}{name}_gib" for name in names]
+    def chart(kind: str, *names: str) -> list[Any]:
+        return [kind, [f"{start}{name}_gib" for name in names]]
 
-    charts: dict[str, list[Any]] = {
-        "Peak: predicted, measured, the limit (GiB)": [
-            "Multiline",
-            named("predicted_peak", "actual_peak", "limit", "usable"),
-        ],
-        "Measured peak, and the margin to keep free (GiB)": ["Margin", named("actual_peak", "usable", "limit")],
+    charts = {
+        "Peak: predicted, measured and limit (GiB)": chart(
+            "Multiline", "predicted_peak", "actual_peak", "limit", "usable"
+        ),
+        "Measured peak and safety margin (GiB)": chart("Margin", "actual_peak", "usable", "limit"),
         "Parts at the predicted peak, stacked (GiB)": ["Multiline", [f"{start}stacked/.*"]],  # a regular expression
     }
     if decision.footprint is not None and decision.footprint.high is not None:
-        charts["Measured peak in the predicted range (GiB)"] = [
-            "Margin",
-            named("actual_peak", "predicted_low", "predicted_high"),
-        ]
+        title = "Measured peak within the predicted range (GiB)"
+        charts[title] = chart("Margin", "actual_peak", "predicted_low", "predicted_high")
     return {"memguard": charts}
 
 
-def _has_layout(writer: Any) -> bool:
-    """Whether the run has a layout: the user's, or ours of an earlier fit. TensorBoard shows one alone."""
+def _has_layout(writer: SummaryWriter) -> bool:
+    """Whether the run has a layout: the user's, or ours of an earlier fit. TensorBoard shows only one."""
     folder = getattr(writer, "log_dir", None) or getattr(writer, "logdir", None)
     if not folder or "://" in str(folder):
         return False
@@ -228,73 +211,65 @@ def _has_layout(writer: Any) -> bool:
 
 
 def _start_of(file: Path) -> bytes:
-    """Where a layout is written; a run that is resumed may have left gigabytes."""
+    """Where a layout is written; a run that is resumed may have left gigabytes of events."""
     with file.open("rb") as stream:
         return stream.read(_MOST_TO_READ)
 
 
 @dataclass(frozen=True)
-class WeightsAndBiases:
-    """Lightning's `WandbLogger`: a table and images among the run's media."""
+class _WeightsAndBiases:
+    """Lightning's `WandbLogger`: a table, with the sentences as rows since a run shows no Markdown, and images."""
 
     logger: Any
 
-    def show_setup(self, setup: Setup, step: int) -> None:
-        """The table; W&B shows no Markdown in a run, so the sentences are rows of it."""
+    def show_setup(self, setup: _Setup, step: int) -> None:
         heading, rows = setup_rows(setup.decision)
         self.logger.log_table(_SETUP, columns=list(heading), data=[list(row) for row in rows], step=step)
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one key, by step
-        """An image, with a slider over the epochs."""
         self.logger.log_image(_PICTURE, [picture], step)
 
 
 @dataclass(frozen=True)
-class MLflow:
+class _MLflow:
     """Lightning's `MLFlowLogger` and its `MlflowClient`: artifacts of the run, in a folder of ours."""
 
     logger: Any
 
-    def show_setup(self, setup: Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
-        """A Markdown file."""
+    def show_setup(self, setup: _Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
         self.logger.experiment.log_text(self.logger.run_id, setup.markdown, f"memguard/{SETUP_NAME}")
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - a file has no step
-        """An image file."""
         self.logger.experiment.log_image(self.logger.run_id, picture, f"memguard/peak_{name}.png")
 
 
 @dataclass(frozen=True)
-class Comet:
+class _Comet:
     """Comet's `CometExperiment`: the table under Assets, the same as text, images under Graphics."""
 
     logger: Any
 
-    def show_setup(self, setup: Setup, step: int) -> None:
-        """The rows as a table, and the whole of it as text."""
+    def show_setup(self, setup: _Setup, step: int) -> None:
         heading, rows = setup_rows(setup.decision)
         self.logger.experiment.log_table("memguard_setup.csv", [list(row) for row in rows], headers=list(heading))
         self.logger.experiment.log_text(setup.markdown, step=step)
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one name, by step
-        """An image, with a slider over the epochs."""
         self.logger.experiment.log_image(picture, name=_PICTURE, step=step)
 
 
 @dataclass(frozen=True)
-class Folder:
-    """Files, for a CSV logger and where there is no logger."""
+class _Folder:
+    """Files, for a CSV logger and for runs without a logger."""
 
     path: Path
 
-    def show_setup(self, setup: Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
-        """A Markdown file."""
+    def show_setup(self, setup: _Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / SETUP_NAME).write_text(setup.markdown, encoding="utf-8")
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - the newest replaces it
-        """An image file, replaced each time."""
         self.path.mkdir(parents=True, exist_ok=True)
         unfinished = self.path / f".{PICTURE_NAME}"
         picture.save(unfinished, "png")
-        unfinished.replace(self.path / PICTURE_NAME)  # whoever has it open never sees half of it
+        unfinished.replace(self.path / PICTURE_NAME)  # no reader sees half of it

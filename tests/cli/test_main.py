@@ -155,7 +155,7 @@ def test_one_device_is_shown_by_part_and_several_in_a_row_each(capsys) -> None:
     one = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--max-batch-size", "64")
     assert "optimizer state" in one
     assert "Batch size 8 fits." in one
-    assert "Largest batch: 64" in one
+    assert "Largest batch size: 64" in one
     several = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--device", "RTX 4090", "--max-batch-size", "64")
     assert "batch size 8 on 2 devices" in several
     assert "NVIDIA GeForce RTX 4090" in several
@@ -306,15 +306,15 @@ def test_a_report_is_written(capsys, project: Path) -> None:
     [
         (["nope.models:Net"], ["no module 'nope'", "looked in"]),
         (["nope.py:Net"], ["no file nope.py", "net.py"]),
-        (["net:Nets", *DATA], ["no 'Nets'", "Near it: Net"]),
-        (["torch.nn.Linear"], ["torch.nn:Linear meant?"]),
+        (["net:Nets", *DATA], ["no 'Nets'", "Did you mean Net"]),
+        (["torch.nn.Linear"], ["Did you mean torch.nn:Linear?"]),
         (["net:Net", *DATA], ["net:Net needs width", "width=..."]),
-        (["net:Net", "--args", "widht=3", *DATA], ["no argument 'widht'", "Near it: width"]),
+        (["net:Net", "--args", "widht=3", *DATA], ["no argument 'widht'", "Did you mean width?"]),
         (["net:Breaks", *DATA], ["ZeroDivisionError: division by zero", "self.share = 1 / 0", "net.py:"]),
-        ([*NET], ["There is no batch to plan with", "--input-shape", "--datamodule"]),
-        ([*LINEAR], ["no batch", "--input-shape"]),
-        ([*LINEAR, "--input-shape", "8,0"], ["'8,0' is no shape"]),
-        ([*LINEAR, "--input-shape", "8,512:flot32"], ["'flot32' is no type of number", "float32"]),
+        ([*NET], ["Pass a batch", "--input-shape", "--datamodule"]),
+        ([*LINEAR], ["Pass a batch", "--input-shape"]),
+        ([*LINEAR, "--input-shape", "8,0"], ["'8,0' is not a shape"]),
+        ([*LINEAR, "--input-shape", "8,512:flot32"], ["'flot32' is not a data type", "float32"]),
         ([*LINEAR, "--input-shape", "8,512", "--target-shape", "7:int64"], ["--target-shape 7:int64", "8 samples"]),
         ([*LINEAR, "--input-shape", "8,99", "--device", "T4"], ["cannot be predicted", "8 x 99 float32"]),
         ([*LINEAR, *BATCH, "--device", "H1000"], ["no GPU called 'H1000'", "H100"]),
@@ -322,13 +322,13 @@ def test_a_report_is_written(capsys, project: Path) -> None:
         ([*LINEAR, *BATCH, "--optimizer", "sgdd"], ["no 'sgdd'"]),
         ([*LINEAR, *BATCH, "--optimizer", "sgd,moment=1"], ["no argument 'moment'", "momentum"]),
         ([*LINEAR, *BATCH, "--precision", "fp8"], ["precision='fp8' is unknown"]),
-        ([*LINEAR, *BATCH, "--budget", "lots"], ["'lots' is no quantity"]),
+        ([*LINEAR, *BATCH, "--budget", "lots"], ["'lots' is not a quantity"]),
         ([*LINEAR, *BATCH, "--device", "T4", "--budget", "20GiB"], ["20.0 GiB is more than the Tesla T4 has"]),
         ([*LINEAR, *BATCH, "--margin", "5"], ["margin=5.0 is outside"]),
-        ([*LINEAR, *BATCH, "--batch-size", "0"], ["'0' is no count"]),
+        ([*LINEAR, *BATCH, "--batch-size", "0"], ["'0' is not a count"]),
         ([*LINEAR, *BATCH, "--device", "cpu", "--report", "net.py/out"], ["cannot be written", "net.py"]),
         (["--config", "nope.yaml"], ["nope.yaml cannot be read"]),
-        (["--args", *NET], ["Give a TARGET", "before the options"]),
+        (["--args", *NET], ["Pass a TARGET", "before the options"]),
     ],
     ids=lambda value: " ".join(value)[:40] if value and isinstance(value, list) else None,
 )
@@ -359,7 +359,9 @@ def test_every_command_has_help(capsys, command: list[str]) -> None:
 
 def test_help_loads_neither_torch_nor_lightning() -> None:
     code = (
-        "import sys; from lightning_memguard.cli.main import main; main(['--help']); main(['gpus', 'h100']);"
+        "import sys; from lightning_memguard.cli.main import main; main(['--help']);"
+        "[main([name, '--help']) for name in ('plan', 'layers', 'snapshot', 'gpus', 'devices')];"
+        "main(['gpus', 'h100']);"
         "print(sorted({'torch', 'lightning', 'pytorch_lightning'} & set(sys.modules)))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

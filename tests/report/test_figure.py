@@ -1,4 +1,4 @@
-"""The picture of an epoch: which bars stand in it, that they are as long as they should be, and where the limit is."""
+"""The picture of an epoch: which bars are in it, that they are as long as they should be, and where the limit is."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ BLUE = tuple(bytes.fromhex(COLOURS["parameters"][1:]))
 RED = (0xB3, 0x26, 0x1E)
 
 
-def columns_of(image, colour, at_least=1):
-    """Where a colour stands from left to right, above the legend."""
+def columns_of(image, color, at_least=1):
+    """Where a color is from left to right, above the legend."""
     pixels = image.load()
     rows = range(image.height - 90)
-    return [x for x in range(image.width) if sum(pixels[x, y] == colour for y in rows) >= at_least]
+    return [x for x in range(image.width) if sum(pixels[x, y] == color for y in rows) >= at_least]
 
 
 # Which bars
 
 
-def test_a_part_whose_size_was_read_stands_by_itself_and_what_nobody_can_tell_apart_is_one_bar():
+def test_a_part_whose_size_was_read_has_its_own_bar_and_what_cannot_be_attributed_is_one_bar():
     parameters, rest, peak = groups_of(FOOTPRINT, RECORD.measured)
     assert parameters == Group("parameters", (("parameters", 10 * MIB),), (("parameters", 10 * MIB),))
-    assert rest.name == "all else"
+    assert rest.name == "everything else"
     assert dict(rest.predicted) == {"gradients": 4 * MIB, "activations": 80 * MIB, "temporaries": 6 * MIB}
-    assert rest.measured == (("not told apart", 100 * MIB),)
+    assert rest.measured == (("not attributed", 100 * MIB),)
     assert dict(peak.predicted) == {part: nbytes for part, nbytes in FOOTPRINT.parts.items() if nbytes}
-    assert peak.measured == (("parameters", 10 * MIB), ("not told apart", 100 * MIB))
+    assert peak.measured == (("parameters", 10 * MIB), ("not attributed", 100 * MIB))
 
 
-def test_gradients_of_which_only_some_stand_at_the_peak_are_not_held_against_all_of_them():
+def test_gradients_that_are_only_partly_alive_at_the_peak_are_not_compared_with_all_of_them():
     all_there = replace(FOOTPRINT, parts={**FOOTPRINT.parts, "gradients": 10 * MIB, "activations": 74 * MIB})
     assert "gradients" not in [group.name for group in groups_of(FOOTPRINT, RECORD.measured)]
     assert "gradients" in [group.name for group in groups_of(all_there, RECORD.measured)]
 
 
-def test_on_a_gpu_the_allocators_own_peak_tells_tensors_from_what_stands_beside_them():
+def test_on_a_gpu_the_allocators_own_peak_separates_tensors_from_what_else_is_on_the_device():
     footprint = replace(FOOTPRINT, peak_reserved_bytes=110 * MIB, peak_device_bytes=600 * MIB)
     measured = Measured(590 * MIB, "nvml", READ, peak_allocated_bytes=96 * MIB, peak_reserved_bytes=108 * MIB)
     by_name = {group.name: group for group in groups_of(footprint, measured)}
-    assert list(by_name) == ["parameters", "all else", "reserve, context", "peak"]
-    assert by_name["all else"].measured == (("not told apart", 86 * MIB),)
-    assert by_name["reserve, context"].predicted == (("reserve, context", 500 * MIB),)
-    assert by_name["reserve, context"].measured == (("reserve, context", 494 * MIB),)
+    assert list(by_name) == ["parameters", "everything else", "cache, context", "peak"]
+    assert by_name["everything else"].measured == (("not attributed", 86 * MIB),)
+    assert by_name["cache, context"].predicted == (("cache, context", 500 * MIB),)
+    assert by_name["cache, context"].measured == (("cache, context", 494 * MIB),)
 
 
 @pytest.mark.parametrize("allocated", [None, 0, 96 * MIB, 700 * MIB])
 @pytest.mark.parametrize("device", [100 * MIB, 600 * MIB])
-def test_the_bars_of_the_peak_come_to_what_was_predicted_and_measured(allocated, device):
+def test_the_bars_of_the_peak_add_up_to_what_was_predicted_and_measured(allocated, device):
     footprint = replace(FOOTPRINT, peak_device_bytes=device)
     measured = Measured(590 * MIB, "nvml", READ, peak_allocated_bytes=allocated)
     *others, peak = groups_of(footprint, measured)
@@ -89,29 +89,29 @@ def test_before_anything_is_measured_each_part_has_one_bar():
 
 def test_where_nothing_could_be_measured_the_picture_says_so():
     picture = picture_of_epoch(replace(RECORD, measured=Measured(0, "unknown", READ)))
-    assert picture.figures == "predicted 100.0 MiB, nothing measured"
+    assert picture.figures == "predicted 100.0 MiB, not measured"
     assert all(group.measured is None for group in picture.groups)
 
 
-def test_the_lines_on_top_say_what_the_bars_come_to():
+def test_the_lines_on_top_say_what_the_bars_add_up_to():
     footprint = replace(FOOTPRINT, low=Peak(1, 1, 90 * MIB), high=Peak(1, 1, 120 * MIB))
     picture = picture_of_epoch(replace(RECORD, predicted=footprint))
     assert picture.title == "Epoch 3, batch size 8"
-    assert picture.figures == "predicted 100.0 MiB (90.0 MiB to 120.0 MiB), measured 110.0 MiB (-9.1%)"
+    assert picture.figures == "predicted 100.0 MiB (90.0 to 120.0 MiB), measured 110.0 MiB (-9.1%)"
     assert picture.bounds == (90 * MIB, 120 * MIB)
 
 
 # How it is drawn
 
 
-def test_bars_and_the_limit_stand_on_one_scale():
+def test_bars_and_the_limit_share_one_scale():
     half = (Group("parameters", (("parameters", 100 * MIB),)),)
     image = draw(replace(picture_of_epoch(RECORD), groups=half))
     blue, line = columns_of(image, BLUE), columns_of(image, RED, at_least=20)  # the words above it are not as high
     assert sum(line) / len(line) - blue[0] == pytest.approx(2 * (blue[-1] - blue[0] + 1), abs=3)
 
 
-def test_a_limit_far_away_leaves_the_bars_long_and_is_said_to_be_far():
+def test_a_limit_far_away_leaves_the_bars_long():
     near, far = (replace(RECORD, budget_bytes=limit) for limit in (200 * MIB, 80 * GIB))
     assert picture_of_epoch(far).span_bytes == pytest.approx(1.5 * 110 * MIB)
     assert len(columns_of(draw(picture_of_epoch(far)), BLUE)) >= len(columns_of(draw(picture_of_epoch(near)), BLUE))
@@ -130,7 +130,9 @@ def test_a_measured_bar_is_hatched():
 @pytest.mark.parametrize("limit", [0, 1, 5 * MIB, 1 << 50])
 def test_any_size_can_be_drawn(nbytes, limit):
     bar = (("activations", nbytes),)
-    picture = Picture("t", "f", "s", (Group("all else", bar, bar), Group("peak", bar)), limit, 0, (nbytes // 2, nbytes))
+    picture = Picture(
+        "t", "f", "s", (Group("everything else", bar, bar), Group("peak", bar)), limit, 0, (nbytes // 2, nbytes)
+    )
     image = draw(picture)
     assert image.mode == "RGB"
     assert image.width == 800

@@ -123,10 +123,10 @@ HEADING = ["Part at the peak", "Predicted at batch size 8", "Share"]
 ROWS = [
     ["parameters", "20.0 MiB", "20%"],
     ["activations", "80.0 MiB", "80%"],
-    ["Peak of tensors", "100.0 MiB", "100%"],
+    ["Peak allocated", "100.0 MiB", "100%"],
     ["Budget on CPU (given)", "120.0 MiB", ""],
-    ["Usable after a margin of 8%", "110.0 MiB", ""],
-    ["Peak", "Peak in the backward pass; a traced step, no memory taken.", ""],
+    ["Usable after 8% margin", "110.0 MiB", ""],
+    ["Peak", "Peak in the backward pass; traced on fake tensors, no memory allocated.", ""],
     ["Batch size", "Batch size 8 (was 4): the largest that fits.", ""],
 ]
 TEXT = markdown(DECISION)
@@ -177,7 +177,7 @@ def test_comet_gets_a_table_text_and_images():
     ]
 
 
-def test_a_csv_logger_gets_files_beside_its_metrics(tmp_path):
+def test_a_csv_logger_gets_files_next_to_its_metrics(tmp_path):
     logger = CSVLogger(tmp_path, name="run")
     shown([logger], tmp_path / "elsewhere")
     assert sorted(path.name for path in Path(logger.log_dir).iterdir()) == ["memguard_peak.png", "memguard_setup.md"]
@@ -191,7 +191,7 @@ def test_without_a_logger_the_same_files_go_where_the_caller_says(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["memguard_peak.png", "memguard_setup.md"]
 
 
-def test_a_logger_nobody_knows_leaves_it_to_the_files(tmp_path):
+def test_an_unknown_logger_leaves_it_to_the_files(tmp_path):
     shown([FakeLogger(object())], tmp_path)
     assert (tmp_path / "memguard_setup.md").exists()
 
@@ -224,9 +224,9 @@ def test_a_logger_that_fails_is_named_once_and_the_others_go_on(tmp_path):
             raise ModuleNotFoundError("No module named 'comet_ml'")
 
     broken, writer = Broken(), FakeWriter(tmp_path)
-    with pytest.warns(UserWarning, match="table and pictures are missing from") as told:
+    with pytest.warns(UserWarning, match="table and pictures are missing from") as caught:
         shown([broken, Unopened(), FakeLogger(writer)])
-    assert [str(warning.message) for warning in told] == [
+    assert [str(warning.message) for warning in caught] == [
         "MemGuard's table and pictures are missing from Unopened: ModuleNotFoundError: No module named 'comet_ml'",
         "MemGuard's table and pictures are missing from Broken: ConnectionError: no network",
     ]
@@ -236,9 +236,9 @@ def test_a_logger_that_fails_is_named_once_and_the_others_go_on(tmp_path):
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "taken").write_text("a file")
-    with pytest.warns(UserWarning, match=r"missing from .*taken: FileExistsError") as told:
+    with pytest.warns(UserWarning, match=r"missing from .*taken: FileExistsError") as caught:
         shown([], tmp_path / "taken")
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 def test_a_picture_that_cannot_be_drawn_costs_a_warning_alone(tmp_path, monkeypatch):
@@ -246,13 +246,13 @@ def test_a_picture_that_cannot_be_drawn_costs_a_warning_alone(tmp_path, monkeypa
         raise OSError("no fonts")
 
     monkeypatch.setattr(file, "draw", fails)
-    with pytest.warns(UserWarning, match="missing from picture: OSError: no fonts") as told:
+    with pytest.warns(UserWarning, match="missing from picture: OSError: no fonts") as caught:
         shown([], tmp_path)
-    assert len(told) == 1
+    assert len(caught) == 1
     assert (tmp_path / "memguard_setup.md").exists()
 
 
-def test_a_guard_that_stepped_aside_says_why_and_draws_nothing(tmp_path):
+def test_a_guard_that_did_not_tune_says_why_and_draws_nothing(tmp_path):
     Boards([], tmp_path).log_setup(Decision(4, 4, 1, "stepped aside", None, None, "request", "a_b of [1] is *odd*"))
     assert [path.name for path in tmp_path.iterdir()] == ["memguard_setup.md"]
     assert r"a\_b of \[1] is \*odd\*" in (tmp_path / "memguard_setup.md").read_text()

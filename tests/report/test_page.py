@@ -7,6 +7,7 @@ import random
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,11 @@ from lightning_memguard.core.layers.layers import Layer, LayerTable, Weight
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.replay.timeline import Timeline, timeline_of
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, Event, Trace
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.page import CurvePoint, Report, Timeline, curve_of, timeline_of, write_report
+from lightning_memguard.report.page import write_report
+from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.units import GIB, KIB, MIB
 
 CUDA = AllocatorSettings()
@@ -277,6 +280,17 @@ def test_of_many_epochs_the_worst_is_among_those_shown(tmp_path):
     assert "+100.0%" in read.text
 
 
+def test_its_style_script_and_frame_are_files_of_the_package(tmp_path):
+    page = write_report(tmp_path, FULL)[0].read_text("utf-8")
+    assets = {
+        asset.name: asset.read_text("utf-8") for asset in (files("lightning_memguard.report") / "assets").iterdir()
+    }
+    assert set(assets) == {"page.css", "page.js", "page.html"}
+    assert f"<style>\n{assets['page.css']}</style>" in page
+    assert f"<script>\n{assets['page.js']}</script>" in page
+    assert page.startswith(assets["page.html"].partition("{")[0])
+
+
 # The data
 
 
@@ -347,5 +361,5 @@ def test_bad_values_are_refused():
     with pytest.raises(MemGuardError, match="allocator's settings"):
         Report("Net", DECISION, STEP)
     for point in (CurvePoint(0, 1, 1), CurvePoint(1, -1, 1), CurvePoint(1, 2, 1)):
-        with pytest.raises(MemGuardError, match="no point of a curve"):
+        with pytest.raises(MemGuardError, match="not a point of a curve"):
             Report("Net", DECISION, curve=[point])

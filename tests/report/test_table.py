@@ -57,46 +57,46 @@ MemGuard: memory of a training step
 │ optimizer state                     │                    4.0 GiB │   20% │
 │ activations                         │                   12.0 GiB │   60% │
 ├─────────────────────────────────────┼────────────────────────────┼───────┤
-│ Peak of tensors                     │                   20.0 GiB │  100% │
-│ Reserved by the allocator           │                   21.0 GiB │       │
+│ Peak allocated                      │                   20.0 GiB │  100% │
+│ Peak reserved                       │                   21.0 GiB │       │
 │ Context and libraries               │                    1.0 GiB │       │
-│ On the device, all in all           │                   22.0 GiB │       │
+│ Total on device                     │                   22.0 GiB │       │
 │ Budget on NVIDIA L4 (cuda:0) (nvml) │                   24.0 GiB │       │
-│ Usable after a margin of 4%         │                   23.0 GiB │       │
+│ Usable after 4% margin              │                   23.0 GiB │       │
 └─────────────────────────────────────┴────────────────────────────┴───────┘
-Peak in the backward pass of encoder.layers.11; a traced step, no memory taken.
+Peak in the backward pass of encoder.layers.11; traced on fake tensors, no memory allocated.
 Batch size 96 (was 32): the largest that fits."""
     )
 
 
-def test_what_is_not_known_exactly_shows_what_is_held_against_the_budget():
+def test_what_is_not_known_exactly_shows_what_is_compared_with_the_budget():
     footprint = TUNED.footprint
     assert footprint is not None
     high = Peak(footprint.peak_allocated_bytes, footprint.peak_reserved_bytes, footprint.peak_device_bytes + GIB // 2)
     bounded = replace(TUNED, footprint=replace(footprint, high=high))
     lines = printed(bounded).splitlines()
-    at = next(index for index, line in enumerate(lines) if "On the device at most" in line)
+    at = next(index for index, line in enumerate(lines) if "Total on device, at most" in line)
     assert "22.5 GiB" in lines[at]
-    assert "On the device, all in all" in lines[at - 1]
-    assert "On the device at most" not in printed(TUNED)
+    assert "Total on device" in lines[at - 1]
+    assert "Total on device, at most" not in printed(TUNED)
 
 
-def test_on_the_cpu_there_is_no_allocator_to_tell_of():
+def test_on_the_cpu_there_is_no_allocator_to_report_on():
     assert (
         printed(CHECKED)
         == """\
 MemGuard: memory of a training step
-┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━┓
-┃ Part at the peak            ┃ Predicted at batch size 8 ┃ Share ┃
-┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━┩
-│ parameters                  │                   1.0 MiB │   25% │
-│ batch                       │                   3.0 MiB │   75% │
-├─────────────────────────────┼───────────────────────────┼───────┤
-│ Peak of tensors             │                   4.0 MiB │  100% │
-│ Budget on CPU (given)       │                  10.0 MiB │       │
-│ Usable after a margin of 0% │                  10.0 MiB │       │
-└─────────────────────────────┴───────────────────────────┴───────┘
-Peak in the optimizer; a traced step, no memory taken.
+┏━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━┓
+┃ Part at the peak       ┃ Predicted at batch size 8 ┃ Share ┃
+┡━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━┩
+│ parameters             │                   1.0 MiB │   25% │
+│ batch                  │                   3.0 MiB │   75% │
+├────────────────────────┼───────────────────────────┼───────┤
+│ Peak allocated         │                   4.0 MiB │  100% │
+│ Budget on CPU (given)  │                  10.0 MiB │       │
+│ Usable after 0% margin │                  10.0 MiB │       │
+└────────────────────────┴───────────────────────────┴───────┘
+Peak in the optimizer; traced on fake tensors, no memory allocated.
 Batch size 8 fits."""
     )
 
@@ -104,18 +104,18 @@ Batch size 8 fits."""
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("fake", "a traced step, no memory taken."),
-        ("worst-case", "a traced step; where its size depends on values, the largest."),
-        ("real", "a real step at small sizes, on a copy."),
-        ("states", "parameters, gradients and optimizer state alone; activations are missing."),
+        ("fake", "traced on fake tensors, no memory allocated."),
+        ("worst-case", "traced on fake tensors; sizes that depend on values are assumed to be the largest possible."),
+        ("real", "from real steps at small batch sizes, run on a copy."),
+        ("states", "parameters, gradients and optimizer state only, without activations."),
     ],
 )
-def test_under_the_table_it_says_which_way_the_numbers_came(method, words):
+def test_under_the_table_it_says_how_the_numbers_were_obtained(method, words):
     text = printed(replace(TUNED, footprint=replace(ON_CUDA, method=method)))
     assert words in " ".join(text.splitlines())
 
 
-def test_every_note_is_a_line_and_brackets_are_no_markup():
+def test_every_note_is_a_line_and_brackets_are_not_markup():
     notes = ("aten.index.Tensor was taken to give its largest result", "it saw x[bold]")
     assert printed(replace(CHECKED, footprint=replace(ON_CPU, notes=notes))).splitlines()[-3:] == [
         "Batch size 8 fits.",
@@ -127,7 +127,7 @@ def test_every_note_is_a_line_and_brackets_are_no_markup():
 @pytest.mark.parametrize("missing", ["footprint", "budget"])
 def test_where_nothing_is_known_there_is_a_sentence_and_no_table(missing):
     decision = replace(TUNED, outcome="stepped aside", reason="the loader has no [red] size", **{missing: None})
-    assert printed(decision) == "MemGuard stepped aside: the loader has no [red] size"
+    assert printed(decision) == "MemGuard did not tune this run: the loader has no [red] size"
 
 
 def test_it_goes_to_the_terminal_where_no_console_is_given(capsys):
@@ -142,20 +142,29 @@ def test_it_goes_to_the_terminal_where_no_console_is_given(capsys):
     ("change", "sentence"),
     [
         ({}, "Batch size 96 (was 32): the largest that fits."),
-        ({"requested_batch_size": 96, "outcome": "kept"}, "Batch size 96, as asked: the largest that fits."),
-        ({"limited_by": "dataset"}, "Batch size 96 (was 32): as large as the dataset allows; memory would allow more."),
-        ({"limited_by": "max_batch_size"}, "Batch size 96 (was 32): max_batch_size; memory would allow more."),
-        ({"limited_by": "request"}, "Batch size 96 (was 32): it keeps the effective batch size."),
-        ({"accumulate_grad_batches": 4}, "Batch size 96 (was 32): the largest that fits, with 4 batches accumulated."),
+        ({"requested_batch_size": 96, "outcome": "kept"}, "Batch size 96, as requested: the largest that fits."),
+        (
+            {"limited_by": "dataset"},
+            "Batch size 96 (was 32): limited by the size of the dataset; memory would allow more.",
+        ),
+        (
+            {"limited_by": "max_batch_size"},
+            "Batch size 96 (was 32): limited by max_batch_size; memory would allow more.",
+        ),
+        ({"limited_by": "request"}, "Batch size 96 (was 32): keeps the effective batch size."),
+        (
+            {"accumulate_grad_batches": 4},
+            "Batch size 96 (was 32): the largest that fits, with gradients accumulated over 4 batches.",
+        ),
         ({"outcome": "checked"}, "Batch size 96 fits."),
         ({"outcome": "checked", "budget": L4}, "Batch size 96 does NOT fit."),
         (
             {"outcome": "kept", "reason": "the loader has batch_size=None"},
-            "Batch size 96 fits; it stays because the loader has batch_size=None.",
+            "Batch size 96 fits; unchanged because the loader has batch_size=None.",
         ),
         (
             {"outcome": "stepped aside", "footprint": None, "reason": "there is no loader"},
-            "Batch size left as it is: there is no loader.",
+            "Batch size unchanged: there is no loader.",
         ),
     ],
 )
@@ -165,7 +174,7 @@ def test_one_sentence_says_the_size_and_what_set_it(change, sentence):
 
 def test_a_reason_that_ends_in_a_full_stop_gets_no_second_one():
     decision = replace(TUNED, outcome="stepped aside", footprint=None, reason="The batch holds no tensor.")
-    assert why(decision) == "Batch size left as it is: The batch holds no tensor."
+    assert why(decision) == "Batch size unchanged: The batch holds no tensor."
 
 
 # The last line
@@ -176,19 +185,19 @@ def epoch(predicted: int, measured: int, batch_size: int = 96) -> EpochRecord:
     return EpochRecord(0, batch_size, footprint, Measured(measured, "nvml"), 23 * GIB)
 
 
-def test_after_the_training_one_line_holds_predicted_against_measured():
+def test_after_the_training_one_line_compares_predicted_and_measured():
     assert last_line([epoch(22 * GIB, 20 * GIB)]) == (
-        "MemGuard: predicted 22.0 GiB, measured 20.0 GiB at most (nvml), +10.0%; batch size 96, 1 epoch."
+        "MemGuard: predicted a peak of 22.0 GiB, measured 20.0 GiB (nvml): +10.0%; batch size 96, 1 epoch."
     )
 
 
-def test_of_several_epochs_the_one_that_took_most_is_told():
+def test_of_several_epochs_the_one_with_the_highest_peak_is_reported():
     records = [epoch(22 * GIB, 20 * GIB), epoch(22 * GIB, 44 * GIB, batch_size=64), epoch(22 * GIB, 21 * GIB)]
     assert last_line(records) == (
-        "MemGuard: predicted 22.0 GiB, measured 44.0 GiB at most (nvml), -50.0%, 21.0 GiB over the budget; "
+        "MemGuard: predicted a peak of 22.0 GiB, measured 44.0 GiB (nvml): -50.0%, 21.0 GiB over budget; "
         "batch size 64, 3 epochs."
     )
 
 
-def test_where_nothing_was_measured_no_error_is_told():
+def test_where_nothing_was_measured_no_error_is_reported():
     assert "nan" not in last_line([epoch(22 * GIB, 0)])

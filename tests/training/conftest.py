@@ -123,7 +123,7 @@ def as_measured(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     ``run`` takes a Trainer; ``callbacks`` and ``plugins`` are made anew for each of the two.
     """
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    truth = importlib.import_module("truth")
+    truth = importlib.import_module("shared.truth")
 
     def check(
         run: Callable[[Any], object],

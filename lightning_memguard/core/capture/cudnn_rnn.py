@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_memguard.core.capture.schema import by_name
+
 _aten = torch.ops.aten
 _FORWARD, _BACKWARD = _aten._cudnn_rnn.default, _aten._cudnn_rnn_backward.default
 
@@ -86,8 +88,7 @@ def fake_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
     """What cuDNN's RNN, or its backward pass, returns: of true sizes, or None for any other operator."""
     if func not in (_FORWARD, _BACKWARD) or not isinstance(args[0], FakeTensor):
         return None
-    names = (argument.name for argument in func._schema.arguments)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = by_name(func, args, kwargs)
     return _forward(given) if func is _FORWARD else _backward(given)
 
 

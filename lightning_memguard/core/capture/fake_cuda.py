@@ -24,10 +24,9 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from lightning_memguard.core.capture import cudnn_rnn
+from lightning_memguard.core.capture import cudnn_rnn, sdpa
 from lightning_memguard.core.capture.fake import Function
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.kernels import attention
 from lightning_memguard.errors import CannotTraceError
 
 _aten = torch.ops.aten
@@ -262,7 +261,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def _attention(gpu: Gpu, _: Function, *args: Any, **kwargs: Any) -> Tensor:
-    return attention.attend(*args, **kwargs, gpu=gpu.kernel_target)
+    return sdpa.attend(sdpa.Attention(*args, **kwargs, capability=gpu.compute_capability))
 
 
 # -- recurrent layers

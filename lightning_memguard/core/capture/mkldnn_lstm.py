@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_memguard.core.capture.schema import by_name
+
 _FORWARD = torch.ops.aten.mkldnn_rnn_layer.default
 _BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
@@ -43,7 +45,7 @@ def fake_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
     """
     if func not in (_FORWARD, _BACKWARD):
         return None
-    given = _by_name(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     x, hx, hidden = given["input"], given["hx_"], given["hidden_size"]
     if not isinstance(x, FakeTensor) or x.device.type != "cpu":
         return None
@@ -73,7 +75,7 @@ def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     if func not in (_FORWARD, _BACKWARD):
         return 0
-    given = _by_name(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     if given["input"].device.type != "cpu":
         return 0
     return _forward_scratch(given) if func is _FORWARD else _backward_scratch(given)
@@ -89,11 +91,6 @@ class _Layer:
     inputs: int
     hidden: int
     element: int  # bytes of a number: 4 in float32, 2 in bfloat16
-
-
-def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = (argument.name for argument in func._schema.arguments)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _layer(given: Mapping[str, Any]) -> _Layer:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,61 +30,57 @@ from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 T = TypeVar("T")
+Change = Callable[[nn.Module], None]
+"""What is done to a copy of a module."""
 SwapOptimizer = Callable[[Optimizer], Optimizer]
 """An optimizer -> the one to use in its place, for the same parameters."""
 
 
-class Program(Protocol):
-    """A step that can run on a copy of its module, at any batch size, and be changed before it runs."""
+class Program(ABC):
+    """A step that can run on a copy of its module, at any batch size, and be changed before it runs.
+
+    Attributes:
+        device: where it runs.
+        gpu: the GPU behind ``device``, present or pretended; None where it is not a CUDA device.
+        batches: batches of any size; several loaders that are evaluated one after the other have one each.
+        precision: one of Lightning's names, such as ``"bf16-mixed"``.
+        accumulate_grad_batches: batches an optimizer step.
+        changes: what is done to each copy of the module before it runs.
+    """
+
+    device: torch.device
+    gpu: Gpu | None
+    batches: Batches | tuple[Batches, ...]
+    precision: str
+    accumulate_grad_batches: int | None
+    changes: tuple[Change, ...]
 
     @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The GPU behind ``device``, present or pretended; None where it is not a CUDA device."""
-
-    @property
+    @abstractmethod
     def trains(self) -> bool:
         """Whether it runs a backward pass and an optimizer step."""
 
-    @property
-    def precision_in_use(self) -> str:
-        """One of Lightning's names, such as ``"bf16-mixed"``."""
-
-    @property
-    def batches_per_step(self) -> int | None:
-        """Batches an optimizer step; None where the module's own code decides."""
-
+    @abstractmethod
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """Run two optimizer steps (or one inference) under the recorder, on fake or on real tensors."""
 
+    @abstractmethod
     def run_states(self, recorder: Recorder) -> None:
         """Only make what stays: parameters, buffers, gradients, optimizer state."""
 
+    @abstractmethod
     def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
         """Pass a function the module as it trains, and what its owner's code calls it."""
 
-    def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
-        """Shapes and bytes of the batch that the step is given."""
-
+    @abstractmethod
     def setting(self, name: str, value: str | int) -> str:
         """What to write to change a setting of the Trainer, or of what runs in its place."""
 
-    def with_batches(self, batches: Batches) -> Program:
-        """The same step on other batches, which come as the hooks around their transfer leave them."""
-
-    def without_samples(self) -> Program:
-        """The same on batches known by their shapes alone."""
-
-    def with_precision(self, precision: str) -> Program:
-        """The same in another precision."""
-
-    def with_accumulation(self, batches: int) -> Program:
-        """The same with an optimizer step every so many batches."""
-
+    @abstractmethod
     def with_optimizer(self, swap: SwapOptimizer) -> Program:
         """The same with each optimizer replaced as soon as it is made.
 
@@ -92,11 +88,53 @@ class Program(Protocol):
             CannotTraceError: there is no optimizer; now or once it runs.
         """
 
+    @property
+    def precision_in_use(self) -> str:
+        """One of Lightning's names, such as ``"bf16-mixed"``."""
+        return self.precision
+
+    @property
+    def batches_per_step(self) -> int | None:
+        """Batches an optimizer step; None where the module's own code decides."""
+        return self.accumulate_grad_batches
+
+    @property
+    def families(self) -> tuple[Batches, ...]:
+        """``batches``, by loader."""
+        return self.batches if isinstance(self.batches, tuple) else (self.batches,)
+
+    def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
+        """Shapes and bytes of the largest batch that the step is given."""
+        largest = max((without_memory(family, batch_size) for family in self.families), key=batch_bytes)
+        return shapes_of(largest), batch_bytes(largest)
+
+    def with_batches(self, batches: Batches) -> Self:
+        """The same step on other batches, which come as the hooks around their transfer leave them."""
+        return self._with(batches=batches)
+
+    def without_samples(self) -> Self:
+        """The same on batches known by their shapes alone."""
+        bare = tuple(map(_shapes_alone, self.families))
+        return self._with(batches=bare if isinstance(self.batches, tuple) else bare[0])
+
+    def with_precision(self, precision: str) -> Self:
+        """The same in another precision."""
+        return self._with(precision=precision)
+
+    def with_accumulation(self, batches: int) -> Self:
+        """The same with an optimizer step every so many batches."""
+        return self._with(accumulate_grad_batches=batches)
+
     def with_bucket_views(self) -> Program | None:
         """The same with gradients as views of DDP's buckets; None without DDP, or where they are."""
+        return None
 
-    def with_change(self, change: Callable[[nn.Module], None]) -> Program:
+    def with_change(self, change: Change) -> Self:
         """The same with each copy of the module changed before it runs."""
+        return self._with(changes=(*self.changes, change))
+
+    def _with(self, **fields: Any) -> Self:
+        return replace(self, **fields)  # type: ignore[type-var]  # each program is a dataclass
 
 
 def device_to_run_on(program: Program, *, fake: bool) -> torch.device:
@@ -115,8 +153,18 @@ _TRUE = {"32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16,
 PRECISIONS = tuple(sorted({*_AUTOCAST, *_TRUE}))
 
 
+def check_precision(name: str) -> None:
+    """Refuse an unknown precision.
+
+    Raises:
+        MemGuardError: it is none of `PRECISIONS`.
+    """
+    if name not in PRECISIONS:
+        raise MemGuardError(f"precision={name!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
+
+
 @dataclass(frozen=True)
-class LoopProgram:
+class LoopProgram(Program):
     """``zero_grad``, forward, backward, ``step``: the loop that PyTorch's tutorials write, over a plain module.
 
     Attributes:
@@ -128,7 +176,8 @@ class LoopProgram:
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
         training: False for one forward under ``torch.no_grad``.
         gpu: the GPU behind the device.
-        accumulates: each batch finds the gradients of the batch before, as all but the first of a step do.
+        accumulate_grad_batches: above 1, each batch finds the gradients of the one before.
+        changes: what is done to each copy in its first step.
     """
 
     model: nn.Module
@@ -139,54 +188,24 @@ class LoopProgram:
     precision: str = "32-true"
     training: bool = True
     gpu: Gpu | None = None
-    accumulates: bool = False
+    accumulate_grad_batches: int = 1
+    changes: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise MemGuardError(f"precision={self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
+        check_precision(self.precision)
 
     @property
     def trains(self) -> bool:
         """See `Program.trains`."""
         return self.training
 
-    @property
-    def precision_in_use(self) -> str:
-        """See `Program.precision_in_use`."""
-        return self.precision
-
-    @property
-    def batches_per_step(self) -> int:
-        """See `Program.batches_per_step`."""
-        return 1
-
     def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
         """See `Program.inspect`."""
         return examine(self.model, "model")
 
-    def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
-        """See `Program.expected_batch`."""
-        return largest_batch((self.batches,), batch_size)
-
     def setting(self, name: str, value: str | int) -> str:
         """See `Program.setting`."""
         return f"an optimizer step every {value} batches" if name == "accumulate_grad_batches" else f'{name}="{value}"'
-
-    def with_batches(self, batches: Batches) -> LoopProgram:
-        """See `Program.with_batches`."""
-        return replace(self, batches=batches)
-
-    def without_samples(self) -> LoopProgram:
-        """See `Program.without_samples`."""
-        return replace(self, batches=shapes_alone(self.batches))
-
-    def with_precision(self, precision: str) -> LoopProgram:
-        """See `Program.with_precision`."""
-        return replace(self, precision=precision)
-
-    def with_accumulation(self, batches: int) -> LoopProgram:
-        """See `Program.with_accumulation`."""
-        return replace(self, accumulates=batches > 1)
 
     def with_optimizer(self, swap: SwapOptimizer) -> LoopProgram:
         """See `Program.with_optimizer`."""
@@ -194,22 +213,6 @@ class LoopProgram:
         if make is None:
             raise CannotTraceError("there is no optimizer")
         return replace(self, optimizer=lambda parameters: swap(make(parameters)))
-
-    def with_bucket_views(self) -> None:
-        """See `Program.with_bucket_views`."""
-
-    def with_change(self, change: Callable[[nn.Module], None]) -> LoopProgram:
-        """See `Program.with_change`."""
-        changed: WeakSet[nn.Module] = WeakSet()
-        step = self.step
-
-        def change_first(module_copy: nn.Module, batch: object) -> Any:
-            if module_copy not in changed:
-                change(module_copy)
-                changed.add(module_copy)
-            return step(module_copy, batch)
-
-        return replace(self, step=change_first)
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `Program.run`."""
@@ -252,13 +255,15 @@ class LoopProgram:
         recorder.label(tensors_in(batch), "batch")
         return batch
 
-    def _step(self, recorder: Recorder, module_copy: nn.Module, batch: object) -> Any:
-        if self.accumulates:
+    def _step(self, recorder: Recorder, module_copy: nn.Module, batch: object, *, first: bool = True) -> Any:
+        if self.accumulate_grad_batches > 1:
             _keep_gradients(recorder, module_copy)
         recorder.mark("forward")
         dtype = _AUTOCAST.get(self.precision)
         where = device_to_run_on(self, fake=isinstance(next(module_copy.parameters(), None), FakeTensor)).type
         with torch.autocast(where, dtype) if dtype else contextlib.nullcontext():
+            for change in self.changes if first else ():
+                change(module_copy)
             return self.step(module_copy, batch)
 
     def _train(
@@ -268,7 +273,7 @@ class LoopProgram:
             recorder.mark("zero_grad", step=index)
             module_copy.zero_grad()
             batch = self._next_batch(recorder, batch_size, fake)  # a loop variable: alive until the next one comes
-            loss = self._step(recorder, module_copy, batch)
+            loss = self._step(recorder, module_copy, batch, first=index == 0)
             recorder.mark("backward")
             loss.backward()
             gradients = gradients_of(optimizers, module_copy)
@@ -288,19 +293,12 @@ def _keep_gradients(recorder: Recorder, module_copy: nn.Module) -> None:
     recorder.label([parameter.grad for parameter in learns if parameter.grad is not None], "gradients")
 
 
-def largest_batch(families: Iterable[Batches], batch_size: int) -> tuple[Shapes, int]:
-    """Shapes and bytes of the largest of several batches of a size."""
-    largest = max((without_memory(family, batch_size) for family in families), key=batch_bytes)
-    return shapes_of(largest), batch_bytes(largest)
-
-
 def without_memory(batches: Batches, batch_size: int) -> Any:
     """A batch on the meta device."""
     return batches.of(batch_size, lambda shape, like: torch.empty(shape, dtype=like.dtype, device="meta"))
 
 
-def shapes_alone(batches: Batches) -> Batches:
-    """The same batches with all their tensors on the meta device."""
+def _shapes_alone(batches: Batches) -> Batches:
     small, large = (map_tensors(each, lambda tensor: tensor.to("meta")) for each in (batches.small, batches.large))
     return replace(batches, small=small, large=large)
 

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -28,7 +28,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_memguard.core.capture import cudnn_rnn, fake, fake_cuda, mkldnn_lstm
 from lightning_memguard.core.capture.backward import graph_task, walking
 from lightning_memguard.core.capture.fake import Function
-from lightning_memguard.core.kernels import attention, table
+from lightning_memguard.core.capture.schema import by_name
+from lightning_memguard.core.kernels import table
+from lightning_memguard.core.kernels.arguments import Call, Rule
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
 from lightning_memguard.core.trace.trace import Event, Kernel, Method, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
@@ -178,9 +180,11 @@ class Recorder(TorchDispatchMode):
             self._open_cublas(name, self._on)
         elsewhere = bool(results) and results[0].device.type != self.device_type
         rule = None if elsewhere else self._rule(name)
-        scratch = rule(args, kwargs, results, self._on) if rule else NONE
-        if rule:
-            self._keep_kernel(name, _Call.of(args, kwargs, results, rule, self._on))
+        scratch = NONE
+        if rule and self._on:
+            call = Call(by_name(func, args, kwargs), results, self._on)
+            scratch = rule(call)
+            self._kernels.append(_kernel(name, rule, call))
             self._scratch(scratch, -1, name)
         # a real storage has its true size
         kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
@@ -193,14 +197,9 @@ class Recorder(TorchDispatchMode):
             self._scratch(scratch, None, name)
         self._take_inside(mkldnn_lstm.scratch_bytes(func, args, kwargs), name)
 
-    def _rule(self, name: str) -> Any:
-        operator = name[5:].partition(".")[0] if name.startswith("aten.") else ""
-        if isinstance(self._on, CudaTarget) and operator in attention.RULES:
-            return attention.RULES[operator]
-        return table.rule(operator, self._on)
-
-    def _keep_kernel(self, name: str, call: _Call) -> None:
-        self._kernels.append(Kernel(name, call.numbers, (call.args, call.kwargs, call.results), call))
+    def _rule(self, name: str) -> Rule[Any] | None:
+        namespace, _, operator = name.partition(".")
+        return table.rule(operator.partition(".")[0], self._on) if namespace == "aten" else None
 
     # -- the events
 
@@ -338,39 +337,38 @@ def _channel_block() -> int:
     return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 
 
+def _kernel(name: str, rule: Rule[Any], call: Call[Any]) -> Kernel:
+    """A call whose numbers are apart from the rest, so that its rule can be asked again with other numbers."""
+    numbers: list[int] = []
+    arguments, results = (_emptied(tuple(values), numbers) for values in (call.arguments.values(), call.results))
+    again = _AskAgain(rule, tuple(call.arguments), arguments, results, call.target)
+    return Kernel(name, tuple(numbers), (arguments, results), again)
+
+
 @dataclass(frozen=True)
-class _Call:
-    """The arguments of an operator with all numbers taken out, so that its rule can be asked again with others."""
+class _AskAgain:
+    """A rule, and the arguments and results of one call with all numbers taken out."""
 
-    args: Any
-    kwargs: Any
-    results: Any
-    numbers: tuple[int, ...]
-    rule: Callable[..., Scratch]
-    on: CpuTarget | CudaTarget | None
-
-    @classmethod
-    def of(
-        cls, args: Any, kwargs: Any, results: Any, rule: Callable[..., Scratch], on: CpuTarget | CudaTarget | None
-    ) -> _Call:
-        numbers: list[int] = []
-        holed = [_emptied(value, numbers) for value in (args, tuple(kwargs.items()), results)]
-        return cls(holed[0], holed[1], holed[2], tuple(numbers), rule, on)
+    rule: Rule[Any]
+    names: tuple[str, ...]
+    arguments: tuple[object, ...]
+    results: tuple[object, ...]
+    target: CpuTarget | CudaTarget
 
     def __call__(self, numbers: Sequence[int]) -> Scratch:
         left = iter(numbers)
-        args, kwargs, results = (_filled(value, left) for value in (self.args, self.kwargs, self.results))
-        return self.rule(args, dict(kwargs), results, self.on)
+        arguments = dict(zip(self.names, _filled(self.arguments, left), strict=True))
+        return self.rule(Call(arguments, _filled(self.results, left), self.target))
 
 
 class _Hole(NamedTuple):
-    """Stands for a whole number, or for a tensor of this many dimensions and dtype."""
+    """In place of a whole number, or of a tensor with this many dimensions and this dtype."""
 
     dimensions: int = -1
     dtype: torch.dtype | None = None
 
 
-def _emptied(value: Any, numbers: list[int]) -> Any:
+def _emptied(value: object, numbers: list[int]) -> Any:
     if isinstance(value, torch.Tensor):
         numbers += value.shape
         numbers += value.stride()
@@ -383,7 +381,7 @@ def _emptied(value: Any, numbers: list[int]) -> Any:
     return value
 
 
-def _filled(value: Any, numbers: Iterator[int]) -> Any:
+def _filled(value: object, numbers: Iterator[int]) -> Any:
     if isinstance(value, _Hole):
         if value.dtype is None:
             return next(numbers)

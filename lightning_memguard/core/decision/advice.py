@@ -16,7 +16,7 @@ class Advice:
     Attributes:
         remedies: their names, such as ``"bf16-mixed"``.
         how: what to write for each, such as ``'Trainer(precision="bf16-mixed")'``.
-        costs: what each costs in accuracy, time or behaviour, in plain words.
+        costs: what each costs in accuracy, time or behavior, in plain words.
         footprint: the memory of the step with them; with accumulation, of a step on the smaller batches.
         saved_bytes: how much less that is than the step as it is.
         fits: whether it is within the budget.
@@ -52,7 +52,7 @@ def by_savings(advice: Iterable[Advice]) -> tuple[Advice, ...]:
 
 
 def shortlist(advice: Iterable[Advice], most: int = 4) -> tuple[Advice, ...]:
-    """The few worth reading: of those that fit, single remedies before pairs; if none fits, those that come nearest."""
+    """The few worth reading: of those that fit, single remedies before pairs; if none fits, those that come closest."""
     known = by_savings(advice)
     fitting = sorted((each for each in known if each.fits), key=lambda each: len(each.remedies))
     return tuple(fitting[:most]) or known[:most]

@@ -24,7 +24,7 @@ _NO_LIMIT = 1 << 20  # an iterable dataset has no length; a million samples a st
 
 @dataclass(frozen=True)
 class Budget:
-    """What the training may take on its device, in bytes, and who said so.
+    """What the training may take on its device, in bytes, and where that is known from.
 
     ``source`` is ``"nvml"``, ``"cuda"``, ``"host"`` (available memory), ``"cgroup"``, ``"rlimit"``, ``"mps"``,
     ``"xpu"``, ``"catalogue"`` (all that a GPU that is not here has) or ``"given"``.
@@ -39,7 +39,7 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes the predicted peak is held against."""
+        """Bytes the predicted peak is compared with."""
         return self.free_bytes - self.margin_bytes
 
     @property
@@ -50,19 +50,19 @@ class Budget:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, and what stands in the way of choosing freely.
+    """What was asked for, and what keeps the size from being chosen freely.
 
     Attributes:
         batch_size: the loader's own.
         min_batch_size: the smallest size to choose.
         max_batch_size: the largest, or None.
         multiple_of: only multiples of this are chosen.
-        dataset_size: samples a rank has in an epoch, or None where nobody knows.
+        dataset_size: samples a rank has in an epoch, or None where that is unknown.
         keep_effective_batch_size: samples an optimizer step shall see over all ranks, or None.
         accumulate_grad_batches: the Trainer's own.
         ranks: processes that train together.
         free_to_choose: False to predict at ``batch_size`` and change nothing.
-        fixed_because: why the size is not free to choose, in plain words; empty where it is, or nobody asked.
+        fixed_because: why the size is not free to choose, in plain words; empty where it is, or none was to be chosen.
     """
 
     batch_size: int
@@ -91,10 +91,10 @@ class Decision:
         requested_batch_size: the loader's own.
         accumulate_grad_batches: batches an optimizer step.
         outcome: see `Outcome`.
-        footprint: predicted at ``batch_size``; None where the guard stepped aside.
+        footprint: predicted at ``batch_size``; None where no prediction could be made.
         budget: what the device offers; None where it was not read.
         limited_by: what keeps the batch size from being larger.
-        reason: why the guard chose nothing or stepped aside, in plain words; empty otherwise.
+        reason: why no size was chosen or no prediction could be made, in plain words; empty otherwise.
         multiple_of: only multiples of this were chosen from.
         validation_batch_size: samples a batch in the fit's validation: as asked, or the largest that fits; None where
             validation was not predicted.
@@ -146,7 +146,7 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
         return Decision(size, size, request.accumulate_grad_batches, "checked", footprint_at(size), budget, "request")
     lowest, highest, bound = _range(request)
     if not fits(lowest):
-        raise DoesNotFitError(_does_not_fit(footprint_at(lowest), budget, request))
+        raise _does_not_fit(footprint_at(lowest), budget, request)
     size = _largest(lowest, highest, request.multiple_of, fits)
     limited_by: LimitedBy = bound if size + request.multiple_of > highest else "memory"
     accumulate = request.accumulate_grad_batches
@@ -155,16 +155,8 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
         size, accumulate = _split(largest, request, lowest)
         limited_by = limited_by if size == largest else "request"
     outcome: Outcome = "kept" if size == request.batch_size else "tuned"
-    return Decision(
-        size,
-        request.batch_size,
-        accumulate,
-        outcome,
-        footprint_at(size),
-        budget,
-        limited_by,
-        multiple_of=request.multiple_of,
-    )
+    asked, step = request.batch_size, request.multiple_of
+    return Decision(size, asked, accumulate, outcome, footprint_at(size), budget, limited_by, multiple_of=step)
 
 
 def _range(request: Request) -> tuple[int, int, LimitedBy]:
@@ -208,70 +200,62 @@ def _split(largest: int, request: Request, lowest: int) -> tuple[int, int]:
     return size, total // (size * request.ranks)
 
 
-def _room(need: int, budget: Budget) -> str:
-    if need <= budget.free_bytes:
-        return "lower `margin`"
-    if budget.source == "given":
-        return "raise `budget`"
-    return "free memory that others hold" if need <= budget.total_bytes else "train on a larger device"
-
-
-def _told(budget: Budget) -> str:
-    return "as given" if budget.source == "given" else f"by {budget.source}"
-
-
-_ADVICE = {
-    "parameters": "use a smaller model, or shard it over several devices",
-    "buffers": "use smaller buffers, or keep them off the device",
-    "gradients": "freeze part of the model, or shard it over several devices",
-    "optimizer_state": "use an optimizer that keeps less (SGD, Adafactor), or shard it over several devices",
-    "activations": "use bf16-mixed precision, activation checkpointing, or smaller inputs",
-    "batch": "use smaller inputs",
-    "temporaries": "use bf16-mixed precision, or smaller inputs",
-    "workspaces": "use smaller inputs",
+_RULES_OF_THUMB = {
+    "parameters": "Use a smaller model, shard it across devices",
+    "buffers": "Use smaller buffers, keep them off the device",
+    "gradients": "Freeze part of the model, shard it across devices",
+    "optimizer_state": "Use an optimizer with less state (SGD, Adafactor), shard it across devices",
+    "activations": "Use bf16-mixed precision, activation checkpointing or smaller inputs",
+    "batch": "Use smaller inputs",
+    "temporaries": "Use bf16-mixed precision or smaller inputs",
+    "workspaces": "Use smaller inputs",
 }
 
 
-def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> str:
+def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> DoesNotFitError:
     need, usable = footprint.most_device_bytes, budget.usable_bytes
     part = footprint.largest_part
-    words = part.replace("_", " ")
     where = f" in {footprint.phase}" if footprint.is_evaluation else ""
-    return (
+    return DoesNotFitError(
         f"Batch size {footprint.batch_size} needs {format_bytes(need)}{where}; {budget.device} offers "
         f"{format_bytes(usable)} after a {budget.margin_share:.0%} margin ({format_bytes(budget.free_bytes)} "
-        f"{_told(budget)}): {format_bytes(need - usable)} too little. "
-        f"The largest part is {words}, {format_bytes(footprint.parts[part])} of it: {_ADVICE[part]}; "
-        f"{_outside(footprint)}or {_room(need, budget)}"
-        f"{', or lower `min_batch_size`' if request.min_batch_size > 1 else ''}."
+        f"{'given' if budget.source == 'given' else f'free, source: {budget.source}'}), short by "
+        f"{format_bytes(need - usable)}. The largest part is {part.replace('_', ' ')}, "
+        f"{format_bytes(footprint.parts[part])}.{_outside(footprint)}",
+        needed_bytes=need,
+        usable_bytes=usable,
+        largest_part=part,
+        rule_of_thumb=_RULES_OF_THUMB[part],
+        way_out=_way_out(need, budget) + (", or lower `min_batch_size`" if request.min_batch_size > 1 else ""),
     )
 
 
 def _outside(footprint: Footprint) -> str:
-    """What no tensor accounts for, where that is more than any part."""
+    """What no tensor accounts for, if it is more than any part."""
     context = footprint.outside_bytes
     unsure = footprint.most_device_bytes - footprint.peak_device_bytes
     if context + unsure <= footprint.parts[footprint.largest_part]:
         return ""
-    may = f", and {format_bytes(unsure)} stand for what only the device can tell" if unsure else ""
-    return f"{format_bytes(context)} are its context and libraries{may}; "
+    may = f", and up to {format_bytes(unsure)} more cannot be known in advance" if unsure else ""
+    return f" The device's context and libraries take {format_bytes(context)}{may}."
 
 
-def without_rule_of_thumb(message: str) -> str:
-    """The message of a `DoesNotFitError` that better advice follows: what was found stays, and what room there is."""
-    for rule in _ADVICE.values():
-        message = message.replace(f": {rule}; or ", ". You can ").replace(f": {rule}; ", "; ")
-    return message
+def _way_out(need: int, budget: Budget) -> str:
+    if need <= budget.free_bytes:
+        return "lower `margin`"
+    if budget.source == "given":
+        return "raise `budget`"
+    return "free memory held by other processes" if need <= budget.total_bytes else "use a device with more memory"
 
 
 def check_count(name: str, value: object) -> None:
     """Check a number of samples or batches that a user gave.
 
     Raises:
-        MemGuardError: it is no whole number of 1 or more.
+        MemGuardError: it is not a whole number of 1 or more.
     """
     if type(value) is not int or value < 1:
-        raise MemGuardError(f"{name}={value!r} is no count; give an int of 1 or more.")
+        raise MemGuardError(f"{name}={value!r} is not a count; pass an int of 1 or more.")
 
 
 def check_settings(

@@ -1,4 +1,4 @@
-"""Predicted + measured -> EpochRecord: how near the prediction came, once an epoch."""
+"""Predicted + measured -> EpochRecord: how close the prediction was, once an epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_memguard.units import GIB
 
 @dataclass(frozen=True)
 class Measured:
-    """What the device itself said the training took, in bytes.
+    """What the training took according to the device itself, in bytes.
 
     ``peak_bytes`` is the counter that `Footprint.peak_device_bytes` predicts; ``source`` names the counter. ``parts``
     holds the parts whose true size is readable (parameters, buffers, gradients, optimizer state), each from the real
@@ -29,7 +29,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """Predicted beside measured, for one epoch; ``margin_bytes`` of the budget were to be kept free."""
+    """Predicted and measured, for one epoch; ``margin_bytes`` of the budget were to be kept free."""
 
     epoch: int
     batch_size: int
@@ -55,7 +55,7 @@ class EpochRecord:
     def as_metrics(self) -> dict[str, float]:
         """The values to log, by their public names (unit in the key).
 
-        Bounds stand there only where the prediction has some. ``stacked`` is each part on top of those below it, for
+        Bounds are there only where the prediction has some. ``stacked`` is each part on top of those below it, for
         charts that can draw lines and no areas.
         """
         predicted = self.predicted

@@ -147,11 +147,5 @@ def _tensors(thing: object, depth: int, seen: set[int]) -> Iterator[torch.Tensor
 
 # Trainers, loops, progress bars and loggers lead everywhere.
 _NOT_LOOKED_INTO = {
-    "builtins",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "torch",
-    "rich",
-    "lightning_memguard",
+    *("builtins", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "rich", "lightning_memguard")
 }

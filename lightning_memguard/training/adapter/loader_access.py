@@ -34,7 +34,7 @@ def call_loader_hook(owner: LightningModule | LightningDataModule, hook: str) ->
     raise failure
 
 
-def set_data_source(trainer: Trainer, owner: LightningModule | LightningDataModule) -> None:
+def set_data_source(trainer: Trainer, owner: object) -> None:
     """Set, on a Trainer that never runs, whose ``train_dataloader`` a fit would call."""
     trainer.fit_loop._data_source.instance = owner
 
@@ -42,12 +42,7 @@ def set_data_source(trainer: Trainer, owner: LightningModule | LightningDataModu
 def intercept_loaders(
     trainer: Trainer, role: Role, change: Callable[[Callable[[], object]], object]
 ) -> Callable[[], None]:
-    """Have a loop use what ``change`` returns for its loaders, whenever they are made.
-
-    Args:
-        trainer: whose loop.
-        role: which loop.
-        change: called with the function that makes the loop's own loaders.
+    """Have a loop use the loaders that ``change`` returns, given the function that makes the loop's own.
 
     Returns:
         A function that gives the loop its own data source back.

@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_memguard.core.capture.batch import Batches
 from lightning_memguard.core.capture.fake import fake_copy, real_copy
 from lightning_memguard.core.capture.program import (
+    Change,
+    Program,
     SwapOptimizer,
     device_to_run_on,
-    largest_batch,
     refuse_meta,
-    shapes_alone,
     step_states,
     tensors,
 )
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class LightningProgram:
+class LightningProgram(Program):
     """What a Trainer runs of a LightningModule, runnable on copies.
 
     Attributes:
@@ -95,19 +95,12 @@ class LightningProgram:
     strategy: Strategy | None = None
     transferred: bool = False
     precision: str = ""
-    changes: tuple[Callable[[Any], None], ...] = ()
+    changes: tuple[Change, ...] = ()
     seen: dict[int, tuple[Shapes, int]] = field(default_factory=dict, compare=False)
 
     @property
-    def families(self) -> tuple[Batches, ...]:
-        """``batches``, by loader."""
-        return self.batches if isinstance(self.batches, tuple) else (self.batches,)
-
-    # What follows: see `lightning_memguard.core.capture.program.Program`.
-
-    @property
     def trains(self) -> bool:
-        """Whether it runs a backward pass and an optimizer step."""
+        """See `Program.trains`."""
         return self.stage == "fit"
 
     @property
@@ -123,7 +116,7 @@ class LightningProgram:
         return int(self.accumulate_grad_batches or self.trainer.accumulate_grad_batches)
 
     def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
-        """Pass a function the module as ``configure_model`` and ``setup`` make it, and ``"self"``."""
+        """See `Program.inspect`; ``configure_model`` and ``setup`` may make parts of the module."""
         found: list[T] = []
 
         def show(module_copy: nn.Module) -> None:
@@ -136,31 +129,14 @@ class LightningProgram:
 
     def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
         """Shapes and bytes of the batch that the step was given, else of what its loaders give."""
-        return self.seen.get(batch_size) or largest_batch(self.families, batch_size)
+        return self.seen.get(batch_size) or super().expected_batch(batch_size)
 
     def setting(self, name: str, value: str | int) -> str:
-        """What to write to change a setting of the Trainer."""
+        """See `Program.setting`."""
         return f'Trainer({name}="{value}")' if isinstance(value, str) else f"Trainer({name}={value})"
 
-    def with_batches(self, batches: Batches) -> LightningProgram:
-        """The same step on other batches, which come as the hooks around their transfer leave them."""
-        return replace(self, batches=batches, transferred=True)
-
-    def without_samples(self) -> LightningProgram:
-        """The same on batches known by their shapes alone."""
-        bare = tuple(map(shapes_alone, self.families))
-        return replace(self, batches=bare if isinstance(self.batches, tuple) else bare[0])
-
-    def with_precision(self, precision: str) -> LightningProgram:
-        """The same in another precision."""
-        return replace(self, precision=precision, seen={})
-
-    def with_accumulation(self, batches: int) -> LightningProgram:
-        """The same with an optimizer step every so many batches."""
-        return replace(self, accumulate_grad_batches=batches, seen={})
-
     def with_optimizer(self, swap: SwapOptimizer) -> LightningProgram:
-        """The same with each optimizer replaced as soon as ``configure_optimizers`` makes it."""
+        """See `Program.with_optimizer`."""
 
         def change(module_copy: Any) -> None:
             configure = module_copy.configure_optimizers
@@ -169,14 +145,21 @@ class LightningProgram:
         return self.with_change(change)
 
     def with_bucket_views(self) -> LightningProgram | None:
-        """The same with gradients as views of DDP's buckets; None without DDP, or where they are."""
+        """See `Program.with_bucket_views`."""
         if not ddp.wraps_in_ddp(self.strategy) or ddp.Arguments.of(self.strategy).gradient_as_bucket_view:
             return None
-        return replace(self, strategy=ddp.with_bucket_views(self.strategy), seen={})
+        return self._with(strategy=ddp.with_bucket_views(self.strategy))
 
-    def with_change(self, change: Callable[[nn.Module], None]) -> LightningProgram:
-        """The same with each copy changed before it is watched and before it has optimizers."""
-        return replace(self, changes=(*self.changes, change), seen={})
+    def with_batches(self, batches: Batches) -> LightningProgram:
+        """See `Program.with_batches`."""
+        return replace(self, batches=batches, transferred=True)
+
+    def without_samples(self) -> LightningProgram:
+        """See `Program.without_samples`; what the batches looked like stays known."""
+        return replace(super().without_samples(), seen=self.seen)
+
+    def _with(self, **fields: Any) -> LightningProgram:
+        return replace(self, seen={}, **fields)
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `lightning_memguard.core.capture.program.Program`."""
@@ -299,12 +282,7 @@ class _Answers(TorchFunctionMode):
         return answered(func, args, kwargs or {})
 
 
-_STEP_HOOKS = {
-    "fit": "training_step",
-    "validate": "validation_step",
-    "test": "test_step",
-    "predict": "predict_step",
-}
+_STEP_HOOKS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 _LIMITS = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
 
 

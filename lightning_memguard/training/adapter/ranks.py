@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Attempt(Generic[T]):
-    """The result of an attempt: a value, or the reason why there is none. ``too_large``: nothing fits."""
+    """The result of an attempt: a value, or the reason why there is none. ``too_large``: the error if nothing fits."""
 
     value: T | None = None
     reason: str = ""
-    too_large: bool = False
+    too_large: DoesNotFitError | None = None
 
     def unwrap(self) -> T:
         """The value.
@@ -45,7 +45,7 @@ def attempt(work: Callable[[], T]) -> Attempt[T]:
     try:
         return Attempt(work())
     except DoesNotFitError as error:
-        return Attempt(reason=str(error), too_large=True)
+        return Attempt(reason=str(error), too_large=error.with_traceback(None))
     except MemGuardError as error:
         return Attempt(reason=str(error))
     except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training
@@ -94,10 +94,10 @@ class Ranks:
         failed = [(rank, *each) for rank, each in enumerate(reasons) if each[0]]
         if not failed:
             return mine.unwrap()
-        rank, reason, _ = next((each for each in failed if each[2]), failed[0])
-        where = f"rank {rank}: " if self.size > 1 else ""
-        kind = DoesNotFitError if any(too_large for *_, too_large in failed) else CannotTraceError
-        raise kind(where + reason)
+        rank, reason, too_large = next((each for each in failed if each[2]), failed[0])
+        if too_large:
+            raise too_large.on_rank(rank) if self.size > 1 else too_large
+        raise CannotTraceError(f"rank {rank}: {reason}" if self.size > 1 else reason)
 
 
 def shared(ranks: Ranks, budget: Budget, device: torch.device, held_bytes: int) -> Budget:

@@ -76,14 +76,9 @@ class ShadowSettings:
 
 
 class Shadow:
-    """A shadow Trainer, and the callback in it that marks the phases of its steps.
+    """A shadow Trainer of one package, and the callback in it that marks the phases of its steps.
 
-    Args:
-        pl: the package of the user's module.
-        settings: what to run.
-        device: where the copy is.
-        recorder: watches the copy.
-        start: called with the copy when it is on its device and has no optimizers yet.
+    ``start`` is called with the module's copy when that is on its device and has no optimizers yet.
     """
 
     def __init__(
@@ -133,9 +128,8 @@ class Shadow:
 
     def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], batch_size: int, *, fake: bool) -> None:
         """Run batches of a size; of one loader, or of several that are evaluated one after the other."""
-        loaders = [EndlessLoader(self, each, batch_size, fake) for each in batches]
-        if self.settings.batches_per_epoch:
-            loaders = [SizedLoader(self, each, batch_size, fake) for each in batches]
+        kind = SizedLoader if self.settings.batches_per_epoch else EndlessLoader
+        loaders = [kind(self, each, batch_size, fake) for each in batches]
         self.marker.batch_size = batch_size
         if self.settings.stage == "fit":
             self.trainer.fit(module_copy, train_dataloaders=loaders[0])
@@ -207,7 +201,7 @@ class PhaseMarkerMixin:
     def __init__(self, settings: ShadowSettings, recorder: Recorder) -> None:
         self.settings = settings
         self.recorder = recorder
-        self.on_ready: Callable[[], object] = _nothing
+        self.on_ready: Callable[[], object] = lambda: None
         self.averages: list[Average] = []
         self.batch_size = 0
         self.loaders = 1
@@ -316,17 +310,10 @@ class PhaseMarkerMixin:
             if index:
                 self.average(between_epochs=True)
             return False
-        batches = self.batches_to_evaluate()
-        missing = batches is not None and 0 < batches <= index
-        return missing and self.recorder.alive_bytes > self.alive_bytes[-1]
-
-    def batches_to_evaluate(self) -> int | None:
-        """How many batches the only loader gives; None where there are several, or it has no length."""
         count, limit = self.settings.batches_per_epoch, self.settings.limit_batches
-        batches = count(self.batch_size) if count and self.loaders == 1 else None
-        if batches is None:
-            return None
-        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        batches = (count(self.batch_size) if count and self.loaders == 1 else None) or 0  # 0 where unknown
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        return 0 < batches <= index and self.recorder.alive_bytes > self.alive_bytes[-1]
 
 
 class EndlessLoader:
@@ -372,7 +359,3 @@ def _let_scaler_step(precision: Precision) -> None:
     scaler = getattr(precision, "scaler", None)
     if scaler is not None:
         scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
-
-
-def _nothing(*_: object, **__: object) -> None:
-    return None

@@ -44,11 +44,7 @@ def refuse_one_shot(loader: object) -> None:
 
 
 def refuse_held_iterators(dataset: object) -> None:
-    """Refuse a dataset that keeps an iterator, or has one inside another dataset; a file that can seek is none.
-
-    Raises:
-        CannotTraceError: it does.
-    """
+    """Refuse a dataset that holds an iterator which cannot be set back, or a dataset with one."""
     for name, value in getattr(dataset, "__dict__", {}).items():
         if isinstance(value, Dataset) and value is not dataset and not isinstance(value, Iterator):
             refuse_held_iterators(value)

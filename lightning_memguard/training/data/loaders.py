@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_memguard.core.capture.fake import fake_copy, isolated_rng
+from lightning_memguard.core.capture.fake import fake_copy
 from lightning_memguard.core.decision.bisection import largest_that
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter.lightning_types import lightning_of
@@ -24,7 +24,7 @@ from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import preserve_state
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningDataModule, LightningModule
+    from pytorch_lightning import LightningModule
     from pytorch_lightning.utilities import CombinedLoader
 
 
@@ -66,7 +66,7 @@ class Source:
     def _fills_a_batch(self, batch_size: int) -> bool:
         """Whether a batch sampler of the user's own fills its first batch at a size."""
         with contextlib.suppress(Exception):
-            return resizing.first_batch_size(self.loader.batch_sampler, batch_size) == batch_size  # type: ignore[attr-defined]
+            return resizing.first_batch_size(self.loader, batch_size) == batch_size
         return False
 
     def largest_of_stream(self, count: int) -> int:
@@ -125,7 +125,7 @@ class LoaderInfo:
         """Why the batch size cannot be changed; empty if it can."""
         mixed = len(self.sources) > 1 and any(not isinstance(each.loader, DataLoader) for each in self.sources)
         known = next((source.fixed_because for source in self.sources if source.fixed_because), "")
-        return known or (f"{self.origin} joins loaders that are not all torch DataLoaders" if mixed else "")
+        return known or (f"{self.origin} combines loaders that are not all torch DataLoaders" if mixed else "")
 
     @property
     def dataset_size(self) -> int | None:
@@ -169,40 +169,30 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
         CannotTraceError: there is none, its hook cannot run on a copy, or its dataset is empty.
     """
     data, package = facts.sources[role], lightning_of(facts.strategy)
-    if isinstance(data.instance, package.LightningDataModule):
-        loader, origin = _call_hook(copy.copy(data.instance), data.hook), f"the datamodule's {data.hook}()"
-    elif isinstance(data.instance, package.LightningModule):
-        loader, origin = _call_hook(_module_copy(data.instance, role), data.hook), f"the module's {data.hook}()"
-    else:
-        loader, origin = data.instance, _ORIGINS[role]
+    with preserve_state(data.instance):
+        if isinstance(data.instance, package.LightningDataModule):
+            loader, origin = call_loader_hook(copy.copy(data.instance), data.hook), f"the datamodule's {data.hook}()"
+        elif isinstance(data.instance, package.LightningModule):
+            loader, origin = (
+                call_loader_hook(_module_copy(data.instance, role), data.hook),
+                f"the module's {data.hook}()",
+            )
+        else:
+            loader = data.instance
+            origin = f"fit({role}_dataloaders=...)" if role in ("train", "val") else f"{role}(dataloaders=...)"
     if loader is None:
-        raise CannotTraceError(f"{origin} gave no loader: there is no batch to predict from.")
+        raise CannotTraceError(f"{origin} returned no loader: there is no batch to predict from.")
     info = info_of(facts, loader, origin, role)
     if info.dataset_size == 0:
         raise CannotTraceError(f"The dataset behind {origin} is empty: there is no sample to predict from.")
     return info
 
 
-_ORIGINS: dict[Role, str] = {
-    "train": "fit(train_dataloaders=...)",
-    "val": "fit(val_dataloaders=...)",
-    "validate": "validate(dataloaders=...)",
-    "test": "test(dataloaders=...)",
-    "predict": "predict(dataloaders=...)",
-}
-
-
-def _call_hook(owner_copy: LightningModule | LightningDataModule, hook: str) -> Any:
-    with preserve_state(owner_copy):
-        return call_loader_hook(owner_copy, hook)
-
-
-def _module_copy(module: LightningModule, role: Role) -> LightningModule:
+def _module_copy(module: LightningModule, role: Role) -> Any:
     """A copy of a module that makes its own loaders, set up for the run, its parameters without memory."""
     module_copy: Any = fake_copy(module, FakeTensorMode(), torch.device("cpu"))
-    with isolated_rng():
-        module_copy.setup("fit" if role in ("train", "val") else role)
-    return module_copy  # type: ignore[no-any-return]
+    module_copy.setup("fit" if role in ("train", "val") else role)
+    return module_copy
 
 
 def info_of(facts: RunFacts, loaders: object, origin: str, role: Role) -> LoaderInfo:

@@ -1,4 +1,4 @@
-"""The same loader at another batch size: whether it can be had, and making it. The user's own is never changed."""
+"""The same loader at another batch size: whether that is possible, and how. The user's own is never changed."""
 
 from __future__ import annotations
 
@@ -25,22 +25,16 @@ def batch_size_setting(loader: object) -> int:
     return size if type(size) is int else 0
 
 
-def is_built_in(batch_sampler: object) -> bool:
-    """Whether a batch sampler is torch's own, or torchdata's: nothing but the size decides its batches."""
-    kind = type(batch_sampler)
-    return kind is BatchSampler or (kind.__name__ == "BatchSampler" and is_of_torchdata(batch_sampler))
-
-
-def is_of_torchdata(thing: object) -> bool:
-    """Whether an object's class comes from torchdata."""
-    return type(thing).__module__.startswith("torchdata.stateful_dataloader")
+def is_built_in(sampler: object, *classes: type) -> bool:
+    """Whether a sampler is exactly of one of torch's classes, or of torchdata's class of that name."""
+    kind = type(sampler)
+    from_torchdata = kind.__module__.startswith("torchdata.stateful_dataloader")
+    return kind in classes or (from_torchdata and kind.__name__ in [each.__name__ for each in classes])
 
 
 def makes_own_batches(loader: object) -> bool:
     """Whether the user's code makes the batches, so that only that code knows how many there are."""
-    if not isinstance(loader, DataLoader):
-        return True
-    return loader.batch_sampler is None or not is_built_in(loader.batch_sampler)
+    return not (isinstance(loader, DataLoader) and is_built_in(loader.batch_sampler, BatchSampler))
 
 
 def drops_last(loader: object) -> bool:
@@ -49,49 +43,22 @@ def drops_last(loader: object) -> bool:
     return bool(getattr(loader if batch_sampler is None else batch_sampler, "drop_last", False))
 
 
-# -- whether
+# -- whether a size can be changed
 
 
 def why_fixed(loader: object, origin: str, *, recreated: bool = False) -> str:
-    """Why a loader's batch size cannot be changed, naming ``origin``; empty if it can.
-
-    Args:
-        loader: the loader; its state may move.
-        origin: where it comes from, in words.
-        recreated: Lightning will construct it again from its arguments.
-    """
+    """Why a loader's batch size cannot be changed; empty if it can. ``recreated``: Lightning constructs it again."""
     if not isinstance(loader, DataLoader):
         return _why_foreign_is_fixed(loader, origin)
     if loader.batch_sampler is None:
         return f"{origin} has batch_size=None: its dataset makes the batches itself"
-    if not is_built_in(loader.batch_sampler) and not _sampler_follows_its_size(loader.batch_sampler):
+    own = makes_own_batches(loader)
+    if own and not _follows_its_size(loader):
         return f"{origin} has a batch sampler of its own ({type(loader.batch_sampler).__name__}) that sets the size"
-    recorded = recorded_arguments(loader) if recreated and is_built_in(loader.batch_sampler) else None
-    if recorded is None or "batch_size" in recorded or _takes_batch_size(loader):
+    if own or not recreated or recorded_arguments(loader) is None or _takes_batch_size(loader):
         return ""
-    return f"{origin} is a {type(loader).__name__}, which Lightning makes again and which takes no `batch_size`"
-
-
-def _takes_batch_size(made: object) -> bool:
-    return "batch_size" in inspect.signature(type(made).__init__).parameters
-
-
-def _sampler_follows_its_size(batch_sampler: Any) -> bool:
-    """Whether a batch sampler of the user's makes batches of the size that its attribute says, and counts them."""
-    try:
-        if [first_batch_size(batch_sampler, size) for size in (2, 3)] != [2, 3]:
-            return False
-        doubled = _sampler_at(copy_for_reading(batch_sampler), batch_sampler.batch_size * 2)
-        most = len(doubled) if hasattr(doubled, "__len__") else 0
-        counted = sum(1 for _ in itertools.islice(doubled, most + 1)) if 0 < most <= _MAX_COUNTED else most
-    except Exception:  # noqa: BLE001 - it may be written in any way; what cannot be tried is left alone
-        return False
-    return bool(counted == most)
-
-
-def first_batch_size(batch_sampler: object, batch_size: int) -> int:
-    """How many samples a batch sampler puts into its first batch when it is set to a size."""
-    return len(list(next(iter(_sampler_at(copy_for_reading(batch_sampler), batch_size)), ())))
+    name = type(loader).__name__
+    return f"{origin} is a {name}, which Lightning constructs again and which does not take `batch_size`"
 
 
 def _why_foreign_is_fixed(loader: object, origin: str) -> str:
@@ -99,25 +66,41 @@ def _why_foreign_is_fixed(loader: object, origin: str) -> str:
     kind = f"{type(loader).__module__.partition('.')[0]}'s {type(loader).__name__}"
     if not batch_size_setting(loader) or isinstance(loader, Iterator):
         return f"{origin} is {kind}, not a torch DataLoader, and has no `batch_size` to change"
-    return (
-        "" if _foreign_follows_its_size(loader) else f"{origin} is {kind}, whose batches do not follow its `batch_size`"
-    )
+    return "" if _follows_its_size(loader) else f"{origin} is {kind}, whose batches do not follow its `batch_size`"
 
 
-def _foreign_follows_its_size(loader: Any) -> bool:
+def _follows_its_size(loader: Any) -> bool:
+    """Whether the user's own code makes batches of the size that its attribute says, and counts them by that."""
     try:
-        refuse_one_shot(loader)
-        if [batch_size_of(next(iter(trial_at(loader, size)))) for size in (2, 3)] != [2, 3]:
-            return False
-        if not hasattr(loader, "__len__"):
-            return True
-        one, own = len(trial_at(loader, 1)), len(trial_at(loader, loader.batch_size))
+        if not isinstance(loader, DataLoader):
+            refuse_one_shot(loader)
+        return [first_batch_size(loader, size) for size in (2, 3)] == [2, 3] and _counts_by_its_size(loader)
     except Exception:  # noqa: BLE001 - it may be written in any way; what cannot be tried is left alone
         return False
-    return bool(own <= one // loader.batch_size + 1)
 
 
-# -- making it
+def _counts_by_its_size(loader: Any) -> bool:
+    size = batch_size_setting(loader)
+    if isinstance(loader, DataLoader):
+        doubled = trial_at(loader, 2 * size)
+        count = len(doubled) if hasattr(doubled, "__len__") else 0
+        return not 0 < count <= _MAX_COUNTED or sum(1 for _ in itertools.islice(doubled, count + 1)) == count
+    return not hasattr(loader, "__len__") or len(trial_at(loader, size)) <= len(trial_at(loader, 1)) // size + 1
+
+
+def first_batch_size(loader: Iterable[Any], batch_size: int) -> int:
+    """How many samples the first batch has when a loader, or a DataLoader's batch sampler, is set to a size."""
+    batches = iter(trial_at(loader, batch_size))
+    return len(list(next(batches, ()))) if isinstance(loader, DataLoader) else batch_size_of(next(batches))
+
+
+def _takes_batch_size(made: object) -> bool:
+    """Whether Lightning can pass a batch size when it constructs a loader again."""
+    recorded = recorded_arguments(made) or ()
+    return "batch_size" in recorded or "batch_size" in inspect.signature(type(made).__init__).parameters
+
+
+# -- how
 
 
 def trial_at(loader: Iterable[Any], batch_size: int) -> Any:
@@ -132,13 +115,8 @@ def resize(loader: Iterable[Any], batch_size: int, fixed_because: str) -> Iterab
 
     A subclass keeps its type and attributes: its constructor does not run again.
 
-    Args:
-        loader: a torch DataLoader, or a loader with a ``batch_size`` that its batches follow.
-        batch_size: samples a batch.
-        fixed_because: why the size cannot be changed, as `why_fixed` says.
-
     Raises:
-        CannotResizeLoaderError: the size cannot be changed.
+        CannotResizeLoaderError: the size cannot be changed, for the reason that `why_fixed` gave.
     """
     if fixed_because:
         reason = f"{fixed_because[0].upper()}{fixed_because[1:]}"
@@ -152,7 +130,7 @@ def _torch_at(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
     clone = shallow_copy(loader)
     batch_sampler: Any = loader.batch_sampler
     # DataLoader refuses to have these set after construction; a copy has not been iterated yet
-    if is_built_in(batch_sampler):
+    if is_built_in(batch_sampler, BatchSampler):
         resized = type(batch_sampler)(batch_sampler.sampler, batch_size, batch_sampler.drop_last)
         vars(clone).update(batch_size=batch_size, batch_sampler=resized)
     else:
@@ -182,9 +160,7 @@ def _sampler_at(batch_sampler: Any, batch_size: int) -> Any:
 def _record_batch_size(made: object, batch_size: int) -> None:
     """Have Lightning, which recorded how a hook constructed a loader or batch sampler, use this size as well."""
     recorded = recorded_arguments(made)
-    if recorded is None:
-        return
-    if "batch_size" in recorded or (is_built_in(getattr(made, "batch_sampler", None)) and _takes_batch_size(made)):
+    if recorded is not None and ("batch_size" in recorded or (not makes_own_batches(made) and _takes_batch_size(made))):
         change_recorded_argument(made, "batch_size", batch_size)
 
 

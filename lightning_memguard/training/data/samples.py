@@ -15,26 +15,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
+import torch.utils.data as torch_data
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, batch_size_of, batches_from_one, tensors_in
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.loader_access import arrange
-from lightning_memguard.training.data.copies import (
-    copy_for_reading,
-    preserve_state,
-    refuse_held_iterators,
-    refuse_one_shot,
-)
+from lightning_memguard.training.data import copies
+from lightning_memguard.training.data.copies import copy_for_reading, preserve_state
 from lightning_memguard.training.data.loaders import LoaderInfo, Source
-from lightning_memguard.training.data.resizing import is_built_in, is_of_torchdata, trial_at
+from lightning_memguard.training.data.resizing import is_built_in, makes_own_batches, trial_at
 
 T = TypeVar("T")
 
@@ -43,7 +33,7 @@ MOST_SECONDS = 1.0  # after which it is enough, once LEAST_SAMPLES were drawn
 LEAST_SAMPLES = 16
 _MOST_INDICES = 1 << 20  # how much of a sampler's order is read to spread them over
 _AT_ONCE = 64  # what a dataset that fetches many samples at once is asked for
-_BEYOND = "a larger one would take more, and is announced when it comes"
+_BEYOND = "a larger one would take more, and is reported when it comes"
 _COUNTS = (1, 2, 4, 8)  # of a sample, to collate it alone: some collate functions want pairs
 _SIZES = ((4, 5, 1), (4, 6, 2), (4, 8, 4), (8, 16, 8), (2, 4, 2))  # two to collate at, and the multiple they stand for
 _MOST_MIXED = 16  # samples stacked together, each the longest in some dimension
@@ -68,14 +58,7 @@ class RunSamples:
 
 @dataclass(frozen=True)
 class LoaderSamples:
-    """What was drawn from one loader.
-
-    Attributes:
-        batches: batches of any size made of the largest samples.
-        note: how many samples were drawn, where a larger one may follow; empty where all were drawn or all are alike.
-        unit: its collate function takes only multiples of this.
-        samples: how many there are, where the end of the data was reached; else None.
-    """
+    """What was drawn from one loader; ``samples`` is their number, where the end of the data was reached."""
 
     batches: Batches
     note: str = ""
@@ -134,13 +117,10 @@ def _batch_at(batches: Batches, size: int) -> Any:
 
 
 def draw(loader: Iterable[Any], *, fixed: bool = False, unit: int = 1, factor: int = 1) -> LoaderSamples:
-    """Draw samples from a loader and collate the largest of them at two sizes, which shows what grows.
+    """Draw samples from a loader, without consuming it, and collate the largest at two sizes, which shows what grows.
 
-    Args:
-        loader: a torch DataLoader, or any iterable of batches; it is not consumed.
-        fixed: its batches are taken as they come.
-        unit: the batch sizes that will be asked for are multiples of this.
-        factor: samples in one of its batches for each unit of the batch size.
+    Where its size is ``fixed``, its batches are taken as they come. Otherwise batches are made for multiples of
+    ``unit``, with ``factor`` samples for each unit.
 
     Raises:
         CannotTraceError: no sample could be drawn without consuming the data, or a batch holds no tensor.
@@ -176,7 +156,7 @@ def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
 def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:
     """Batches as they come, each with the number of samples in it; 0 where unknown."""
     if not isinstance(loader, DataLoader):
-        refuse_one_shot(loader)
+        copies.refuse_one_shot(loader)
         yield from ((batch, 0) for batch in copy_for_reading(loader))
         return
     collate = copy_for_reading(loader.collate_fn)
@@ -302,13 +282,12 @@ def _indices(loader: DataLoader[Any]) -> list[Any]:
 
 def _order(loader: DataLoader[Any]) -> Sequence[Any]:
     """The samples that an epoch may hold: of a sampler that draws again each time, all that it draws from."""
-    if loader.batch_sampler is not None and not is_built_in(loader.batch_sampler):
+    if loader.batch_sampler is not None and makes_own_batches(loader):
         return _within_time(itertools.chain.from_iterable(copy_for_reading(loader.batch_sampler)))
     sampler = _sampler_of(loader)
-    stateful_random = type(sampler).__name__ == "RandomSampler" and is_of_torchdata(sampler)
-    if type(sampler) in (SequentialSampler, RandomSampler) or stateful_random:
+    if is_built_in(sampler, torch_data.SequentialSampler, torch_data.RandomSampler):
         return range(len(sampler.data_source))
-    if type(sampler) is DistributedSampler:
+    if type(sampler) is torch_data.DistributedSampler:
         return range(len(sampler.dataset))  # type: ignore[arg-type]
     return _within_time(iter(copy_for_reading(sampler)))
 
@@ -325,7 +304,7 @@ def _within_time(things: Iterator[T]) -> list[T]:
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
     """What gives a loader its samples: one that was given a batch sampler also has an unused sampler of its own."""
-    return loader.batch_sampler.sampler if is_built_in(loader.batch_sampler) else loader.sampler  # type: ignore[union-attr]
+    return loader.sampler if makes_own_batches(loader) else loader.batch_sampler.sampler  # type: ignore[union-attr]
 
 
 def _spread(count: int) -> list[int]:
@@ -342,7 +321,9 @@ def _spread(count: int) -> list[int]:
 def _are_all(indices: list[Any], loader: DataLoader[Any]) -> bool:
     """Whether no epoch can hold another sample than these."""
     sampler = _sampler_of(loader)
-    if type(sampler) is SubsetRandomSampler and (loader.batch_sampler is None or is_built_in(loader.batch_sampler)):
+    if type(sampler) is torch_data.SubsetRandomSampler and (
+        loader.batch_sampler is None or not makes_own_batches(loader)
+    ):
         return len(indices) == len(sampler)
     with contextlib.suppress(TypeError, NotImplementedError):
         return len(set(indices)) == len(loader.dataset)  # type: ignore[arg-type]
@@ -352,7 +333,7 @@ def _are_all(indices: list[Any], loader: DataLoader[Any]) -> bool:
 def _read(loader: DataLoader[Any], indices: list[Any]) -> Iterator[Any]:
     """The dataset's samples at these indices; those that cannot be read are left out, unless it is all of them."""
     dataset: Any = copy_for_reading(loader.dataset)
-    refuse_held_iterators(dataset)
+    copies.refuse_held_iterators(dataset)
     if isinstance(dataset, IterableDataset):
         yield from itertools.islice(iter(dataset), len(indices))
         return

@@ -18,7 +18,7 @@ class Limits:
 
     Attributes:
         margin: share of the device's memory to keep free.
-        budget_bytes: what the training may take there; None for all that is free, or, of a GPU that is not here, all.
+        budget_bytes: what the training may take there; None for all that is free, or all of a GPU that is absent.
         min_batch_size: the smallest size to choose.
         max_batch_size: the largest, or None.
         multiple_of: only multiples of this are chosen.
@@ -44,16 +44,9 @@ class Limits:
         self, batch_size: int, *, unit: int, dataset_size: int | None, accumulate_grad_batches: int, ranks: int
     ) -> Request:
         """What a run asks for whose batch sizes are multiples of ``unit``; see `Request`."""
-        return Request(
-            batch_size,
-            self.min_batch_size,
-            self.max_batch_size,
-            math.lcm(self.multiple_of, unit),
-            dataset_size,
-            self.keep_effective_batch_size,
-            accumulate_grad_batches,
-            ranks,
-        )
+        least, most, effective = self.min_batch_size, self.max_batch_size, self.keep_effective_batch_size
+        multiple_of = math.lcm(self.multiple_of, unit)
+        return Request(batch_size, least, most, multiple_of, dataset_size, effective, accumulate_grad_batches, ranks)
 
 
 def largest_that_runs(

@@ -1,4 +1,4 @@
-"""While a run goes on: a batch larger than predicted, and what to say of a step that ran out of memory."""
+"""During a run: a batch larger than predicted, and what to report of a step that ran out of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEXT = 1.1  # what was announced once is announced again when it is this much l
 
 
 class BatchWatch:
-    """Holds each batch against the one predicted from; cheap, since it looks at every one.
+    """Compares each batch with the one predicted from; cheap, since it examines every one.
 
     Args:
         profile: what was predicted.
@@ -39,7 +39,7 @@ class BatchWatch:
         self.shapes: Shapes = ()
         self._quick_bytes = -1
 
-    def larger(self, batch: Any) -> Larger | None:
+    def larger(self, batch: object) -> Larger | None:
         """Look at a batch on its way into the step; None where it is within what was predicted."""
         quick_bytes = _quick_bytes(batch)
         if quick_bytes == self._quick_bytes != -1:
@@ -51,7 +51,7 @@ class BatchWatch:
         self.limit_bytes = int(nbytes * _NEXT)
         return attempt(lambda: self._announce(batch)).value
 
-    def _announce(self, batch: Any) -> Larger:
+    def _announce(self, batch: object) -> Larger:
         size = batch_size_of(batch)
         with torch.inference_mode(mode=False):
             footprint = self._prediction_of(batch, size).footprint_at(size)
@@ -59,7 +59,7 @@ class BatchWatch:
             footprint = footprint.plus(extra, part)
         return Larger(shapes_of(batch), self.predicted_shapes, footprint, self.profile.budget)
 
-    def _prediction_of(self, batch: Any, size: int) -> Prediction:
+    def _prediction_of(self, batch: object, size: int) -> Prediction:
         """Of a step on batches like this one, as it comes out of the hooks that transfer it."""
         like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
         program = self.prediction.program.with_batches(batches_from_one(like, size))

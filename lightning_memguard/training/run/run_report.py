@@ -12,7 +12,8 @@ from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.layers.layers import LayerTable
 from lightning_memguard.report.loggers import Boards
-from lightning_memguard.report.page import CurvePoint, Report, curve_of, write_report
+from lightning_memguard.report.page import write_report
+from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.adapter.run_facts import RunFacts
 from lightning_memguard.training.run.tune import RunProfile

@@ -17,7 +17,7 @@ from lightning_memguard.core.capture.fake_cuda import gpu_of
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.advice import shortlist, what_would_fit
-from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide, without_rule_of_thumb
+from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.replay.footprint import Footprint
@@ -30,7 +30,7 @@ from lightning_memguard.training.adapter.ranks import Attempt, Ranks, attempt, s
 from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
 from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, leaves_one
 from lightning_memguard.training.data.samples import RunSamples, sample
-from lightning_memguard.training.planning.advise import Advised, remedies_tried
+from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.planning.search import Limits, largest_that_runs
 from lightning_memguard.units import format_bytes
 
@@ -184,8 +184,7 @@ def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError
     advised = attempt(lambda: _remedies(profile)).value
     if not advised or not advised.advice:
         return error
-    best = what_would_fit(shortlist(advised.advice), advised.not_tried)
-    return DoesNotFitError(f"{without_rule_of_thumb(str(error))}\n{best}", advice=advised.advice)
+    return error.with_advice(advised.advice, what_would_fit(shortlist(advised.advice), advised.not_tried))
 
 
 def _remedies(profile: RunProfile) -> Advised | None:
@@ -193,7 +192,7 @@ def _remedies(profile: RunProfile) -> Advised | None:
     size, usable = profile.request.smallest_batch_size, profile.budget.usable_bytes
     if profile.prediction.footprint_at(size).most_device_bytes <= usable:
         return None
-    return remedies_tried(profile.prediction, size, profile.budget, most_seconds=_ADVICE_SECONDS)
+    return try_remedies(profile.prediction, size, profile.budget, most_seconds=_ADVICE_SECONDS)
 
 
 def recheck(

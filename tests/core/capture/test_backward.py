@@ -41,7 +41,7 @@ Scenario = Callable[[], Any]
 
 # The zoo, event by event
 
-ZOO = Path(__file__).parents[3] / "benchmarks" / "zoo.py"
+ZOO = Path(__file__).parents[3] / "benchmarks" / "shared" / "zoo.py"
 
 
 def zoo_cases() -> list[Any]:

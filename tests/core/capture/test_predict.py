@@ -1,4 +1,4 @@
-"""The stages joined: from a program that can run a step to its footprint at any size, by the best way that carries."""
+"""The stages joined: from a program that can run a step to its footprint at any size, in the best way that works."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_loops_own_name_for_the_batch_keeps_it_alive_until_the_next():
     assert dies in ([], ["zero_grad"])
 
 
-# The ladder
+# The ways to capture a step
 
 
 def needs_a_value(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

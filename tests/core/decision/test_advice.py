@@ -53,9 +53,9 @@ def test_where_none_fits_those_that_come_nearest_are_read():
     [(True, "What would make it fit ("), (False, "Nothing that was tried makes it fit; what comes nearest (")],
 )
 def test_the_headline_says_whether_any_of_it_helps(fits: bool, headline: str):
-    told = what_would_fit([advice("a", saves=2, fits=fits)])
-    assert told.startswith(headline)
-    assert told.splitlines()[1:] == [f"  - {text(advice('a', saves=2, fits=fits))}"]
+    lines = what_would_fit([advice("a", saves=2, fits=fits)])
+    assert lines.startswith(headline)
+    assert lines.splitlines()[1:] == [f"  - {text(advice('a', saves=2, fits=fits))}"]
 
 
 def test_what_was_not_tried_is_said():

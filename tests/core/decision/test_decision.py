@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable
 
@@ -29,7 +30,7 @@ ONE_BYTE_EACH = footprints(lambda n: n)
 
 
 def budget_of(usable_bytes: int) -> Budget:
-    """A tenth as much again is kept free, so that a test sees which number a peak is held against."""
+    """A tenth as much again is kept free, so that a test sees which number a peak is compared with."""
     margin = usable_bytes // 10
     return Budget(10 * usable_bytes, usable_bytes + margin, margin, "nvml", "cuda:0")
 
@@ -230,16 +231,36 @@ def test_the_error_says_what_was_asked_what_was_found_and_what_to_try():
     with pytest.raises(DoesNotFitError) as error:
         decide(lambda n: needs, budget, Request(batch_size=64))
     assert str(error.value) == (
-        "Batch size 1 needs 41.0 GiB; cuda:0 offers 19.0 GiB after a 5% margin (20.0 GiB by nvml): "
-        "22.0 GiB too little. "
-        "The largest part is optimizer state, 24.0 GiB of it: use an optimizer that keeps less (SGD, Adafactor), or "
-        "shard it over several devices; or train on a larger device."
+        "Batch size 1 needs 41.0 GiB; cuda:0 offers 19.0 GiB after a 5% margin (20.0 GiB free, source: "
+        "nvml), short by 22.0 GiB. "
+        "The largest part is optimizer state, 24.0 GiB. Use an optimizer with less state (SGD, Adafactor), "
+        "shard it across devices, or use a device with more memory."
     )
 
 
 def test_a_smaller_min_batch_size_is_advised_where_one_was_set():
     with pytest.raises(DoesNotFitError, match=r", or lower `min_batch_size`\.$"):
         chosen(10, min_batch_size=16)
+
+
+def test_the_error_carries_its_numbers_through_a_pickle_as_ranks_pass_it_on():
+    with pytest.raises(DoesNotFitError) as caught:
+        chosen(10, min_batch_size=16)
+    error = pickle.loads(pickle.dumps(caught.value.on_rank(1)))
+    assert (error.needed_bytes, error.usable_bytes, error.largest_part) == (16, 10, "activations")
+    assert str(error) == f"rank 1: {caught.value}"
+
+
+def test_advice_takes_the_place_of_the_rule_of_thumb():
+    with pytest.raises(DoesNotFitError) as caught:
+        chosen(10, min_batch_size=16)
+    assert "Use bf16-mixed precision" in str(caught.value)
+    advised = caught.value.with_advice(("some advice",), "What would fit:\n  - this")
+    assert "bf16-mixed" not in str(advised)
+    assert str(advised).endswith(
+        "You can free memory held by other processes, or lower `min_batch_size`.\nWhat would fit:\n  - this"
+    )
+    assert str(DoesNotFitError("too large")) == "too large"
 
 
 def test_it_can_be_caught_as_any_error_of_ours():
@@ -278,7 +299,7 @@ def test_a_margin_is_a_share(margin):
 @pytest.mark.parametrize("value", [0, -8, 8.0, "8", True])
 def test_a_count_is_an_int_of_one_or_more_and_is_named_as_it_was_typed(name, value):
     with pytest.raises(
-        MemGuardError, match=f"^{re.escape(f'{name}={value!r} is no count; give an int of 1 or more.')}$"
+        MemGuardError, match=f"^{re.escape(f'{name}={value!r} is not a count; pass an int of 1 or more.')}$"
     ):
         check_settings(**{**GOOD, name.replace("keep_effective_batch_size", "effective"): value})
 
@@ -293,8 +314,8 @@ def test_bounds_that_leave_no_size_are_refused_at_the_door():
     ("need", "source", "advice"),
     [
         (10, "nvml", "lower `margin`"),
-        (15, "nvml", "free memory that others hold"),
-        (40, "nvml", "train on a larger device"),
+        (15, "nvml", "free memory held by other processes"),
+        (40, "nvml", "use a device with more memory"),
         (15, "given", "raise `budget`"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Predicted beside measured, once an epoch, and the names under which both are logged."""
+"""Predicted and measured, once an epoch, and the names under which both are logged."""
 
 from __future__ import annotations
 

@@ -148,9 +148,9 @@ def ranks(*said: Any) -> Ranks:
 
 def test_what_does_not_fit_elsewhere_outweighs_what_failed_elsewhere() -> None:
     with pytest.raises(DoesNotFitError, match="rank 2: too large"):
-        ranks(("broken", False), ("too large", True)).agree(Attempt(5))
+        ranks(("broken", None), ("too large", DoesNotFitError("too large"))).agree(Attempt(5))
     with pytest.raises(CannotTraceError, match="rank 1: broken"):
-        ranks(("broken", False)).agree(Attempt(5))
+        ranks(("broken", None)).agree(Attempt(5))
 
 
 def test_a_shared_device_is_divided_and_what_is_ones_own_stays() -> None:

@@ -23,8 +23,10 @@ from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning import advise as advise_module
-from lightning_memguard.training.planning.advise import Advised, EightBitAdam, advise, remedies_tried
-from lightning_memguard.training.planning.estimate import trainer_for
+from lightning_memguard.training.planning import remedies as remedies_module
+from lightning_memguard.training.planning.advise import Advised, try_remedies
+from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
+from lightning_memguard.training.planning.subject import trainer_for
 from lightning_memguard.training.run import tune as tuning_module
 from lightning_memguard.units import KIB
 
@@ -99,15 +101,15 @@ def tried(
     prediction = known(program, size)
     need = prediction.footprint_at(size).most_device_bytes
     families = [
-        each for each in advise_module._families(prediction, size) if any(word in each[0].name for word in words)
+        each for each in remedies_module.families_for(prediction, size) if any(word in each[0].name for word in words)
     ]
-    with mock.patch.object(advise_module, "_families", return_value=families):
-        return remedies_tried(prediction, size, Budget(need, int(need * share), 0, "given"), **options)
+    with mock.patch.object(advise_module, "families_for", return_value=families):
+        return try_remedies(prediction, size, Budget(need, int(need * share), 0, "given"), **options)
 
 
 def offered(program: Any, size: int = SIZE) -> set[str]:
     """The names of all that would be tried."""
-    return {remedy.name for family in advise_module._families(known(program, size), size) for remedy in family}
+    return {remedy.name for family in remedies_module.families_for(known(program, size), size) for remedy in family}
 
 
 def by_name(found: Advised) -> dict[str, Advice]:
@@ -160,10 +162,11 @@ def test_pairs_save_more_than_either_and_are_never_two_of_a_kind(stacked: Advise
 
 
 def test_no_pairs_where_none_are_wanted() -> None:
-    precisions = list(advise_module._precisions(program_of(Stacked())))
-    families = [*precisions, *advise_module._smaller_states(program_of(Stacked()))]
-    with mock.patch.object(advise_module, "_families", return_value=families):
-        found = advise(known(program_of(Stacked())), SIZE, Budget(1, 1, 0, "given"), combinations=False)
+    program = program_of(Stacked())
+    remedies = [*remedies_module.precisions(program), *remedies_module.smaller_states(program)]
+    families = [(remedy,) for remedy in remedies]
+    with mock.patch.object(advise_module, "families_for", return_value=families):
+        found = try_remedies(known(program), SIZE, Budget(1, 1, 0, "given"), combinations=False).advice
     assert {len(each.remedies) for each in found} == {1}
     assert not any(each.fits for each in found)
 
@@ -210,11 +213,11 @@ def test_a_remedy_that_cannot_run_is_left_out_with_the_reason() -> None:
                 raise ValueError("float32 or nothing")
             return super().training_step(batch, batch_idx)
 
-    said: list[str] = []
-    found = tried(program_of(Particular()), only="bf16-true", said=said.append)
+    lines: list[str] = []
+    found = tried(program_of(Particular()), only="bf16-true", progress=lines.append)
     assert found.left_out == (("bf16-true", "ValueError: float32 or nothing"),)
     assert found.advice == ()
-    assert said == ["bf16-true", "bf16-true: left out, ValueError: float32 or nothing"]
+    assert lines == ["bf16-true", "bf16-true: left out, ValueError: float32 or nothing"]
 
 
 def test_nothing_is_begun_when_time_is_up() -> None:
@@ -360,19 +363,19 @@ def refused(trainer: Any, wide: Any, wide_data: TensorDataset) -> Callable[..., 
 def test_the_error_says_what_would_make_it_fit(refused: Any) -> None:
     error = refused(3000 * KIB)
     assert error.advice
-    told = str(error)
-    assert told.startswith("Batch size 1 needs ")
-    assert "\nWhat would make it fit (each predicted by running the step on a copy):\n  - " in told
+    text = str(error)
+    assert text.startswith("Batch size 1 needs ")
+    assert "\nWhat would make it fit (each predicted by running the step on a copy):\n  - " in text
     assert any(each.fits and each.remedies == ("SGD",) for each in error.advice)
-    assert "You can raise `budget`." in told
-    assert "smaller model" not in told  # the rule of thumb is for those who cannot be given better
+    assert "You can raise `budget`." in text
+    assert "smaller model" not in text  # the rule of thumb is for where there is no better advice
 
 
 def test_advising_that_fails_does_not_hide_the_error(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(tuning_module, "remedies_tried", fail)
+    monkeypatch.setattr(tuning_module, "try_remedies", fail)
     error = refused(3000 * KIB)
     assert error.advice == ()
     assert "The largest part is " in str(error)

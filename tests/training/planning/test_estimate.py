@@ -134,7 +134,7 @@ def test_precision_is_lightnings_word():
 
 @pytest.mark.parametrize("n", [16, 100])
 def test_a_lightning_module_is_stepped_in_lightnings_order(pl, n):
-    """The last step's gradients still stand at the end of the next forward pass: 128 bytes that a plain loop drops."""
+    """The last step's gradients are alive until the end of the next forward pass: 128 bytes that a plain loop drops."""
     footprint = estimate(lightning_module(pl), BATCH, batch_size=n, device="cpu")
     assert nonzero(footprint.parts) == {
         "parameters": 128,
@@ -225,13 +225,13 @@ def refused(kind: type[Exception], message: str) -> pytest.RaisesExc:
 
 
 def test_a_plain_module_needs_a_step():
-    with refused(MemGuardError, "A Linear is no LightningModule: give step=(model, batch) -> loss."):
+    with refused(MemGuardError, "A Linear is not a LightningModule: give step=(model, batch) -> loss."):
         estimate(one_weight(), BATCH, device="cpu")
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 2.0, "4", True])
 def test_a_batch_size_is_a_count(batch_size):
-    with refused(MemGuardError, f"batch_size={batch_size!r} is no count; give an int of 1 or more."):
+    with refused(MemGuardError, f"batch_size={batch_size!r} is not a count; pass an int of 1 or more."):
         estimate(one_weight(), BATCH, batch_size=batch_size, step=sum_of_outputs, device="cpu")
 
 
@@ -245,7 +245,7 @@ def test_an_unknown_device_is_refused_by_name():
 
 
 def test_a_device_that_trains_nothing_is_refused():
-    with refused(MemGuardError, "device='meta' trains nothing; give 'cpu', 'cuda' or the name of a GPU."):
+    with refused(MemGuardError, "device='meta' does not train; pass 'cpu', 'cuda' or the name of a GPU."):
         estimate(one_weight(), BATCH, step=sum_of_outputs, device="meta")
 
 
@@ -378,7 +378,7 @@ def squares(model: Any, images: torch.Tensor) -> torch.Tensor:
 
 
 def planned(model: Any = None, batch: Any = IMAGES, device: str = "NVIDIA H200", **options: Any) -> Any:
-    """A step on fake tensors alone, with what holds for each: parts sum to the peak, bounds stand around it."""
+    """A step on fake tensors alone, with what holds for each: parts sum to the peak, bounds are around it."""
     options.setdefault("step", squares)
     found = estimate(model or small_net(), batch, device=device, **options)
     assert (found.method, found.device) == ("fake", "cuda")
@@ -422,7 +422,8 @@ def test_cuda_without_a_device_is_one_like_an_a100_and_a_note_says_so(device):
     found = planned(device=device)
     (note,) = found.notes
     assert note == (
-        "no CUDA device is here: predicted for one like the NVIDIA A100-SXM4-80GB; give `device` the name of yours"
+        "no CUDA device is available: predicted for one like the NVIDIA A100-SXM4-80GB; "
+        "pass the name of yours as `device`"
     )
     assert replace(found, notes=()) == planned(device="NVIDIA A100-SXM4-80GB")
 
@@ -453,7 +454,7 @@ OPTIMIZERS: dict[str, tuple[Any, int]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_optimizer_keeps_its_states_there(name):
-    """Counters of steps stand on the CPU, except for fused and capturable ones: 512 bytes each there."""
+    """Counters of steps are on the CPU, except for fused and capturable ones: 512 bytes each there."""
     build, copies = OPTIMIZERS[name]
     model = nn.Linear(64, 64)
     found = planned(model, torch.ones(8, 64), optimizer=build)

@@ -133,9 +133,9 @@ def test_a_config_round_trip(package: str, tmp_path: Path, capsys: pytest.Captur
     ("setting", "message"),
     [
         ("margin=2.0", r"margin=2.0 is outside \[0, 1\)"),
-        ("budget=lots", "'lots' is no quantity of bytes"),
+        ("budget=lots", "'lots' is not a quantity of bytes"),
         ("mode=guess", "guess"),
-        ("max_batch_size=-3", "max_batch_size=-3 is no count"),
+        ("max_batch_size=-3", "max_batch_size=-3 is not a count"),
         ("no_such_setting=1", "no_such_setting"),
     ],
 )

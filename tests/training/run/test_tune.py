@@ -1,4 +1,4 @@
-"""From a fit that has not started to its decision, and every way to step aside."""
+"""From a fit that has not started to its decision, and every way to end without one."""
 
 from __future__ import annotations
 

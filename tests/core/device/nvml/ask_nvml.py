@@ -6,8 +6,9 @@ from dataclasses import asdict
 
 from lightning_memguard.core.device.nvml import GpuFacts, nvml_memory
 
-print("ready", flush=True)
-for line in sys.stdin:
-    facts = json.loads(line)
-    memory = nvml_memory(GpuFacts(**facts | {"uuids": tuple(facts["uuids"])}))
-    print(json.dumps(memory and asdict(memory)), flush=True)
+if __name__ == "__main__":
+    print("ready", flush=True)
+    for line in sys.stdin:
+        facts = json.loads(line)
+        memory = nvml_memory(GpuFacts(**facts | {"uuids": tuple(facts["uuids"])}))
+        print(json.dumps(memory and asdict(memory)), flush=True)

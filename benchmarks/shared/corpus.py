@@ -4,13 +4,12 @@ Trainings: families, optimizers, precisions, sizes. Networks are the zoo's, in r
 four times on synthetic data and needs no download. Probes: one call of an operator each, to learn what its kernel takes
 beside its results.
 
-    python benchmarks/corpus.py               # list the trainings
-    python benchmarks/corpus.py --probes      # list the probes
+`python benchmarks/record.py --list` and `--list-probes` print them.
 """
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,11 +23,12 @@ except ModuleNotFoundError:  # the other package holds the same classes; the zoo
     sys.modules["pytorch_lightning"] = pl
 
 import torch
-import zoo
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
+
+from shared import zoo
 
 OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
@@ -814,16 +814,3 @@ def described(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         return [described(part) for part in argument]
     return argument if isinstance(argument, (bool, int, float, str, type(None))) else type(argument).__name__
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    if "--probes" in (sys.argv[1:] if arguments is None else arguments):
-        for probe in probes():
-            print(probe.name, *(f"{name}={value}" for name, value in probe.flags.items()))
-        return
-    for case in corpus():
-        print(f"{case.name:<32}{case.family:<13}{case.batch_size:>6}  {case.optimizer:<15}{case.precision}")
-
-
-if __name__ == "__main__":
-    main()

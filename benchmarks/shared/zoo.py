@@ -3,7 +3,7 @@
 Every case is plain torch and synthetic data, needs no download, and steps in well under a second on two cores.
 `CASES` is the zoo. `LARGE` holds a ResNet-50 and a GPT-2 small in their true shapes, for timing the prediction.
 
-    python benchmarks/zoo.py                  # list the cases with their parameters
+`python benchmarks/cpu_truth.py --list` prints the cases with their parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -521,14 +521,3 @@ def case_named(name: str) -> Case:
         if case.name == name:
             return case
     raise SystemExit(f"No case is named {name!r}. The cases are: {', '.join(c.name for c in (*CASES, *LARGE))}.")
-
-
-def main() -> None:
-    for case in CASES:
-        parameters = sum(p.numel() for p in case.build(case.optimizers[0]).parameters())
-        sizes = ", ".join(map(str, case.batch_sizes))
-        print(f"{case.name:24} {parameters / 1e6:7.2f} M parameters   sizes {sizes:14}  {', '.join(case.optimizers)}")
-
-
-if __name__ == "__main__":
-    main()

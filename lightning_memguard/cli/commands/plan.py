@@ -1,0 +1,153 @@
+"""``memguard plan``: whether a training fits one or more devices, and the largest batch size that does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_memguard.cli import tables
+from lightning_memguard.cli.options import add_device, add_target, count, default_devices
+from lightning_memguard.cli.progress import Say, progress
+from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.report.page import write_report
+from lightning_memguard.report.page_data import Report, curve_of
+from lightning_memguard.report.words import counted
+from lightning_memguard.units import parse_bytes
+
+if TYPE_CHECKING:
+    from lightning_memguard.core.decision.advice import Advice
+    from lightning_memguard.training.planning.plan import Plan
+    from lightning_memguard.training.planning.subject import Subject
+
+HELP = "check whether a step fits one or more devices, and find the largest batch size that does"
+EPILOG = "Exit status: 0 if it fits some device, 1 if it fits none, 2 for bad usage."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    add_target(parser)
+    add_device(parser, "repeatable (default: the GPUs of this machine, or some common ones)")
+    group = parser.add_argument_group("limits")
+    group.add_argument("--margin", type=float, default=0.05, help="share of the memory to keep free (default: 0.05)")
+    group.add_argument("--budget", metavar="BYTES", help="memory the run may use on each device, such as 20GiB")
+    group.add_argument("--min-batch-size", type=count, default=1, metavar="N", help="smallest to choose (default: 1)")
+    group.add_argument("--max-batch-size", type=count, metavar="N", help="largest to choose (default: whatever fits)")
+    group = parser.add_argument_group("prediction and output")
+    group.add_argument(
+        "--inference", action="store_true", help="predict a forward pass under no_grad instead of a training step"
+    )
+    group.add_argument(
+        "--advise", action="store_true", help="suggest changes that save memory, each with its predicted peak"
+    )
+    group.add_argument("--report", metavar="DIR", help="write memguard_report.html, for the first device, to DIR")
+
+
+def run(options: argparse.Namespace) -> bool:
+    """Plan, and print the answer; whether it fits some device."""
+    with progress() as say:
+        say("loading torch and Lightning")
+        from lightning_memguard.cli.subject import read_subject, with_memory_if_needed
+        from lightning_memguard.training.planning.plan import plan_on
+        from lightning_memguard.training.planning.search import Limits
+        from lightning_memguard.training.planning.target import check_device
+
+        _check_folder(options.report)
+        budget = None if options.budget is None else parse_bytes(options.budget)
+        limits = Limits(options.margin, budget, options.min_batch_size, options.max_batch_size)
+        devices = options.device or default_devices()
+        for device in devices:
+            check_device(device)
+        subject = read_subject(options, say)
+        plans = []
+        for device in devices:
+            say(f"tracing the step on {device}")
+            plan_it = partial(plan_on, device=device, limits=limits)
+            subject, plan = with_memory_if_needed(options, subject, say, plan_it)
+            plans.append(plan)
+        adviser = _worst(plans) if options.advise else None
+        advice = _advice(adviser, say) if adviser else ()
+        files = _report(options, subject, plans[0], say) if options.report else ()
+    if options.json:
+        _print_json(subject, plans, adviser, advice)
+    else:
+        _print(subject, plans, adviser, advice, files)
+    return any(plan.fits for plan in plans)
+
+
+def _check_folder(path: str | None) -> None:
+    """Refuse a report that could not be written, before minutes are spent on it."""
+    if path is None:
+        return
+    existing = next(each for each in (Path(path).absolute(), *Path(path).absolute().parents) if each.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise MemGuardError(f"--report {path} cannot be written: {existing} is not a folder that you may write to.")
+
+
+def _worst(plans: Sequence[Plan]) -> Plan:
+    """The device to advise on: the first that it does not fit, else the smallest."""
+    return next((plan for plan in plans if not plan.fits), min(plans, key=lambda plan: plan.budget.usable_bytes))
+
+
+def _advice(plan: Plan, say: Say) -> Sequence[Advice]:
+    from lightning_memguard.training.planning.advise import try_remedies
+
+    say(f"tracing remedies on {plan.budget.device}")
+    return try_remedies(plan.prediction, plan.footprint.batch_size, plan.budget, progress=say).advice
+
+
+def _report(options: argparse.Namespace, subject: Subject, plan: Plan, say: Say) -> tuple[Path, ...]:
+    from lightning_memguard.training.planning.plan import layers_on
+
+    say(f"writing a report on {plan.budget.device}")
+    decision, prediction = plan.asked if options.batch_size else plan.largest or plan.asked, plan.prediction
+    layers = None
+    with suppress(CannotTraceError):
+        shown = replace(subject, batch_size=decision.batch_size)
+        layers = layers_on(shown, options.device[0] if options.device else plan.budget.device)
+    report = Report(
+        type(subject.model).__name__,
+        decision,
+        prediction.own_trace_at(decision.batch_size),
+        prediction.settings,
+        curve_of(prediction.footprint_at, decision),
+        layers=layers,
+    )
+    return write_report(options.report, report)
+
+
+def _print(
+    subject: Subject, plans: Sequence[Plan], adviser: Plan | None, advice: Sequence[Advice], files: Sequence[Path]
+) -> None:
+    console = tables.terminal()
+    console.print(tables.headline(subject), markup=False)
+    if len(plans) == 1:
+        tables.print_plan(plans[0], console, "training" if subject.training else "inference", advice)
+    else:
+        tables.print_plans(plans, console, advice)
+    if adviser is not None:
+        tables.print_advice(advice, adviser, console)
+    for path in files:
+        console.print(f"Wrote {path}", markup=False, soft_wrap=True)
+    console.print(f"{sum(plan.seconds for plan in plans):.1f} s for {counted(len(plans), 'device')}.")
+
+
+def _print_json(subject: Subject, plans: Sequence[Plan], adviser: Plan | None, advice: Sequence[Advice]) -> None:
+    answer: dict[str, Any] = {
+        "model": type(subject.model).__name__,
+        "training": subject.training,
+        "precision": subject.precision,
+        "batch_size": subject.batch_size,
+        "batch": subject.shapes,
+        "fits": any(plan.fits for plan in plans),
+        "devices": [tables.plan_data(plan) for plan in plans],
+    }
+    if adviser is not None:
+        answer["advice_on"] = adviser.budget.device
+        answer["advice"] = [tables.advice_data(each) for each in advice]
+    tables.print_json(answer)

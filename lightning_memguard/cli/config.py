@@ -1,0 +1,154 @@
+"""A LightningCLI's configuration file -> the model, the data and the Trainer's settings that it asks for."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_memguard.cli.target import load, precision, users_code
+from lightning_memguard.errors import MemGuardError
+from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.adapter.program import quiet
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningDataModule, LightningModule
+    from pytorch_lightning.cli import LightningCLI
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the file asks for: the model with its optimizer, the data, and the Trainer's settings that affect memory."""
+
+    model: LightningModule
+    datamodule: LightningDataModule | None
+    precision: str
+    trainer: Mapping[str, Any]
+
+
+_SETTINGS = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "max_epochs",
+    "max_steps",
+    "max_time",
+    "overfit_batches",
+    "limit_train_batches",
+    "detect_anomaly",
+    "inference_mode",
+    "devices",
+    "num_nodes",
+    "strategy",
+    "sync_batchnorm",
+    "use_distributed_sampler",
+    "reload_dataloaders_every_n_epochs",
+)
+# Of the subcommand that saved the file, and what memory does not depend on.
+_NOT_OURS = ("seed_everything", "ckpt_path", "weights_only", "return_predictions", "verbose")
+_NOT_OF_THE_TRAINER = ("logger", "callbacks", "profiler", "plugins", "default_root_dir", "accelerator")
+
+
+def read_config(
+    path: str, model_class: type | None = None, data_class: type | None = None, *, meta: bool = True
+) -> Config:
+    """Read a LightningCLI's configuration with LightningCLI itself.
+
+    Args:
+        path: the YAML file, with class paths, or with the arguments of ``model_class`` and ``data_class``.
+        model_class: the class that the user's own LightningCLI is made with, if any.
+        data_class: the same for the data.
+        meta: make the model without memory.
+    """
+    try:
+        import jsonargparse
+        import yaml
+    except ImportError as error:
+        raise MemGuardError(f"--config needs {error.name}: pip install 'jsonargparse[signatures]'.") from error
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise MemGuardError(f"--config {path} cannot be read: {error}.") from error
+    if not isinstance(content, Mapping):
+        raise MemGuardError(f"--config {path} has no settings; pass the YAML file of a LightningCLI.")
+    content = dict(content.get("fit") or content)
+    trainer = {key: value for key, value in (content.get("trainer") or {}).items() if key not in _NOT_OF_THE_TRAINER}
+    settings = {key: trainer[key] for key in _SETTINGS if trainer.get(key) is not None}
+    wanted = str(trainer.get("precision") or "32-true")
+    plain = {key: value for key, value in content.items() if key not in (*_NOT_OURS, "trainer")}
+    plain["trainer"] = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
+    with users_code(f"--config {path}"), _argument_errors(jsonargparse, path):
+        cli = _read(plain, content, model_class, data_class, meta=meta)
+    read = cli.config_init.get("trainer") or {}
+    settings |= {key: read[key] for key in plain["trainer"]}
+    return Config(cli.model, cli.datamodule, precision(wanted), settings)
+
+
+@contextmanager
+def _argument_errors(jsonargparse: ModuleType, path: str) -> Iterator[None]:
+    try:
+        yield
+    except jsonargparse.ArgumentError as error:
+        raise MemGuardError(f"--config {path}: {str(error).strip()}") from error
+
+
+def _read(
+    plain: dict[str, Any], content: Mapping[str, Any], model_class: type | None, data_class: type | None, *, meta: bool
+) -> LightningCLI:
+    lightning = _package(content, model_class)
+    base = importlib.import_module(f"{lightning.__name__}.cli").LightningCLI
+
+    class Reader(base):  # type: ignore[misc,valid-type]
+        """Makes the model and the data, and no Trainer."""
+
+        def before_instantiate_classes(self) -> None:
+            if meta:
+                self.parser.add_instantiator(_without_memory, lightning.LightningModule, subclasses=True, prepend=True)
+
+        def instantiate_trainer(self, **_: object) -> None:
+            return None
+
+    reader: LightningCLI = Reader(
+        model_class,
+        data_class,
+        save_config_callback=None,
+        seed_everything_default=False,
+        parser_kwargs={"exit_on_error": False},
+        args=plain,
+        run=False,
+    )
+    return reader
+
+
+def _without_memory(kind: type, *args: object, **given: object) -> object:
+    given.pop("applied_instantiation_links", None)
+    try:
+        with torch.device("meta"), quiet():
+            return kind(*args, **given)
+    except Exception:  # noqa: BLE001 - what the class needs memory for can be anything
+        return kind(*args, **given)
+
+
+def _package(content: Mapping[str, Any], model_class: type | None) -> Any:
+    """The Lightning package that the model comes from."""
+    kind = model_class
+    if kind is None:
+        section = content.get("model")
+        name = section.get("class_path") if isinstance(section, Mapping) else section
+        if not isinstance(name, str) or "." not in name:
+            raise MemGuardError(
+                "The configuration names no model: write `class_path: module.Class` under `model:`, or pass the class "
+                "that your LightningCLI is made with as TARGET."
+            )
+        place, _, last = name.rpartition(".")
+        kind = load(f"{place}:{last}")
+    if not inspect.isclass(kind):
+        raise MemGuardError("With --config, TARGET must be a class, as for LightningCLI itself, not a function.")
+    return lightning_of(kind.__new__(kind))

@@ -1,0 +1,101 @@
+"""Options that several commands share. What reads devices imports torch on use."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_memguard.errors import MemGuardError
+
+COMMON_GPUS = ("T4", "RTX 3090", "RTX 4090", "A100 80GB", "H100")
+"""Planned for if this machine has no GPU and none is named."""
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Describe the model and its batch; read by `lightning_memguard.cli.subject.read_subject`."""
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="TARGET",
+        help="module:Class or path/to/file.py:Class of a LightningModule or any torch.nn.Module, or a function that "
+        "returns one; not needed if --config names it",
+    )
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    repeated: dict[str, Any] = {"action": "append", "default": []}
+    add = parser.add_argument_group("the model").add_argument
+    add("--args", **several, metavar="NAME=VALUE", help="arguments of TARGET: width=128 'sizes=[1, 2]'")
+    add(
+        "--config",
+        metavar="FILE",
+        help="a LightningCLI YAML file: model, data, optimizer, and the Trainer's precision, accumulation, clipping, "
+        "devices and strategy",
+    )
+    add("--precision", metavar="NAME", help="as in a Trainer: 32-true, bf16-mixed, 16-mixed, bf16-true")
+    add(
+        "--optimizer",
+        metavar="NAME[,K=V]",
+        help="replaces the model's own: torch.optim.SGD,momentum=0.9, or adamw (default for a plain module: AdamW)",
+    )
+    add("--loss", metavar="NAME", help="for a plain module: torch.nn.functional:mse_loss (default: by type of target)")
+    add("--accumulate", type=count, metavar="N", help="batches per optimizer step (accumulate_grad_batches)")
+    title = "the batch (default: the module's example_input_array or train_dataloader)"
+    add = parser.add_argument_group(title).add_argument
+    add("--input-shape", **repeated, metavar="SHAPE", help="8,3,224,224 or 8,128:int64, samples first; repeatable")
+    add("--target-shape", **repeated, metavar="SHAPE", help="shape of the targets; 8:int64:10 is ten classes")
+    add("--input", **several, metavar="NAME=SHAPE", help="a batch by name: input_ids=8,512:int64 labels=8,512:int64")
+    add("--datamodule", metavar="module:Class", help="a LightningDataModule to draw samples from")
+    add("--data-args", **several, metavar="NAME=VALUE", help="arguments of --datamodule")
+    add("--batch-size", type=count, metavar="N", help="the size to predict (default: the size of the batch)")
+
+
+def add_device(parser: argparse.ArgumentParser, note: str) -> None:
+    """Describe the devices; ``note`` says how this command uses them."""
+    parser.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"cpu, cuda, or a GPU by name, such as 'RTX 4090', even one this machine does not have; {note}",
+    )
+
+
+def devices_here() -> list[str]:
+    """The devices of this machine, the CPU first."""
+    import torch
+
+    here = ["cpu"]
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind)
+        here += [f"{kind}:{index}" for index in range(module.device_count())] if module.is_available() else []
+    return [*here, "mps"] if torch.backends.mps.is_available() else here
+
+
+def default_devices() -> list[str]:
+    """The accelerators of this machine, or else some common ones."""
+    return devices_here()[1:] or list(COMMON_GPUS)
+
+
+def one_device(named: Sequence[str], default: str | None = None) -> str:
+    """The device of a command that takes only one."""
+    from lightning_memguard.training.planning.target import check_device
+
+    if len(named) > 1:
+        raise MemGuardError(f"--device is given {len(named)} times; this command takes only one.")
+    device = named[0] if named else default or default_devices()[0]
+    check_device(device)
+    return device
+
+
+def count(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count; pass a whole number of 1 or more")
+    return int(text)
+
+
+def depth(text: str) -> int:
+    """A whole number of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a depth; pass a whole number of 0 or more")
+    return int(text)

@@ -1,0 +1,96 @@
+"""The options of a command -> what to plan for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from lightning_memguard.cli import target as typed
+from lightning_memguard.cli.config import read_config
+from lightning_memguard.cli.progress import Say
+from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.planning.subject import Subject, inference_of, is_lightning, subject_of
+
+_T = TypeVar("_T")
+
+
+def read_subject(options: argparse.Namespace, say: Say, *, meta: bool = True) -> Subject:
+    """Make the model and its batch from the options of `add_target`; ``meta``: without memory if that works."""
+    if options.target is None and options.config is None:
+        raise MemGuardError(
+            "Pass a TARGET (module:Class or path/to/file.py:Class) before the options, or --config of a LightningCLI."
+        )
+    say("making the model")
+    batch = typed.batch(options.input_shape, options.target_shape, options.input)
+    model, datamodule, trainer, precision = _model_of(options, meta=meta)
+    if options.accumulate:
+        trainer["accumulate_grad_batches"] = options.accumulate
+    step, optimizer = None, typed.optimizer(options.optimizer) if options.optimizer else None
+    if batch is None and datamodule is None:
+        batch = _own_batch(model, options.target_shape)
+    if not is_lightning(model):
+        step = typed.step(options.loss, has_target=bool(options.target_shape) or datamodule is not None)
+        optimizer = optimizer or typed.optimizer("torch.optim.AdamW")
+    say("reading the data")
+    with typed.users_code("Reading the data"):
+        subject = subject_of(
+            model,
+            batch,
+            batch_size=options.batch_size,
+            precision=typed.precision(precision),
+            step=step,
+            optimizer=optimizer,
+            datamodule=datamodule,
+            trainer=trainer,
+        )
+    return inference_of(subject) if getattr(options, "inference", False) else subject
+
+
+def _model_of(options: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, Any, dict[str, Any], str]:
+    """The model, the datamodule, the Trainer's settings and precision."""
+    if options.config:
+        target = typed.load(options.target) if options.target else None
+        data = typed.load(options.datamodule) if options.datamodule else None
+        if options.args or options.data_args:
+            raise MemGuardError("--args and --data-args cannot be combined with --config: change them in that file.")
+        config = read_config(options.config, target, data, meta=meta)
+        return config.model, config.datamodule, dict(config.trainer), options.precision or config.precision
+    model = typed.make(typed.load(options.target), typed.arguments(options.args), options.target, meta=meta)
+    datamodule = None
+    if options.datamodule:
+        data = typed.load(options.datamodule)
+        datamodule = typed.build(data, typed.arguments(options.data_args), options.datamodule)
+    return model, datamodule, {}, options.precision or "32-true"
+
+
+def _own_batch(model: nn.Module, targets: Sequence[str]) -> object:
+    """The model's example input; None if it is a LightningModule with a loader of its own."""
+    example = getattr(model, "example_input_array", None)
+    if example is not None:
+        return typed.with_targets(example, targets)
+    own = getattr(type(model), "train_dataloader", None)
+    if is_lightning(model) and own is not lightning_of(model).LightningModule.train_dataloader:
+        return None
+    raise MemGuardError(
+        "Pass a batch: --input-shape 8,3,224,224 (and --target-shape 8:int64), or --input name=8,512:int64 for a "
+        "model with named inputs, or --datamodule module:Class."
+    )
+
+
+def with_memory_if_needed(
+    options: argparse.Namespace, subject: Subject, say: Say, run: Callable[[Subject], _T]
+) -> tuple[Subject, _T]:
+    """Run; if the step must run for real, with a model that has memory."""
+    try:
+        return subject, run(subject)
+    except CannotTraceError:
+        if not typed.is_without_memory(subject.model) or not typed.has_room_for(subject.model):
+            raise
+    say("the step needs values: making the model again, with memory")
+    subject = read_subject(options, say, meta=False)
+    say("running the step at small batch sizes")
+    return subject, run(subject)

@@ -1,0 +1,55 @@
+"""Parts, counts, ranges and peaks in words: the same in every table, picture, page and sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.units import format_bytes
+
+
+def part_words(part: str) -> str:
+    """The name of a part for a person: ``"optimizer state"``."""
+    return part.replace("_", " ")
+
+
+def counted(count: int, noun: str) -> str:
+    """A count and what it counts: ``"1 epoch"``, ``"3 epochs"``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def byte_range(low_bytes: int, high_bytes: int) -> str:
+    """From one number of bytes to another, the unit written once if it is the same.
+
+    >>> byte_range(94_371_840, 125_829_120)
+    '90.0 to 120.0 MiB'
+    """
+    low, high = format_bytes(low_bytes), format_bytes(high_bytes)
+    number, _, unit = low.partition(" ")
+    return f"{number if high.endswith(f' {unit}') else low} to {high}"
+
+
+def bounds_of(footprint: Footprint) -> tuple[int, int] | None:
+    """The least and the most bytes that the peak on the device can be; None if it is known exactly."""
+    low, high = footprint.low, footprint.high
+    return (low.device_bytes, high.device_bytes) if low and high else None
+
+
+def peak_range(footprint: Footprint) -> str:
+    """The predicted peak on the device, and its bounds if they differ: ``"100.0 MiB (90.0 to 120.0 MiB)"``."""
+    point, bounds = footprint.peak_device_bytes, bounds_of(footprint) or ()
+    if len({format_bytes(nbytes) for nbytes in (point, *bounds)}) == 1:
+        return format_bytes(point)
+    return f"{format_bytes(point)} ({byte_range(*bounds)})"
+
+
+def peak_words(footprint: Footprint, code: Callable[[str], str] = str) -> str:
+    """Where the peak is: ``"backward pass of encoder.layers.11"``.
+
+    Args:
+        footprint: the memory of a step.
+        code: marks up the name of the module.
+    """
+    phase = footprint.phase or "step"
+    place = f"{phase} pass" if phase in ("forward", "backward") else phase
+    return f"{place} of {code(footprint.module)}" if footprint.module else place

@@ -1,0 +1,272 @@
+"""The remedies: what may make a step take less memory, each a change to the program that runs it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.optim import Optimizer, _adafactor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memguard.core.capture.fake import UnknownFloat
+from lightning_memguard.core.capture.predict import Prediction
+from lightning_memguard.core.capture.program import Program, SwapOptimizer
+from lightning_memguard.core.trace.trace import Trace
+from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
+from lightning_memguard.training.planning.structure import Structure
+
+_BLOCKS_TRIED = 2  # groups of repeated blocks whose checkpointing is tried
+_FIRST_WITH_BF16 = (8, 0)  # compute capability; older GPUs are given float16
+_MOST_SHARES = 10  # a batch is halved fewer times than this
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One thing to change.
+
+    Attributes:
+        name: what it is called.
+        kind: two of one kind are not combined.
+        how: what to write.
+        cost: what it costs in accuracy, time or behavior.
+        apply: gives the program with it.
+        share: how many times smaller its batches are.
+        during: what its run has to be inside.
+    """
+
+    name: str
+    kind: str
+    how: str
+    cost: str
+    apply: Callable[[Program], Program]
+    share: int = 1
+    during: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+
+
+Family = tuple[Remedy, ...]
+"""One remedy, or the degrees of one, from the mildest to the strongest."""
+
+
+def families_for(prediction: Prediction, batch_size: int) -> list[Family]:
+    """All that apply, those first that change the result least: they are tried where time is short."""
+    program = prediction.program
+    if not program.trains:
+        return [(remedy,) for remedy in precisions(program)]
+    structure = program.inspect(Structure.of)
+    mild = (*_FASTER_OPTIMIZERS, *_bucket_views(program), *_checkpointing(structure, prediction.trace_at(batch_size)))
+    strong = (*precisions(program), *smaller_states(program), *_freezing(structure))
+    return [*((each,) for each in mild), *_accumulation(program, batch_size), *((each,) for each in strong)]
+
+
+def precisions(program: Program) -> Iterator[Remedy]:
+    """Half precision, in part or everywhere."""
+    now = program.precision_in_use
+    bits = "bf16" if program.gpu is None or program.gpu.compute_capability >= _FIRST_WITH_BF16 else "16"
+    digits, scaled = ("3", "") if bits == "bf16" else ("3 to 4", ", and losses are scaled")
+    costs = {
+        f"{bits}-mixed": f"matrix products and their results have {digits} decimal digits instead of 7{scaled}",
+        f"{bits}-true": f"weights and optimizer state have {digits} decimal digits too, so small updates are lost",
+    }
+    for name, cost in costs.items():
+        if now in ("32-true", "32") or (name.endswith("-true") and not now.endswith("-true")):
+            apply = partial(_with_precision, name=name)
+            yield Remedy(name, "precision", program.setting("precision", name), cost, apply)
+
+
+def _with_precision(program: Program, name: str) -> Program:
+    return program.with_precision(name)
+
+
+def _accumulation(program: Program, batch_size: int) -> Iterator[Family]:
+    batches_now = program.batches_per_step
+    shares = [1 << doubling for doubling in range(1, _MOST_SHARES) if 1 << doubling <= batch_size]
+    if batches_now and shares:
+        yield tuple(_accumulating(program, batches_now * share, batch_size // share, share) for share in shares)
+
+
+def _accumulating(program: Program, batches: int, size: int, share: int) -> Remedy:
+    return Remedy(
+        f"accumulation over {batches} batches of {size}",
+        "batch size",
+        f"batch_size={size}, {program.setting('accumulate_grad_batches', batches)}",
+        f"{share} forward and backward passes for one, each on fewer samples (batch norm sees these alone)",
+        lambda each: each.with_accumulation(batches),
+        share=share,
+    )
+
+
+def _bucket_views(program: Program) -> Iterator[Remedy]:
+    if program.with_bucket_views() is not None:
+        yield Remedy(
+            "gradient_as_bucket_view",
+            "strategy",
+            "DDPStrategy(gradient_as_bucket_view=True)",
+            "none, unless your code calls detach_() on gradients",
+            lambda each: each.with_bucket_views() or each,
+        )
+
+
+# -- other optimizers
+
+
+def _optimizer(name: str, how: str, cost: str, swap: SwapOptimizer) -> Remedy:
+    return Remedy(name, "optimizer", how, cost, lambda program: program.with_optimizer(swap))
+
+
+def _larger(first: float, second: float) -> float:
+    """``max`` for Adafactor, which scales its update by a norm. Fake tensors do not know it; no block depends on it."""
+    return first if isinstance(second, UnknownFloat) else max(first, second)
+
+
+def smaller_states(program: Program) -> Iterator[Remedy]:
+    """Optimizers that keep less."""
+    if program.device.type == "cuda":  # where its kernels run
+        yield _EIGHT_BIT
+    yield from _SMALLER_OPTIMIZERS
+
+
+def _same_but(optimizer: Optimizer, name: str, value: bool) -> Optimizer:
+    if name not in optimizer.defaults:
+        raise CannotTraceError(f"{type(optimizer).__name__} has no {name}=")
+    if all(group[name] is value for group in optimizer.param_groups):
+        raise CannotTraceError(f"it has {name}={value} already")
+    groups = [{k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in optimizer.param_groups]
+    make: Any = type(optimizer)
+    other: Optimizer = make(groups, **{name: value})
+    return other
+
+
+def _adafactor_of(optimizer: Optimizer) -> Optimizer:
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise CannotTraceError("it is Adafactor already")
+    return _of_class(torch.optim.Adafactor, optimizer)
+
+
+def _plain_sgd(optimizer: Optimizer) -> Optimizer:
+    if isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups):
+        raise CannotTraceError("it is SGD without momentum already")
+    return _of_class(torch.optim.SGD, optimizer)
+
+
+def _eight_bit(optimizer: Optimizer) -> Optimizer:
+    if "8bit" in type(optimizer).__name__.lower():
+        raise CannotTraceError("its states have 8 bits already")
+    if "adam" not in type(optimizer).__name__.lower():
+        raise CannotTraceError(f"it is {type(optimizer).__name__}, and the one with 8 bits is Adam")
+    return _of_class(EightBitAdam, optimizer)
+
+
+def _of_class(make: Callable[[list[dict[str, Any]]], Optimizer], optimizer: Optimizer) -> Optimizer:
+    """Another optimizer for the same groups of parameters, with its own defaults, and what schedulers read."""
+    other = make([{"params": group["params"], "lr": group.get("lr", 1e-3)} for group in optimizer.param_groups])
+    for mine, theirs in zip(other.param_groups, optimizer.param_groups, strict=True):
+        for name, value in theirs.items():
+            mine.setdefault(name, value)
+    return other
+
+
+_FASTER_OPTIMIZERS = (
+    _optimizer(
+        "fused optimizer",
+        "give the optimizer fused=True",
+        "none: one kernel updates all parameters, most often faster",
+        partial(_same_but, name="fused", value=True),
+    ),
+    _optimizer(
+        "per-parameter optimizer",
+        "give the optimizer foreach=False",
+        "a slower optimizer step: one parameter after the other",
+        partial(_same_but, name="foreach", value=False),
+    ),
+)
+_EIGHT_BIT = _optimizer(
+    "8-bit optimizer states",
+    "bitsandbytes.optim.AdamW8bit(parameters, lr=...)",
+    "moments are rounded to 8 bits in blocks, which rarely matters; needs the package bitsandbytes",
+    _eight_bit,
+)
+_SMALLER_OPTIMIZERS = (
+    replace(
+        _optimizer(
+            "Adafactor",
+            "torch.optim.Adafactor(parameters, lr=...)",
+            "keeps second moments by row and column and no momentum: another learning rate, a slower optimizer step",
+            _adafactor_of,
+        ),
+        during=partial(mock.patch.object, _adafactor, "max", _larger, create=True),
+    ),
+    _optimizer(
+        "SGD",
+        "torch.optim.SGD(parameters, lr=...), without momentum",
+        "no momentum and no step size of each parameter's own: another learning rate, slower or no convergence",
+        _plain_sgd,
+    ),
+)
+
+
+# -- changes to the module
+
+
+def _checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
+    if structure.switches:
+        call = "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+        name = ", ".join(path or structure.root for path in structure.switches)
+        how = "; ".join(f"{structure.code(path)}.{call}" for path in structure.switches)
+        yield _checkpoints(name, how, partial(_switch_on, paths=structure.switches))
+        return
+    held = {blocks: blocks.held_bytes(trace) for blocks in structure.blocks}
+    for blocks in sorted(filter(held.get, held), key=lambda each: -held[each])[:_BLOCKS_TRIED]:
+        how = (
+            f"for block in {blocks.how}: "
+            "block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)"
+        )
+        yield _checkpoints(blocks.name, how, partial(_checkpoint, paths=blocks.paths))
+
+
+def _checkpoints(name: str, how: str, change: Callable[[nn.Module], None]) -> Remedy:
+    return Remedy(
+        f"activation checkpointing of {name}",
+        "checkpointing",
+        how,
+        "each block runs forward twice, once more in the backward pass",
+        lambda program: program.with_change(change),
+    )
+
+
+def _checkpoint(module_copy: nn.Module, paths: Sequence[str]) -> None:
+    for path in paths:
+        block: Any = module_copy.get_submodule(path)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _switch_on(module_copy: nn.Module, paths: Sequence[str]) -> None:
+    for path in paths:
+        model: Any = module_copy.get_submodule(path)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _freezing(structure: Structure) -> Iterator[Remedy]:
+    root, head = structure.root, structure.head
+    if head:
+        yield Remedy(
+            f"freezing all but {head}",
+            "freezing",
+            f"{root}.requires_grad_(False); {structure.code(head)}.requires_grad_(True)",
+            f"only {head} learns",
+            lambda program: program.with_change(partial(_freeze, head=head)),
+        )
+
+
+def _freeze(module_copy: nn.Module, head: str) -> None:
+    module_copy.requires_grad_(False)
+    module_copy.get_submodule(head).requires_grad_(True)
+    for parameter in module_copy.parameters():
+        if not parameter.requires_grad:
+            parameter.grad = None  # of the batches before, where a plain loop accumulates

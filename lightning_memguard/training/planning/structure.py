@@ -1,0 +1,139 @@
+"""What of a module's structure remedies work on: its repeated blocks and its head."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_memguard.core.trace.trace import Trace
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+_FEW_PATHS = 4  # are all named
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Modules of one class, by path; ``how`` is an expression for all of them."""
+
+    name: str
+    how: str
+    paths: tuple[str, ...]
+
+    def held_bytes(self, trace: Trace) -> int:
+        """What was kept in them for the backward pass."""
+        inside = {*self.paths}
+        return sum(
+            event.nbytes
+            for event in trace.events
+            if event.action == "alloc"
+            and event.part == "activations"
+            and any(prefix in inside for prefix in itertools.accumulate(event.module.split("."), "{}.{}".format))
+        )
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The parts of a module.
+
+    Attributes:
+        root: what its owner's code calls it.
+        blocks: those that repeat.
+        switches: the paths of the parts that have a switch for activation checkpointing.
+        head: the path of the last child with parameters; empty where there is only one, or the others are frozen.
+    """
+
+    root: str
+    blocks: tuple[Blocks, ...]
+    switches: tuple[str, ...]
+    head: str
+
+    @classmethod
+    def of(cls, module: nn.Module, root: str) -> Structure:
+        """The structure of a module."""
+        return cls(root, tuple(_repeated_blocks(module, root)), tuple(_with_switch(module)), _head_of(module))
+
+    def code(self, path: str) -> str:
+        """Python's way to write a path: ``net.0`` of ``self`` is ``self.net[0]``."""
+        return _code(self.root, path)
+
+
+def _with_switch(module: nn.Module) -> Iterator[str]:
+    """Models of Hugging Face's transformers; in evaluation mode their switch does nothing."""
+    found: list[str] = []
+    for path, each in module.named_modules():
+        has = callable(getattr(each, "gradient_checkpointing_enable", None)) and each.training
+        inner = any(path.startswith(f"{outer}.") or not outer for outer in found)
+        if has and not inner and getattr(each, "supports_gradient_checkpointing", True):
+            found.append(path)
+            if not getattr(each, "is_gradient_checkpointing", False):
+                yield path
+
+
+def _repeated_blocks(module: nn.Module, root: str) -> Iterator[Blocks]:
+    """Children of one parent that share a class and have parts of their own; of one class anywhere, all together."""
+    classes: dict[type[nn.Module], list[str]] = {}
+    for path, parent in module.named_modules():
+        for kind in {type(child): None for child in parent.children()}:
+            paths = _children_of(path, parent, kind)
+            if len(paths) < 2 or issubclass(kind, (nn.ModuleList, nn.ModuleDict)):
+                continue
+            if not any(True for at in paths for _ in module.get_submodule(at).children()):
+                continue
+            if kind is nn.Sequential:  # says nothing of what is in it: those of another parent differ
+                yield _siblings(root, path, paths, parent, kind)
+            else:
+                classes.setdefault(kind, []).append(path)
+    for kind, parents in classes.items():
+        paths = [path for path, each in module.named_modules() if type(each) is kind]
+        parent = module.get_submodule(parents[0])
+        if len(parents) == 1 and len(paths) == len(_children_of(parents[0], parent, kind)):
+            yield _siblings(root, parents[0], paths, parent, kind)
+        else:
+            how = f"[m for m in {root}.modules() if type(m) is {kind.__name__}]"
+            yield Blocks(f"the {len(paths)} {kind.__name__} modules", how, tuple(paths))
+
+
+def _children_of(path: str, parent: nn.Module, kind: type[nn.Module]) -> list[str]:
+    return [_join(path, name) for name, child in parent.named_children() if type(child) is kind]
+
+
+def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kind: type[nn.Module]) -> Blocks:
+    """Children of one parent: a list of its own, or named one by one where they are few."""
+    every = len(list(parent.children())) == len(paths)
+    in_list = isinstance(parent, _LISTS)
+    how = _code(root, path) if every and in_list else f"({', '.join(_code(root, each) for each in paths)})"
+    if len(paths) <= _FEW_PATHS and not in_list:
+        name = f"{', '.join(paths[:-1])} and {paths[-1]}"
+    elif every:
+        name = path or root
+    else:
+        name = f"the {len(paths)} {kind.__name__} modules of {path or root}"
+    return Blocks(name, how, tuple(paths))
+
+
+def _head_of(module: nn.Module) -> str:
+    """The path of the last child with parameters, of the first parent that has several."""
+    path = ""
+    while True:
+        parent = module.get_submodule(path)
+        children = [name for name, child in parent.named_children() if any(True for _ in child.parameters())]
+        if len(children) != 1 or any(True for _ in parent.parameters(recurse=False)):
+            break
+        path = _join(path, children[0])
+    if not children:
+        return ""
+    head = _join(path, children[-1])
+    kept = {id(parameter) for parameter in module.get_submodule(head).parameters()}
+    learns = any(parameter.requires_grad and id(parameter) not in kept for parameter in module.parameters())
+    return head if learns else ""
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _code(root: str, path: str) -> str:
+    return root + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in path.split(".") if name)

@@ -1,0 +1,321 @@
+"""A model, its data and its settings, read once -> the program that runs its step on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memguard.core.capture.batch import Batches, batches_from_one, tensors_in
+from lightning_memguard.core.capture.fake_cuda import pretended_cuda
+from lightning_memguard.core.capture.program import LoopProgram, Program, check_precision, without_memory
+from lightning_memguard.core.decision.decision import check_count
+from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.layers.layers import run_model
+from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.training.adapter import sharded
+from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.adapter.loader_access import set_data_source
+from lightning_memguard.training.adapter.program import LightningProgram, quiet
+from lightning_memguard.training.adapter.run_facts import read_run_facts
+from lightning_memguard.training.data.loaders import LoaderInfo, find
+from lightning_memguard.training.data.samples import sample
+from lightning_memguard.training.planning.target import Target
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+    from pytorch_lightning.strategies import Strategy
+
+Step = Callable[[Any, Any], Any]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned for, read once for all devices.
+
+    Attributes:
+        model: a LightningModule, or any module with ``step``.
+        batches: its batches, of any size.
+        batch_size: the size asked for.
+        precision: one of Lightning's names, such as ``"bf16-mixed"``.
+        trainer: more settings of a Trainer, such as ``{"accumulate_grad_batches": 4}``.
+        step: ``(model, batch) -> loss`` of a plain module.
+        optimizer: ``(parameters) -> Optimizer`` of a plain module.
+        training: False for one inference.
+        datamodule: the LightningDataModule, if any.
+        found: the loaders that the batches were drawn from, if any.
+        unit: only multiples of this are batch sizes of these loaders.
+        strategy: one that shards the states; None for any other, which is among the Trainer's settings.
+        ranks: how many processes train together.
+        notes: what had to be assumed, in plain words.
+    """
+
+    model: nn.Module
+    batches: Batches
+    batch_size: int
+    precision: str = "32-true"
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    step: Step | None = None
+    optimizer: MakeOptimizer | None = None
+    training: bool = True
+    datamodule: LightningDataModule | None = None
+    found: LoaderInfo | None = None
+    unit: int = 1
+    strategy: Strategy | None = None
+    ranks: int = 1
+    notes: tuple[str, ...] = ()
+
+    @property
+    def runs_in_lightning(self) -> bool:
+        """Whether Lightning's own loops run its step."""
+        return self.training and is_lightning(self.model)
+
+    @property
+    def shapes(self) -> str:
+        """The batch at that size in words, as ``8 x 3 x 224 x 224 float32``."""
+        tensors = tensors_in(without_memory(self.batches, self.batch_size))
+        return ", ".join(f"{' x '.join(map(str, each.shape)) or 'scalar'} {str(each.dtype)[6:]}" for each in tensors)
+
+    @property
+    def fixed_because(self) -> str:
+        """Why its batch size cannot be changed, in plain words; empty where it can."""
+        return self.found.fixed_because if self.found else ""
+
+
+# -- reading
+
+
+def subject_of(
+    model: nn.Module,
+    batch: object = None,
+    *,
+    batch_size: int | None = None,
+    precision: str = "32-true",
+    step: Step | None = None,
+    optimizer: MakeOptimizer | None = None,
+    datamodule: LightningDataModule | None = None,
+    trainer: Mapping[str, Any] | None = None,
+) -> Subject:
+    """Read what to plan for, once for all devices; the arguments are the fields of `Subject`.
+
+    Args:
+        model: it may be on the meta device.
+        batch: an example batch; None to draw one from ``datamodule``, or from the module's own ``train_dataloader``.
+        batch_size: the default is the batch's, or the loader's.
+        precision: one of Lightning's names.
+        step: of a plain module.
+        optimizer: of a plain module, or in place of a LightningModule's own.
+        datamodule: prepared and set up by this call.
+        trainer: more settings of a Trainer.
+
+    Raises:
+        MemGuardError: an argument is unknown, or contradicts another.
+        CannotTraceError: no batch can be drawn.
+    """
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
+    check_precision(precision)
+    if not is_lightning(model):
+        if trainer:
+            raise MemGuardError(f"A {type(model).__name__} has no Trainer to set {', '.join(trainer)} for.")
+    elif step is not None:
+        raise MemGuardError("A LightningModule brings its own training_step: leave out step.")
+    elif optimizer is not None:
+        model, optimizer = _with_optimizer(model, optimizer), None
+    settings, strategy, ranks = _together(model, dict(trainer or {}))
+    batches = Batches(None, None, 1, 2) if batch is None else batches_from_one(batch)
+    size = batch_size or batches.small_size
+    subject = Subject(model, batches, size, precision, settings, step, optimizer, True, datamodule)
+    subject = replace(subject, strategy=strategy, ranks=ranks)
+    return _with_loader(subject, batch_size) if batch is None else subject
+
+
+def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
+    """With batches drawn from the datamodule, or the module's own loader."""
+    model, datamodule = subject.model, subject.datamodule
+    if datamodule is None and not is_lightning(model):
+        raise MemGuardError(f"A {type(model).__name__} brings no data: give an example batch, or a datamodule.")
+    trainer = trainer_for(subject.model, subject.precision, None, **subject.trainer)
+    if datamodule is not None:
+        datamodule.prepare_data()
+        datamodule.trainer = trainer
+        datamodule.setup("fit")
+    set_data_source(trainer, model if datamodule is None else datamodule)
+    found = find(read_run_facts(trainer), "train")
+    sampled = sample(found)
+    known = found.batch_size or sampled.batches[0].small_size
+    if found.fixed_because and batch_size not in (None, known):
+        raise MemGuardError(
+            f"batch_size={batch_size} was asked for, and {found.fixed_because}: its batches hold {known}. Leave "
+            "batch_size out, or give an example batch in place of the loader."
+        )
+    return replace(
+        subject,
+        batches=sampled.batches[0],
+        batch_size=batch_size or known,
+        found=found,
+        unit=math.lcm(found.unit, sampled.unit),
+        notes=sampled.notes,
+    )
+
+
+def _with_optimizer(model: LightningModule, optimizer: MakeOptimizer) -> LightningModule:
+    """A LightningModule that shares all with this one but its ``configure_optimizers``; this one stays as it was."""
+
+    def configure_optimizers(self: LightningModule) -> Optimizer:
+        return optimizer([each for each in self.parameters() if each.requires_grad])
+
+    kind = type(model)
+    other = kind.__new__(kind)
+    other.__dict__.update(model.__dict__)
+    other.__class__ = type(kind.__name__, (kind,), {"configure_optimizers": configure_optimizers})
+    other.__dict__.pop("configure_optimizers", None)  # as LightningCLI puts one on the object
+    return other
+
+
+def _together(model: nn.Module, settings: dict[str, Any]) -> tuple[dict[str, Any], Strategy | None, int]:
+    """Settings of a Trainer that needs no device; a strategy that shards, which would need them; and how many train."""
+    strategy: Any = settings.pop("strategy", None) or "auto"
+    count = _count(settings.pop("devices", 1))
+    nodes = int(settings.pop("num_nodes", None) or 1)
+    if isinstance(strategy, str) and strategy.startswith(("fsdp", "deepspeed")):
+        with quiet():
+            strategy = lightning_of(model).strategies.StrategyRegistry.get(strategy)
+    if sharded.shards_of(strategy, count * nodes) is not None:
+        return settings, strategy, count * nodes
+    if (strategy, count, nodes) == ("auto", 1, 1):
+        return settings, None, 1
+    return {**settings, "strategy": strategy, "devices": count, "num_nodes": nodes}, None, count * nodes
+
+
+def _count(devices: str | int | list[int] | None) -> int:
+    """How many devices a Trainer's ``devices`` means; "all" count as one, since it is not known how many these are."""
+    if devices in (None, "auto", -1, "-1"):
+        return 1
+    if isinstance(devices, str):
+        return len(devices.split(",")) if "," in devices else int(devices)
+    return devices if isinstance(devices, int) else len(devices)
+
+
+def is_lightning(model: object) -> TypeGuard[LightningModule]:
+    """Whether it is a LightningModule, of either package."""
+    try:
+        return isinstance(model, lightning_of(model).LightningModule)
+    except CannotTraceError:
+        return False
+
+
+# -- running
+
+
+def program_of(subject: Subject, target: Target) -> Program:
+    """What runs of a subject on a device: a step in Lightning's order, or in PyTorch's loop, or an inference.
+
+    Raises:
+        MemGuardError: a plain module comes without ``step``, or no Trainer can be made with these settings.
+    """
+    if subject.runs_in_lightning:
+        return lightning_program(subject, target)
+    model = subject.model
+    if subject.training and subject.step is None:
+        raise MemGuardError(f"A {type(model).__name__} is not a LightningModule: give step=(model, batch) -> loss.")
+    step, device = subject.step or _inference(model), target.device
+    return LoopProgram(
+        model, subject.batches, step, subject.optimizer, device, subject.precision, subject.training, target.gpu
+    )
+
+
+def lightning_program(subject: Subject, target: Target) -> LightningProgram:
+    """The training step of a LightningModule."""
+    model: Any = subject.model
+    found, trainer = subject.found, trainer_for(model, subject.precision, target.gpu, **subject.trainer)
+    batches_per_epoch: Callable[[int], int | None] | None = _one_batch
+    if found is not None:
+        batches_per_epoch = None if found.dataset_size is None else found.batches
+    return LightningProgram(
+        trainer,
+        model,
+        subject.batches,
+        target.device,
+        batches_per_epoch=batches_per_epoch,
+        datamodule=subject.datamodule,
+        gpu=target.gpu,
+        strategy=subject.strategy or trainer.strategy,
+    )
+
+
+def _one_batch(_: int) -> int:
+    return 1
+
+
+def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: object) -> Trainer:
+    """A Trainer to read settings from; it never runs, and needs no device.
+
+    Args:
+        model: a LightningModule, whose package the Trainer comes from.
+        precision: one of `lightning_memguard.core.capture.program.PRECISIONS`.
+        gpu: what it would train on; None for the CPU.
+        settings: more of a Trainer's arguments.
+
+    Raises:
+        MemGuardError: the precision is unknown, or Lightning refuses the settings.
+    """
+    pl = lightning_of(model)
+    check_precision(precision)
+    chosen: dict[str, object] = {"precision": precision}
+    if gpu is not None and precision.endswith("-mixed"):
+        with pretended_cuda(gpu):  # or its gradient scaler turns itself off
+            chosen = {"plugins": [pl.plugins.MixedPrecision(precision, "cuda")]}
+    arguments = {"devices": 1, "max_epochs": 1, **chosen, **settings}
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    try:
+        with quiet():
+            trainer: Trainer = pl.Trainer(accelerator="cpu", **silent, **arguments)
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+        reason = str(error).strip() or type(error).__name__
+        raise MemGuardError(f"No Trainer can be made with {given}: {reason}") from error
+    return trainer
+
+
+# -- inference
+
+
+def inference_of(subject: Subject) -> Subject:
+    """The same model, in one inference on the same batch."""
+    return replace(subject, training=False, trainer={}, step=_forward(subject), found=None, strategy=None, ranks=1)
+
+
+def _forward(subject: Subject) -> Step | None:
+    """How to run the model alone; None for a LightningModule that says so itself."""
+    model, batch = subject.model, subject.batches.small
+    if not is_lightning(model):
+        return subject.step
+    if _own_hook(model):
+        return None
+    if type(model).forward is lightning_of(model).LightningModule.forward:  # it has none: its step is all it can run
+        return run_model
+    if isinstance(batch, Mapping):
+        return lambda module_copy, given: module_copy(**given)
+    if isinstance(batch, (list, tuple)) and len(batch) > 1:  # the last is what to learn
+        return lambda module_copy, given: module_copy(*given[:-1])
+    return None
+
+
+def _inference(model: nn.Module) -> Step:
+    hook = _own_hook(model) if is_lightning(model) else ""
+    if hook:
+        return lambda module_copy, batch: getattr(module_copy, hook)(batch, 0)
+    return lambda module_copy, batch: module_copy(batch)
+
+
+def _own_hook(model: LightningModule) -> str:
+    """The hook that a LightningModule has of its own to evaluate a batch; empty where it has none."""
+    base = lightning_of(model).LightningModule
+    hooks = ("predict_step", "validation_step")
+    return next((hook for hook in hooks if getattr(type(model), hook) is not getattr(base, hook)), "")

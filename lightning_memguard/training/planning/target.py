@@ -1,0 +1,97 @@
+"""The name of a device -> what to predict for: an available device, or a GPU of the catalogue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from lightning_memguard.core import gpus
+from lightning_memguard.core.capture.fake_cuda import gpu_of
+from lightning_memguard.core.capture.recorder import part_bytes
+from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.device.budget import read_budget
+from lightning_memguard.core.device.context import CONTEXT_BYTES, context_bytes
+from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.errors import MemGuardError
+from lightning_memguard.training.planning.search import Limits
+from lightning_memguard.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to predict for; ``capacity_bytes`` is None where the memory is not known or not to be filled."""
+
+    device: torch.device
+    gpu: Gpu | None = None
+    context_bytes: int | tuple[int, int, int] = 0
+    capacity_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+_STAND_IN = "NVIDIA A100-SXM4-80GB"
+
+
+def check_device(name: str) -> torch.device | None:
+    """The device that a name means; None for a GPU of the catalogue.
+
+    Raises:
+        MemGuardError: it is neither a device of torch's that trains nor a GPU of the catalogue.
+    """
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        gpus.find(name)
+        return None
+    if device.type not in ("cpu", "cuda", "mps", "xpu"):
+        raise MemGuardError(f"device={name!r} does not train; pass 'cpu', 'cuda' or the name of a GPU.")
+    return device
+
+
+def target_of(name: str) -> Target:
+    """What to predict for on a device; see ``device`` of `lightning_memguard.training.planning.estimate.estimate`.
+
+    Raises:
+        MemGuardError: it is neither a device of torch's that trains nor a GPU of the catalogue.
+    """
+    device = check_device(name)
+    if device is None:
+        return _of_catalogue(gpus.find(name))
+    if device.type != "cuda":
+        return Target(device)
+    if torch.cuda.is_available():
+        return Target(device, gpu_of(device), context_bytes(device))
+    note = f"no CUDA device is available: predicted for one like the {_STAND_IN}; pass the name of yours as `device`"
+    return replace(_of_catalogue(gpus.find(_STAND_IN)), capacity_bytes=None, notes=(note,))
+
+
+def _of_catalogue(gpu: Gpu) -> Target:
+    return Target(torch.device("cuda"), gpu, CONTEXT_BYTES, gpu.memory_bytes - CONTEXT_BYTES[1])
+
+
+def target_and_budget(name: str, limits: Limits, model: nn.Module) -> tuple[Target, Budget]:
+    """What to predict for, and what it offers to a training of a model.
+
+    Raises:
+        MemGuardError: the name is unknown, or the budget is more than a GPU that is not available has.
+    """
+    device = check_device(name)
+    if device is None or (device.type == "cuda" and not torch.cuda.is_available()):
+        return target_of(name), _catalogue_budget(gpus.find(name if device is None else _STAND_IN), limits)
+    held_bytes = part_bytes({"model": [*model.parameters(), *model.buffers()]}, device.type)["model"]
+    # before `target_of` measures the context, which opens it
+    budget = read_budget(device, budget=limits.budget_bytes, margin=limits.margin, already_held_bytes=held_bytes)
+    return target_of(name), budget
+
+
+def _catalogue_budget(gpu: Gpu, limits: Limits) -> Budget:
+    free, source = gpu.memory_bytes, "catalogue"
+    if limits.budget_bytes is not None:
+        free, source = limits.budget_bytes, "given"
+    if free > gpu.memory_bytes:
+        raise MemGuardError(
+            f"budget={format_bytes(free)} is more than the {gpu.name} has: {format_bytes(gpu.memory_bytes)}. Give "
+            "less, or a larger GPU."
+        )
+    return Budget(gpu.memory_bytes, free, int(free * limits.margin), source, gpu.name)
