@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_memguard.core.capture.backward import graph_task
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, batches_from_one, map_tensors, tensors_in
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy, storage_address
-from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, pretended_cuda
+from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.gpus import Gpu
@@ -310,7 +310,7 @@ def _accepts(function: Callable[..., object], args: Sequence[object]) -> bool:
 @contextmanager
 def _fake_tensors(gpu: Gpu | None) -> Iterator[FakeTensorMode]:
     mode = (FakeCudaMode if gpu else FakeTensorMode)(allow_non_fake_inputs=True)
-    with isolated_rng(), pretended_cuda(gpu) if gpu else nullcontext(), faking(mode):
+    with isolated_rng(), simulated_cuda(gpu) if gpu else nullcontext(), faking(mode):
         yield mode
 
 
