@@ -88,7 +88,7 @@ class _FakeCopy(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        address = _address(tensor)
+        address = storage_address(tensor)
         device = self.device if address in self.moving or tensor.is_meta else tensor.device
         if self.moving[address] < 2:
             return _fake_like(tensor, self.mode, device)
@@ -124,7 +124,7 @@ def fake_copy(
     Returns:
         The copy. Nothing done to its tensors, lists or counters reaches the module.
     """
-    moving = Counter(_address(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    moving = Counter(storage_address(tensor) for tensor in (*module.parameters(), *module.buffers()))
     # With the mode on, a real Parameter's `.data` would already be fake, with another storage.
     with unset_fake_temporarily(), _FakeCopy(mode, device, moving):
         module_copy = real_copy(module, instead)
@@ -133,8 +133,8 @@ def fake_copy(
     return module_copy
 
 
-def _address(tensor: Tensor) -> int:
-    """The storage behind a tensor; -1 for those of a lazy module before its first batch."""
+def storage_address(tensor: Tensor) -> int:
+    """Identifies the storage of a strided tensor while it lives; -1 for a lazy tensor before its first batch."""
     return -1 if torch.nn.parameter.is_lazy(tensor) else tensor.untyped_storage()._cdata
 
 

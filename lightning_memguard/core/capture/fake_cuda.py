@@ -4,7 +4,7 @@ Three things are missing there. A CPU-only build has no device guard for CUDA. P
 so autocast, gradient scaling and users' code turn themselves off. And some operators ask the driver which kernel to use
 (batch norm, RNNs, attention); here the choice of the target GPU is made instead.
 
-`pretended_cuda` patches functions of torch for the whole process while it is on, and no other thread may use torch
+`simulated_cuda` patches functions of torch for the whole process while it is on, and no other thread may use torch
 meanwhile. Checked on torch 2.11 and 2.13.
 """
 
@@ -31,7 +31,7 @@ from lightning_memguard.errors import CannotTraceError
 
 _aten = torch.ops.aten
 
-FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `pretended_cuda`, whichever is trained on
+FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
 
 _CUDA, _META, _LAZY = 1, 14, 17  # c10::DeviceType (torch/headeronly/core/DeviceType.h)
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
@@ -87,7 +87,7 @@ def _guard_cuda() -> None:
 
 
 @contextmanager
-def pretended_cuda(gpu: Gpu) -> Iterator[None]:
+def simulated_cuda(gpu: Gpu) -> Iterator[None]:
     """Inside, fake ``cuda`` tensors work and `torch.cuda` reports one device like ``gpu``.
 
     Patches functions of `torch.cuda`, `torch.nn.functional` and `torch` for all threads of the process.

@@ -22,8 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memguard.core.capture.backward import graph_task
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, batches_from_one, map_tensors, tensors_in
-from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
-from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, pretended_cuda
+from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy, storage_address
+from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.gpus import Gpu
@@ -260,8 +260,8 @@ def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step,
     with torch.enable_grad(), watching(recorder, module_copy), _outputs_watched() as outputs, counter, saved.watched():
         result = step(module_copy, batch)
     batch_tensors = list(tensors_in(batch))
-    known = {_storage_of(tensor) for tensor in (*module_copy.parameters(), *module_copy.buffers(), *batch_tensors)}
-    kept = saved.bytes_by_module(known)
+    known = (*module_copy.parameters(), *module_copy.buffers(), *batch_tensors)
+    kept = saved.bytes_by_module({storage_address(tensor) for tensor in known if tensor.layout is torch.strided})
     del result  # held until here: it holds the graph, and all that is saved
     flops = {module: sum(counts.values()) for module, counts in counter.flop_counts.items()}
     if recorder.ran_backward:
@@ -310,7 +310,7 @@ def _accepts(function: Callable[..., object], args: Sequence[object]) -> bool:
 @contextmanager
 def _fake_tensors(gpu: Gpu | None) -> Iterator[FakeTensorMode]:
     mode = (FakeCudaMode if gpu else FakeTensorMode)(allow_non_fake_inputs=True)
-    with isolated_rng(), pretended_cuda(gpu) if gpu else nullcontext(), faking(mode):
+    with isolated_rng(), simulated_cuda(gpu) if gpu else nullcontext(), faking(mode):
         yield mode
 
 
@@ -402,18 +402,11 @@ class _Saved:
         for reference in self.kept:
             kept = reference()
             if kept is not None and kept.tensor.layout is torch.strided:
-                storage = _storage_of(kept.tensor)
+                storage = storage_address(kept.tensor)
                 if storage not in seen:
                     seen.add(storage)
                     totals[kept.module] += kept.tensor.untyped_storage().nbytes()
         return totals
-
-
-def _storage_of(tensor: Tensor) -> int:
-    """Identifies a storage while it lives; -1 for a tensor without one."""
-    if tensor.layout is not torch.strided:
-        return -1
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - `data_ptr` of a fake storage is meaningless
 
 
 # -- what it computes
@@ -495,12 +488,12 @@ def _rows(
     for name, module in module_copy.named_modules(remove_duplicate=False):
         first = first_names.setdefault(id(module), name)
         output = outputs.get(id(module), _Output())
-        own = [p for p in module._parameters.values() if p is not None]  # noqa: SLF001
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
         row = Layer(
             name,
             type(module).__name__,
             output.shape,
-            weights=tuple(_weight(parameter_names[id(parameter)], parameter) for parameter in own),
+            weights=tuple(_weight(parameter_names[id(parameter)], parameter) for _, parameter in own),
             shared_with=first if first != name else "",
             is_leaf=not any(True for _ in module.children()),
         )

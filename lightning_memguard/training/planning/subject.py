@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, batches_from_one, tensors_in
-from lightning_memguard.core.capture.fake_cuda import pretended_cuda
+from lightning_memguard.core.capture.fake_cuda import simulated_cuda
 from lightning_memguard.core.capture.program import LoopProgram, Program, check_precision, without_memory
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.gpus import Gpu
@@ -257,7 +257,7 @@ def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: o
     check_precision(precision)
     chosen: dict[str, object] = {"precision": precision}
     if gpu is not None and precision.endswith("-mixed"):
-        with pretended_cuda(gpu):  # or its gradient scaler turns itself off
+        with simulated_cuda(gpu):  # or its gradient scaler turns itself off
             chosen = {"plugins": [pl.plugins.MixedPrecision(precision, "cuda")]}
     arguments = {"devices": 1, "max_epochs": 1, **chosen, **settings}
     silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)

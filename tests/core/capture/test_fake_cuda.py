@@ -20,7 +20,7 @@ from lightning_memguard import estimate
 from lightning_memguard.core import gpus
 from lightning_memguard.core.capture import fake_cuda
 from lightning_memguard.core.capture.batch import batches_from_one
-from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, pretended_cuda, simulated_gpu
+from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda, simulated_gpu
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram, tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
@@ -77,7 +77,7 @@ def operators_of(trace: Trace) -> set[str]:
 
 @pytest.mark.parametrize("gpu", [H200, gpus.find("RTX 4090"), V100], ids=lambda gpu: gpu.name)
 def test_torch_speaks_of_one_device_like_the_gpu(gpu: Gpu) -> None:
-    with pretended_cuda(gpu):
+    with simulated_cuda(gpu):
         assert torch.cuda.is_available()
         assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
         assert torch.cuda.get_device_capability() == torch.cuda.get_device_capability(0) == gpu.compute_capability
@@ -126,7 +126,7 @@ def differing(before: dict[str, Any]) -> list[str]:
 
 def test_afterwards_torch_is_as_it_was() -> None:
     before = patched_names()
-    with pretended_cuda(H200):
+    with simulated_cuda(H200):
         assert "cuda.is_available" in differing(before), "the comparison sees nothing"
     assert differing(before) == []
     assert simulated_gpu() is None
@@ -149,8 +149,8 @@ def test_a_whole_estimate_leaves_nothing_patched_or_initialized() -> None:
 
 
 def test_one_gpu_inside_another_gives_way_to_it_again() -> None:
-    with pretended_cuda(H200):
-        with pretended_cuda(V100):
+    with simulated_cuda(H200):
+        with simulated_cuda(V100):
             assert (torch.cuda.get_device_capability(), simulated_gpu()) == ((7, 0), V100)
         assert (torch.cuda.get_device_capability(), simulated_gpu()) == ((9, 0), H200)
 
@@ -158,7 +158,7 @@ def test_one_gpu_inside_another_gives_way_to_it_again() -> None:
 def test_a_cuda_tensor_that_is_no_fake_one_is_not_to_be_had() -> None:
     if torch.cuda.is_available():
         pytest.skip("here it is to be had")
-    with pretended_cuda(H200), pytest.raises((RuntimeError, AssertionError, NotImplementedError)):
+    with simulated_cuda(H200), pytest.raises((RuntimeError, AssertionError, NotImplementedError)):
         torch.zeros(3, device="cuda")
 
 
@@ -167,7 +167,7 @@ def test_a_cuda_tensor_that_is_no_fake_one_is_not_to_be_had() -> None:
 
 def test_this_build_can_be_given_a_guard_for_cuda() -> None:
     """Without one, an index of a device is asked of a driver that is not there."""
-    with pretended_cuda(H200), FakeCudaMode():
+    with simulated_cuda(H200), FakeCudaMode():
         made = torch.empty(3, device="cuda")
         moved = torch.empty(3).to(FAKE_DEVICE)
         assert made.device == moved.device == (made + moved).device == FAKE_DEVICE
@@ -182,7 +182,7 @@ def test_a_build_that_hides_its_registry_is_refused_in_words(monkeypatch: pytest
     try:
         with (
             pytest.raises(CannotTraceError, match=rf"^This build of torch \({re.escape(torch.__version__)}\) has no"),
-            pretended_cuda(H200),
+            simulated_cuda(H200),
         ):
             pass
     finally:
