@@ -1,12 +1,14 @@
-"""How long MemGuard takes to decide, beside a real training step and beside torch's own tracer.
+"""How long MemGuard takes to decide, versus a real training step and torch's own tracer.
 
-For a ResNet-50-shaped and a GPT-2-small-shaped module, in one process and one run, as ratios, since machines are noisy:
+For a ResNet-50-shaped and a GPT-2-small-shaped module, in one process and one run, as ratios, because machines are
+noisy:
 
-- decide: from `setup` to the decision: sample, three captures at small sizes, the choice, and a fourth capture as proof
+- decide: from `setup` to the decision: sample, three captures at small sizes, the choice, and a fourth capture that
+  confirms it
 - one size: one capture alone, two optimizer steps through Lightning's loops, and its replay
 - MemTracker: `torch.distributed._tools.mem_tracker.MemTracker` around one fake step of the same module
 - real step: one training step at batch size 1 on this CPU, after one to warm up
-- 30 sizes: footprints at 30 more batch sizes, as the search for a size asks for them
+- 30 sizes: footprints at 30 more batch sizes, as in the search for a size
 
     python benchmarks/speed.py
 """
@@ -40,7 +42,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def trainer_of(case: Case, module: pl.LightningModule, batch_size: int) -> pl.Trainer:
-    """A Trainer as it stands when `fit` calls the callbacks' `setup`."""
+    """A Trainer in its state when `fit` calls the callbacks' `setup`."""
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,

@@ -16,10 +16,10 @@ from shared.zoo import case_named
 
 
 def mlp_by_hand(optimizer: str, batch_size: int) -> int:
-    """The peak of the zoo's MLP (512 -> 1024 -> 1024 -> 1024 -> 10), added up without looking.
+    """The peak of the zoo's MLP (512 -> 1024 -> 1024 -> 1024 -> 10), added up by hand.
 
-    With SGD it stands at the last ReLU: parameters, the last step's gradients, momentum, the batch, the outputs of
-    three ReLUs and what the third was given. With Adam and a small batch it stands in the update of a 1024 x 1024
+    With SGD it is at the last ReLU: parameters, the last step's gradients, momentum, the batch, the outputs of
+    three ReLUs and the input of the third. With Adam and a small batch it is in the update of a 1024 x 1024
     weight: parameters, gradients, two moments, a step count each, the batch, and the two temporaries of the
     denominator, while the name `denominator` still holds that of the bias before. Five scalars take 20 bytes more.
     """
@@ -30,7 +30,7 @@ def mlp_by_hand(optimizer: str, batch_size: int) -> int:
         return 3 * parameter_bytes + batch_bytes + 4 * batch_size * 1024 * 4
     if optimizer == "adam":
         return 4 * parameter_bytes + 4 * len(sizes) + batch_bytes + 2 * 1024 * 1024 * 4 + 1024 * 4 + 20
-    raise ValueError(f"Nobody has added up {optimizer} by hand.")
+    raise ValueError(f"No sum by hand for {optimizer}.")
 
 
 def check_by_hand() -> None:

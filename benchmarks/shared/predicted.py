@@ -34,7 +34,7 @@ class Predicted:
 
 
 def predict_here(case: Case, optimizer: str, batch_size: int, budget_bytes: int | None = None) -> Predicted:
-    """Fit one batch in this process with a MemGuard that looks on; given a budget, with one that chooses the size."""
+    """Fit one batch in this process with MemGuard in mode "check"; given a budget, let it choose the size."""
     from lightning_memguard import MemGuard  # here, so that the truth can be measured without it
 
     quieten()
@@ -79,7 +79,7 @@ def predict_all(
     threads: int | None = None,
     budget_bytes: int | None = None,
 ) -> list[Predicted]:
-    """Predict for every optimizer and batch size, one after the other in one fresh process."""
+    """Predict for every optimizer and batch size, one after another in one fresh process."""
     arguments = [case.name, "--optimizer", *optimizers, "--batch-size", *map(str, batch_sizes)]
     arguments += ["--threads", str(threads)] if threads else []
     arguments += ["--budget", str(budget_bytes)] if budget_bytes else []

@@ -1,16 +1,16 @@
-"""The memory a real training on the CPU took, byte for byte, as PyTorch's own profiler saw it.
+"""The memory a real training on the CPU takes, byte for byte, as PyTorch's own profiler sees it.
 
-A real `Trainer.fit` runs under `torch.profiler` with `profile_memory=True`. The CPU allocator tells the profiler of
-each block it hands out and takes back (address, bytes, time), from whichever depth of an operator it was asked.
-Replayed in order, these events give the live bytes at every moment, their peak, and who had asked for what is alive
-there. Nothing here knows lightning_memguard: this is what its predictions are held against.
+A real `Trainer.fit` runs under `torch.profiler` with `profile_memory=True`. The CPU allocator reports to the
+profiler each block that it allocates and frees (address, bytes, time), from any depth inside an operator. Replayed in
+order, these events give the live bytes at every moment, their peak, and which operators allocated what is alive there.
+Nothing here imports lightning_memguard: its predictions are compared with this.
 
 What it holds: every byte of every tensor from the building of the module to the end of the fit, batches included, and
 the scratch that kernels (oneDNN's too) take through PyTorch's allocator. What it leaves out: the dataset's own storage
-(built before the profiler starts; a free of an older block is ignored) and what libraries take past that allocator.
+(built before the profiler starts; a free of an older block is ignored) and what libraries allocate elsewhere.
 
-How exact it is: after every event the replay must have moved as the allocator's own counter did (`miscounted` is 0), a
-repetition gives the same byte, and an MLP's peak is the sum one adds by hand (`--by-hand`).
+How exact it is: after every event the replay must have changed as the allocator's own counter did (`miscounted` is 0),
+a repetition gives the same byte, and an MLP's peak is the sum added by hand (`--by-hand`).
 
     python benchmarks/truth.py mlp --optimizer adam --batch-size 64             # what stood at the peak, as text
     python benchmarks/truth.py mlp --optimizer sgd adam --batch-size 64 256 --json
@@ -41,7 +41,7 @@ from shared.zoo import Case
 
 SCRIPT = Path(__file__).parents[1] / "truth.py"  # what a fresh process runs
 MARKER = "truth::"
-# Operators that only hand out memory: the one that called them tells more.
+# Operators that only allocate: the operator that called them is more informative.
 MEMORY_ONLY = (
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "zeros", "zeros_like"),
     *("new_zeros", "zero_", "clone", "contiguous", "to", "_to_copy", "ones", "full", "fill_", "copy_"),
@@ -51,7 +51,7 @@ FACTORIES = {f"aten::{name}" for name in MEMORY_ONLY}
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """A block handed out (bytes > 0) or taken back (bytes < 0) by the CPU allocator."""
+    """A block allocated (bytes > 0) or freed (bytes < 0) by the CPU allocator."""
 
     time_ns: int
     thread: int
@@ -64,7 +64,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True)
 class Held:
-    """What one operator had allocated and was still alive at the peak."""
+    """What one operator allocated and was still alive at the peak."""
 
     operator: str
     count: int
@@ -73,7 +73,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Truth:
-    """The measured peak of one training, and what stood there."""
+    """The measured peak of one training, and what was alive there."""
 
     case: str
     optimizer: str
@@ -93,7 +93,7 @@ class Truth:
 
 
 class PhaseMarkers(pl.Callback):
-    """Leaves a named mark in the profile wherever Lightning says a new phase begins."""
+    """Leaves a named marker in the profile where Lightning starts a new phase."""
 
     def on_fit_start(self, *_: Any) -> None:
         mark("setup")
@@ -120,7 +120,7 @@ def mark(phase: str) -> None:
 
 
 def measure_here(case: Case, optimizer: str, batch_size: int, steps: int = 3) -> Truth:
-    """Train in this process and return what it took. Needs no fresh process: older blocks are left out."""
+    """Train in this process and return its peak. Needs no fresh process: older blocks are left out."""
     quieten()
     gc.collect()
     started = time.perf_counter()
@@ -207,7 +207,7 @@ def walk(nodes: Iterable[Any], ancestors: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def operator_of(ancestors: Sequence[str]) -> str:
-    """The innermost operator that does more than hand out memory, else the outermost that only does that."""
+    """The innermost operator that does more than allocate, else the outermost that only allocates."""
     operators = [name for name in ancestors if name.startswith("aten::")]
     working = [name for name in operators if name not in FACTORIES]
     if working:
@@ -257,16 +257,16 @@ def held_after(events: Sequence[MemoryEvent]) -> tuple[Held, ...]:
 
 
 def count_disagreements(events: Sequence[MemoryEvent]) -> int:
-    """How often the replay moved by another amount than the allocator's own counter did."""
+    """How often the replay and the allocator's own counter changed by different amounts."""
     offsets = [event.counter_bytes - total for event, (total, _) in zip(events, live_bytes(events), strict=True)]
     return sum(before != after for before, after in pairwise(offsets))
 
 
-# In a process of its own ---------------------------------------------------------------------------------------------
+# In a separate process -----------------------------------------------------------------------------------------------
 
 
 def measure(case: Case, optimizer: str, batch_size: int, steps: int = 3) -> Truth:
-    """Train in a fresh process and return what it took."""
+    """Train in a fresh process and return its peak."""
     return measure_all(case, [optimizer], [batch_size], steps)[0]
 
 
