@@ -44,30 +44,31 @@ def curve(points: Sequence[CurvePoint], decision: Decision, footprint: Footprint
     if len(points) < 2:
         return ""
     points = sorted(points, key=lambda point: point.batch_size)
-    highest = max(point.most_device_bytes for point in points)
+    peaks = [(point.batch_size, point.peak_device_bytes) for point in points]
+    bounds = [(point.batch_size, point.most_device_bytes) for point in points]
+    highest = max(nbytes for _, nbytes in bounds)
     is_far = budget.usable_bytes > 3 * highest  # a budget far above would flatten the curve
     axis = _Axis.up_to(highest if is_far else max(highest, budget.free_bytes))
-    plot = _CurvePlot(points, max(points[-1].batch_size, decision.batch_size), axis)
     chosen = decision.batch_size, footprint.peak_device_bytes
-    requested = [point for point in plot.peaks if point[0] == decision.requested_batch_size != decision.batch_size][:1]
+    requested = [point for point in peaks if point[0] == decision.requested_batch_size != decision.batch_size][:1]
+    plot = _CurvePlot(peaks, bounds, max(peaks[-1][0], chosen[0]), axis)
     legend = [
         ('<i class="key dot chosen"></i>', "chosen"),
-        *(('<i class="key dot asked"></i>', f"asked for ({size})") for size, _ in requested),
-        *([('<i class="key area"></i>', "up to everything uncertain at its largest")] if plot.is_uncertain else []),
+        *(('<i class="key dot asked"></i>', f"requested ({size})") for size, _ in requested),
+        *([('<i class="key area"></i>', "up to the upper bound")] if peaks != bounds else []),
         *([("", f"usable: {format_bytes(budget.usable_bytes)}, far above")] if is_far else []),
     ]
-    of_what = "peak of tensors" if footprint.device == "cpu" else "on the device, all in all"
+    of_what = "allocated memory" if footprint.device == "cpu" else "total on device"
     said = (
-        f"Predicted peak on the device against the batch size, from {points[0].batch_size} to {points[-1].batch_size}; "
+        f"Predicted peak on the device by batch size, from {peaks[0][0]} to {peaks[-1][0]}; "
         f"{format_bytes(chosen[1])} at the chosen {chosen[0]}; {format_bytes(budget.usable_bytes)} are usable."
     )
     lines = plot.lines(chosen, None if is_far else budget)
     marks = ("" if is_far else _limit_label(budget, axis)) + plot.marks(chosen, requested)
     rows = "".join(
-        row(point.batch_size, format_bytes(point.peak_device_bytes), format_bytes(point.most_device_bytes))
-        for point in points
+        row(size, format_bytes(peak), format_bytes(most)) for (size, peak), (_, most) in zip(peaks, bounds, strict=True)
     )
-    return f"""<section><h2>Peak against batch size</h2><p class="sub">Predicted {of_what}.</p>
+    return f"""<section><h2>Peak by batch size</h2><p class="sub">Predicted peak: {of_what}.</p>
 <figure><div class="plot curve-plot">{axis.labels()}<div class="area"><svg viewBox="0 0 1000 1000"
 preserveAspectRatio="none" role="img" aria-label="{escape(said)}">{lines}</svg>{marks}</div>
 {plot.size_axis()}</div>{_legend(legend)}</figure>
@@ -78,28 +79,18 @@ preserveAspectRatio="none" role="img" aria-label="{escape(said)}">{lines}</svg>{
 
 @dataclass(frozen=True)
 class _CurvePlot:
-    """Points by batch size, on a picture of 1000 by 1000."""
+    """Peaks and their upper bounds by batch size, on a picture of 1000 by 1000."""
 
-    points: Sequence[CurvePoint]
+    peaks: list[_Point]
+    bounds: list[_Point]
     last: int
     axis: _Axis
 
-    @property
-    def peaks(self) -> list[_Point]:
-        return [(point.batch_size, point.peak_device_bytes) for point in self.points]
-
-    @property
-    def bounds(self) -> list[_Point]:
-        return [(point.batch_size, point.most_device_bytes) for point in self.points]
-
-    @property
-    def is_uncertain(self) -> bool:
-        return self.peaks != self.bounds
-
     def lines(self, chosen: _Point, limits: Budget | None) -> str:
-        bounds = self._path(self.bounds)
-        band = f'<polygon class="band" points="{bounds} {self._path(self.peaks[::-1])}"/>' if self.is_uncertain else ""
-        edge = f'<polyline class="curve thin" points="{bounds}"/>' if self.is_uncertain else ""
+        band = edge = ""
+        if self.peaks != self.bounds:
+            band = f'<polygon class="band" points="{self._path(self.bounds)} {self._path(self.peaks[::-1])}"/>'
+            edge = f'<polyline class="curve thin" points="{self._path(self.bounds)}"/>'
         drop = f'<path class="drop" d="M{1000 * chosen[0] / self.last:.1f} 0V1000"/>'
         return f"""{self.axis.lines()}{band}{drop}{_limits(limits, self.axis) if limits else ""}{edge}
 <polyline class="curve" points="{self._path(self.peaks)}"/>"""
@@ -201,19 +192,19 @@ def timeline(shown: Timeline, batch_size: int) -> str:
     steps = len({span.step for span in shown.spans})
     many = {1: "one step", 2: "two steps"}.get(steps, f"{steps} steps")
     said = (
-        f"Live bytes by part over {count} allocations and frees of {many}. The peak, {highest}, stands in step "
+        f"Live bytes by part over {count} allocations and frees of {many}. The peak, {highest}, is in step "
         f"{shown.events[peak].step + 1}, {shown.events[peak].phase}."
     )
     grouped = f" Each column shows the highest moment of about {count / len(totals):.0f} events."
-    order = f"{count} allocations and frees in their order, not in time.{grouped if count > len(totals) else ''}"
+    order = f"{count} allocations and frees in order, not in time.{grouped if count > len(totals) else ''}"
     return f"""<section><h2>Live memory through {many}, batch size {batch_size}</h2>
-<p class="sub">From left to right {order}</p>
+<p class="sub">From left to right: {order}</p>
 <figure id="timeline"><div class="plot">{axis.labels()}<div class="area" tabindex="0" role="group"
-aria-label="Timeline; left and right arrow keys read it out"><svg viewBox="0 0 {len(totals)} 1000"
+aria-label="Timeline; left and right arrow keys show its values"><svg viewBox="0 0 {len(totals)} 1000"
 preserveAspectRatio="none" role="img" aria-label="{escape(said)}">{_stack(shown, axis)}</svg>
 {_label((peak + 0.5) / len(totals), totals[peak] / axis.top, f"peak {highest}", "peak")}
 <span class="cursor" hidden></span></div>{_lanes(shown)}</div>{_legend(legend)}
-<p class="readout" aria-live="polite">Point at the picture to read it out.</p></figure>{_phase_table(shown)}
+<p class="readout" aria-live="polite">Point at the picture to see its values.</p></figure>{_phase_table(shown)}
 <script type="application/json" id="timeline-data">{_script_data(shown)}</script></section>"""
 
 
@@ -274,7 +265,7 @@ def _phase_table(shown: Timeline) -> str:
         for (step, phase), spans in phases.items()
     )
     return f"""<details><summary>As a table</summary><div class="scroll"><table><thead><tr><th scope="col">Phase</th>
-<th scope="col">Allocations and frees</th><th scope="col">Most alive</th></tr></thead><tbody>{rows}</tbody></table>
+<th scope="col">Allocations and frees</th><th scope="col">Peak</th></tr></thead><tbody>{rows}</tbody></table>
 </div></details>"""
 
 

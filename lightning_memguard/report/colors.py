@@ -1,11 +1,11 @@
-"""The colour of each part of the memory, in every picture; in the order they are stacked."""
+"""The color of each part of the memory, in every picture; in the order they are stacked."""
 
 from __future__ import annotations
 
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 
-# What stays stands at the bottom of the stack, what comes and goes on top. Most colours are those of Okabe and Ito,
-# which people tell apart however they see colours; neighbours also differ in lightness.
+# What stays allocated is at the bottom of the stack, what comes and goes on top. Most colors are those of Okabe and
+# Ito, which color-blind people can tell apart; neighbors also differ in lightness.
 COLOURS = {
     "parameters": "#0072b2",
     "buffers": "#8a8f98",

@@ -70,7 +70,7 @@ def page(report: Report) -> str:
     decision, footprint, budget = report.decision, report.decision.footprint, report.decision.budget
     if footprint is None or budget is None:
         reason = escape(decision.reason or "nothing was predicted")
-        sections = [f'<p class="lead">MemGuard stepped aside and changed nothing: {reason}.</p>']
+        sections = [f'<p class="lead">MemGuard did not tune this run: {reason}.</p>']
     else:
         curve = charts.curve(report.curve, decision, footprint, budget)
         sections = [
@@ -95,7 +95,7 @@ def _asset(name: str) -> str:
 def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
     share = footprint.most_device_bytes / budget.usable_bytes if budget.usable_bytes > 0 else math.inf
     asked, accumulated = decision.requested_batch_size, decision.accumulate_grad_batches
-    size = f"was {asked}" if asked != decision.batch_size else "as asked"
+    size = f"was {asked}" if asked != decision.batch_size else "as requested"
     most = f"at most {format_bytes(footprint.most_device_bytes)}"
     is_uncertain = footprint.most_device_bytes > footprint.peak_device_bytes
     tiles = [
@@ -106,7 +106,7 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
             most if is_uncertain else f"on {footprint.device}",
         ),
         ("Usable", format_bytes(budget.usable_bytes), f"of {format_bytes(budget.free_bytes)} on {budget.device}"),
-        ("Used of it", f"{share:.1%}" if math.isfinite(share) else "none", "fits" if decision.fits else "does NOT fit"),
+        ("Share used", f"{share:.1%}" if math.isfinite(share) else "none", "fits" if decision.fits else "does NOT fit"),
     ]
     cells = "".join(
         f'<div class="tile{" bad" if note == "does NOT fit" else ""}"><dt>{escape(name)}</dt>'
@@ -141,7 +141,7 @@ def _peak_words(footprint: Footprint) -> str:
     phase = f"{footprint.phase} pass" if footprint.phase in ("forward", "backward") else footprint.phase or "step"
     module = f" of <code>{escape(footprint.module)}</code>" if footprint.module else ""
     operator = f" (<code>{escape(footprint.operator)}</code>)" if footprint.operator else ""
-    return f"Where most is alive: in the {escape(phase)}{module}{operator}."
+    return f"In the {escape(phase)}{module}{operator}."
 
 
 def _percent(share: float) -> str:
@@ -175,8 +175,8 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
     longest = max(max(record.measured.peak_bytes, record.predicted.peak_device_bytes) for record in shown)
     rows = "".join(_epoch(record, longest * 1.05 or 1) for record in shown)
     sources = ", ".join(dict.fromkeys(escape(record.measured.source) for record in shown))
-    return f"""<section><h2>Predicted beside measured</h2>
-<p class="sub">Measured: {sources}. The bar is what was measured, the mark on it what was predicted.{omitted}</p>
+    return f"""<section><h2>Predicted versus measured</h2>
+<p class="sub">Measured: {sources}. The bar is the measured peak, the mark on it the predicted one.{omitted}</p>
 <div class="scroll"><table class="epochs"><caption class="hidden">Predicted and measured peak by epoch</caption>
 <thead><tr><th scope="col">Epoch</th><th scope="col" class="narrow-off">Batch size</th><th scope="col">Predicted</th>
 <th scope="col">Measured</th><th scope="col">Error</th><th scope="col">Headroom</th>
@@ -188,7 +188,7 @@ def _epoch(record: EpochRecord, scale: float) -> str:
     measured, predicted = record.measured.peak_bytes, record.predicted.peak_device_bytes
     return (
         f'<tr><th scope="row">{record.epoch}</th><td class="narrow-off">{record.batch_size}</td>'
-        f"<td>{format_bytes(predicted)}</td><td>{format_bytes(measured) if measured else 'not known'}</td>"
+        f"<td>{format_bytes(predicted)}</td><td>{format_bytes(measured) if measured else 'unknown'}</td>"
         f"<td>{f'{record.error_ratio:+.1%}' if measured else ''}</td><td>{format_bytes(record.headroom_bytes)}</td>"
         f'<td class="wide">{_meter(measured / scale, "var(--accent)", predicted / scale)}</td></tr>'
     )
@@ -204,11 +204,11 @@ def _layers(table: LayerTable | None) -> str:
     most = max(layer.activation_bytes for layer in layers) or 1
     rows = "".join(_layer(layer, most) for layer in layers[:_LAYERS_SHOWN])
     omitted = f" The first {_LAYERS_SHOWN} of {len(layers)}." if len(layers) > _LAYERS_SHOWN else ""
-    heads = ("Type", "Output", "Parameters", "Their bytes", "Kept for backward", "FLOPs, forward")
+    heads = ("Type", "Output", "Parameters", "Parameter bytes", "Saved for backward", "FLOPs, forward")
     names = "".join(f'<th scope="col">{head}</th>' for head in heads)
     scroll = "scroll tall" if len(layers) > _LAYERS_AT_ONCE else "scroll"
     return f"""<section><h2>By layer</h2><p class="sub">One forward pass at batch size {table.batch_size};
-each row without what its children do.{omitted}</p>
+each row excludes its children.{omitted}</p>
 <div class="{scroll}"><table class="layers"><thead><tr><th scope="col">Layer</th>{names}</tr></thead>
 <tbody>{rows}</tbody></table></div></section>"""
 
