@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
         return FITS if options.run(options) else DOES_NOT_FIT
-    except SystemExit as error:  # argparse has said what was wrong
+    except SystemExit as error:  # argparse has printed what is wrong
         return error.code if isinstance(error.code, int) else BAD_USE
     except MemGuardError as error:
         hint = f"\n{_HOW_TO_DESCRIBE}" if isinstance(error, CannotTraceError) else ""

@@ -15,7 +15,7 @@ from itertools import groupby
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import PhaseSpan, Timeline
-from lightning_memguard.report.colors import COLOURS
+from lightning_memguard.report.colors import COLORS
 from lightning_memguard.report.page_data import CurvePoint, drawn_parts
 from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
 
@@ -33,7 +33,7 @@ def row(head: object, *cells: object) -> str:
 
 
 def _color(part: str) -> str:
-    return COLOURS.get(part, "#8a8f98")
+    return COLORS.get(part, "#8a8f98")
 
 
 # The peak versus the batch size

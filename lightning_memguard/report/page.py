@@ -20,7 +20,7 @@ from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report import charts
-from lightning_memguard.report.colors import COLOURS
+from lightning_memguard.report.colors import COLORS
 from lightning_memguard.report.page_data import Report, report_data
 from lightning_memguard.report.table import totals_of, why
 from lightning_memguard.units import format_bytes, format_count
@@ -119,7 +119,7 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
 
 def _setup(footprint: Footprint, budget: Budget) -> str:
     rows = []
-    for part, color in COLOURS.items():
+    for part, color in COLORS.items():
         nbytes = footprint.parts.get(part, 0)
         if nbytes:
             share = nbytes / footprint.peak_allocated_bytes
@@ -219,7 +219,7 @@ def _layer(layer: Layer, most_bytes: int) -> str:
     frozen = "" if layer.trainable_parameters == layer.parameters else " frozen"
     shared = f" as {layer.shared_with}" if layer.shared_with else ""
     kept = format_bytes(layer.activation_bytes) if layer.activation_bytes else ""
-    bar = _meter(layer.activation_bytes / most_bytes, COLOURS["activations"]) if kept else ""
+    bar = _meter(layer.activation_bytes / most_bytes, COLORS["activations"]) if kept else ""
     return (
         f'<tr><th scope="row" title="{escape(layer.name)}" style="padding-left:{layer.depth}em">{escape(name)}</th>'
         f"<td>{escape(layer.type)}{escape(shared)}</td><td>{escape(shape)}</td>"

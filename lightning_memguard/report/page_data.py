@@ -15,7 +15,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import Timeline, timeline_of
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.colors import COLOURS
+from lightning_memguard.report.colors import COLORS
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, point
 
 def drawn_parts(timeline: Timeline) -> list[str]:
     """The parts of a timeline from the bottom of its picture to the top."""
-    return [*(part for part in COLOURS if part in timeline.parts), *(set(timeline.parts) - set(COLOURS))]
+    return [*(part for part in COLORS if part in timeline.parts), *(set(timeline.parts) - set(COLORS))]
 
 
 def report_data(report: Report) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sys.modules.pop("net", None)
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = FITS) -> Any:
+def answered(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = FITS) -> Any:
     """What a command prints as JSON; it must be all that is on stdout."""
     assert main([*arguments, "--json"]) == status, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
@@ -109,7 +109,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_a_plan_says_for_each_device_whether_it_fits_and_the_largest_batch(capsys) -> None:
-    answer = told(capsys, "plan", *NET, *DATA, "--device", "T4", "--device", "cpu")
+    answer = answered(capsys, "plan", *NET, *DATA, "--device", "T4", "--device", "cpu")
     t4, cpu = answer["devices"]
     assert (answer["model"], answer["batch_size"], answer["fits"]) == ("Net", 4, True)
     assert (t4["device"], t4["budget"]["source"]) == ("Tesla T4", "catalogue")
@@ -124,7 +124,7 @@ def test_a_plan_is_what_the_callback_would_decide(capsys) -> None:
     from lightning_memguard import MemGuard
     from lightning_memguard.cli.target import load
 
-    answer = told(capsys, "plan", *NET, *DATA, "--device", "cpu", "--budget", "300KiB")
+    answer = answered(capsys, "plan", *NET, *DATA, "--device", "cpu", "--budget", "300KiB")
     guard = MemGuard(budget="300KiB")
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -142,13 +142,13 @@ def test_a_plan_is_what_the_callback_would_decide(capsys) -> None:
 
 def test_the_exit_status_is_1_where_no_device_fits_and_0_where_one_does(capsys) -> None:
     small = ["plan", *LINEAR, *BATCH, "--device", "cpu", "--budget", "1MiB"]
-    answer = told(capsys, *small, status=DOES_NOT_FIT)
+    answer = answered(capsys, *small, status=DOES_NOT_FIT)
     assert not answer["fits"]
     assert answer["devices"][0]["largest_batch_size"] is None
     assert "needs" in answer["devices"][0]["why_no_largest"]
     assert "does NOT fit" in shown(capsys, *small, status=DOES_NOT_FIT)
     budget = ["--budget", "560MiB", "--batch-size", "60000"]
-    assert not told(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", *budget, status=DOES_NOT_FIT)["fits"]
+    assert not answered(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", *budget, status=DOES_NOT_FIT)["fits"]
 
 
 def test_one_device_is_shown_by_part_and_several_in_a_row_each(capsys) -> None:
@@ -164,9 +164,9 @@ def test_one_device_is_shown_by_part_and_several_in_a_row_each(capsys) -> None:
 
 def test_overrides_reach_the_step(capsys) -> None:
     def parts(*options: str) -> dict[str, int]:
-        return told(capsys, "plan", *NET, *DATA, "--device", "cpu", "--max-batch-size", "8", *options)["devices"][0][
-            "asked"
-        ]["parts_bytes"]
+        return answered(capsys, "plan", *NET, *DATA, "--device", "cpu", "--max-batch-size", "8", *options)["devices"][
+            0
+        ]["asked"]["parts_bytes"]
 
     plain = parts()
     assert parts("--optimizer", "torch.optim.SGD")["optimizer_state"] == 0
@@ -180,8 +180,8 @@ def test_overrides_reach_the_step(capsys) -> None:
 
 
 def test_accumulation_leaves_the_gradients_through_the_forward_pass(capsys) -> None:
-    alone = told(capsys, "plan", *NET, *DATA, "--device", "cpu", "--batch-size", "1000")
-    twice = told(capsys, "plan", *NET, *DATA, "--device", "cpu", "--batch-size", "1000", "--accumulate", "2")
+    alone = answered(capsys, "plan", *NET, *DATA, "--device", "cpu", "--batch-size", "1000")
+    twice = answered(capsys, "plan", *NET, *DATA, "--device", "cpu", "--batch-size", "1000", "--accumulate", "2")
     assert twice["devices"][0]["accumulate_grad_batches"] == 2
     assert twice["devices"][0]["asked"]["peak_device_bytes"] > alone["devices"][0]["asked"]["peak_device_bytes"]
 
@@ -196,17 +196,17 @@ def test_accumulation_leaves_the_gradients_through_the_forward_pass(capsys) -> N
     ids=["example_input_array", "by name", "a class that cannot be made without memory"],
 )
 def test_batches_are_made_from_what_was_typed(capsys, target: list[str], batch: str) -> None:
-    assert told(capsys, "plan", *target, "--device", "cpu", "--max-batch-size", "32")["batch"] == batch
+    assert answered(capsys, "plan", *target, "--device", "cpu", "--max-batch-size", "32")["batch"] == batch
 
 
 def test_a_step_that_wants_values_is_run_with_a_model_that_has_memory(capsys) -> None:
-    answer = told(capsys, "plan", "net:NeedsValues", "--args", "width=8", *DATA, "--device", "cpu")
+    answer = answered(capsys, "plan", "net:NeedsValues", "--args", "width=8", *DATA, "--device", "cpu")
     assert answer["devices"][0]["asked"]["method"] == "real"
 
 
 def test_advice_is_given_on_the_device_that_it_does_not_fit(capsys) -> None:
     options = ["--optimizer", "adam", "--device", "cpu", "--budget", "3MiB", "--advise"]
-    answer = told(capsys, "plan", *LINEAR, *BATCH, *options, status=DOES_NOT_FIT)
+    answer = answered(capsys, "plan", *LINEAR, *BATCH, *options, status=DOES_NOT_FIT)
     assert answer["advice_on"] == "CPU"
     assert any(each["fits"] and each["saved_bytes"] > 0 for each in answer["advice"])
 
@@ -228,7 +228,7 @@ def test_a_lightning_cli_config_is_read_with_its_optimizer_and_trainer(capsys, p
         ckpt_path: null
     """
     (project / "config.yaml").write_text(textwrap.dedent(settings), encoding="utf-8")
-    answer = told(capsys, "plan", "--config", "config.yaml", "--device", "H100")
+    answer = answered(capsys, "plan", "--config", "config.yaml", "--device", "H100")
     asked = answer["devices"][0]["asked"]["parts_bytes"]
     assert (answer["batch_size"], answer["precision"]) == (8, "bf16-mixed")
     assert answer["devices"][0]["accumulate_grad_batches"] == 3
@@ -240,12 +240,12 @@ def test_a_lightning_cli_config_is_read_with_its_optimizer_and_trainer(capsys, p
 def test_a_config_that_does_not_fit_the_class_says_where(capsys, project: Path) -> None:
     pytest.importorskip("jsonargparse")
     (project / "config.yaml").write_text("model: {width: wide}\ndata: {batch_size: 4}\n", encoding="utf-8")
-    said = refused(capsys, "plan", "net:Net", *DATA, "--config", "config.yaml")
-    assert "config.yaml" in said
-    assert "width" in said
+    text = refused(capsys, "plan", "net:Net", *DATA, "--config", "config.yaml")
+    assert "config.yaml" in text
+    assert "width" in text
 
 
-def test_a_trainer_that_cannot_be_made_is_told(capsys, project: Path) -> None:
+def test_a_trainer_that_cannot_be_made_is_reported(capsys, project: Path) -> None:
     pytest.importorskip("jsonargparse")
     settings = "trainer: {strategy: carrier_pigeon}\nmodel: {class_path: net.Net, init_args: {width: 8}}\n"
     (project / "config.yaml").write_text(settings, encoding="utf-8")
@@ -255,8 +255,8 @@ def test_a_trainer_that_cannot_be_made_is_told(capsys, project: Path) -> None:
 # -- the other commands
 
 
-def test_layers_shows_each_layer_and_the_textbook_beside_the_trace(capsys) -> None:
-    answer = told(capsys, "layers", *NET, *DATA, "--textbook", "sgd")
+def test_layers_shows_each_layer_and_the_textbook_versus_the_trace(capsys) -> None:
+    answer = answered(capsys, "layers", *NET, *DATA, "--textbook", "sgd")
     parameters = 32 * 64 + 64 + 64 * 64 + 64
     assert answer["parameters"] == parameters
     assert [layer["name"] for layer in answer["layers"]] == ["", "net", "net.0", "net.1"]
@@ -264,7 +264,7 @@ def test_layers_shows_each_layer_and_the_textbook_beside_the_trace(capsys) -> No
     assert "optimizer_state" not in states["terms"] or states["terms"]["optimizer_state"] == 0
     assert states["ratio_to_peak"] == states["total_bytes"] / answer["training"]["peak_allocated_bytes"]
     assert answer["weights"]["int8"] == [parameters, parameters]
-    momentum = told(capsys, "layers", *NET, *DATA, "--optimizer", "torch.optim.SGD,momentum=0.9")["textbook"]
+    momentum = answered(capsys, "layers", *NET, *DATA, "--optimizer", "torch.optim.SGD,momentum=0.9")["textbook"]
     assert "1 of momentum" in next(each["formula"] for each in momentum if each["name"] == "states and activations")
     text = shown(capsys, "layers", *NET, *DATA, "--depth", "1")
     assert "[parameters +" in text  # and no markup of rich's
@@ -273,14 +273,14 @@ def test_layers_shows_each_layer_and_the_textbook_beside_the_trace(capsys) -> No
 
 
 def test_the_catalogue_is_listed_and_filtered(capsys) -> None:
-    names = [gpu["name"] for gpu in told(capsys, "gpus", "a100")]
+    names = [gpu["name"] for gpu in answered(capsys, "gpus", "a100")]
     assert "NVIDIA A100-SXM4-80GB" in names
     assert all("A100" in name for name in names)
     assert "Tesla T4" in shown(capsys, "gpus")
 
 
 def test_devices_says_what_is_free_and_by_which_source(capsys) -> None:
-    cpu = told(capsys, "devices")[0]
+    cpu = answered(capsys, "devices")[0]
     assert cpu["device"] == "cpu"
     assert 0 < cpu["free_bytes"] <= cpu["total_bytes"]
     assert cpu["source"] in ("host", "cgroup", "rlimit")
@@ -288,8 +288,8 @@ def test_devices_says_what_is_free_and_by_which_source(capsys) -> None:
 
 
 def test_a_snapshot_is_written_and_says_how_to_open_it(capsys, project: Path) -> None:
-    said = shown(capsys, "snapshot", *NET, *DATA, "--device", "H100", "-o", "step.pickle")
-    assert "pytorch.org/memory_viz" in said
+    text = shown(capsys, "snapshot", *NET, *DATA, "--device", "H100", "-o", "step.pickle")
+    assert "pytorch.org/memory_viz" in text
     assert pickle.loads((project / "step.pickle").read_bytes())["segments"]
 
 
@@ -332,16 +332,16 @@ def test_a_report_is_written(capsys, project: Path) -> None:
     ],
     ids=lambda value: " ".join(value)[:40] if value and isinstance(value, list) else None,
 )
-def test_bad_use_is_told_in_words(capsys, arguments: list[str], words: list[str]) -> None:
-    said = refused(capsys, "plan", *arguments)
+def test_bad_usage_is_explained(capsys, arguments: list[str], words: list[str]) -> None:
+    text = refused(capsys, "plan", *arguments)
     for word in words:
-        assert word in said, said
+        assert word in text, text
 
 
 def test_a_snapshot_into_no_folder_is_refused_before_anything_runs(capsys) -> None:
-    said = refused(capsys, "snapshot", *NET, *DATA, "-o", "nowhere/step.pickle")
-    assert "no folder nowhere" in said
-    assert "imported" not in said  # not even the user's module
+    text = refused(capsys, "snapshot", *NET, *DATA, "-o", "nowhere/step.pickle")
+    assert "no folder nowhere" in text
+    assert "imported" not in text  # not even the user's module
 
 
 def test_a_gpu_that_nothing_is_like_is_refused(capsys) -> None:

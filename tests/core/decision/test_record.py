@@ -26,7 +26,7 @@ def test_the_error_is_predicted_over_measured_less_one(predicted, measured, rati
     assert record_of(predicted * GIB, measured * GIB).error_ratio == ratio
 
 
-def test_where_nothing_was_measured_there_is_no_error_to_tell():
+def test_where_nothing_was_measured_there_is_no_error_to_report():
     assert math.isnan(record_of(3 * GIB, 0).error_ratio)
 
 
