@@ -1,16 +1,16 @@
-# Everything a developer runs. Needs Python 3.10 or newer and GNU make 3.81 or newer (the one of macOS), nothing else:
-# each target works in a virtual environment of its own, made on first use and again when the dependencies change.
+# Everything a developer runs. Needs only Python 3.10 or newer and GNU make 3.81 or newer (macOS has that one). Each target
+# uses a virtual environment, which is created on first use and again when the dependencies change.
 #
-# torch is pinned by constraints.txt like everything else (torch==2.13.0). On Linux, PyPI's build of it is the CUDA one
-# and brings several GB of libraries; where a CPU is all there is, the smaller build satisfies the same pin:
+# torch is pinned by constraints.txt like everything else (torch==2.13.0). On Linux, PyPI's build is the CUDA one and
+# includes several GB of libraries; without a GPU, the smaller build satisfies the same pin:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 #
-# Another Python: `make clean test PYTHON=python3.12`, or beside the first one: `make test PYTHON=python3.12 VENV=.venv312`.
+# Another Python: `make clean test PYTHON=python3.12`, or next to the first one: `make test PYTHON=python3.12 VENV=.venv312`.
 
 PYTHON ?= python3
 VENV ?= .venv
 
-# A second environment, with a build of torch that has CUDA and with real models' definitions. It needs no GPU.
+# A second environment with a CUDA build of torch and the definitions of real models. It needs no GPU.
 CUDA_VENV ?= .venv-cuda
 
 BIN := $(VENV)/bin
@@ -21,13 +21,13 @@ CUDA_STAMP := $(CUDA_VENV)/.installed
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench accuracy builds matrix clean
 
-help: ## say what there is to run
+help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) ## train a small model with MemGuard (examples/quickstart.py)
 	$(BIN)/python examples/quickstart.py
 
-test: $(STAMP) ## run the tests
+test: $(STAMP) ## run the tests, and the examples in docstrings
 	$(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
 
 lint: $(STAMP) ## check rules, formatting and types
@@ -35,7 +35,7 @@ lint: $(STAMP) ## check rules, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## measure accuracy on the CPU, speed, advice, and the built-in BatchSizeFinder beside us
+bench: $(STAMP) ## measure accuracy on the CPU, speed and advice, and compare with BatchSizeFinder
 	$(BIN)/python benchmarks/cpu_truth.py
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/versus_batch_size_finder.py
@@ -44,35 +44,35 @@ bench: $(STAMP) ## measure accuracy on the CPU, speed, advice, and the built-in 
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/advice.py
 
-accuracy: $(CUDA_STAMP) ## predictions for CUDA beside measurements on GPUs (downloads several GB on first use; no GPU needed)
+accuracy: $(CUDA_STAMP) ## compare predictions for CUDA with measurements on GPUs (downloads several GB on first use; no GPU needed)
 	$(CUDA_BIN)/python benchmarks/accuracy.py
 	$(CUDA_BIN)/python benchmarks/large.py
 
-builds: $(STAMP) $(CUDA_STAMP) ## what a CPU-only build of torch predicts for CUDA beside what a build with CUDA does
+builds: $(STAMP) $(CUDA_STAMP) ## compare predictions for CUDA of a CPU-only build of torch with those of a CUDA build
 	@mkdir -p build
 	$(BIN)/python benchmarks/builds.py --write build/one.json
 	$(CUDA_BIN)/python benchmarks/builds.py --compare build/one.json
 
-matrix: $(STAMP) ## test beside other versions of Lightning, torch and Python (16 environments of several GB; an hour)
+matrix: $(STAMP) ## test with other versions of Lightning, torch and Python (16 environments of several GB; an hour)
 	$(BIN)/python benchmarks/matrix.py
 
-clean: ## remove the virtual environment, caches and what trainings left behind
+clean: ## remove the virtual environments, caches and files that trainings wrote
 	rm -rf $(VENV) $(CUDA_VENV) .matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs memguard runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch first and alone: it is the large one, and an interrupted installation goes on from there.
+# torch first and alone: it is the largest, and an interrupted installation continues from there.
 $(STAMP): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null || { \
-	  echo "There is no '$(PYTHON)' here. Name a Python 3.10 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
+	  echo "'$(PYTHON)' was not found. Pass Python 3.10 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "lightning-memguard needs Python 3.10 or newer; '$(PYTHON)' is $$("$(PYTHON)" -V 2>&1)." >&2; \
-	  echo "Name a newer one, for example: make test PYTHON=python3.12" >&2; exit 1; }
+	  echo "Pass a newer one, for example: make test PYTHON=python3.12" >&2; exit 1; }
 	"$(PYTHON)" -m venv "$(VENV)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# torchvision has no CPU build that matches; the package itself comes without its pinned tools.
+# torchvision has no matching CPU build; the package is installed without its pinned tools.
 $(CUDA_STAMP): pyproject.toml
 	"$(PYTHON)" -m venv "$(CUDA_VENV)"
 	$(CUDA_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.11.0 torchvision==0.26.0

@@ -1,19 +1,19 @@
-"""Hold predictions for CUDA against measurements on real GPUs. Needs no GPU; needs torchvision and transformers.
+"""Compare predictions for CUDA with measurements on real GPUs. Needs torchvision and transformers, but no GPU.
 
-Published runs (`data/`, measured by others): the loop is rebuilt, predicted, and compared with what NVML measured,
-beside what xMem, DNNMem and SchedTune had predicted for the very same runs. Recordings (`recordings/`, made by
-`record.py`): allocated and reserved peaks, and the recorded allocator histories replayed event by event.
+Published runs (`data/`, measured by others): the loop is rebuilt, predicted, and compared with what NVML measured, next
+to what xMem, DNNMem and SchedTune predicted for the same runs. Recordings (`recordings/`, written by `record.py`):
+allocated and reserved peaks, and the recorded allocator histories replayed event by event.
 
     python benchmarks/accuracy.py                    # everything
     python benchmarks/accuracy.py --only ConvNeXt    # the published runs of some models
     python benchmarks/accuracy.py --json out.json
 
-What the published figures measure: NVML's use at its highest less the first sample. In the image runs of 2025 the first
-sample was taken when the model, and what an optimizer makes in its constructor, were already there: Adagrad's runs,
-whose state is made there, measured lower than the others by just that state (109 MiB on ConvNeXt-Tiny, 14 on
-MobileNetV2, 528 on VGG-16). So there the predicted figure is what is reserved from the first step on; in the text runs
-and in those of 2024 all that is reserved. To the runs of 2025, the kernels that CUDA loads late are added. The last
-columns but the others' show the whole reserved peak alone.
+The published figures are NVML's highest use minus the first sample. In the image runs of 2025 the first sample was
+taken when the model, and what an optimizer creates in its constructor, already existed: Adagrad's runs, whose state
+is created there, measured lower than the others by exactly that state (109 MiB on ConvNeXt-Tiny, 14 on MobileNetV2,
+528 on VGG-16). So for these the predicted figure is what is reserved from the first step on; for the text runs and
+those of 2024 it is everything reserved. For the runs of 2025, the kernels that CUDA loads late are added. The columns
+"reserved" show the whole reserved peak.
 """
 
 import argparse
@@ -64,30 +64,30 @@ class Run:
     predicted: int
     allocated: int
     slack: int  # how far below its reserved peak the replay still runs, by giving the cache back
-    other_failed: dict[str, bool]  # whether a run again, with their prediction as a hard cap, failed
+    other_failed: dict[str, bool]  # whether a second run, with their prediction as a hard cap, failed
     seconds: float
 
     @property
     def error(self) -> float:
-        """Of what was measured, in percent."""
+        """Relative to what was measured, in percent."""
         return 100 * (self.predicted / self.measured - 1)
 
     @property
     def cap_fails(self) -> bool:
-        """Whether more is missing than a run capped at the prediction could do without."""
+        """Whether more is missing than a run capped at the prediction could save."""
         return self.measured - self.predicted > self.slack
 
     @property
     def reserved_error(self) -> float:
-        """Of the whole reserved peak, in percent."""
+        """The same for the whole reserved peak, in percent."""
         return 100 * (self.reserved / self.measured - 1)
 
     def other_error(self, name: str) -> float | None:
-        """What another estimator scored on this run, in percent."""
+        """The error of another estimator on this run, in percent."""
         return 100 * (self.others[name] / self.measured - 1) if name in self.others else None
 
 
-# T5-small, whose other settings are the default. In 2025 its attention had no fused kernel in transformers yet.
+# T5-small, whose other settings are the default. In 2025 its attention had no fused kernel in transformers.
 T5 = {"decoder_start_token_id": 0, "pad_token_id": 0, "attn_implementation": "eager"}
 
 
@@ -112,7 +112,7 @@ def image_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any]
 
 
 def text_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any], Any]]:
-    """A language model of transformers on 128 tokens of wikitext-2; the lengths of the real batches are not known."""
+    """A language model of transformers on 128 tokens of wikitext-2; the lengths of the real batches are unknown."""
     import transformers
 
     if "T5" in row["constructor"]:
@@ -136,7 +136,7 @@ def text_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any],
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build without memory where a model can be; some ask for values while they are built."""
+    """Build without memory if possible; some models need values while they are built."""
     try:
         with torch.device("meta"):
             return build()
@@ -176,7 +176,7 @@ def predict(row: dict[str, str]) -> Run:
     setup = tuple(event for event in trace.events if event.phase == "setup")
     before = replay(replace(trace, events=setup), settings).peak_reserved_bytes
     recent, image = row["version"].startswith("2025"), row["input"].startswith("86")
-    beside = (LAZY_KERNELS if recent else 0) - (before if recent and image else 0)
+    adjustment = (LAZY_KERNELS if recent else 0) - (before if recent and image else 0)
     return Run(
         model=row["model"],
         optimizer=row["optimizer"],
@@ -187,7 +187,7 @@ def predict(row: dict[str, str]) -> Run:
         others={name: int(float(row[f"{name}_bytes"])) for name in OTHERS if row[f"{name}_bytes"]},
         other_seconds={name: float(row[f"{name}_seconds"]) for name in OTHERS[:2] if row[f"{name}_seconds"]},
         reserved=found.peak_reserved_bytes,
-        predicted=found.peak_reserved_bytes + beside,
+        predicted=found.peak_reserved_bytes + adjustment,
         allocated=found.peak_allocated_bytes,
         slack=found.peak_reserved_bytes - least_capacity(trace, settings, found.peak_reserved_bytes),
         other_failed={name: row[f"{name}_cap_failed"] == "True" for name in OTHERS if row[f"{name}_cap_failed"]},
@@ -196,7 +196,7 @@ def predict(row: dict[str, str]) -> Run:
 
 
 def least_capacity(trace: Any, settings: Any, enough: int) -> int:
-    """The least memory in which the replay runs, found by halving; ``enough`` is known to do."""
+    """The least memory in which the replay runs, found by bisection; ``enough`` is known to be enough."""
     from lightning_memguard.core.replay.replay import replay
 
     point, low = trace.only("point"), 0
@@ -210,17 +210,17 @@ def least_capacity(trace: Any, settings: Any, enough: int) -> int:
 
 
 def quieten() -> None:
-    """One thread a process, and no advice from the models' libraries."""
+    """One thread per process, and no advice from the models' libraries."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-# What comes out -------------------------------------------------------------------------------------------------------
+# Output ---------------------------------------------------------------------------------------------------------------
 
 
 def show(runs: Sequence[Run]) -> None:
-    """One line a run."""
+    """One line per run."""
     print(
         f"{'model':<13}{'optimizer':<10}{'batch':>5} {'GPU':<9}{'measured':>9}{'predicted':>10}{'error':>8}"
         f"{'reserved':>10}{'error':>8}{'xMem':>8}{'DNNMem':>8}{'SchedT.':>8}{'seconds':>9}"
@@ -276,7 +276,7 @@ def large_errors(runs: Sequence[Run], limit: float = 5.0) -> None:
         print(
             f"  {run.model} {run.optimizer} {run.batch} on {run.gpu.split('GeForce ')[-1]} ({run.version}): "
             f"{abs(missing):.0f} MiB {'missing' if missing > 0 else 'too many'}, "
-            f"{missing / run.batch:+.2f} MiB an item; taken for {CAUSES.get(run.model, 'no cause found')}"
+            f"{missing / run.batch:+.2f} MiB an item; attributed to {CAUSES.get(run.model, 'no known cause')}"
         )
 
 
@@ -284,7 +284,7 @@ def large_errors(runs: Sequence[Run], limit: float = 5.0) -> None:
 
 
 def recordings() -> list[Path]:
-    """What `record.py` has brought home."""
+    """The files that `record.py` has written."""
     return sorted((*HERE.glob("recordings/*.json"), *HERE.glob("recordings/*.json.gz")))
 
 
@@ -309,7 +309,6 @@ class Recorded:
 
 def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Recorded:
     """Predict one training of the corpus for the GPU that it was recorded on."""
-    from corpus import corpus
     from torch.utils.data import DataLoader
 
     from lightning_memguard.core.capture.batch import batches_from_one
@@ -318,7 +317,8 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
     from lightning_memguard.core.replay.replay import replay
     from lightning_memguard.core.replay.settings import AllocatorSettings
     from lightning_memguard.training.adapter.program import LightningProgram
-    from lightning_memguard.training.planning.estimate import trainer_for
+    from lightning_memguard.training.planning.subject import trainer_for
+    from shared.corpus import corpus
 
     quieten()
     name, case, machine = task
@@ -353,7 +353,7 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
 
 
 def replay_history(history: Sequence[Sequence[Any]], settings: Any) -> tuple[int, int]:
-    """Give the recorded requests to our allocator and hold its segments against the recorded ones.
+    """Replay the recorded requests with our allocator and compare its segments with the recorded ones.
 
     Returns:
         How many requests there were, and after how many of them the reserved bytes differ.
@@ -395,8 +395,8 @@ def show_recording(path: Path, pool: Any) -> None:
         for (real, predicted), column in zip(pairs, errors, strict=True):
             column.append(100 * (predicted / real - 1))
             cells += f"{real / MIB:>11.0f}{predicted / MIB:>11.0f}{column[-1]:>+8.2f}%"
-        told = "" if run.history is None else f"  history: {run.history[1]} of {run.history[0]} requests differ"
-        print(f"{run.name:<32}{cells}{told}")
+        history = "" if run.history is None else f"  history: {run.history[1]} of {run.history[0]} requests differ"
+        print(f"{run.name:<32}{cells}{history}")
     print(f"  allocated  {spread(errors[0])}\n  reserved   {spread(errors[1])}")
     fails = sum(not run.fits for run in found)
     print(f"  the replay fails under the recorded peak as a hard cap: {fails} of {len(found)}")

@@ -1,11 +1,11 @@
-"""Is the advice true? Train a small GPT for real with each remedy done as the advice says, and measure its peak.
+"""Is the advice true? Train a small GPT with each remedy applied as advised, and measure its peak.
 
-`advise` predicts the memory that each remedy leaves, from a run on a copy without memory. Here the same module is then
-written that way and trained by Lightning on the CPU, while PyTorch's profiler counts every byte (`truth.py`). Held
-against the prediction is the peak from the first batch on: turning weights to bfloat16, before that, may take more.
-Rows with bfloat16 can come out too small: the scratch of the CPU's bfloat16 convolutions and products is not counted.
+`advise` predicts the memory with each remedy from a run on a copy without memory. Here the same module is rewritten
+that way and trained by Lightning on the CPU, while PyTorch's profiler counts every byte (`shared/truth.py`). The
+prediction is compared with the peak from the first batch on: converting weights to bfloat16, before that, may take
+more. Rows with bfloat16 can be too low: the scratch of the CPU's bfloat16 convolutions and products is not counted.
 
-    python benchmarks/advice.py                       # every remedy that can be followed on a CPU, and the pairs
+    python benchmarks/advice.py                       # every remedy that can be applied on a CPU, and the pairs
     python benchmarks/advice.py --batch-size 8 --budget-share 0.5
 """
 
@@ -23,8 +23,6 @@ import pytorch_lightning as pl
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, default_collate
-from truth import fit, live_bytes, memory_events, quieten
-from zoo import Case, case_named
 
 from lightning_memguard.core.capture.batch import batches_from_one
 from lightning_memguard.core.capture.predict import Prediction, predict
@@ -33,7 +31,9 @@ from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning.advise import try_remedies
-from lightning_memguard.training.planning.estimate import trainer_for
+from lightning_memguard.training.planning.subject import trainer_for
+from shared.truth import fit, live_bytes, memory_events, quieten
+from shared.zoo import Case, case_named
 
 OPTIMIZER = "adam"
 MIB = 2**20
@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Followed:
-    """What was advised, and what a training that follows it really took."""
+    """What was advised, and the measured peak of a training that follows it."""
 
     name: str
     batch_size: int
@@ -60,7 +60,7 @@ class Followed:
 
 
 def predicted(case: Case, batch_size: int) -> Prediction:
-    """The training as it is."""
+    """The unchanged training."""
     module = case.build(OPTIMIZER)
     trainer = trainer_for(module, "32-true", None, **case.trainer_kwargs)
     dataset = case.dataset(batch_size)
@@ -73,7 +73,7 @@ def predicted(case: Case, batch_size: int) -> Prediction:
 
 
 def following(case: Case, remedies: Sequence[str], how: Sequence[str]) -> Case:
-    """The case, rewritten as the advice says: lines with `self` are run on the module, the rest goes to the Trainer."""
+    """The case, rewritten as advised: lines with `self` run on the module, the rest goes to the Trainer."""
     lines = [line for line in how if "self" in line]
     optimizer = next((OPTIMIZERS[name] for name in remedies if name in OPTIMIZERS), None)
     settings: dict[str, Any] = {}
@@ -94,7 +94,7 @@ def rewritten(build: Callable[[str], pl.LightningModule], lines: Sequence[str], 
 
 
 def follow(case: Case, advice: Advice) -> Followed:
-    """Train as advised, and measure."""
+    """Train as advised and measure."""
     rewritten_case = following(case, advice.remedies, advice.how)
     size = advice.footprint.batch_size
     measured = measured_bytes(rewritten_case, size)
@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="gpt", help="a case of the zoo")
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--budget-share", type=float, default=0.6, help="the budget, as a share of what the step takes")
+    parser.add_argument("--budget-share", type=float, default=0.6, help="the budget, as a share of the predicted peak")
     arguments = parser.parse_args()
     quieten()
     case, size = case_named(arguments.case), arguments.batch_size

@@ -1,9 +1,9 @@
-"""Predict the zoo for CUDA with this build of torch, or hold two builds' predictions against each other.
+"""Predict the zoo for CUDA with this build of torch, or compare the predictions of two builds.
 
-A CPU-only build must predict for CUDA what a build with CUDA does, case by case; neither needs a GPU.
+A CPU-only build must predict for CUDA exactly what a CUDA build does, case by case. Neither needs a GPU.
 
     python benchmarks/builds.py --write cpu.json        # in the environment with the CPU-only build
-    python benchmarks/builds.py --compare cpu.json      # in the one with CUDA
+    python benchmarks/builds.py --compare cpu.json      # in the environment with the CUDA build
 """
 
 import argparse
@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
-from truth import quieten
-from zoo import CASES, Case
 
 from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.batch import batches_from_one
@@ -22,7 +20,9 @@ from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.planning.estimate import trainer_for
+from lightning_memguard.training.planning.subject import trainer_for
+from shared.truth import quieten
+from shared.zoo import CASES, Case
 
 GPU = "NVIDIA H200"
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -30,7 +30,7 @@ LIMIT = 1.0  # percent
 
 
 def footprint_of(case: Case, precision: str) -> Footprint:
-    """One case at its middle batch size, as a Trainer with this precision would step it on the GPU."""
+    """One case at its middle batch size, stepped by a Trainer with this precision on the GPU."""
     gpu = gpus.find(GPU)
     torch.manual_seed(0)
     module, size = case.build(case.optimizers[0]), case.batch_sizes[1]
@@ -47,19 +47,19 @@ def footprint_of(case: Case, precision: str) -> Footprint:
 
 
 def predict_all() -> dict[str, tuple[str, int, int]]:
-    """Rung of the ladder, allocated and reserved peak of every case and precision."""
-    found = {}
+    """Method, allocated and reserved peak of every case and precision."""
+    peaks = {}
     for case in CASES:
         for precision in PRECISIONS:
             peak = footprint_of(case, precision)
-            found[f"{case.name} {precision}"] = (peak.method, peak.peak_allocated_bytes, peak.peak_reserved_bytes)
-    return found
+            peaks[f"{case.name} {precision}"] = (peak.method, peak.peak_allocated_bytes, peak.peak_reserved_bytes)
+    return peaks
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="write this build's predictions here")
-    parser.add_argument("--compare", type=Path, help="hold this build's predictions against those")
+    parser.add_argument("--compare", type=Path, help="compare this build's predictions with those")
     arguments = parser.parse_args()
     quieten()
     mine = predict_all()
@@ -68,8 +68,8 @@ def main() -> int:
     if not arguments.compare:
         return 0
     other = json.loads(arguments.compare.read_text(encoding="utf-8"))
-    print(f"torch {other['torch']} beside torch {torch.__version__}, for the {GPU}; bytes")
-    print(f"{'case':<36}{'rung':<12}{'allocated':>14}{'differs':>9}{'reserved':>14}{'differs':>9}")
+    print(f"torch {other['torch']} versus torch {torch.__version__}, for the {GPU}; bytes")
+    print(f"{'case':<36}{'method':<12}{'allocated':>14}{'differs':>9}{'reserved':>14}{'differs':>9}")
     worst = 0.0
     for name, (method, allocated, reserved) in mine.items():
         theirs = other["peaks"][name]

@@ -1,8 +1,8 @@
 """What CPU kernels allocate inside one operator, where a tracer of operators sees only the outputs.
 
-A real training runs under the profiler and under a dispatch mode at once. The mode leaves a mark around each operator
-it sees (what any tracer at that level sees); the profiler tells what the CPU allocator was asked for inside the mark.
-An operator's scratch is how far the bytes alive inside it rose above the bytes of its new outputs.
+A real training runs under the profiler and a dispatch mode at the same time. The mode leaves a marker around each
+operator it sees (what any tracer at that level sees); the profiler records what was allocated inside the marker.
+An operator's scratch is its peak of live bytes minus the bytes of its new outputs.
 
     python benchmarks/cpu_scratch.py unet                         # by operator and shapes, the largest scratch first
     python benchmarks/cpu_scratch.py unet --threads 1 --batch-size 8
@@ -21,8 +21,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
-from truth import fit, operator_of, quieten, walk
-from zoo import Case, case_named
+
+from shared.truth import fit, operator_of, quieten, walk
+from shared.zoo import Case, case_named
 
 MARKER = "dispatched::"
 
@@ -33,17 +34,17 @@ class Call:
 
     operator: str
     arguments: str
-    output_bytes: int  # storages that did not come in through the arguments
+    output_bytes: int  # storages that are not those of the arguments
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """What the allocator was asked for inside one call."""
+    """What was allocated inside one call."""
 
     call: Call
     peak_bytes: int  # the most alive at once of what this call allocated
     kept_bytes: int  # of it, alive when the call returned
-    blocks: tuple[str, ...]  # every block in order: its bytes (negative where it was freed) and who asked inside
+    blocks: tuple[str, ...]  # every block in order: its bytes (negative if freed) and the operator inside
 
     @property
     def unseen_bytes(self) -> int:

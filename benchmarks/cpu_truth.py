@@ -1,7 +1,7 @@
 """Predicted against measured, byte for byte, on the CPU: every case of the zoo, three batch sizes, its optimizers.
 
-Predictions and measurements are made in processes of their own: the first by lightning_memguard through a Trainer
-(`predicted.py`), the second by PyTorch's profiler around a real training (`truth.py`), which knows nothing of it.
+Predictions and measurements run in separate processes: the first by lightning_memguard through a Trainer
+(`shared/predicted.py`), the second by PyTorch's profiler around a real training (`shared/truth.py`).
 
     python benchmarks/cpu_truth.py                     # the table, then median, 90th percentile and worst
     python benchmarks/cpu_truth.py --quick             # one batch size and one optimizer of each case
@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from predicted import Predicted, predict_all
-from truth import Truth, measure_all
-from zoo import CASES, Case, case_named
+from shared.predicted import Predicted, predict_all
+from shared.truth import Truth, measure_all
+from shared.zoo import CASES, Case, case_named
 
 LARGE_ERROR_PERCENT = 0.3
 TIGHT_CASES = ("mlp", "cnn_batch_norm", "resnet", "unet", "transformer", "gpt", "gan", "contrastive")
@@ -46,7 +46,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Choice:
-    """The batch size chosen for a budget, and what it and the next larger one really take."""
+    """The batch size chosen for a budget, and the measured peak there and at 10 % more."""
 
     case: str
     optimizer: str
@@ -81,6 +81,13 @@ def compare(case: Case, quick: bool, steps: int, threads: int | None) -> list[Co
     return [Comparison(p, m) for p, m in zip(predicted, measured, strict=True)]
 
 
+def print_cases() -> None:
+    for case in CASES:
+        parameters = sum(p.numel() for p in case.build(case.optimizers[0]).parameters())
+        sizes = ", ".join(map(str, case.batch_sizes))
+        print(f"{case.name:24} {parameters / 1e6:7.2f} M parameters   sizes {sizes:14}  {', '.join(case.optimizers)}")
+
+
 def print_table(comparisons: Sequence[Comparison]) -> None:
     print(
         f"{'case':<23} {'optimizer':<9} {'batch':>5} {'predicted MiB':>13} {'measured MiB':>12} {'error %':>8}  "
@@ -104,7 +111,7 @@ def print_summary(comparisons: Sequence[Comparison]) -> None:
 
 
 def print_large_errors(comparisons: Sequence[Comparison]) -> None:
-    """For each large error: what was predicted to be alive at the peak, beside what was."""
+    """For each large error: what was predicted to be alive at the peak, next to what was."""
     large = [c for c in comparisons if abs(c.error_percent) > LARGE_ERROR_PERCENT]
     print(f"{len(large)} of them above {LARGE_ERROR_PERCENT} %")
     for c in sorted(large, key=lambda c: -abs(c.error_percent)):
@@ -156,7 +163,7 @@ def print_choices(choices: Sequence[Choice]) -> None:
 
 
 def for_each(cases: Sequence[Case], work: Callable[[Case], Result], jobs: int) -> list[Result]:
-    """The results of all cases that gave one; the others are named, and left out."""
+    """The results of all cases that have one; the others are printed and left out."""
 
     def attempt(case: Case) -> list[Result]:
         try:
@@ -172,6 +179,7 @@ def for_each(cases: Sequence[Case], work: Callable[[Case], Result], jobs: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these cases only")
+    parser.add_argument("--list", action="store_true", help="print the cases with their parameters and stop")
     parser.add_argument(
         "--quick", action="store_true", help="the middle batch size and the last optimizer of each case"
     )
@@ -181,8 +189,11 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, help="threads of PyTorch on both sides (default: PyTorch's own)")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number to this file")
     arguments = parser.parse_args()
+    if arguments.list:
+        print_cases()
+        return
     names = arguments.only or (TIGHT_CASES if arguments.tight else [case.name for case in CASES])
     cases = [case_named(name) for name in names]
     if arguments.tight:

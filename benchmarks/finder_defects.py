@@ -1,7 +1,7 @@
-"""What BatchSizeFinder does in the situations where it is known to go wrong, and what MemGuard does in the very same.
+"""What BatchSizeFinder and MemGuard do in situations where BatchSizeFinder is known to go wrong.
 
-Each scenario is a small training in a process of its own, in an empty folder, under a time limit. It says what it saw:
-nothing below is written down beforehand but the question, and each verdict follows from the numbers beside it.
+Each scenario is a small training in a separate process, in an empty folder, under a time limit. It reports what it saw:
+no result is written down in advance, and each verdict follows from the numbers next to it.
 
     python benchmarks/finder_defects.py                        # the whole table
     python benchmarks/finder_defects.py --only resume ddp      # some of it
@@ -33,9 +33,9 @@ from pytorch_lightning.utilities.memory import is_oom_error
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
-from truth import quieten
 
 from lightning_memguard import MemGuard
+from shared.truth import quieten
 
 WHO = ("BatchSizeFinder", "MemGuard")
 SECONDS_AT_MOST = 150
@@ -44,7 +44,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Seen:
-    """What one scenario saw of one of the two, and what follows from it."""
+    """What one scenario saw of one of the two, and the verdict."""
 
     text: str
     verdict: str
@@ -52,29 +52,29 @@ class Seen:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of the training loop: the batch size asked for, and what was there while it ran."""
+    """One run of the training loop: the requested batch size, and what existed while it ran."""
 
     batch_size: int
     callbacks: int
     files: dict[str, int]
-    beside_bytes: int = 0  # what other callbacks hold
+    callback_bytes: int = 0  # what other callbacks hold
     batches: list[int] = field(default_factory=list)
     validated: list[int] = field(default_factory=list)
 
 
 class Net(pl.LightningModule):
-    """A linear layer that keeps a `Trial` for each run of the loop; the last is the training asked for."""
+    """A linear layer that keeps a `Trial` for each run of the loop; the last is the real training."""
 
     def __init__(self, samples: int = 256, batch_size: int = 2, copies: int = 1, validation: int = 0) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(16, 16)
         self.dataset = TensorDataset(torch.randn(samples, 16))
         self.batch_size = batch_size
-        self.copies = copies  # of each sample, on the way to the loss: 65536 of them make 4 MiB
+        self.copies = copies  # of each sample, on the way to the loss: 65536 of them take 4 MiB
         self.validation = validation
         self.trials: list[Trial] = []
         self.optimizer_steps = 0
-        self.beside: Callable[[], list[torch.Tensor]] = list
+        self.held_by_callback: Callable[[], list[torch.Tensor]] = list
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.dataset, batch_size=self.batch_size)
@@ -91,11 +91,11 @@ class Net(pl.LightningModule):
 
     def on_train_start(self) -> None:
         files = {path.name: path.stat().st_size for path in Path().rglob("*.ckpt")}
-        beside = sum(tensor.nbytes for tensor in self.beside())
-        self.trials.append(Trial(self.batch_size, len(self.trainer.callbacks), files, beside))
+        held = sum(tensor.nbytes for tensor in self.held_by_callback())
+        self.trials.append(Trial(self.batch_size, len(self.trainer.callbacks), files, held))
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        if self.trials:  # none where a step is only predicted, on a copy
+        if self.trials:  # empty if a step is only predicted, on a copy
             self.trials[-1].batches.append(len(batch[0]))
         return self.loss(batch)
 
@@ -110,7 +110,7 @@ class Net(pl.LightningModule):
 
 
 class Start(pl.Callback):
-    """Notes where training starts. In BatchSizeFinder's trials no callback runs, so this is the training asked for."""
+    """Records the state in which the real training starts: no callback runs in BatchSizeFinder's trials."""
 
     def __init__(self) -> None:
         self.epoch = self.step = self.searched_steps = self.batch_size = -1
@@ -152,10 +152,10 @@ def trainer_with(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
 
 
 def fitted(trainer: pl.Trainer, net: Net, **settings: Any) -> str:
-    """Train; the error's first line where it ends with one."""
+    """Train; return the first line of the error, if any."""
     try:
         trainer.fit(net, **settings)
-    except Exception as error:  # noqa: BLE001 - whatever ends it is what was seen
+    except Exception as error:  # noqa: BLE001 - any error is a result
         if is_oom_error(error) or isinstance(error, MemoryError):
             return "an allocation failed"
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:150]
@@ -168,8 +168,8 @@ def chosen(guard: pl.Callback) -> int | None:
     return guard.optimal_batch_size
 
 
-def stepped_aside(guard: pl.Callback) -> str:
-    """Why MemGuard left all as it was, where it did."""
+def not_tuned_because(guard: pl.Callback) -> str:
+    """Why MemGuard did not tune the run, if it did not."""
     decision = getattr(guard, "decision", None)
     if decision is None or decision.outcome in ("tuned", "unchanged"):
         return ""
@@ -187,7 +187,7 @@ def limit_address_space(room_mib: int) -> None:
 
 
 def resume(who: str) -> Seen:
-    """Two epochs are trained and saved; the training goes on to four."""
+    """Two epochs are trained and saved; the training resumes to four."""
     first, second = Net(64, 8), Net(64, 8)
     trainer = trainer_with(chooser(who, 8, 8), max_epochs=2)
     fitted(trainer, first)
@@ -211,16 +211,16 @@ def resume(who: str) -> Seen:
 
 
 def first_trial(who: str) -> Seen:
-    """The search is to start at 16, the loader stands at 4."""
+    """The search should start at 16; the loader has 4."""
     net = Net(256, 4)
     guard = chooser(who, 64, 16)
     fitted(trainer_with(guard), net)
     *trials, training = net.trials
     runs = [(trial.batch_size, sorted(set(trial.batches[:3]))) for trial in [*trials, training]]
     wrong = [size for size, seen in runs if seen != [size]]
-    told = ", ".join(f"{size} ran on batches of {'/'.join(map(str, seen))}" for size, seen in runs[:2])
-    text = f"{len(trials)} trials; {'trials of ' if trials else 'the training at '}{told}"
-    return Seen(text, "on the old loader" if wrong else "as asked")
+    listed = ", ".join(f"{size} ran on batches of {'/'.join(map(str, seen))}" for size, seen in runs[:2])
+    text = f"{len(trials)} trials; {'trials of ' if trials else 'the training at '}{listed}"
+    return Seen(text, "on the old loader" if wrong else "as requested")
 
 
 def untested_maximum(who: str) -> Seen:
@@ -257,15 +257,15 @@ def validation(who: str) -> Seen:
     error = fitted(trainer_with(guard, start), net)
     *trials, training = net.trials
     steps = sum(len(trial.validated) for trial in trials)
-    told = f"{len(trials)} trials with {steps} validation steps"
+    before = f"{len(trials)} trials with {steps} validation steps"
     if isinstance(guard, MemGuard) and guard.decision:
-        told = f"0 trials; chose {guard.decision.validation_batch_size} for validation"
+        before = f"0 trials; chose {guard.decision.validation_batch_size} for validation"
     ended = f"validation at {sorted(set(training.validated))} {'failed: ' + error if error else 'ran'}"
-    return Seen(f"{told}; after {len(training.batches)} training steps {ended}", "fails" if error else "fits")
+    return Seen(f"{before}; after {len(training.batches)} training steps {ended}", "fails" if error else "fits")
 
 
 class Scheduled(Net):
-    """Plans its learning rate over all the steps that the Trainer says there will be."""
+    """Plans its learning rate over all the steps that the Trainer estimates."""
 
     planned = 0
 
@@ -290,7 +290,7 @@ def estimated_stepping_batches(who: str) -> Seen:
 
 
 def random_state(who: str) -> Seen:
-    """The random states in which training starts, beside those of a training without either."""
+    """The random states in which training starts, versus those of a training without either."""
     starts = []
     for callbacks in ([], [chooser(who, 32)]):
         pl.seed_everything(7)
@@ -300,8 +300,8 @@ def random_state(who: str) -> Seen:
         starts.append(start.random_states)
     plain, guarded = starts
     same = {name: plain[name] == guarded[name] for name in plain}
-    told = ", ".join(f"{name} {'the same' if equal else 'moved'}" for name, equal in same.items())
-    return Seen(f"{told} (beside a plain training)", "kept" if all(same.values()) else "not restored")
+    compared = ", ".join(f"{name} {'the same' if equal else 'changed'}" for name, equal in same.items())
+    return Seen(f"{compared} (versus a plain training)", "kept" if all(same.values()) else "not restored")
 
 
 class Noisy(Net):
@@ -327,7 +327,7 @@ class Wide(Net):
 
 
 class CountedAverage(EMAWeightAveraging):
-    """Lightning's own, that also counts its updates."""
+    """Lightning's callback, which also counts its updates."""
 
     updates = 0
 
@@ -344,22 +344,22 @@ def averaged(who: str) -> Seen:
     """EMAWeightAveraging keeps a copy of 16 MiB of weights."""
     net, guard = Wide(), chooser(who, 8)
     average = CountedAverage()
-    net.beside = average.tensors
+    net.held_by_callback = average.tensors
     fitted(trainer_with(guard, average), net)
     *trials, training = net.trials
     if not isinstance(guard, MemGuard):
-        held = {round(trial.beside_bytes / MIB) for trial in trials}
+        held = {round(trial.callback_bytes / MIB) for trial in trials}
         counts = sorted({trial.callbacks for trial in trials})
         return Seen(
             f"{len(trials)} trials with {counts} of {training.callbacks} callbacks; "
-            f"a copy of {sorted(held)} MiB was held (it is made at setup); updated {average.updates} times, by "
-            f"{net.optimizer_steps} steps of which {len(training.batches)} were the training's",
+            f"a copy of {sorted(held)} MiB was held (it is created at setup); updated {average.updates} times, by "
+            f"{net.optimizer_steps} steps of which {len(training.batches)} belong to the training",
             "seen" if average.updates == net.optimizer_steps else "held, not run",
         )
     without = chooser(who, 8)
     fitted(trainer_with(without), Wide())
     if not (guard.decision and guard.decision.footprint and without.decision and without.decision.footprint):
-        return Seen(f"nothing predicted{stepped_aside(guard)}", "invisible")
+        return Seen(f"nothing predicted{not_tuned_because(guard)}", "invisible")
     predicted = [each.decision.footprint.peak_allocated_bytes for each in (guard, without)]
     copy_bytes = sum(parameter.nbytes for parameter in net.parameters())
     more = predicted[0] - predicted[1]
@@ -368,7 +368,7 @@ def averaged(who: str) -> Seen:
 
 
 class OwnAverage(pl.Callback):
-    """An average written by hand, as many have one: its copy is made when the fit starts."""
+    """A typical hand-written average: its copy is created when the fit starts."""
 
     def __init__(self) -> None:
         self.copy: list[torch.Tensor] = []
@@ -385,20 +385,20 @@ class OwnAverage(pl.Callback):
 
 
 def own_average(who: str) -> Seen:
-    """A callback of one's own makes a copy of 16 MiB of weights in `on_fit_start`, after the chooser's."""
+    """A custom callback copies 16 MiB of weights in `on_fit_start`, after the chooser's."""
     net, guard, average = Wide(), chooser(who, 8), OwnAverage()
-    net.beside = average.tensors
+    net.held_by_callback = average.tensors
     fitted(trainer_with(guard, average), net)
     *trials, training = net.trials
     if not isinstance(guard, MemGuard):
-        held = sorted({round(trial.beside_bytes / MIB) for trial in trials})
-        text = f"held in {len(trials)} trials: {held} MiB; in the training: {round(training.beside_bytes / MIB)} MiB"
-        return Seen(text, "seen" if all(trial.beside_bytes for trial in trials) else "invisible")
+        held = sorted({round(trial.callback_bytes / MIB) for trial in trials})
+        text = f"held in {len(trials)} trials: {held} MiB; in the training: {round(training.callback_bytes / MIB)} MiB"
+        return Seen(text, "seen" if all(trial.callback_bytes for trial in trials) else "invisible")
     decision = guard.decision
-    beside = decision.footprint.parts.get("callbacks", 0) if decision and decision.footprint else 0
+    predicted = decision.footprint.parts.get("callbacks", 0) if decision and decision.footprint else 0
     copy_bytes = sum(parameter.nbytes for parameter in net.parameters())
-    text = f"predicted {beside / MIB:.1f} MiB held by callbacks; the copy takes {copy_bytes / MIB:.1f}"
-    return Seen(text, "seen" if beside >= copy_bytes else "invisible")
+    text = f"predicted {predicted / MIB:.1f} MiB held by callbacks; the copy takes {copy_bytes / MIB:.1f}"
+    return Seen(text, "seen" if predicted >= copy_bytes else "invisible")
 
 
 def plain_loader(who: str) -> Seen:
@@ -422,11 +422,11 @@ def ddp(who: str) -> Seen:
     ranks: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(ranks, sizes)
     text = f"{trainer.world_size} ranks trained on batches of {ranks}, {trainer.global_step} steps"
-    return Seen(text + stepped_aside(guard), "done" if ranks == [[32], [32]] else "left alone")
+    return Seen(text + not_tuned_because(guard), "done" if ranks == [[32], [32]] else "left alone")
 
 
 def optimizer_steps(who: str) -> Seen:
-    """How many times the optimizer has stepped before the training asked for starts."""
+    """How many times the optimizer has stepped before the real training starts."""
     net, guard, start = Net(), chooser(who, 32), Start()
     fitted(trainer_with(guard, start), net)
     sizes = [trial.batch_size for trial in net.trials[:-1]]
@@ -435,7 +435,7 @@ def optimizer_steps(who: str) -> Seen:
 
 
 def checkpoint_on_disk(who: str) -> Seen:
-    """What lies on the disk while a size is sought; Adam, 16 MiB of weights, `enable_checkpointing=False`."""
+    """Files on disk during the search; Adam, 16 MiB of weights, `enable_checkpointing=False`."""
     net, guard = Wide(), chooser(who, 32)
     written: list[Path] = []
     save = torch.save
@@ -454,7 +454,7 @@ def checkpoint_on_disk(who: str) -> Seen:
 
 
 SCENARIOS: dict[str, tuple[str, Callable[[str], Seen]]] = {
-    "resume": ("A resume from ckpt_path", resume),
+    "resume": ("Resuming from ckpt_path", resume),
     "first_trial": ("The first trial's loader", first_trial),
     "maximum": ("The largest size allowed", untested_maximum),
     "dataset": ("An attribute larger than the dataset", larger_than_dataset),
@@ -463,7 +463,7 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Seen]]] = {
     "random": ("Random state", random_state),
     "average": ("EMAWeightAveraging's copy", averaged),
     "own_average": ("A copy that another callback makes", own_average),
-    "loader": ("A plain loader given to fit", plain_loader),
+    "loader": ("A plain loader passed to fit", plain_loader),
     "ddp": ("DDP, two processes", ddp),
     "steps": ("Optimizer steps to choose", optimizer_steps),
     "disk": ("Checkpoints on disk", checkpoint_on_disk),
@@ -474,7 +474,7 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Seen]]] = {
 
 
 def in_a_process(scenario: str, who: str) -> Seen:
-    """Run one scenario for one of the two in a process of its own; its children end with it."""
+    """Run one scenario for one of the two in a separate process; its children end with it."""
     words = [sys.executable, str(Path(__file__).resolve()), "--run", scenario, "--who", who]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
@@ -504,11 +504,11 @@ def print_defects(names: list[str]) -> None:
     cells = [(name, who) for name in names for who in WHO]
     with ThreadPoolExecutor(2) as pool:
         seen = dict(zip(cells, pool.map(lambda cell: in_a_process(*cell), cells), strict=True))
-    table = Table(title=f"What was seen, on Lightning {pl.__version__} and torch {torch.__version__}", show_lines=True)
+    table = Table(title=f"Results on Lightning {pl.__version__} and torch {torch.__version__}", show_lines=True)
     table.add_column("Situation", ratio=2)
     for who in WHO:
-        table.add_column(f"{who}: what was seen", ratio=5, overflow="fold")
-        table.add_column("so", ratio=1)
+        table.add_column(f"{who}", ratio=5, overflow="fold")
+        table.add_column("verdict", ratio=1)
     for name in names:
         finder, guard = (seen[name, who] for who in WHO)
         table.add_row(SCENARIOS[name][0], finder.text, finder.verdict, guard.text, guard.verdict)

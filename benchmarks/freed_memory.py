@@ -1,10 +1,11 @@
-"""What it costs a CPU training to give freed memory back at once, as MemGuard has glibc do where memory is tight.
+"""The cost of returning freed memory at once in a CPU training, as MemGuard makes glibc do if memory is tight.
 
-Real training steps in one process, with glibc's own rule and with MemGuard's, in turn; the median of their ratios.
+Real training steps in one process, alternating glibc's own rule and MemGuard's; the median of the ratios.
 
     python benchmarks/freed_memory.py
 """
 
+import argparse
 import ctypes
 import statistics
 import time
@@ -12,16 +13,16 @@ import warnings
 
 import torch
 from torch.utils.data import default_collate
-from zoo import case_named
 
 from lightning_memguard.core.device.malloc import return_freed_memory
+from shared.zoo import case_named
 
 ROUNDS = 6
 SIZES = {"resnet": 32, "unet": 32, "mlp": 1024}
 
 
 def seconds_of(name: str) -> tuple[float, float, float]:
-    """Seconds of two steps with glibc's rule, with MemGuard's, and the median ratio of neighbours."""
+    """Seconds of two steps with glibc's rule, with MemGuard's, and the median ratio of neighbors."""
     case = case_named(name)
     module = case.build("sgd")
     optimizer = module.configure_optimizers()
@@ -37,7 +38,7 @@ def seconds_of(name: str) -> tuple[float, float, float]:
         return time.perf_counter() - started
 
     undo = return_freed_memory(torch.device("cpu"))
-    undo()  # from here on the threshold stands where glibc's own rule lets it rise to
+    undo()  # from here on the threshold is where glibc's own rule lets it rise to
     kept, returned = [], []
     for _ in range(ROUNDS):
         two_steps()
@@ -51,6 +52,7 @@ def seconds_of(name: str) -> tuple[float, float, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     warnings.filterwarnings("ignore")
     torch.set_flush_denormal(True)
     if not hasattr(ctypes.CDLL(None), "mallopt"):

@@ -1,6 +1,6 @@
-"""How long large models take to be predicted for a GPU that is not there, and how much memory the predicting process.
+"""Time and memory of the process that predicts large models for a GPU that is not there.
 
-The models' definitions are real, their weights never made. Needs torchvision and transformers; needs no GPU.
+The models' definitions are real; their weights are never allocated. Needs torchvision and transformers; needs no GPU.
 
     python benchmarks/large.py             # ResNet-50, BERT-large, GPT-2 small and a Llama 7B, each in its own process
     python benchmarks/large.py llama_7b    # one of them, in this process

@@ -1,15 +1,15 @@
-"""A long-tailed text data set: does a run tuned on the worst batch ever take more than was predicted?
+"""A long-tailed text dataset: does a run tuned on the worst batch ever take more memory than predicted?
 
 Three thousand texts of log-normal length (seeded: half have under 30 tokens, one in a hundred over 150) train a small
 transformer for five epochs, padded batch by batch. MemGuard tunes the batch size to a budget. Every allocation of
-every step is then counted by PyTorch's own profiler, as in `truth.py`, and the peak of each epoch is held against the
-prediction, and against what an estimate on the first batch of the same size would have said.
+every step is then counted by PyTorch's own profiler, as in `shared/truth.py`, and the peak of each epoch is compared
+with the prediction, and with an estimate from the first batch of the same size.
 
     python benchmarks/long_tail.py                     # two to three minutes on two busy cores
     python benchmarks/long_tail.py --budget 96MiB --epochs 3 --seed 1
 
 It ends with status 1 if any epoch exceeded its prediction by more than `NOISE_BYTES`: from the first epoch's end on,
-Lightning keeps a few numbers of what was logged, ours among them.
+Lightning keeps a few numbers of what was logged, including ours.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from torch._C._profiler import _EventType
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
-from truth import MARKER, mark, quieten, walk
 
 from lightning_memguard import MemGuard, estimate
 from lightning_memguard.units import format_bytes
+from shared.truth import MARKER, mark, quieten, walk
 
 VOCABULARY = 2000
 WIDTH = 64
@@ -38,7 +38,7 @@ NOISE_BYTES = 1024
 
 
 class Texts(Dataset[tuple[np.ndarray, int]]):
-    """Token ids as NumPy arrays: PyTorch's allocator holds none of the data set."""
+    """Token ids as NumPy arrays: PyTorch's allocator holds none of the dataset."""
 
     def __init__(self, count: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ class Classifier(pl.LightningModule):
 
 
 class Epochs(pl.Callback):
-    """Leaves a mark in the profile where an epoch begins and where the training ends; notes the longest batch."""
+    """Leaves a marker in the profile where an epoch begins and the training ends; records the longest batch."""
 
     def __init__(self) -> None:
         self.longest: list[int] = []
@@ -93,7 +93,7 @@ class Epochs(pl.Callback):
 
 @dataclass(frozen=True)
 class Peaks:
-    """The measured peak of each epoch, and after how many events replay and allocator had moved differently."""
+    """The measured peak of each epoch, and after how many events replay and allocator changed differently."""
 
     epochs: list[int]
     events: int

@@ -1,21 +1,21 @@
-"""Run the tests beside other versions of Lightning, torch and Python: each of the two packages of Lightning alone.
+"""Run the tests with other versions of Lightning, torch and Python, and with each package of Lightning alone.
 
     python benchmarks/matrix.py                                  # every cell: 16 of them, one to two minutes each
-    python benchmarks/matrix.py --list                           # only say which cells there are
+    python benchmarks/matrix.py --list                           # only list the cells
     python benchmarks/matrix.py --cells 'lightning 2.5*' --tests tests/training
     python benchmarks/matrix.py --cells '*torch 2.15*' --whole   # the whole suite
 
-The whole suite runs in `make test`. Here run the tests that meet Lightning or torch's insides, those of a step that is
-captured, grown and trained: `TESTS`. Left out is what asks the device, what starts many programs, and arithmetic.
+The whole suite runs in `make test`. This runs the tests that depend on the internals of Lightning or torch: `TESTS`. It
+leaves out tests that query the device, tests that start many processes, and arithmetic.
 
-A cell is an environment of its own in ``.matrix/``, kept for the next run (``--fresh`` makes it again); the package in
-it is the working tree. `uv` makes it where there is one, and shares torch between cells; else `venv` and pip do, and
-every cell holds a torch of its own: several GB each on Linux, unless PIP_EXTRA_INDEX_URL names an index of CPU builds.
-A cell whose Python is not on this machine says so. Everything that a cell does not name is the newest that fits.
+A cell is an environment in ``.matrix/``, kept for the next run (``--fresh`` recreates it); the package in it is the
+working tree. `uv` creates it if installed, and shares torch between cells; otherwise `venv` and pip do, and every
+cell has its own torch: several GB each on Linux, unless PIP_EXTRA_INDEX_URL is an index of CPU builds. A cell whose
+Python is not installed reports it. Everything that a cell does not pin is the newest version that is compatible.
 
-`lightning` asks pip for `pytorch-lightning` too, so it is alone only where the other is taken out again, as here.
+`lightning` depends on `pytorch-lightning`, so a cell with `lightning` alone uninstalls the other again.
 Results: a table here and in ``.matrix/results.md``, the same with every failed test and each reason to skip in
-``.matrix/results.json``, and what pytest said in ``.matrix/<cell>.txt``. The exit status is 0 if every cell passed.
+``.matrix/results.json``, and pytest's output in ``.matrix/<cell>.txt``. The exit status is 0 if every cell passed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ CELLS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What came of the tests in a cell, or why there is no answer."""
+    """The test results of a cell, or why there are none."""
 
     cell: Cell
     passed: int = 0
@@ -131,7 +131,7 @@ HEAD = """\
 
 
 def interpreter_of(version: str) -> str | None:
-    """A Python of this version that runs: on the path, or one of pyenv's (whose shims do not always run)."""
+    """A working Python of this version: on the path, or one of pyenv's (whose shims do not always run)."""
     pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), reverse=True)
     for found in (shutil.which(f"python{version}"), *map(str, pyenv)):
         if found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
@@ -140,14 +140,14 @@ def interpreter_of(version: str) -> str | None:
 
 
 def make(cell: Cell, python: str) -> None:
-    """Make a cell's environment, unless it is there."""
+    """Create a cell's environment, unless it exists."""
     done = cell.folder / ".installed"
     if done.exists() and done.read_text() == "\n".join(cell.requirements):
         return
     shutil.rmtree(cell.folder, ignore_errors=True)
     uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     here = str(cell.interpreter)
-    # uv reads its own names for what pip is told by these.
+    # uv has its own names for these settings of pip.
     given = {f"UV_{name}": os.environ[f"PIP_{name}"] for name in _SHARED if f"PIP_{name}" in os.environ}
     if uv:
         call(uv, "venv", "--quiet", "--python", python, str(cell.folder))
@@ -172,16 +172,22 @@ def call(*command: str, **settings: str) -> None:
 
 
 def run(cell: Cell, tests: tuple[str, ...]) -> Result:
-    """Run the tests in a cell's environment, one thread each: cells are compared, and others work here too."""
+    """Run the tests in a cell's environment, with one thread: cells are compared, and the machine may be shared."""
     report, log = (HOME / f"{cell.folder.name}.{suffix}" for suffix in ("xml", "txt"))
     report.unlink(missing_ok=True)
     command = [cell.interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
     started = time.monotonic()
-    with log.open("w") as said:
+    with log.open("w") as file:
         surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             subprocess.run(
-                command, cwd=ROOT, env=surroundings, stdout=said, stderr=said, timeout=_PATIENCE_SECONDS, check=False
+                command,
+                cwd=ROOT,
+                env=surroundings,
+                stdout=file,
+                stderr=file,
+                timeout=_PATIENCE_SECONDS,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return Result(cell, seconds=_PATIENCE_SECONDS, trouble="took too long")
@@ -195,7 +201,7 @@ _PATIENCE_SECONDS = 1200
 
 
 def read(cell: Cell, report: Path, seconds: float) -> Result:
-    """What pytest's report says."""
+    """Read pytest's report."""
     passed, skipped, failed = 0, Counter[str](), dict[str, str]()
     for case in ET.parse(report).getroot().iter("testcase"):
         bad = case.find("failure") if case.find("failure") is not None else case.find("error")
@@ -211,7 +217,7 @@ def read(cell: Cell, report: Path, seconds: float) -> Result:
 
 
 def answer(cell: Cell, tests: tuple[str, ...], fresh: bool) -> Result:
-    """A cell's environment made and its tests run, whatever becomes of it."""
+    """Create a cell's environment and run its tests, or report why not."""
     python = interpreter_of(cell.python)
     if python is None:
         return Result(cell, trouble=f"no Python {cell.python} here")
@@ -227,10 +233,10 @@ def answer(cell: Cell, tests: tuple[str, ...], fresh: bool) -> Result:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=["*"], metavar="PATTERN", help="cells whose names match one")
-    parser.add_argument("--tests", nargs="+", default=list(TESTS), metavar="PATH", help="what pytest is given")
+    parser.add_argument("--tests", nargs="+", default=list(TESTS), metavar="PATH", help="passed to pytest")
     parser.add_argument("--whole", action="store_true", help="every test, not only the part above")
-    parser.add_argument("--fresh", action="store_true", help="make the environments again")
-    parser.add_argument("--list", action="store_true", help="say which cells there are")
+    parser.add_argument("--fresh", action="store_true", help="recreate the environments")
+    parser.add_argument("--list", action="store_true", help="list the cells")
     settings = parser.parse_args()
     cells = [cell for cell in CELLS if any(fnmatch(cell.name, f"{pattern}*") for pattern in settings.cells)]
     if settings.list or not cells:

@@ -1,7 +1,7 @@
-"""What MemGuard costs while training: time per step with it and without it, in pairs, over many tiny steps.
+"""The cost of MemGuard while training: time per step with and without it, in pairs, over many tiny steps.
 
-Two Trainers train the same tiny module in one process, a block of steps each in turn, so that what slows the machine
-slows both. Shown is the median over all pairs of blocks, of the ratio of their times, and the time of a step.
+Two Trainers train the same tiny module in one process, taking turns of a block of steps, so that other load slows both.
+Printed are the median ratio of the times of a pair of blocks, and the time of a step.
 
     python benchmarks/overhead.py                 # 20,000 steps with and 20,000 without, in blocks of 500
 """
@@ -19,13 +19,13 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from truth import quieten
 
 from lightning_memguard import MemGuard
+from shared.truth import quieten
 
 
 class Tiny(pl.LightningModule):
-    """As little work as a training step can be."""
+    """The least work a training step can do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Tiny(pl.LightningModule):
 
 
 class Turns(pl.Callback):
-    """Lets two trainings run a block of steps each in turn, and times the blocks."""
+    """Lets two trainings take turns of a block of steps, and times the blocks."""
 
     def __init__(self, mine: threading.Semaphore, other: threading.Semaphore, block: int) -> None:
         self.mine, self.other, self.block = mine, other, block

@@ -1,15 +1,15 @@
-"""Record the corpus on the GPU at hand: what every training takes, as the device and PyTorch's allocator say it.
+"""Record the corpus on this machine's GPU: what every training takes, by the device's and PyTorch's own counters.
 
-Each training of `corpus.py` runs for four steps with the real Trainer, alone on the GPU, in a process of its own; its
-probes, single operators, share one. The next processes load their libraries meanwhile and wait. What comes out is one
-JSON file, written anew after each: run again, it goes on where it stopped. What was recorded on another GPU, with
-another torch or for another corpus is recorded anew. Nothing of lightning_memguard takes part; this is the truth that
-predictions are held against (`accuracy.py`).
+Each training of `shared/corpus.py` runs for four steps with the real Trainer, alone on the GPU, in a separate
+process; the probes, single operators, share one. Meanwhile the next processes load their libraries and wait. The
+result is one JSON file, rewritten after each training: a second run continues where the first stopped. Figures of
+another GPU, another torch or another corpus are recorded again. Nothing here imports lightning_memguard; predictions
+are compared with these figures (`accuracy.py`).
 
     python benchmarks/record.py --out benchmarks/recordings/h200.json.gz       # at most 9 minutes
     python benchmarks/record.py --only gpt llama --minutes 2
     python benchmarks/record.py --only probes
-    python benchmarks/record.py --accelerator cpu --only mlp --batch-size 8    # proves the way, measures nothing
+    python benchmarks/record.py --accelerator cpu --only mlp --batch-size 8    # a dry run, measures nothing
 """
 
 import argparse
@@ -38,7 +38,7 @@ PROBES = "probes"
 
 
 def record(names: Sequence[str], out: Path, options: argparse.Namespace) -> None:
-    """Record what is not recorded yet, until all is or the time is up."""
+    """Record what is missing, until everything is recorded or the time is up."""
     deadline = time.monotonic() + 60 * options.minutes
     recording = read(out)
     under = conditions(options)
@@ -56,7 +56,7 @@ def record(names: Sequence[str], out: Path, options: argparse.Namespace) -> None
             case = finish(child, min(seconds, 60 * options.case_minutes)) if enough else None
             if case is None or ("failed" in case and time.monotonic() >= deadline):  # it may have lacked only time
                 waiting.insert(0, (name, child))
-                print(f"time is up with {len(left) + len(waiting)} to go: run again to go on", flush=True)
+                print(f"time is up with {len(left) + len(waiting)} to go: run again to continue", flush=True)
                 break
             keep(recording, name, {**case, "conditions": under})
             write(out, recording)
@@ -68,10 +68,10 @@ def record(names: Sequence[str], out: Path, options: argparse.Namespace) -> None
 
 
 def conditions(options: argparse.Namespace) -> str:
-    """The GPU, torch and corpus that a figure belongs to; asked without a CUDA context, which would cost memory."""
+    """The GPU, torch and corpus that a figure belongs to; read without a CUDA context, which would take memory."""
     import torch
 
-    here = Path(__file__).parent
+    here = Path(__file__).parent / "shared"
     digest = hashlib.sha256(b"".join((here / name).read_bytes() for name in ("corpus.py", "zoo.py"))).hexdigest()
     device = gpu_name() if options.accelerator == "cuda" else "CPU"
     size = f", batch size {options.batch_size}" if options.batch_size else ""
@@ -79,7 +79,7 @@ def conditions(options: argparse.Namespace) -> str:
 
 
 def gpu_name() -> str:
-    """What NVML calls the first GPU that CUDA may see."""
+    """NVML's name of the first GPU visible to CUDA."""
     import pynvml
 
     try:
@@ -91,22 +91,22 @@ def gpu_name() -> str:
             handle = pynvml.nvmlDeviceGetHandleByUUID(visible)
         return text(pynvml.nvmlDeviceGetName(handle))
     except pynvml.NVMLError as error:
-        raise SystemExit(f"There is no NVIDIA GPU to record on ({error}). Without one: --accelerator cpu.") from None
+        raise SystemExit(f"No NVIDIA GPU to record on ({error}). Use --accelerator cpu without one.") from None
 
 
 def text(value: str | bytes) -> str:
-    """NVML's words; older bindings give bytes."""
+    """Text of NVML; older bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def is_recorded(recording: dict[str, Any], name: str, under: str, *, again: bool) -> bool:
-    """Whether there is a figure for these very conditions, or a failure that is not to be tried again."""
+    """Whether there is a figure for these conditions, or a failure that should not be tried again."""
     case = recording.get(PROBES) if name == PROBES else recording["cases"].get(name)
     return bool(case) and case.get("conditions") == under and not (again and "failed" in case)
 
 
 def keep(recording: dict[str, Any], name: str, case: dict[str, Any]) -> None:
-    """Put a result where it belongs."""
+    """Store a result in the recording."""
     recording["machine"] = case.pop("machine", None) or recording["machine"]
     if name == PROBES:
         recording[PROBES] = case
@@ -115,7 +115,7 @@ def keep(recording: dict[str, Any], name: str, case: dict[str, Any]) -> None:
 
 
 def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
-    """A process that loads its libraries and builds its module, then waits for a word."""
+    """A process that loads its libraries and builds its module, then waits."""
     command = [sys.executable, __file__, "--child", name, "--accelerator", options.accelerator]
     command += ["--probe-seconds", str(options.probe_seconds)]
     if options.batch_size:
@@ -145,13 +145,13 @@ def words(case: dict[str, Any]) -> str:
     if PROBES in case:
         return f"{len(case[PROBES])} of {case['of']} probes  {case['seconds']:.1f} s"
     if case["max_reserved"] is None:
-        return f"{case['seconds']:.1f} s; there is no GPU to measure"
+        return f"{case['seconds']:.1f} s; no GPU to measure"
     mib = {key: case[key] / 2**20 for key in ("max_allocated", "max_reserved", "nvml_peak") if case[key] is not None}
     return "  ".join(f"{key} {value:,.0f} MiB" for key, value in mib.items()) + f"  {case['seconds']:.1f} s"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A recording so far; empty where there is none."""
+    """The recording so far; empty if there is none."""
     if not path.exists():
         return {"format": 1, "machine": None, "cases": {}}
     data = path.read_bytes()
@@ -160,23 +160,24 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, recording: dict[str, Any]) -> None:
-    """All of it, or what was there before: the file is never half written."""
+    """Replace the file as a whole: it is never half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = json.dumps(recording, separators=(",", ":")).encode()
-    beside = path.with_name(path.name + ".part")
-    beside.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    beside.replace(path)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    part.replace(path)
 
 
 # The child: one training ---------------------------------------------------------------------------------------------
 
 
 def train(name: str, accelerator: str, batch_size: int | None) -> dict[str, Any]:
-    """Build, wait for the word, train, measure."""
+    """Build, wait for the parent, train, measure."""
     import torch
-    from corpus import corpus, pl
     from torch.utils.data import DataLoader
-    from truth import quieten
+
+    from shared.corpus import corpus, pl
+    from shared.truth import quieten
 
     quieten()
     warnings.simplefilter("ignore")
@@ -220,7 +221,7 @@ def train(name: str, accelerator: str, batch_size: int | None) -> dict[str, Any]
     with gpu.sampled() if gpu else nothing():
         try:
             trainer.fit(module, train_dataloaders=loader)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - what was measured until then is a result too
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - what was measured so far is a result too
             failed = failure(error)
     found |= {"seconds": round(time.perf_counter() - started, 2), "machine": machine(torch, pl, gpu)}
     if gpu:
@@ -231,7 +232,7 @@ def train(name: str, accelerator: str, batch_size: int | None) -> dict[str, Any]
 
 
 def wait_for_go(torch: Any) -> float:
-    """Until the parent says so, the GPU belongs to another training; where the parent is gone, there is nothing to do.
+    """Until the parent says so, the GPU belongs to another training. If the parent is gone, exit.
 
     Returns:
         Seconds after which the parent gives up.
@@ -239,12 +240,12 @@ def wait_for_go(torch: Any) -> float:
     assert not torch.cuda.is_initialized(), "a context was opened too early"
     word, _, seconds = sys.stdin.readline().partition(" ")
     if word != "go":
-        raise SystemExit("nobody waits for this any more")
+        raise SystemExit("the parent process is gone")
     return float(seconds)
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """In one line, what went wrong, and whether it was for want of memory."""
+    """The error in one line, and whether it was an out-of-memory error."""
     lines = str(error).strip().splitlines() or [""]
     out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return {"failed": f"{type(error).__name__}: {lines[0]}"[:400], "out_of_memory": out_of_memory}
@@ -252,12 +253,12 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 @contextmanager
 def nothing() -> Iterator[None]:
-    """In place of what only a GPU has."""
+    """Instead of what only a GPU has."""
     yield
 
 
 class Steps:
-    """Peaks after each batch, and a last look before Lightning takes the module off the GPU and empties the cache."""
+    """Peaks after each batch, and the last state before Lightning moves the module off the GPU."""
 
     @staticmethod
     def callback(pl: Any, gpu: "Gpu | None") -> Any:
@@ -303,7 +304,7 @@ class Gpu:
         self.stop = threading.Event()
 
     def settled(self, handle: Any) -> int:
-        """What is in use, once the training before is gone for good: the same at two looks in a row."""
+        """Memory in use once the previous training is gone: two equal readings in a row."""
         used = -1
         for _ in range(40):
             now = int(self.nvml.nvmlDeviceGetMemoryInfo(handle).used)
@@ -330,7 +331,7 @@ class Gpu:
             total = cuda.get_device_properties(0).total_memory
             fraction = cap_gib * 2**30 / total
             cuda.set_per_process_memory_fraction(fraction)
-            self.cap = int(fraction * total)  # as the allocator reckons it
+            self.cap = int(fraction * total)  # as the allocator computes it
         cuda.reset_peak_memory_stats()
         self.history = history
         if history:
@@ -338,7 +339,7 @@ class Gpu:
 
     @contextmanager
     def sampled(self) -> Iterator[None]:
-        """Ask NVML at every turn for what is in use."""
+        """Sample the memory in use from NVML."""
 
         def watch() -> None:
             while not self.stop.is_set():
@@ -355,7 +356,7 @@ class Gpu:
             thread.join()
 
     def look(self) -> None:
-        """What is held now, and the events so far; only the first look counts."""
+        """What is held now, and the events so far; only the first call counts."""
         if self.seen:
             return
         cuda = self.torch.cuda
@@ -411,7 +412,7 @@ class Gpu:
 
 
 def events(snapshot: dict[str, Any]) -> list[list[Any]]:
-    """The allocator's events as ``[action, address, bytes, stream]``, addresses and streams numbered as they come."""
+    """The allocator's events as ``[action, address, bytes, stream]``, both numbered as they appear."""
     addresses: dict[int, int] = {}
     streams: dict[int, int] = {}
     return [
@@ -426,7 +427,7 @@ def events(snapshot: dict[str, Any]) -> list[list[Any]]:
 
 
 def addresses(snapshot: dict[str, Any]) -> list[int]:
-    """Where each numbered address of `events` lies, from the lowest: equal blocks are taken by address."""
+    """Each numbered address of `events`, relative to the lowest: equal blocks are taken by address."""
     seen = dict.fromkeys(entry.get("addr", -1) for entry in snapshot["device_traces"][0])
     lowest = min((address for address in seen if address > 0), default=0)
     return [max(address - lowest, -1) for address in seen]
@@ -435,7 +436,7 @@ def addresses(snapshot: dict[str, Any]) -> list[int]:
 def segments(snapshot: dict[str, Any]) -> list[list[Any]]:
     """What is held at the end, by address: ``[bytes, pool, stream, [[block's bytes, bytes asked for, state], ...]]``.
 
-    Streams are told apart by their place among those that hold anything.
+    Streams are numbered in order of appearance.
     """
     held = sorted(snapshot["segments"], key=lambda segment: segment["address"])
     streams: dict[int, int] = {}
@@ -454,7 +455,7 @@ def machine(torch: Any, pl: Any, gpu: Gpu | None) -> dict[str, Any]:
     """Versions, flags and the GPU."""
     libraries = ("nvidia-cublas", "nvidia-cudnn", "nvidia-cuda-runtime", "nvidia-ml-py", "triton")
     installed = {str(each.metadata["Name"]).lower(): each.version for each in metadata.distributions()}
-    told = ("ALLOC_CONF", "CUBLAS", "CUDNN", "CUDA_MODULE_LOADING", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32")
+    settings = ("ALLOC_CONF", "CUBLAS", "CUDNN", "CUDA_MODULE_LOADING", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32")
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -464,7 +465,7 @@ def machine(torch: Any, pl: Any, gpu: Gpu | None) -> dict[str, Any]:
         "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
         "lightning": pl.__version__,
         "libraries": {name: version for name, version in sorted(installed.items()) if name.startswith(libraries)},
-        "environ": {key: value for key, value in os.environ.items() if any(part in key for part in told)},
+        "environ": {key: value for key, value in os.environ.items() if any(part in key for part in settings)},
         "gpu": None,
     }
     if gpu:
@@ -487,7 +488,8 @@ def machine(torch: Any, pl: Any, gpu: Gpu | None) -> dict[str, Any]:
 def probe_all(accelerator: str, seconds: float) -> dict[str, Any]:
     """Call operator after operator until the time is up."""
     import torch
-    from corpus import pl, probes
+
+    from shared.corpus import pl, probes
 
     warnings.simplefilter("ignore")
     every = probes()
@@ -496,7 +498,7 @@ def probe_all(accelerator: str, seconds: float) -> dict[str, Any]:
     started = time.perf_counter()
     if gpu:
         gpu.open_context(None, history=False)
-    told = machine(torch, pl, gpu)  # before probes change its flags
+    described_machine = machine(torch, pl, gpu)  # before probes change its flags
     found = []
     for probe in every:
         if time.perf_counter() - started > seconds:
@@ -506,38 +508,38 @@ def probe_all(accelerator: str, seconds: float) -> dict[str, Any]:
         PROBES: found,
         "of": len(every),
         "seconds": round(time.perf_counter() - started, 2),
-        "machine": told,
+        "machine": described_machine,
     }
 
 
 def probed(torch: Any, probe: Any, device: str) -> dict[str, Any]:
-    """What one call took, the first time and again: libraries keep what they took at first, or search only then."""
-    from corpus import described
+    """What one call took, the first time and again: the first time, libraries may search, or take what they keep."""
+    from shared.corpus import described
 
-    told: dict[str, Any] = {"name": probe.name, "flags": dict(probe.flags)}
+    found: dict[str, Any] = {"name": probe.name, "flags": dict(probe.flags)}
     tf32 = probe.flags.get("tf32", False)
     torch.backends.cudnn.benchmark = probe.flags.get("cudnn_benchmark", False)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
         call = probe.prepare(device)
-        told["arguments"] = described(call.args)
-        told["keywords"] = {name: described(part) for name, part in call.keywords.items() if part is not None}
+        found["arguments"] = described(call.args)
+        found["keywords"] = {name: described(part) for name, part in call.keywords.items() if part is not None}
         for turn in ("first", "again"):
-            told[turn] = look_into(torch, call) if device == "cuda" else just_call(call)
-    except Exception as error:  # noqa: BLE001 - a backend that refuses is a result too
-        told |= failure(error)
-    return told
+            found[turn] = look_into(torch, call) if device == "cuda" else just_call(call)
+    except Exception as error:  # noqa: BLE001 - a backend that raises is a result too
+        found |= failure(error)
+    return found
 
 
 def just_call(call: Any) -> None:
-    """Where no allocator keeps a history."""
+    """Without an allocator that keeps a history."""
     call()
 
 
 def look_into(torch: Any, call: Any) -> dict[str, Any]:
     """The requests of one call, and how far the allocator's counter rose in it.
 
-    The cache is given back before, so that as few blocks as can be are larger than what was asked for.
+    The cache is released first, so that few blocks are larger than requested.
     """
     cuda = torch.cuda
     cuda.synchronize()
@@ -555,11 +557,11 @@ def look_into(torch: Any, call: Any) -> dict[str, Any]:
     finally:
         cuda.memory._record_memory_history(enabled=None)
     del results
-    return {"requests": asked, "beside": beside(asked), "peak_allocated": peak}
+    return {"requests": asked, "scratch": scratch(asked), "peak_allocated": peak}
 
 
 def requests(trace: Sequence[dict[str, Any]]) -> list[int]:
-    """Bytes asked for, in order; ``-n`` gives the n-th of them back. Blocks that were there before do not count."""
+    """Bytes requested, in order; ``-n`` frees the n-th of them. Older blocks do not count."""
     places: dict[int, int] = {}
     found: list[int] = []
     count = 0
@@ -573,8 +575,8 @@ def requests(trace: Sequence[dict[str, Any]]) -> list[int]:
     return found
 
 
-def beside(asked: Sequence[int]) -> int:
-    """The most that was held beside what stayed: scratch, as far as its lifetime overlaps that of the results."""
+def scratch(asked: Sequence[int]) -> int:
+    """The most that was held minus what stayed: scratch, as far as its lifetime overlaps that of the results."""
     sizes: list[int] = []
     live = peak = 0
     for number in asked:
@@ -590,7 +592,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "recordings" / "gpu.json.gz", metavar="FILE"
     )
-    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="what has one of these in its name")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="cases with one of these in their name")
     parser.add_argument(
         "--minutes", type=float, default=9.0, help="stop cleanly after this long (default: %(default)g)"
     )
@@ -598,10 +600,10 @@ def main() -> None:
         "--case-minutes", type=float, default=2.0, help="give up on a training after this long (default: %(default)g)"
     )
     parser.add_argument(
-        "--probe-seconds", type=float, default=60.0, help="leave out the probes beyond (default: %(default)g)"
+        "--probe-seconds", type=float, default=60.0, help="skip the probes after this long (default: %(default)g)"
     )
     parser.add_argument(
-        "--reserve", type=float, default=20.0, help="start none with fewer seconds left (default: %(default)g)"
+        "--reserve", type=float, default=20.0, help="start no training with fewer seconds left (default: %(default)g)"
     )
     parser.add_argument(
         "--jobs-ahead",
@@ -609,29 +611,33 @@ def main() -> None:
         dest="ahead",
         type=int,
         default=3,
-        help="processes that load their libraries meanwhile (default: %(default)d)",
+        help="processes that load their libraries ahead (default: %(default)d)",
     )
-    parser.add_argument("--again", action="store_true", help="try what failed once more")
+    parser.add_argument("--again", action="store_true", help="retry what failed")
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--batch-size", type=int, help="in place of the corpus's own")
+    parser.add_argument("--batch-size", type=int, help="instead of the corpus's own")
     parser.add_argument("--list", action="store_true", help="print the trainings and stop")
+    parser.add_argument("--list-probes", action="store_true", help="print the probes and stop")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child = options.child
-        probes = child == PROBES
         found = (
             probe_all(options.accelerator, options.probe_seconds)
-            if probes
+            if child == PROBES
             else train(child, options.accelerator, options.batch_size)
         )
         print(json.dumps(found), flush=True)
         return
-    from corpus import BASES, corpus
-    from corpus import main as list_all
+    from shared.corpus import BASES, corpus, probes
 
     if options.list:
-        list_all([])
+        for case in corpus():
+            print(f"{case.name:<32}{case.family:<13}{case.batch_size:>6}  {case.optimizer:<15}{case.precision}")
+        return
+    if options.list_probes:
+        for probe in probes():
+            print(probe.name, *(f"{name}={value}" for name, value in probe.flags.items()))
         return
     names = [case.name for case in corpus()]
     names.insert(len(BASES), PROBES)

@@ -1,16 +1,19 @@
-"""How long MemGuard takes to decide, beside a real training step and beside torch's own tracer.
+"""How long MemGuard takes to decide, versus a real training step and torch's own tracer.
 
-For a ResNet-50-shaped and a GPT-2-small-shaped module, in one process and one run, as ratios, since machines are noisy:
+For a ResNet-50-shaped and a GPT-2-small-shaped module, in one process and one run, as ratios, because machines are
+noisy:
 
-- decide: from `setup` to the decision: sample, three captures at small sizes, the choice, and a fourth capture as proof
+- decide: from `setup` to the decision: sample, three captures at small sizes, the choice, and a fourth capture that
+  confirms it
 - one size: one capture alone, two optimizer steps through Lightning's loops, and its replay
 - MemTracker: `torch.distributed._tools.mem_tracker.MemTracker` around one fake step of the same module
 - real step: one training step at batch size 1 on this CPU, after one to warm up
-- 30 sizes: footprints at 30 more batch sizes, as the search for a size asks for them
+- 30 sizes: footprints at 30 more batch sizes, as in the search for a size
 
     python benchmarks/speed.py
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -21,13 +24,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.data import DataLoader
-from truth import quieten
-from zoo import Case, case_named
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.replay.footprint import footprint
 from lightning_memguard.training.run.tune import Tuning, tune
+from shared.truth import quieten
+from shared.zoo import Case, case_named
 
 ROUNDS = 3
 
@@ -39,7 +42,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def trainer_of(case: Case, module: pl.LightningModule, batch_size: int) -> pl.Trainer:
-    """A Trainer as it stands when `fit` calls the callbacks' `setup`."""
+    """A Trainer in its state when `fit` calls the callbacks' `setup`."""
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -96,7 +99,7 @@ def measure(case: Case) -> None:
         trainer = trainer_of(case, module, 4)
         result: list[Tuning] = []
         decided.append(
-            seconds(lambda trainer=trainer, result=result: result.append(tune(trainer, module, guard._wishes)))
+            seconds(lambda trainer=trainer, result=result: result.append(tune(trainer, module, guard._settings)))
         )
         prediction = result[0].prediction
         assert prediction is not None
@@ -117,6 +120,7 @@ def measure(case: Case) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     quieten()
     # at batch size 1 gradients soon vanish, and denormal numbers would slow the real step
     torch.set_flush_denormal(True)

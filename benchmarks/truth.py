@@ -1,273 +1,25 @@
-"""The memory a real training on the CPU took, byte for byte, as PyTorch's own profiler saw it.
+"""The memory a real training on the CPU takes, byte for byte, as PyTorch's own profiler sees it (`shared/truth.py`).
 
-A real `Trainer.fit` runs under `torch.profiler` with `profile_memory=True`. The CPU allocator tells the profiler of
-each block it hands out and takes back (address, bytes, time), from whichever depth of an operator it was asked.
-Replayed in order, these events give the live bytes at every moment, their peak, and who had asked for what is alive
-there. Nothing here knows lightning_memguard: this is what its predictions are held against.
-
-What it holds: every byte of every tensor from the building of the module to the end of the fit, batches included, and
-the scratch that kernels (oneDNN's too) take through PyTorch's allocator. What it leaves out: the dataset's own storage
-(built before the profiler starts; a free of an older block is ignored) and what libraries take past that allocator.
-
-How exact it is: after every event the replay must have moved as the allocator's own counter did (`miscounted` is 0), a
-repetition gives the same byte, and an MLP's peak is the sum one adds by hand (`--by-hand`).
-
-    python benchmarks/truth.py mlp --optimizer adam --batch-size 64             # what stood at the peak, as text
-    python benchmarks/truth.py mlp --optimizer sgd adam --batch-size 64 256 --json
-    python benchmarks/truth.py mlp --by-hand                                    # against the sum added by hand
+python benchmarks/truth.py mlp --optimizer adam --batch-size 64             # what is alive at the peak, as text
+python benchmarks/truth.py mlp --optimizer sgd adam --batch-size 64 256 --json
+python benchmarks/truth.py mlp --by-hand                                    # compared with a sum added by hand
 """
 
 import argparse
-import gc
 import json
-import logging
-import subprocess
-import sys
-import time
-import warnings
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
-from typing import Any
+from dataclasses import asdict
 
-import pytorch_lightning as pl
 import torch
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.data import DataLoader
-from zoo import Case, case_named
 
-MARKER = "truth::"
-# Operators that only hand out memory: the one that called them tells more.
-MEMORY_ONLY = (
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "zeros", "zeros_like"),
-    *("new_zeros", "zero_", "clone", "contiguous", "to", "_to_copy", "ones", "full", "fill_", "copy_"),
-)
-FACTORIES = {f"aten::{name}" for name in MEMORY_ONLY}
-
-
-@dataclass(frozen=True)
-class MemoryEvent:
-    """A block handed out (bytes > 0) or taken back (bytes < 0) by the CPU allocator."""
-
-    time_ns: int
-    thread: int
-    address: int
-    bytes: int
-    counter_bytes: int  # the allocator's own running total, after this event
-    operator: str
-    phase: str
-
-
-@dataclass(frozen=True)
-class Held:
-    """What one operator had allocated and was still alive at the peak."""
-
-    operator: str
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Truth:
-    """The measured peak of one training, and what stood there."""
-
-    case: str
-    optimizer: str
-    batch_size: int
-    steps: int
-    threads: int
-    peak_bytes: int
-    phase: str
-    operator: str  # whose allocation reached the peak
-    held: tuple[Held, ...]  # alive at the peak, the largest first
-    event_count: int
-    miscounted: int  # events after which the replay and the allocator's own counter moved differently; 0 is exact
-    wall_seconds: float
-
-
-# Run -----------------------------------------------------------------------------------------------------------------
-
-
-class PhaseMarkers(pl.Callback):
-    """Leaves a named mark in the profile wherever Lightning says a new phase begins."""
-
-    def on_fit_start(self, *_: Any) -> None:
-        mark("setup")
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        mark("forward")
-
-    def on_before_backward(self, *_: Any) -> None:
-        mark("backward")
-
-    def on_after_backward(self, *_: Any) -> None:
-        mark("after backward")
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        mark("optimizer")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        mark("between steps")
-
-
-def mark(phase: str) -> None:
-    with record_function(MARKER + phase):
-        pass
-
-
-def measure_here(case: Case, optimizer: str, batch_size: int, steps: int = 3) -> Truth:
-    """Train in this process and return what it took. Needs no fresh process: older blocks are left out."""
-    quieten()
-    gc.collect()
-    started = time.perf_counter()
-    batches = steps * case.period
-    torch.manual_seed(0)
-    dataset = case.dataset(batches * batch_size)
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-    profiler.start()
-    fit(case, optimizer, DataLoader(dataset, batch_size=batch_size), batches)
-    profiler.stop()
-    events = memory_events(profiler)
-    peak_index, peak_bytes = peak_of(events)
-    return Truth(
-        case=case.name,
-        optimizer=optimizer,
-        batch_size=batch_size,
-        steps=steps,
-        threads=torch.get_num_threads(),
-        peak_bytes=peak_bytes,
-        phase=events[peak_index].phase,
-        operator=events[peak_index].operator,
-        held=held_after(events[: peak_index + 1]),
-        event_count=len(events),
-        miscounted=count_disagreements(events),
-        wall_seconds=time.perf_counter() - started,
-    )
-
-
-def fit(case: Case, optimizer: str, loader: DataLoader, batches: int) -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        limit_train_batches=batches,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[PhaseMarkers()],
-        **case.trainer_kwargs,
-    )
-    trainer.fit(case.build(optimizer), train_dataloaders=loader)
-
-
-def quieten() -> None:
-    warnings.filterwarnings("ignore")
-    for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-# Read the profile ----------------------------------------------------------------------------------------------------
-
-
-def memory_events(profiler: profile) -> list[MemoryEvent]:
-    """The allocator's events in time order, each with its operator and phase."""
-    nodes = sorted(
-        walk(profiler.profiler.kineto_results.experimental_event_tree()), key=lambda pair: pair[0].start_time_ns
-    )
-    events = []
-    phase = "build"
-    for node, ancestors in nodes:
-        if node.tag == _EventType.Allocation and node.extra_fields.device.type == "cpu":
-            block = node.extra_fields
-            events.append(
-                MemoryEvent(
-                    time_ns=node.start_time_ns,
-                    thread=node.start_tid,
-                    address=block.ptr,
-                    bytes=block.alloc_size,
-                    counter_bytes=block.total_allocated,
-                    operator=operator_of(ancestors),
-                    phase=phase_of(ancestors, phase),
-                )
-            )
-        elif node.name.startswith(MARKER):
-            phase = node.name.removeprefix(MARKER)
-    return events
-
-
-def walk(nodes: Iterable[Any], ancestors: tuple[str, ...] = ()) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    for node in nodes:
-        yield node, ancestors
-        yield from walk(node.children, (*ancestors, node.name))
-
-
-def operator_of(ancestors: Sequence[str]) -> str:
-    """The innermost operator that does more than hand out memory, else the outermost that only does that."""
-    operators = [name for name in ancestors if name.startswith("aten::")]
-    working = [name for name in operators if name not in FACTORIES]
-    if working:
-        return working[-1]
-    return operators[0] if operators else next(reversed(ancestors), "outside any operator")
-
-
-def phase_of(ancestors: Sequence[str], marked: str) -> str:
-    if any(name.startswith("autograd::engine") for name in ancestors):
-        return "backward"
-    if marked in ("after backward", "backward"):
-        return "optimizer" if any(name.startswith("Optimizer.step") for name in ancestors) else "forward"
-    return marked
-
-
-# Replay --------------------------------------------------------------------------------------------------------------
-
-
-def live_bytes(events: Iterable[MemoryEvent]) -> Iterator[tuple[int, dict[int, MemoryEvent]]]:
-    """After each event: the bytes and the blocks alive, by address. Blocks older than the profile do not count."""
-    live: dict[int, MemoryEvent] = {}
-    total = 0
-    for event in events:
-        if event.bytes > 0:
-            live[event.address] = event
-            total += event.bytes
-        elif (block := live.pop(event.address, None)) is not None:
-            total -= block.bytes
-        yield total, live
-
-
-def peak_of(events: Sequence[MemoryEvent]) -> tuple[int, int]:
-    totals = [total for total, _ in live_bytes(events)]
-    peak = max(totals)
-    return totals.index(peak), peak
-
-
-def held_after(events: Sequence[MemoryEvent]) -> tuple[Held, ...]:
-    *_, (_, live) = live_bytes(events)
-    counts: Counter[str] = Counter()
-    sizes: defaultdict[str, int] = defaultdict(int)
-    for block in live.values():
-        counts[block.operator] += 1
-        sizes[block.operator] += block.bytes
-    held = (Held(operator, counts[operator], sizes[operator]) for operator in sizes)
-    return tuple(sorted(held, key=lambda group: -group.bytes))
-
-
-def count_disagreements(events: Sequence[MemoryEvent]) -> int:
-    """How often the replay moved by another amount than the allocator's own counter did."""
-    offsets = [event.counter_bytes - total for event, (total, _) in zip(events, live_bytes(events), strict=True)]
-    return sum(before != after for before, after in pairwise(offsets))
-
-
-# By hand -------------------------------------------------------------------------------------------------------------
+from shared.truth import Truth, measure_here
+from shared.zoo import case_named
 
 
 def mlp_by_hand(optimizer: str, batch_size: int) -> int:
-    """The peak of the zoo's MLP (512 -> 1024 -> 1024 -> 1024 -> 10), added up without looking.
+    """The peak of the zoo's MLP (512 -> 1024 -> 1024 -> 1024 -> 10), added up by hand.
 
-    With SGD it stands at the last ReLU: parameters, the last step's gradients, momentum, the batch, the outputs of
-    three ReLUs and what the third was given. With Adam and a small batch it stands in the update of a 1024 x 1024
+    With SGD it is at the last ReLU: parameters, the last step's gradients, momentum, the batch, the outputs of
+    three ReLUs and the input of the third. With Adam and a small batch it is in the update of a 1024 x 1024
     weight: parameters, gradients, two moments, a step count each, the batch, and the two temporaries of the
     denominator, while the name `denominator` still holds that of the bias before. Five scalars take 20 bytes more.
     """
@@ -278,7 +30,7 @@ def mlp_by_hand(optimizer: str, batch_size: int) -> int:
         return 3 * parameter_bytes + batch_bytes + 4 * batch_size * 1024 * 4
     if optimizer == "adam":
         return 4 * parameter_bytes + 4 * len(sizes) + batch_bytes + 2 * 1024 * 1024 * 4 + 1024 * 4 + 20
-    raise ValueError(f"Nobody has added up {optimizer} by hand.")
+    raise ValueError(f"No sum by hand for {optimizer}.")
 
 
 def check_by_hand() -> None:
@@ -290,28 +42,19 @@ def check_by_hand() -> None:
         )
 
 
-# In a process of its own ---------------------------------------------------------------------------------------------
-
-
-def measure(case: Case, optimizer: str, batch_size: int, steps: int = 3) -> Truth:
-    """Train in a fresh process and return what it took."""
-    return measure_all(case, [optimizer], [batch_size], steps)[0]
-
-
-def measure_all(
-    case: Case, optimizers: Sequence[str], batch_sizes: Sequence[int], steps: int = 3, threads: int | None = None
-) -> list[Truth]:
-    """Train at every optimizer and batch size, one after the other in one fresh process."""
-    arguments = [case.name, "--optimizer", *optimizers, "--batch-size", *map(str, batch_sizes)]
-    arguments += ["--steps", str(steps), "--json"] + (["--threads", str(threads)] if threads else [])
-    process = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=False)
-    if process.returncode != 0:
-        raise RuntimeError(f"The measurement of {case.name} failed:\n{process.stderr[-2000:]}")
-    return [truth_from(json.loads(line)) for line in process.stdout.splitlines()]
-
-
-def truth_from(fields: dict[str, Any]) -> Truth:
-    return Truth(**{**fields, "held": tuple(Held(**group) for group in fields["held"])})
+def as_text(truth: Truth) -> str:
+    lines = [
+        (
+            f"{truth.case}, {truth.optimizer}, batch size {truth.batch_size}, {truth.threads} threads: "
+            f"peak {truth.peak_bytes:,} bytes ({truth.peak_bytes / 2**20:.2f} MiB)"
+        ),
+        (
+            f"in {truth.phase}, at {truth.operator}; {truth.event_count} events, {truth.miscounted} miscounted, "
+            f"{truth.wall_seconds:.2f} s"
+        ),
+    ]
+    lines += [f"  {group.bytes:>14,} bytes  {group.count:>5} x {group.operator}" for group in truth.held]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -334,21 +77,6 @@ def main() -> None:
         for batch_size in arguments.batch_size or case.batch_sizes[1:2]:
             truth = measure_here(case, optimizer, batch_size, arguments.steps)
             print(json.dumps(asdict(truth)) if arguments.json else as_text(truth), flush=True)
-
-
-def as_text(truth: Truth) -> str:
-    lines = [
-        (
-            f"{truth.case}, {truth.optimizer}, batch size {truth.batch_size}, {truth.threads} threads: "
-            f"peak {truth.peak_bytes:,} bytes ({truth.peak_bytes / 2**20:.2f} MiB)"
-        ),
-        (
-            f"in {truth.phase}, at {truth.operator}; {truth.event_count} events, {truth.miscounted} miscounted, "
-            f"{truth.wall_seconds:.2f} s"
-        ),
-    ]
-    lines += [f"  {group.bytes:>14,} bytes  {group.count:>5} x {group.operator}" for group in truth.held]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

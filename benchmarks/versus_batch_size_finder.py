@@ -1,15 +1,14 @@
-"""MemGuard beside Lightning's own BatchSizeFinder, in a process whose memory is really limited.
+"""MemGuard versus Lightning's BatchSizeFinder, in a process whose memory is really limited.
 
-Each run is a process of its own under RLIMIT_AS: an allocation past the limit fails there, as on a full GPU. Both
-choose a batch size for the same module and data; then the largest that really trains is found by trying, one process a
-try.
+Each run is a separate process under RLIMIT_AS: an allocation past the limit fails, as on a full GPU. Both choose a
+batch size for the same module and data; then the largest that really trains is found by trying, one process per try.
 
-A second part, `finder_defects.py`, puts both into the situations where BatchSizeFinder is known to go wrong.
+A second part, `finder_defects.py`, runs both in situations where BatchSizeFinder is known to go wrong.
 
     python benchmarks/versus_batch_size_finder.py                      # both parts; 1 GiB above the start
     python benchmarks/versus_batch_size_finder.py mlp --room 512MiB
-    python benchmarks/versus_batch_size_finder.py --size               # the size and the speed alone
-    python benchmarks/versus_batch_size_finder.py --defects            # the situations alone
+    python benchmarks/versus_batch_size_finder.py --size               # only size and speed
+    python benchmarks/versus_batch_size_finder.py --defects            # only the situations
 """
 
 import argparse
@@ -25,21 +24,21 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from finder_defects import SCENARIOS, print_defects
 from pytorch_lightning.callbacks import BatchSizeFinder
 from torch.utils.data import DataLoader
-from truth import quieten
-from zoo import Case, case_named
 
+from finder_defects import SCENARIOS, print_defects
 from lightning_memguard import MemGuard
 from lightning_memguard.units import format_bytes, parse_bytes
+from shared.truth import quieten
+from shared.zoo import Case, case_named
 
 STEPS = 3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one process did: the size it chose or was given, how long choosing took, and what failed on the way."""
+    """What one process did: the size it chose or got, how long that took, and what failed on the way."""
 
     who: str
     batch_size: int
@@ -50,7 +49,7 @@ class Outcome:
 
 
 class Timed:
-    """Notes how long a hook of another callback takes."""
+    """Records how long a hook of another callback takes."""
 
     seconds = 0.0
 
@@ -70,7 +69,7 @@ def timed(callback: Any, hook: str) -> Any:
 
 
 class Failures:
-    """Counts allocations that failed and were caught, where Lightning asks whether an error was one."""
+    """Counts allocations that failed and were caught, where Lightning checks the kind of an error."""
 
     count = 0
 
@@ -96,7 +95,7 @@ def trained_here(case: Case, who: str, batch_size: int, room_bytes: int) -> Outc
     dataset = case.dataset(1_000_000)
     module.batch_size = batch_size
     module.train_dataloader = lambda: DataLoader(dataset, batch_size=module.batch_size)
-    torch.ones(1 << 20).add_(1).sum()  # start the worker threads: their stacks are no part of the comparison
+    torch.ones(1 << 20).add_(1).sum()  # start the worker threads: their stacks are not part of the comparison
     limit_address_space(room_bytes)
     callbacks: dict[str, Any] = {
         "MemGuard": lambda: timed(MemGuard(), "setup"),
@@ -131,7 +130,7 @@ def limit_address_space(room_bytes: int) -> None:
 
 
 def in_a_process(case: str, who: str, batch_size: int, room_bytes: int) -> Outcome:
-    """Run `trained_here` in a process of its own."""
+    """Run `trained_here` in a separate process."""
     words = [sys.executable, __file__, case, "--who", who, "--batch-size", str(batch_size), "--room", str(room_bytes)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     for line in reversed(done.stdout.splitlines()):
@@ -141,15 +140,15 @@ def in_a_process(case: str, who: str, batch_size: int, room_bytes: int) -> Outco
 
 
 def largest_that_trains(case: str, room_bytes: int, start: int) -> int:
-    """The largest size that trains, to within one per cent, by trying."""
+    """The largest size that trains, to within one percent, by trying."""
     good, bad = 0, start
-    while in_a_process(case, "nobody", bad, room_bytes).trained:
+    while in_a_process(case, "no callback", bad, room_bytes).trained:
         good, bad = bad, bad + max(1, bad // 4)
     if not good:
         good = 1
     while bad - good > max(1, good // 100):
         middle = (good + bad) // 2
-        if in_a_process(case, "nobody", middle, room_bytes).trained:
+        if in_a_process(case, "no callback", middle, room_bytes).trained:
             good = middle
         else:
             bad = middle
@@ -157,7 +156,7 @@ def largest_that_trains(case: str, room_bytes: int, start: int) -> int:
 
 
 def print_sizes(case: str, room_bytes: int) -> None:
-    """Which size each of the two chose, in how long, and the largest that trains."""
+    """The size that each of the two chose, the time it took, and the largest that trains."""
     room = f"{format_bytes(room_bytes)} of address space beyond the start"
     print(f"{case}, {room}, {torch.get_num_threads()} threads\n")
     guard, finder = (in_a_process(case, who, 2, room_bytes) for who in ("MemGuard", "BatchSizeFinder"))

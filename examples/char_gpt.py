@@ -1,14 +1,14 @@
-"""Teach a small GPT to write Python, one character after the other, at the batch size that MemGuard chooses.
+"""Train a small GPT to write Python, character by character, at the batch size that MemGuard chooses.
 
-It reads the source of Python's own standard library, which is on every machine: nothing is downloaded.
+It trains on the source of Python's standard library, so nothing is downloaded.
 
     python examples/char_gpt.py                                   # about a minute on two cores
-    python examples/char_gpt.py --steps 500                       # nearly all of the text once: five minutes
+    python examples/char_gpt.py --steps 500                       # nearly one pass over the text: five minutes
     python examples/char_gpt.py --device cuda --budget 2GiB
 
-The batch size belongs to a LightningDataModule here, and the learning rate follows a schedule as long as the training.
-MemGuard chooses before either is asked: the loader is made at the chosen size, and `trainer.estimated_stepping_batches`
-already counts with it.
+Here the batch size belongs to a LightningDataModule, and the learning rate schedule is as long as the training.
+MemGuard chooses before either is used: the loader is created with the chosen size, and
+`trainer.estimated_stepping_batches` already includes it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ CHARACTERS = 4_000_000  # of the standard library's source
 
 
 def standard_library_text() -> str:
-    """The first CHARACTERS of the modules at the top of the standard library, without the few accents in them."""
+    """The first CHARACTERS of the top-level modules of the standard library, without their few non-ASCII characters."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     return "".join(file.read_text(encoding="ascii", errors="ignore") for file in files)[:CHARACTERS]
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Stretches of CONTEXT characters, each with the same one character later: what to predict."""
+    """Windows of CONTEXT characters, each with the window one character later as the target."""
 
     def __init__(self, text: Tensor) -> None:
         self.text = text
@@ -56,7 +56,7 @@ class SourceCode(pl.LightningDataModule):
 
     def __init__(self, batch_size: int = 8) -> None:
         super().__init__()
-        self.save_hyperparameters()  # MemGuard sets `hparams.batch_size`, and the logger tells the chosen size
+        self.save_hyperparameters()  # MemGuard sets `hparams.batch_size`, and the logger records the chosen size
         text = standard_library_text()
         self.vocabulary = sorted(set(text))
         numbers = {character: number for number, character in enumerate(self.vocabulary)}
@@ -67,7 +67,7 @@ class SourceCode(pl.LightningDataModule):
 
 
 class Block(nn.Module):
-    """Attention to the characters before, then a layer for each character by itself."""
+    """Causal attention, then a feedforward layer for each character."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class CharGPT(pl.LightningModule):
 
     @torch.inference_mode()
     def write(self, start: Sequence[int], length: int) -> list[int]:
-        """Go on from ``start`` for ``length`` characters, drawing each by its probability."""
+        """Continue from ``start`` for ``length`` characters, sampling each by its probability."""
         was_training = self.training
         self.eval()
         generator = torch.Generator().manual_seed(0)
@@ -138,7 +138,7 @@ class CharGPT(pl.LightningModule):
         for _ in range(length):
             probabilities = self(text[:, -CONTEXT:])[:, -1].softmax(dim=-1)
             text = torch.cat([text, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
-        self.train(was_training)  # a model left in eval mode would train without dropout, and take less memory
+        self.train(was_training)  # a model in eval mode would train without dropout, and take less memory
         return text[0].tolist()
 
 
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_epochs=1,
         limit_train_batches=options.steps,
         gradient_clip_val=1.0,
-        logger=False,  # quickstart.py shows the logs; here MemGuard's report alone is left, in the folder memguard/
+        logger=False,  # no logs, see quickstart.py for those; MemGuard writes its report to the folder memguard/
         enable_checkpointing=False,
     )
     trainer.fit(model, datamodule=data)
@@ -173,9 +173,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="512MiB", help="memory the training may take (default: %(default)s)")
     parser.add_argument(
-        "--steps", type=int, default=100, help="steps, if the text is long enough (default: %(default)s)"
+        "--steps", type=int, default=100, help="number of steps, if the text is long enough (default: %(default)s)"
     )
-    parser.add_argument("--device", default="cpu", help="a Trainer's accelerator, as cpu, cuda (default: %(default)s)")
+    parser.add_argument(
+        "--device", default="cpu", help="the Trainer's accelerator, such as cpu or cuda (default: %(default)s)"
+    )
     return parser.parse_args(arguments)
 
 

@@ -1,18 +1,18 @@
-"""Plan a training of a Llama-shaped model for GPUs that are not here. Nothing is downloaded, and no memory is taken.
+"""Plan the training of a Llama-shaped model for GPUs that you do not have. Nothing is downloaded or allocated.
 
-The model is Hugging Face's own `LlamaForCausalLM`, made from sizes alone (`pip install transformers`). Its 1.2 billion
-parameters by default are those of a Llama 3.2 1B.
+The model is Hugging Face's `LlamaForCausalLM`, built from its configuration (`pip install transformers`). The default
+is the size of a Llama 3.2 1B, 1.2 billion parameters.
 
     memguard plan examples/llama.py:Llama --datamodule examples/llama.py:Tokens --precision bf16-true \\
         --device T4 --device "RTX 3090" --device "RTX 4090" --device "A100 80GB" --device H100 --advise
 
-Any other size goes by `--args`, such as `--args hidden_size=4096 layers=32 heads=32 key_value_heads=32
-intermediate_size=11008 vocabulary_size=32000 tied=False` for a Llama 2 7B; and any other batch by `--data-args`, or
-without the datamodule:
+Set any other size with `--args`, such as `--args hidden_size=4096 layers=32 heads=32 key_value_heads=32
+intermediate_size=11008 vocabulary_size=32000 tied=False` for a Llama 2 7B; and any other batch with `--data-args`,
+or without the datamodule:
 
     memguard plan examples/llama.py:Llama --input input_ids=4,2048:int64 --input labels=4,2048:int64 --device H100
 
-Run as a script, it prints what a step takes on one GPU at a few lengths of text:
+Run as a script, it prints the memory of a step on one GPU at a few text lengths:
 
     python examples/llama.py --device H100
 """
@@ -34,7 +34,7 @@ GIB = 1 << 30
 
 
 class Llama(pl.LightningModule):
-    """A Llama of any size, trained to say the next token."""
+    """A Llama of any size, trained to predict the next token."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Llama(pl.LightningModule):
 
 
 class Texts(Dataset[dict[str, Tensor]]):
-    """Tokens drawn by chance: how much memory they take does not depend on what they say."""
+    """Random tokens: their memory does not depend on their values."""
 
     def __init__(self, texts: int, length: int, vocabulary_size: int) -> None:
         self.texts, self.length, self.vocabulary_size = texts, length, vocabulary_size
@@ -93,7 +93,7 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 class Tokens(pl.LightningDataModule):
-    """Batches as a tokenizer and Hugging Face's collator would give them."""
+    """Batches as a tokenizer and Hugging Face's collator would return them."""
 
     def __init__(
         self, batch_size: int = 1, length: int = 1024, vocabulary_size: int = 128_256, texts: int = 100_000
@@ -108,7 +108,7 @@ class Tokens(pl.LightningDataModule):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    with torch.device("meta"):  # a model without memory: 1 billion parameters on a laptop
+    with torch.device("meta"):  # a model without memory: a billion parameters on a laptop
         model = Llama(layers=options.layers)
     print(f"{sum(each.numel() for each in model.parameters()):,} parameters, bf16-true, on {options.device}:")
     for length in options.lengths:
@@ -121,9 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="H100", help="a GPU by name, here or not (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=16, help="how many (default: %(default)s)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="tokens a text (default: 512 2048)")
+    parser.add_argument("--device", default="H100", help="a GPU by name, present or not (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=16, help="number of layers (default: %(default)s)")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[512, 2048], help="tokens per text (default: 512 2048)"
+    )
     return parser.parse_args(arguments)
 
 

@@ -1,15 +1,15 @@
 """Train a small digit classifier at the batch size that MemGuard chooses.
 
 The data are 1,797 handwritten digits that come with scikit-learn: nothing is downloaded, no GPU is needed, and it takes
-about half a minute on two cores. In a copy of the repository, `make demo` runs it; elsewhere, after
+about half a minute on two cores. In a clone, `make demo` runs it; elsewhere, after
 `pip install lightning-memguard scikit-learn`:
 
-    python quickstart.py                      # the training may take 256 MiB
-    python quickstart.py --budget 1GiB        # larger batches, and fewer steps in an epoch
-    python quickstart.py --budget 2MiB        # too little for a single digit: an error that says so
+    python quickstart.py                      # a budget of 256 MiB
+    python quickstart.py --budget 1GiB        # larger batches, and fewer steps per epoch
+    python quickstart.py --budget 2MiB        # not enough for a single digit: an error reports it
 
-MemGuard's part in it is two lines: `guard = MemGuard(...)` and `callbacks=[guard]`. In a training of your own, leave
-`budget` out: MemGuard asks the device what is free.
+MemGuard needs two lines: `guard = MemGuard(...)` and `callbacks=[guard]`. In your own training, leave `budget` out:
+MemGuard then uses what the device has free.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lightning_memguard import EpochRecord, MemGuard
 
 SIDE = 48  # pixels; the digits come as 8 x 8, too small for a convolution's activations to matter
 
-# On a CPU, "measured" is how far the memory of the whole process rises. That is some 5 to 15 MiB more than the tensors:
-# what Python and PyTorch keep for themselves while they work. Of 256 MiB it is about 4 %, of 64 MiB about 10 %.
+# On a CPU, "measured" is how far the memory of the whole process rises: the tensors, and some 5 to 15 MiB that Python
+# and PyTorch use while they run. That is about 4 % of 256 MiB, and about 10 % of 64 MiB.
 BUDGET = "256MiB"
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """Handwritten digits, each scaled up to SIDE x SIDE when it is asked for."""
+    """Handwritten digits, each resized to SIDE x SIDE on access."""
 
     def __init__(self, *, train: bool) -> None:
         images, labels = load_digits(return_X_y=True)
@@ -110,14 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         val_dataloaders=DataLoader(Digits(train=False), batch_size=16),  # keeps its size
     )
 
-    print(f"\nAccuracy on digits it has not seen: {float(trainer.callback_metrics['val/accuracy']):.1%}")
+    print(f"\nAccuracy on unseen digits: {float(trainer.callback_metrics['val/accuracy']):.1%}")
     print_records(guard.records)
-    print(f"\nThe logs are in {trainer.log_dir}. To look at them, run this and open the address it prints:")
+    print(f"\nThe logs are in {trainer.log_dir}. To view them, run this and open the address that it prints:")
     print(f"    {tensorboard()} --logdir {options.logdir}")
 
 
 def print_records(records: Sequence[EpochRecord]) -> None:
-    """What MemGuard had predicted beside what it measured: the same numbers as in TensorBoard."""
+    """Predicted and measured memory of every epoch: the same numbers as in TensorBoard."""
     print("\nepoch  batch size  predicted   measured   error")
     for record in records:
         predicted_mib = record.predicted.peak_device_bytes / 2**20
@@ -129,7 +129,7 @@ def print_records(records: Sequence[EpochRecord]) -> None:
 
 
 def tensorboard() -> Path:
-    """The TensorBoard of the environment that runs this, as one would type it."""
+    """The command of the TensorBoard in this environment."""
     program = Path(sys.executable).with_name("tensorboard")
     return program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program
 
@@ -137,7 +137,7 @@ def tensorboard() -> Path:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default=BUDGET, help="memory the training may take (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=5, help="times through the data (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=5, help="passes over the data (default: %(default)s)")
     parser.add_argument("--logdir", default="lightning_logs", help="folder of the logs (default: %(default)s)")
     return parser.parse_args(arguments)
 

@@ -1,4 +1,4 @@
-"""The examples run as a newcomer would run them, from a folder of their own, and leave behind what they say they do."""
+"""The examples run as a new user would run them, in an empty folder, and write the files that they announce."""
 
 import math
 import os
@@ -50,13 +50,13 @@ class Run:
 
 
 def run(script: str, folder: Path, *options: str) -> Run:
-    # One thread: beside other work, two that wait for each other are slower. A wide terminal: sentences stay on a line.
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    # One thread: on a shared machine, two that wait for each other are slower. A wide terminal: no wrapped sentences.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     command = [sys.executable, str(ROOT / "examples" / script), *options]
     done = subprocess.run(
         command,
         cwd=folder,
-        env=surroundings,
+        env=environment,
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -72,20 +72,20 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run("quickstart.py", tmp_path_factory.mktemp("quickstart"), "--epochs", str(EPOCHS))
 
 
-def test_quickstart_trains_at_a_larger_batch_than_its_loader_asked_for(quickstart: Run) -> None:
+def test_quickstart_trains_at_a_larger_batch_size_than_its_loader_had(quickstart: Run) -> None:
     assert 64 < quickstart.chosen_batch_size < 300
-    accuracy = re.search(r"not seen: ([\d.]+)%", quickstart.text)
+    accuracy = re.search(r"unseen digits: ([\d.]+)%", quickstart.text)
     assert accuracy, quickstart.text
     assert float(accuracy[1]) > 60  # after two epochs of the five
 
 
-def test_quickstart_says_one_row_an_epoch_and_how_to_open_the_logs(quickstart: Run) -> None:
+def test_quickstart_prints_one_row_per_epoch_and_how_to_open_the_logs(quickstart: Run) -> None:
     rows = re.findall(r"^ +(\d+) +(\d+) +\d+ MiB +\d+ MiB +[+-][\d.]+%$", quickstart.text, re.MULTILINE)
     assert rows == [(str(epoch), str(quickstart.chosen_batch_size)) for epoch in range(EPOCHS)]
     assert "tensorboard --logdir lightning_logs" in quickstart.text
 
 
-def test_quickstart_logs_every_value_once_an_epoch(quickstart: Run) -> None:
+def test_quickstart_logs_every_value_once_per_epoch(quickstart: Run) -> None:
     logged = {key: events for key, events in quickstart.scalars().items() if key.startswith("memguard/")}
     assert {key for key in logged if not key.startswith("memguard/stacked/")} == KEYS
     for key, events in logged.items():
@@ -94,18 +94,18 @@ def test_quickstart_logs_every_value_once_an_epoch(quickstart: Run) -> None:
         assert all(math.isfinite(event.value) for event in events), key
 
 
-def test_quickstart_logs_values_that_agree_with_each_other(quickstart: Run) -> None:
+def test_quickstart_logs_consistent_values(quickstart: Run) -> None:
     logged = {key: [event.value for event in events] for key, events in quickstart.scalars().items()}
     predicted, actual = logged["memguard/predicted_peak_gib"], logged["memguard/actual_peak_gib"]
     parts = [sum(logged[f"memguard/parts/{part}_gib"][epoch] for part in PARTS) for epoch in range(EPOCHS)]
     assert logged["memguard/batch_size"] == [quickstart.chosen_batch_size] * EPOCHS
     assert parts == pytest.approx(predicted)
     assert logged["memguard/error_pct"] == pytest.approx(
-        [100 * (foreseen / seen - 1) for foreseen, seen in zip(predicted, actual, strict=True)], abs=1e-3
+        [100 * (expected / measured - 1) for expected, measured in zip(predicted, actual, strict=True)], abs=1e-3
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere freed memory may stay with the process")
+@pytest.mark.skipif(sys.platform != "linux", reason="on other systems freed memory may stay with the process")
 def test_quickstart_measures_what_it_predicted(quickstart: Run) -> None:
     errors = [event.value for event in quickstart.scalars()["memguard/error_pct"]]
     assert all(abs(error) < 10 for error in errors), errors

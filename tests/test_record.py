@@ -24,10 +24,12 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def benchmarks() -> Any:
-    """Import a benchmark by name; they import each other as scripts do."""
+    """Import a benchmark script or one of their shared modules, by name; they import each other as scripts do."""
     sys.path.insert(0, str(BENCHMARKS))
 
     def load(name: str) -> ModuleType:
+        if name.startswith("shared."):
+            return importlib.import_module(name)
         spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
@@ -71,10 +73,10 @@ TRAINS = 'print(input() and \'{"max_reserved": null, "seconds": 0.1}\')'
 
 
 @pytest.mark.slow
-def test_a_recording_is_written_and_gone_on_with(benchmarks, tmp_path, capsys):
+def test_a_recording_is_written_and_continued(benchmarks, tmp_path, capsys):
     out = tmp_path / "cpu.json"
-    told = run("--only", "gan_adam", "probes", "--probe-seconds", "0.5", "--out", str(out), "--jobs-ahead", "1")
-    assert told.startswith("0 recorded already, 2 to go")
+    printed = run("--only", "gan_adam", "probes", "--probe-seconds", "0.5", "--out", str(out), "--jobs-ahead", "1")
+    assert printed.startswith("0 recorded already, 2 to go")
     recording = json.loads(out.read_text())
     assert recording["machine"]["gpu"] is None
     case = recording["cases"]["gan_adam"]
@@ -88,7 +90,7 @@ def test_a_recording_is_written_and_gone_on_with(benchmarks, tmp_path, capsys):
     assert json.loads(out.read_text()) == recording
 
 
-def test_time_that_is_up_leaves_the_rest_for_the_next_run(recorder, capsys):
+def test_a_run_out_of_time_leaves_the_rest_for_the_next_run(recorder, capsys):
     assert recorder({"one": TRAINS, "two": TRAINS}, minutes=0.0) == {}
     assert "time is up with 2 to go" in capsys.readouterr().out
 
@@ -98,18 +100,18 @@ def test_a_training_that_fails_is_recorded_as_failed(benchmarks):
     assert benchmarks("record").finish(child, 30) == {"failed": "MemoryError: no room"}
 
 
-def test_a_training_that_hangs_is_given_up(benchmarks):
+def test_a_training_that_hangs_is_stopped(benchmarks):
     child = started("import time; input(); time.sleep(60)")
     assert benchmarks("record").finish(child, 0.5) == {"failed": "took more than 0.5 s"}
 
 
-def test_after_a_training_that_fails_come_the_next(recorder):
+def test_after_a_training_that_fails_the_next_one_runs(recorder):
     found = recorder({"one": "input(); raise MemoryError('no room')", "two": TRAINS})
     assert found["one"] == {"failed": "MemoryError: no room", "conditions": "here"}
     assert found["two"] == {"max_reserved": None, "seconds": 0.1, "conditions": "here"}
 
 
-def test_a_failure_is_tried_again_only_if_asked_for(recorder, capsys):
+def test_a_failure_is_retried_only_on_request(recorder, capsys):
     recorder({"one": "input(); raise ValueError('no')"})
     recorder({"one": TRAINS})
     assert "1 recorded already, 0 to go" in capsys.readouterr().out
@@ -122,7 +124,7 @@ def test_a_training_cut_short_by_the_deadline_is_left_for_the_next_run(recorder,
     assert "time is up with 1 to go" in capsys.readouterr().out
 
 
-def test_what_was_recorded_under_other_conditions_is_recorded_anew(benchmarks):
+def test_figures_of_other_conditions_are_recorded_again(benchmarks):
     record = benchmarks("record")
     recording = {"cases": {"mlp": {"conditions": "NVIDIA A, torch 2"}}, "probes": {"conditions": "NVIDIA B, torch 2"}}
     assert record.is_recorded(recording, "mlp", "NVIDIA A, torch 2", again=False)
@@ -130,8 +132,8 @@ def test_what_was_recorded_under_other_conditions_is_recorded_anew(benchmarks):
     assert record.is_recorded(recording, "probes", "NVIDIA B, torch 2", again=False)
 
 
-def test_out_of_memory_within_a_training_keeps_what_was_measured_until_then(benchmarks, monkeypatch):
-    record, corpus, truth = (benchmarks(name) for name in ("record", "corpus", "truth"))
+def test_out_of_memory_within_a_training_keeps_what_was_measured_so_far(benchmarks, monkeypatch):
+    record, corpus, truth = (benchmarks(name) for name in ("record", "shared.corpus", "shared.truth"))
 
     class Greedy(nn.Module):
         def __init__(self) -> None:
@@ -152,7 +154,7 @@ def test_out_of_memory_within_a_training_keeps_what_was_measured_until_then(benc
     json.dumps(found)
 
 
-def test_a_child_whose_parent_is_gone_does_not_train(benchmarks, monkeypatch):
+def test_a_child_without_its_parent_does_not_train(benchmarks, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     with pytest.raises(SystemExit):
         benchmarks("record").wait_for_go(benchmarks("accuracy").torch)
@@ -168,14 +170,14 @@ def test_a_recording_is_never_half_written(benchmarks, tmp_path):
 
 
 def test_the_corpus_is_large_and_its_names_are_unique(benchmarks):
-    cases = benchmarks("corpus").corpus()
+    cases = benchmarks("shared.corpus").corpus()
     assert len(cases) >= 60
     assert len({case.name for case in cases}) == len(cases)
     assert sum(case.history for case in cases) >= 10
     assert {case.family for case in cases} >= {"cnn", "transformer", "unet", "lstm", "gan"}
 
 
-def test_events_are_numbered_as_they_come(benchmarks):
+def test_events_are_numbered_in_order_of_appearance(benchmarks):
     snapshot = {
         "device_traces": [
             [
@@ -192,7 +194,7 @@ def test_events_are_numbered_as_they_come(benchmarks):
     ]
 
 
-def test_addresses_and_segments_are_told_from_the_lowest(benchmarks):
+def test_addresses_and_segments_are_relative_to_the_lowest(benchmarks):
     record = benchmarks("record")
     entries = [{"action": "alloc", "addr": 8192}, {"action": "oom"}, {"action": "alloc", "addr": 4096}]
     blocks = [{"size": 512, "requested_size": 100, "state": "active_allocated"}]
@@ -208,7 +210,7 @@ def test_addresses_and_segments_are_told_from_the_lowest(benchmarks):
     ]
 
 
-def test_a_probe_tells_scratch_from_what_stays(benchmarks):
+def test_a_probe_separates_scratch_from_what_stays(benchmarks):
     record = benchmarks("record")
     trace = [
         {"action": "free_completed", "addr": 7, "size": 40},  # was there before
@@ -221,23 +223,23 @@ def test_a_probe_tells_scratch_from_what_stays(benchmarks):
     ]
     asked = record.requests(trace)
     assert asked == [1000, 300, -2, 200]
-    assert record.beside(asked) == 100  # at most 1300, and 1200 stay
+    assert record.scratch(asked) == 100  # at most 1300, and 1200 stay
 
 
-def test_probes_are_described_so_that_they_can_be_made_again(benchmarks):
-    corpus = benchmarks("corpus")
+def test_probes_are_described_so_that_they_can_be_repeated(benchmarks):
+    corpus = benchmarks("shared.corpus")
     probes = {probe.name: probe for probe in reversed(corpus.probes())}
     assert {"aten.convolution.default", "aten.convolution_backward.default", "aten.sort.default"} <= set(probes)
     call = corpus.operator("sum.dim_IntList", corpus.Sample((2, 3, 4), "bfloat16", layout="transposed"), [1]).prepare(
         "cpu"
     )
     assert corpus.described(call.args) == [["bfloat16", [2, 3, 4], [12, 1, 3]], [1]]
-    told = benchmarks("record").probed(importlib.import_module("torch"), probes["clip_grad_norm_ foreach=True"], "cpu")
-    assert told["name"] == "clip_grad_norm_ foreach=True"
-    assert "failed" not in told
+    found = benchmarks("record").probed(importlib.import_module("torch"), probes["clip_grad_norm_ foreach=True"], "cpu")
+    assert found["name"] == "clip_grad_norm_ foreach=True"
+    assert "failed" not in found
 
 
-def test_a_recorded_history_is_held_against_our_segments(benchmarks):
+def test_a_recorded_history_is_compared_with_our_segments(benchmarks):
     accuracy = benchmarks("accuracy")
     settings = AllocatorSettings.for_device("cuda", {})
     small = [["segment_alloc", 0, 2 * MIB, 0], ["alloc", 0, 1000, 0], ["alloc", 1, 2000, 0]]

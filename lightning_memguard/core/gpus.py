@@ -1,6 +1,6 @@
-"""The catalogue of GPUs one can plan for: what a GPU that is not here would say of itself.
+"""The catalogue of GPUs to plan for: what a GPU that is not present would report.
 
-Changes when NVIDIA sells a new one, or when a figure below is seen to be wrong.
+Changes when NVIDIA sells a new one, or when a figure below proves wrong.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from lightning_memguard.units import GIB, MIB, format_bytes
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as it says of itself.
+    """A GPU as its driver and PyTorch report it.
 
     Attributes:
-        name: as NVML and PyTorch report it. Where they give two sizes one name, the rarer or larger of the two has its
-            size behind it here.
-        memory_bytes: all of it as NVML reports it, with ECC as shipped. Drivers from 510 on count in what they keep
-            for themselves: CUDA is left with 0.5 to 4.5 % less, before its context.
+        name: as NVML and PyTorch report it. Where two sizes have one name, the rarer or larger has its size added.
+        memory_bytes: the total that NVML reports, with ECC as shipped. From driver 510 on that includes the driver's
+            own share: CUDA has 0.5 to 4.5 % less, before its context.
         compute_capability: such as ``(9, 0)``.
         multiprocessors: ``multiProcessorCount`` of the device's properties.
-        aliases: what else people call this very one.
+        aliases: other names of this GPU.
     """
 
     name: str
@@ -36,15 +35,15 @@ class Gpu:
 
     @property
     def kernel_target(self) -> CudaTarget:
-        """What a kernel's scratch depends on."""
+        """What a kernel's scratch memory depends on."""
         return CudaTarget(self.compute_capability, self.multiprocessors)
 
 
-# "nvidia-smi logs" are totals that nvidia-smi printed in logs, issues and notes of public repositories; of those that
-# differ by the driver, those of the newer ones. An entry seen in none says "nominal": the smallest that is likely.
-# "SMs" are multiprocessors: those that PyTorch printed, or the CUDA cores that NVIDIA publishes by those of each.
+# "nvidia-smi logs" are totals that nvidia-smi printed in logs, issues and notes of public repositories; where drivers
+# differ, those of the newer ones. "nominal" marks an entry found in none: the smallest likely total. "SMs" are
+# multiprocessors: as PyTorch printed them, or the CUDA cores that NVIDIA publishes, divided by those of each.
 CATALOGUE: tuple[Gpu, ...] = (
-    # -- data centre, Pascal and Volta (2016)
+    # -- data center, Pascal and Volta (2016)
     # source: nvidia-smi logs; SMs: PyTorch's device properties in logs (P100, V100), published CUDA cores by 128 (P4,
     # P40).
     Gpu("Tesla P100-PCIE-12GB", 12288 * MIB, (6, 0), 56),
@@ -58,7 +57,7 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu("Tesla V100-PCIE-32GB", 32768 * MIB, (7, 0), 80),
     Gpu("Tesla V100-SXM3-32GB", 32768 * MIB, (7, 0), 80),
     Gpu("Tesla V100S-PCIE-32GB", 32768 * MIB, (7, 0), 80),
-    # -- data centre, Turing and Ampere
+    # -- data center, Turing and Ampere
     # source: nvidia-smi logs, ECC on; SMs: device properties in logs (A10G, A40, A100), published CUDA cores by 64
     # (T4, A30) or 128.
     Gpu("Tesla T4", 15360 * MIB, (7, 5), 40),
@@ -73,11 +72,11 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu("NVIDIA A100-PCIE-40GB", 40960 * MIB, (8, 0), 108),
     Gpu("NVIDIA A100-SXM4-80GB", 81920 * MIB, (8, 0), 108),
     Gpu("NVIDIA A100 80GB PCIe", 81920 * MIB, (8, 0), 108),
-    # nominal: no nvidia-smi output at hand; what older drivers say of the A100 40GB
+    # nominal: no nvidia-smi output found; what older drivers report for the A100 40GB
     Gpu("NVIDIA A800 40GB Active", 40536 * MIB, (8, 0), 108),
     Gpu("NVIDIA A800-SXM4-80GB", 81920 * MIB, (8, 0), 108),
     Gpu("NVIDIA A800 80GB PCIe", 81920 * MIB, (8, 0), 108),
-    # -- data centre, Ada and Hopper
+    # -- data center, Ada and Hopper
     # source: nvidia-smi logs, ECC on; SMs: device properties in logs (L40S, H20, H100, GH200), published CUDA cores
     # by 128 (L4, L20, L40).
     Gpu("NVIDIA L4", 23034 * MIB, (8, 9), 58),
@@ -96,7 +95,7 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu("NVIDIA GH200 480GB", 97871 * MIB, (9, 0), 132),  # 480 and 120 are the CPU's memory
     Gpu("NVIDIA GH200 120GB", 97871 * MIB, (9, 0), 132),
     Gpu("NVIDIA GH200 144G HBM3e", 146831 * MIB, (9, 0), 132),
-    # -- data centre, Blackwell
+    # -- data center, Blackwell
     # source: nvidia-smi logs, ECC on; SMs: device properties in logs (B200, GB200), write-ups of public benchmarks
     # (B300, GB300).
     Gpu("NVIDIA B200", 183359 * MIB, (10, 0), 148, ("B200 SXM6",)),
@@ -125,7 +124,7 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu("NVIDIA RTX 4000 Ada Generation", 20475 * MIB, (8, 9), 48),
     Gpu("NVIDIA RTX 4500 Ada Generation", 24570 * MIB, (8, 9), 60),
     Gpu("NVIDIA RTX 5000 Ada Generation", 32760 * MIB, (8, 9), 100),
-    Gpu("NVIDIA RTX 5880 Ada Generation", 46068 * MIB, (8, 9), 110),  # seen with ECC on and, at 49140, off; the smaller
+    Gpu("NVIDIA RTX 5880 Ada Generation", 46068 * MIB, (8, 9), 110),  # with ECC on; 49140 with it off
     Gpu("NVIDIA RTX 6000 Ada Generation", 49140 * MIB, (8, 9), 142),
     # -- workstation, Blackwell
     # source: nvidia-smi logs; SMs: published CUDA cores by 128, device properties in logs (PRO 5000, PRO 6000).
@@ -167,11 +166,11 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu("NVIDIA GeForce RTX 2080 Ti", 11264 * MIB, (7, 5), 68),
     Gpu("NVIDIA TITAN RTX", 24576 * MIB, (7, 5), 72),
     # -- GeForce, Ampere
-    # source: nvidia-smi logs (laptops: names cut short there, told apart by their power limits); SMs: published CUDA
+    # source: nvidia-smi logs (laptops: names are cut short there; identified by power limits); SMs: published CUDA
     # cores by 128, device properties in logs (3090).
     Gpu("NVIDIA GeForce RTX 3050", 6144 * MIB, (8, 6), 18),
     Gpu("NVIDIA GeForce RTX 3050 8GB", 8192 * MIB, (8, 6), 20),
-    # the total in the measurements published with xMem (Middleware 2025), CUDA's by its size: nvidia-smi says 12288
+    # the total in the measurements published with xMem (Middleware 2025), CUDA's by its size: nvidia-smi reports 12288
     Gpu("NVIDIA GeForce RTX 3060", 12_622_168_064, (8, 6), 28),
     Gpu("NVIDIA GeForce RTX 3060 8GB", 8192 * MIB, (8, 6), 28),
     Gpu("NVIDIA GeForce RTX 3060 Ti", 8192 * MIB, (8, 6), 38),
@@ -190,7 +189,7 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu("NVIDIA GeForce RTX 3080 Ti Laptop GPU", 16384 * MIB, (8, 6), 58),
     # -- GeForce, Ada
     # source: nvidia-smi logs; SMs: published CUDA cores by 128.
-    # the total in the measurements published with xMem (Middleware 2025), CUDA's by its size: nvidia-smi says 8188
+    # the total in the measurements published with xMem (Middleware 2025), CUDA's by its size: nvidia-smi reports 8188
     Gpu("NVIDIA GeForce RTX 4060", 8_318_222_336, (8, 9), 24),
     Gpu("NVIDIA GeForce RTX 4060 Ti", 8188 * MIB, (8, 9), 34),
     Gpu("NVIDIA GeForce RTX 4060 Ti 16GB", 16380 * MIB, (8, 9), 34),
@@ -226,26 +225,26 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu("NVIDIA GeForce RTX 5080 Laptop GPU", 16303 * MIB, (12, 0), 60),
     Gpu("NVIDIA GeForce RTX 5090 Laptop GPU", 24463 * MIB, (12, 0), 82),
 )
-"""Every GPU that `find` knows; of entries that answer equally well to a short name, the one that stands first wins."""
+"""Every GPU that `find` knows; of entries that fit a short name equally well, the first one wins."""
 
 
 def find(name: str) -> Gpu:
     """Find a GPU of the catalogue.
 
     Case, spaces, hyphens and underscores do not matter; "NVIDIA", "GeForce", "Tesla", "Quadro", "RTX" and "GTX" may
-    be left out, where that leaves one architecture to mean. A size in GB chooses among those that a name fits:
-    ``"A100 80GB"``. Without one, the smallest is meant, for a plan made for it also fits the others: ``"A100"`` is one
-    of 40 GB, ``"V100"`` of 16, ``"RTX 3060"`` of 8. A name just as nvidia-smi prints it is that entry:
-    ``"NVIDIA GeForce RTX 3060"`` is the common one of 12 GB.
+    be left out, if the rest fits one architecture only. A size in GB chooses among the GPUs that fit a name:
+    ``"A100 80GB"``. Without a size it is the smallest, since a plan for it also fits the others: ``"A100"`` has 40 GB,
+    ``"V100"`` 16, ``"RTX 3060"`` 8. A name exactly as nvidia-smi prints it is that entry: ``"NVIDIA GeForce RTX 3060"``
+    is the common one with 12 GB.
 
     Args:
         name: such as ``"NVIDIA H200"``, ``"rtx 4090"`` or ``"v100-32gb"``.
 
     Returns:
-        The entry; its ``name`` and ``memory_bytes`` tell which size was meant.
+        The entry; its ``name`` and ``memory_bytes`` show which size was chosen.
 
     Raises:
-        MemGuardError: no GPU answers to the name, or those of several architectures do.
+        MemGuardError: no GPU fits the name, or GPUs of several architectures do.
 
     Example:
         >>> find("rtx 4090 laptop").name
@@ -254,9 +253,9 @@ def find(name: str) -> Gpu:
         ('NVIDIA A100-SXM4-40GB', 'NVIDIA A100-SXM4-80GB')
     """
     if not isinstance(name, str):
-        raise MemGuardError(f"{name!r} is no text; write the name of a GPU, such as 'H200', 'RTX 4090' or 'A100 80GB'.")
+        raise MemGuardError(f"{name!r} is not a string; pass a GPU's name, such as 'H200', 'RTX 4090' or 'A100 80GB'.")
     if not _words(name):
-        raise MemGuardError(f"{name!r} names no GPU; write one such as 'H200', 'RTX 4090' or 'A100 80GB'.")
+        raise MemGuardError(f"{name!r} does not name a GPU; pass one such as 'H200', 'RTX 4090' or 'A100 80GB'.")
     reported = _BY_NAME.get(" ".join(name.lower().split()))
     if reported is not None:
         return reported
@@ -264,7 +263,7 @@ def find(name: str) -> Gpu:
     if not fitting:
         raise MemGuardError(_unknown(name))
     if len({gpu.compute_capability for gpu in fitting}) > 1:
-        raise MemGuardError(f"{name!r} may be {_listed(fitting)}. Write out which one is meant.")
+        raise MemGuardError(f"{name!r} may be {_listed(fitting)}. Write the full name of one.")
     return min(fitting, key=lambda gpu: gpu.memory_bytes)
 
 
@@ -272,18 +271,18 @@ def find(name: str) -> Gpu:
 
 _BRANDS = re.compile(r"nvidia|geforce|tesla|generation|edition|gpu")
 _SIZE = re.compile(r"\b(\d+) ?(?:gib|gb|g)\b")
-_SERIES = ("quadro", "rtx", "gtx")  # in front, and often left out
-_BUILD = re.compile(r"pcie|sxm\d?|nvl|hbm3e?|active|ada|blackwell")  # behind, and often left out
+_SERIES = ("quadro", "rtx", "gtx")  # prefixes that are often left out
+_BUILD = re.compile(r"pcie|sxm\d?|nvl|hbm3e?|active|ada|blackwell")  # suffixes that are often left out
 
 
 def _words(name: str) -> list[str]:
-    """What tells GPUs apart, in lower case: "NVIDIA A100-SXM4-40GB" is ["a100", "sxm4", "40gb"]."""
+    """The words that distinguish GPUs: "NVIDIA A100-SXM4-40GB" is ["a100", "sxm4", "40gb"]."""
     spaced = re.sub(r"[^a-z0-9]+", " ", _BRANDS.sub(" ", name.lower()))
     return _SIZE.sub(r"\1gb", spaced).split()
 
 
 def _short_forms(label: str) -> set[str]:
-    """A name, with and without all that people leave out, each written as one word."""
+    """A name with and without each part that people leave out, each as one word."""
     words = _words(label)
     any_sxm = [re.sub(r"^sxm\d$", "sxm", word) for word in words]
     bare = [word for word in words if not _BUILD.fullmatch(word)]
@@ -314,7 +313,7 @@ _BY_FORM = _by_form()
 
 
 def _fitting(name: str) -> list[Gpu]:
-    """Those that answer to a name; else, where it says a size, those of that size that answer to the rest of it."""
+    """GPUs that fit a name; if there are none and it has a size, those of that size that fit the rest of it."""
     words = _words(name)
     unsized = _unsized(words)
     fitting = _BY_FORM.get("".join(words), [])
@@ -325,17 +324,17 @@ def _fitting(name: str) -> list[Gpu]:
 
 
 def _is_sold_as(gpu: Gpu, gigabytes: int) -> bool:
-    """Whether a size on the box means this memory: ECC and the driver's firmware take up to 7 % of it."""
+    """Whether this memory is sold as so many GB: ECC and the driver's firmware take up to 7 % of it."""
     return 0.92 * gigabytes * GIB <= gpu.memory_bytes <= gigabytes * GIB
 
 
 def _unknown(name: str) -> str:
     near = get_close_matches("".join(_words(name)), _BY_FORM, n=8, cutoff=0.6)
     gpus = list(dict.fromkeys(gpu for form in near for gpu in _BY_FORM[form]))[:4]
-    found = f"Near it: {_listed(gpus)}" if gpus else "Nothing in it is near"
+    found = f"Similar names: {_listed(gpus)}" if gpus else "No name in it is similar"
     return (
         f"The catalogue has no GPU called {name!r}. {found}. "
-        f"Write it as nvidia-smi prints it, or plan for one of the same memory and architecture."
+        f"Write it as nvidia-smi prints it, or plan for one with the same memory and architecture."
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 
-# What stays is at the bottom of the stack, what comes and goes on top. Most colors are those of Okabe and Ito,
-# which are distinct with color blindness too; neighbors also differ in lightness.
-COLOURS = {
+# What stays allocated is at the bottom of the stack, what comes and goes on top. Most colors are those of Okabe and
+# Ito, which color-blind people can tell apart; neighbors also differ in lightness.
+COLORS = {
     "parameters": "#0072b2",
     "buffers": "#8a8f98",
     "callbacks": "#7a5230",
@@ -18,4 +18,4 @@ COLOURS = {
     "temporaries": "#d55e00",
     "workspaces": "#56b4e9",
 }
-assert set(COLOURS) == {*PARTS, *OPTIONAL_PARTS}
+assert set(COLORS) == {*PARTS, *OPTIONAL_PARTS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.core.decision.decision import Budget
-from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.footprint import Footprint
 
 if TYPE_CHECKING:
     from lightning_memguard.core.layers.layers import Layer
@@ -14,25 +14,14 @@ if TYPE_CHECKING:
 def footprint_data(footprint: Footprint) -> dict[str, Any]:
     """The memory of a step at one batch size."""
     return {
-        "batch_size": footprint.batch_size,
-        "device": footprint.device,
-        "peak_allocated_bytes": footprint.peak_allocated_bytes,
-        "peak_reserved_bytes": footprint.peak_reserved_bytes,
-        "peak_device_bytes": footprint.peak_device_bytes,
-        "most_device_bytes": footprint.most_device_bytes,
-        "low": _peak_data(footprint.low),
-        "high": _peak_data(footprint.high),
+        **picked(footprint, "batch_size", "device"),
+        **picked(footprint, "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "most_device_bytes"),
+        "low": dict(vars(footprint.low)) if footprint.low else None,
+        "high": dict(vars(footprint.high)) if footprint.high else None,
         "parts_bytes": dict(footprint.parts),
-        "phase": footprint.phase,
-        "module": footprint.module,
-        "operator": footprint.operator,
-        "method": footprint.method,
+        **picked(footprint, "phase", "module", "operator", "method"),
         "notes": list(footprint.notes),
     }
-
-
-def _peak_data(peak: Peak | None) -> dict[str, int] | None:
-    return None if peak is None else dict(vars(peak))
 
 
 def budget_data(budget: Budget) -> dict[str, Any]:
@@ -43,15 +32,11 @@ def budget_data(budget: Budget) -> dict[str, Any]:
 def layer_data(layer: Layer) -> dict[str, Any]:
     """A row of the table by layer."""
     return {
-        "name": layer.name,
-        "type": layer.type,
-        "output_shape": layer.output_shape,
-        "calls": layer.calls,
-        "parameters": layer.parameters,
-        "trainable_parameters": layer.trainable_parameters,
-        "parameter_bytes": layer.parameter_bytes,
-        "activation_bytes": layer.activation_bytes,
-        "flops": layer.flops,
-        "multiply_adds": layer.multiply_adds,
-        "shared_with": layer.shared_with,
+        **picked(layer, "name", "type", "output_shape", "calls", "parameters", "trainable_parameters"),
+        **picked(layer, "parameter_bytes", "activation_bytes", "flops", "multiply_adds", "shared_with"),
     }
+
+
+def picked(record: object, *names: str) -> dict[str, Any]:
+    """Some fields of a record, in this order."""
+    return {name: getattr(record, name) for name in names}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.colors import COLOURS
+from lightning_memguard.report.colors import COLORS
 from lightning_memguard.report.words import bounds_of, part_words, peak_range
 from lightning_memguard.units import GIB, KIB, MIB, format_bytes
 
@@ -33,7 +33,7 @@ UNATTRIBUTED = "not attributed"
 REST = "everything else"
 PEAK = "peak"
 
-_COLORS = {**COLOURS, OUTSIDE: "#66717e", UNATTRIBUTED: "#1f2328"}
+_COLORS = {**COLORS, OUTSIDE: "#66717e", UNATTRIBUTED: "#1f2328"}
 _READABLE = ("parameters", "buffers", "optimizer_state", "gradients")
 _FARTHEST = 2.5  # a limit that is this many times the peak would leave no room to compare the bars
 
@@ -129,14 +129,14 @@ def groups_of(footprint: Footprint, measured: Measured | None) -> tuple[Group, .
     cannot be attributed to parts; the allocator's own peak, if there is one, separates tensors from what else the
     device holds.
     """
-    predicted = {part: footprint.parts[part] for part in COLOURS if footprint.parts.get(part)}
+    predicted = {part: footprint.parts[part] for part in COLORS if footprint.parts.get(part)}
     outside = footprint.peak_device_bytes - sum(predicted.values())
     everything = (*predicted.items(), *([(OUTSIDE, outside)] if outside > 0 else []))
     if measured is None:
         return (*(Group(part_words(part), ((part, nbytes),)) for part, nbytes in everything), Group(PEAK, everything))
     read = {
         part: measured.parts[part]
-        for part in COLOURS
+        for part in COLORS
         if part in _READABLE
         and measured.parts.get(part)
         and (part != "gradients" or predicted.get(part, 0) >= measured.parts[part])

@@ -79,14 +79,14 @@ def test_sizes_in_names_are_looked_at():
     assert len(SIZED) > 20
 
 
-MULTIPROCESSORS = {  # the most that a chip of each architecture has
+MULTIPROCESSORS = {  # the most that a GPU of each architecture has
     (6, 0): 60, (6, 1): 30, (7, 0): 84, (7, 5): 72, (8, 0): 128, (8, 6): 84, (8, 9): 144, (9, 0): 144,
     (10, 0): 160, (10, 3): 160, (12, 0): 192,
 }  # fmt: skip
 
 
 @EVERY
-def test_the_chip_is_one_that_was_built(gpu):
+def test_the_gpu_is_one_that_was_built(gpu):
     assert 0 < gpu.multiprocessors <= MULTIPROCESSORS[gpu.compute_capability]
 
 
@@ -107,7 +107,7 @@ def test_what_scratch_depends_on_comes_with_it():
         ("Tesla T4", 15360 * MIB),
     ],
 )
-def test_totals_are_those_that_were_seen(name, memory_bytes):
+def test_totals_are_those_that_were_reported(name, memory_bytes):
     assert find(name).memory_bytes == memory_bytes
 
 
@@ -203,26 +203,26 @@ def test_a_size_chooses(asked, name):
         ("rtx 4090 48gb", "NVIDIA GeForce RTX 4090 (24.0 GiB)"),
     ],
 )
-def test_an_unknown_one_is_told_which_are_near(asked, near):
+def test_an_unknown_name_lists_similar_ones(asked, near):
     with pytest.raises(MemGuardError, match=re.escape(near)) as error:
         find(asked)
-    assert str(error.value).startswith(f"The catalogue has no GPU called {asked!r}. Near it: ")
+    assert str(error.value).startswith(f"The catalogue has no GPU called {asked!r}. Similar names: ")
     assert "nvidia-smi" in str(error.value)
 
 
-def test_the_whole_of_what_an_unknown_one_is_told():
+def test_the_whole_message_for_an_unknown_name():
     with pytest.raises(MemGuardError) as error:
         find("banana")
     assert str(error.value) == (
-        "The catalogue has no GPU called 'banana'. Nothing in it is near. "
-        "Write it as nvidia-smi prints it, or plan for one of the same memory and architecture."
+        "The catalogue has no GPU called 'banana'. No name in it is similar. "
+        "Write it as nvidia-smi prints it, or plan for one with the same memory and architecture."
     )
 
 
-def test_few_near_ones_are_listed_and_each_once():
+def test_few_similar_names_are_listed_and_each_once():
     with pytest.raises(MemGuardError) as error:
         find("RTX 4061")
-    listed = re.findall(r"(?:Near it: |, )([^(,]+) \(", str(error.value))
+    listed = re.findall(r"(?:Similar names: |, )([^(,]+) \(", str(error.value))
     assert 1 <= len(listed) <= 4
     assert len(set(listed)) == len(listed)
 
@@ -232,20 +232,20 @@ def test_one_that_several_generations_share_has_to_be_written_out():
         find("rtx 6000")
     assert str(error.value) == (
         "'rtx 6000' may be Quadro RTX 6000 (24.0 GiB), NVIDIA RTX 6000 Ada Generation (48.0 GiB). "
-        "Write out which one is meant."
+        "Write the full name of one."
     )
 
 
 @pytest.mark.parametrize("asked", ["", "   ", "--", "NVIDIA", "NVIDIA GeForce"])
 def test_nothing_asked_is_nothing_found(asked):
-    with pytest.raises(MemGuardError, match=r"names no GPU; write one such as 'H200'") as error:
+    with pytest.raises(MemGuardError, match=r"does not name a GPU; pass one such as 'H200'") as error:
         find(asked)
     assert repr(asked) in str(error.value)
 
 
 @pytest.mark.parametrize("asked", [None, 4090, b"H200", ["H200"], Gpu("NVIDIA H200", GIB, (9, 0), 132)])
-def test_only_text_is_a_name(asked):
-    with pytest.raises(MemGuardError, match="is no text; write the name of a GPU"):
+def test_only_a_string_is_a_name(asked):
+    with pytest.raises(MemGuardError, match="is not a string; pass a GPU's name"):
         find(asked)
 
 

@@ -10,7 +10,7 @@ from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.trace.trace import PARTS
-from lightning_memguard.report.colors import COLOURS
+from lightning_memguard.report.colors import COLORS
 from lightning_memguard.report.figure import Group, Picture, draw, groups_of, picture_of_epoch, picture_of_setup
 from lightning_memguard.units import GIB, MIB
 
@@ -25,7 +25,7 @@ FOOTPRINT = Footprint(
 )
 READ = {"parameters": 10 * MIB, "buffers": 0, "gradients": 10 * MIB, "optimizer_state": 0}
 RECORD = EpochRecord(3, 8, FOOTPRINT, Measured(110 * MIB, "resident memory", READ), 200 * MIB, 10 * MIB)
-BLUE = tuple(bytes.fromhex(COLOURS["parameters"][1:]))
+BLUE = tuple(bytes.fromhex(COLORS["parameters"][1:]))
 RED = (0xB3, 0x26, 0x1E)
 
 

@@ -1,4 +1,4 @@
-"""The page and its data: true to the byte at the peak, small, readable without colours, and loading nothing."""
+"""The page and its data: true to the byte at the peak, small, readable without colors, and loading nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,11 @@ from lightning_memguard.core.layers.layers import Layer, LayerTable, Weight
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.replay.timeline import Timeline, timeline_of
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, Event, Trace
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.page import CurvePoint, Report, Timeline, curve_of, timeline_of, write_report
+from lightning_memguard.report.page import write_report
+from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.units import GIB, KIB, MIB
 
 CUDA = AllocatorSettings()
@@ -198,13 +201,13 @@ def test_it_shows_all_its_sections(tmp_path):
     assert len(read.all("section")) == 5
     for words in (
         "Batch size 8 (was 4): the largest that fits.",
-        "Where most is alive: in the forward pass of head (aten.addmm.default).",
+        "In the forward pass of head (aten.addmm.default).",
         "budget 1.0 GiB, usable 973.0 MiB",
         "peak 43.0 MiB",
         "reserved by the allocator",
         "+5.0%",
         "Note: the head is <large>.",
-        "Kept for backward",
+        "Saved for backward",
         "90 frozen",
     ):
         assert words in read.text
@@ -215,12 +218,12 @@ def test_it_says_in_words_what_its_pictures_show(tmp_path):
     pictures = read.all("svg")
     assert [(picture["role"], bool(picture["aria-label"])) for picture in pictures] == [("img", True)] * 2
     assert "462.0 MiB at the chosen 8; 973.0 MiB are usable" in pictures[0]["aria-label"]
-    assert "43.0 MiB, stands in step 1, forward" in pictures[1]["aria-label"]
+    assert "43.0 MiB, is in step 1, forward" in pictures[1]["aria-label"]
     assert all(attrs.get("scope") in ("row", "col") for attrs in read.all("th"))
     assert read.all("html")[0]["lang"] == "en"
 
 
-def test_every_colour_has_a_name_beside_it(tmp_path):
+def test_every_color_has_a_name_next_to_it(tmp_path):
     trace = random_trace(1, 900)
     read, _ = written(Report("Net", DECISION, trace, CUDA), tmp_path)
     assert len({s["style"] for s in read.all("i") if s.get("class") == "swatch"}) == len((*PARTS, *OPTIONAL_PARTS))
@@ -248,10 +251,10 @@ def test_what_a_user_wrote_is_text_and_nothing_else(tmp_path):
     assert len(Read(page).all("script")) == 2
 
 
-def test_a_guard_that_stepped_aside_says_why(tmp_path):
+def test_a_guard_that_did_not_tune_says_why(tmp_path):
     aside = Decision(4, 4, 1, "stepped aside", None, None, "request", "the step cannot be run on a copy")
     read, data = written(Report("Net", aside), tmp_path)
-    assert "MemGuard stepped aside and changed nothing: the step cannot be run on a copy." in read.text
+    assert "MemGuard did not tune this run: the step cannot be run on a copy." in read.text
     assert read.all("svg") == []
     assert data["footprint"] is None
 
@@ -275,6 +278,17 @@ def test_of_many_epochs_the_worst_is_among_those_shown(tmp_path):
     read, _ = written(replace(FULL, records=records), tmp_path)
     assert "24 of 100 epochs" in read.text
     assert "+100.0%" in read.text
+
+
+def test_its_style_script_and_frame_are_files_of_the_package(tmp_path):
+    page = write_report(tmp_path, FULL)[0].read_text("utf-8")
+    assets = {
+        asset.name: asset.read_text("utf-8") for asset in (files("lightning_memguard.report") / "assets").iterdir()
+    }
+    assert set(assets) == {"page.css", "page.js", "page.html"}
+    assert f"<style>\n{assets['page.css']}</style>" in page
+    assert f"<script>\n{assets['page.js']}</script>" in page
+    assert page.startswith(assets["page.html"].partition("{")[0])
 
 
 # The data
@@ -304,7 +318,7 @@ def test_what_could_not_be_measured_is_null(tmp_path):
     unknown = replace(RECORDS[0], measured=Measured(0, "nothing to ask"))
     read, data = written(replace(FULL, records=[unknown]), tmp_path)
     assert data["epochs"][0]["error_ratio"] is None
-    assert "not known" in read.text
+    assert "unknown" in read.text
 
 
 def test_the_curve_has_the_chosen_and_the_requested_size(prediction):
@@ -347,5 +361,5 @@ def test_bad_values_are_refused():
     with pytest.raises(MemGuardError, match="allocator's settings"):
         Report("Net", DECISION, STEP)
     for point in (CurvePoint(0, 1, 1), CurvePoint(1, -1, 1), CurvePoint(1, 2, 1)):
-        with pytest.raises(MemGuardError, match="no point of a curve"):
+        with pytest.raises(MemGuardError, match="not a point of a curve"):
             Report("Net", DECISION, curve=[point])

@@ -35,7 +35,7 @@ CHECKED = Decision(8, 8, 1, "checked", ON_CPU, HOST, "request")
 
 
 def printed(decision: Decision) -> str:
-    """As it looks on a terminal of 100 columns, without colours and blanks at line ends."""
+    """As it looks on a terminal of 100 columns, without colors and blanks at line ends."""
     console = Console(width=100, record=True, file=io.StringIO(), highlight=False)
     print_decision(decision, console)
     return "\n".join(line.rstrip() for line in console.export_text().splitlines())

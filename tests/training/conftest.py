@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
-from lightning_memguard.training.run import callback
+from lightning_memguard.training.run import guarded_run
 from lightning_memguard.training.run.tune import Tuning, tune
 
 
@@ -42,8 +42,8 @@ class Small(pl.LightningModule):
 def _nothing_to_look_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out reports and pictures, a tenth of the time of a small fit, but where they are or may matter."""
     if request.path.name not in ("test_callback.py", "test_nothing_touched.py", "test_run_report.py"):
-        monkeypatch.setattr(callback, "page_of", lambda *_: None)
-        monkeypatch.setattr(callback, "boards_of", lambda _: None)
+        monkeypatch.setattr(guarded_run, "page_of", lambda *_: None)
+        monkeypatch.setattr(guarded_run, "boards_of", lambda _: None)
 
 
 @pytest.fixture
@@ -108,10 +108,10 @@ def trainer() -> Callable[..., pl.Trainer]:
 def tuned() -> Callable[..., Tuning]:
     """Everything that happens at setup, without the fit."""
 
-    def run(trainer: pl.Trainer, module: pl.LightningModule, dataset: TensorDataset, **wishes: Any) -> Tuning:
+    def run(trainer: pl.Trainer, module: pl.LightningModule, dataset: TensorDataset, **settings: Any) -> Tuning:
         trainer.strategy.connect(module)
         trainer._data_connector.attach_data(module, DataLoader(dataset, batch_size=10))
-        return tune(trainer, module, MemGuard(**wishes)._wishes)
+        return tune(trainer, module, MemGuard(**settings)._settings)
 
     return run
 
@@ -123,7 +123,7 @@ def as_measured(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     ``run`` takes a Trainer; ``callbacks`` and ``plugins`` are made anew for each of the two.
     """
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    truth = importlib.import_module("truth")
+    truth = importlib.import_module("shared.truth")
 
     def check(
         run: Callable[[Any], object],

@@ -15,7 +15,8 @@ from lightning_memguard.cli import tables
 from lightning_memguard.cli.options import add_device, add_target, default_devices, whole_number
 from lightning_memguard.cli.progress import Say, progress
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.report.page import Report, curve_of, write_report
+from lightning_memguard.report.page import write_report
+from lightning_memguard.report.page_data import Report, curve_of
 from lightning_memguard.report.words import counted
 from lightning_memguard.units import parse_bytes
 
@@ -56,8 +57,8 @@ def run(options: argparse.Namespace) -> bool:
     with progress() as say:
         say("loading torch and Lightning")
         from lightning_memguard.cli.subject import read_subject, with_memory_if_needed
+        from lightning_memguard.core.decision.decision import Limits
         from lightning_memguard.training.planning.plan import plan_on
-        from lightning_memguard.training.planning.search import Limits
         from lightning_memguard.training.planning.target import check_device
 
         _check_folder(options.report)

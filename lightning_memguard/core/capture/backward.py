@@ -1,13 +1,12 @@
-"""The backward pass, walked in Python, where autograd's engine wants a device that is not there.
+"""The backward pass, walked in Python, for devices that autograd's engine cannot run on.
 
-The engine asks each device for its context, so it cannot run on fake tensors of a CUDA that is only pretended. Its
-order is reproduced here from torch/csrc/autograd/engine.cpp, input_buffer.cpp and functions/accumulate_grad.cpp: which
-node is next, when gradients are added in place, when a gradient is taken over and when it is copied, when saved tensors
-are freed. On fake CPU tensors both can run, and `tests/core/capture/test_backward.py` holds their event lists against
-each other.
+The engine asks each device for its context, so it cannot run on fake tensors of a simulated CUDA. Its order is
+reproduced here from torch/csrc/autograd/engine.cpp, input_buffer.cpp and functions/accumulate_grad.cpp: which node is
+next, when gradients are added in place, when a gradient is moved and when it is copied, when saved tensors are freed.
+On fake CPU tensors both can run, and `tests/core/capture/test_backward.py` compares their event lists.
 
-Private names of torch are read in this folder alone. Checked on torch 2.11 and 2.13; the canary
-tests stand in the same test file.
+Private names of torch are read in this folder alone. Checked on torch 2.11 and 2.13; canary tests are in the same test
+file. `walking` patches torch for the whole process, and no other thread may use torch meanwhile.
 """
 
 from __future__ import annotations
@@ -18,19 +17,39 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, cast
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 _LATEST = (1 << 64) - 1  # AccumulateGrad's sequence number: it runs before everything else
 
-# Outside of a walk: -1, or the number of the engine's running backward pass.
+
+class _Node(Protocol):
+    """What the walk reads of a node in autograd's graph."""
+
+    next_functions: _NextFunctions
+    metadata: dict[str, Any]  # lives as long as the node itself, unlike the node's Python object
+
+    def __call__(self, *grads: Tensor | None) -> object: ...
+    def _sequence_nr(self) -> int: ...
+    def name(self) -> str: ...
+
+
+_NextFunctions = tuple[tuple[_Node | None, int], ...]
+_Edge = tuple[_Node, int]  # a receiver of a gradient, and which of its inputs
+_Grads = list[Tensor | None]
+
+
+# Outside of a walk: the number of the engine's running backward pass, or -1.
 _engine_task = torch._C._current_graph_task_id
 
-_walks: list[int] = []  # the running walks, the innermost last: a reentrant checkpoint starts one inside another
+_walks: list[int] = []  # the running walks, innermost last: a reentrant checkpoint starts one inside another
 
 
 def graph_task() -> int:
@@ -39,15 +58,16 @@ def graph_task() -> int:
 
 
 @contextmanager
-def walking(enter: Callable[[Any], None] | None = None, *, adds_in_place: bool = True) -> Iterator[None]:
-    """Inside, every backward pass is walked in Python.
+def walking(enter: Callable[[dict[str, Any]], None] | None = None, *, adds_in_place: bool = True) -> Iterator[None]:
+    """Inside, every backward pass of the process is walked in Python.
 
-    Forward passes must run inside too: the tensors they save are held in handles that the walk can empty.
+    Forward passes must run inside too: the tensors they save are held in handles that the walk can empty. Patches
+    ``Variable._execution_engine`` and functions that register hooks: not thread-safe.
 
     Args:
         enter: called with each node's ``metadata`` before the node runs.
-        adds_in_place: add a second gradient to the first in place where the engine does on plain tensors. The engine
-            does not where tensors are fake, and False walks as it does there.
+        adds_in_place: add a second gradient to the first in place where the engine does so on plain tensors. On fake
+            tensors the engine does not; False does the same.
     """
     engine = _Walker(enter, adds_in_place=adds_in_place)
     with (
@@ -63,30 +83,24 @@ def walking(enter: Callable[[Any], None] | None = None, *, adds_in_place: bool =
 
 
 class _Hooks:
-    """Saved-tensor hooks of the user's or of a checkpoint: autograd keeps this object in their place.
+    """Saved-tensor hooks of the user or of a checkpoint: autograd keeps this object in their place.
 
-    A checkpoint's hooks hold its inputs, so they too must go when the last tensor that they packed does.
+    A checkpoint's hooks hold its inputs, so they must be dropped with the last tensor that they packed.
     """
 
-    def __init__(self, saved: _Saved, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> None:
-        self.saved = saved
-        self.both: tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]] | None = (pack, unpack)
+    def __init__(self, saved: _Saved, pack: Callable[[Tensor], object], unpack: Callable[[Any], object]) -> None:
+        self.saved, self.pack, self.unpack = saved, pack, unpack
         self.users = 1  # the region they are on in, and every tensor packed there
 
-    def __call__(self, tensor: torch.Tensor) -> _Handle:
-        assert self.both is not None
+    def __call__(self, tensor: Tensor) -> _Handle:
         self.users += 1
         number = _saver(tensor)  # before the hook can make nodes of its own
-        return self.saved.handle(self.both[0](tensor), self, number)
-
-    def unpack(self, content: Any) -> Any:
-        assert self.both is not None
-        return self.both[1](content)
+        return self.saved.handle(self.pack(tensor), self, number)
 
     def leave(self) -> None:
         self.users -= 1
         if not self.users:
-            self.both = None
+            del self.pack, self.unpack
 
 
 class _Handle:
@@ -94,10 +108,10 @@ class _Handle:
 
     __slots__ = ("__weakref__", "content", "hooks", "number")
 
-    def __init__(self, content: Any, hooks: _Hooks | None, number: int) -> None:
-        self.content = content
+    def __init__(self, content: object, hooks: _Hooks | None, number: int) -> None:
+        self.content: Any = content
         self.hooks = hooks  # None: the content is the tensor
-        self.number = number  # the order in which tensors are saved is that in which a node frees them
+        self.number = number  # a node frees its tensors in the order in which they were saved
 
     def empty(self) -> None:
         self.content = None
@@ -107,21 +121,21 @@ class _Handle:
 
 
 class _Saved:
-    """The handles of all saved tensors, found again by the node that saved them."""
+    """The handles of all saved tensors, by the node that saved them."""
 
     def __init__(self) -> None:
-        # By sequence number: as a rule the node that saves is the last one made.
+        # By sequence number: usually the node that saves is the last one made.
         self.handles: dict[int, list[weakref.ref[_Handle]]] = defaultdict(list)
         self.count = 0
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Save all tensors in handles; those that hooks of the user's or of a checkpoint pack, as these pack them."""
+        """Save all tensors in handles, packed by hooks of the user or of a checkpoint where there are any."""
         autograd = torch._C._autograd
         push, pop = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
         inside: list[_Hooks] = []
 
-        def push_users(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        def push_users(pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> None:
             inside.append(_Hooks(self, pack, unpack))
             push(inside[-1], self._unpack)
 
@@ -136,11 +150,11 @@ class _Saved:
         ):
             yield
 
-    def _pack(self, tensor: torch.Tensor) -> _Handle:
+    def _pack(self, tensor: Tensor) -> _Handle:
         # A node's own result comes with its history, and the node would keep itself alive.
         return self.handle(tensor.detach() if tensor.requires_grad else tensor, None, _saver(tensor))
 
-    def handle(self, content: Any, hooks: _Hooks | None, number: int) -> _Handle:
+    def handle(self, content: object, hooks: _Hooks | None, number: int) -> _Handle:
         self.count += 1
         handle = _Handle(content, hooks, self.count)
         self.handles[number].append(weakref.ref(handle))
@@ -154,45 +168,45 @@ class _Saved:
             )
         return handle.content if handle.hooks is None else handle.hooks.unpack(handle.content)
 
-    def release(self, node: Any, before: int) -> None:
+    def release(self, node: _Node, before: int) -> None:
         """Free what a node has saved. ``before``: the sequence number of the graph's next older node."""
         sequence_nr = node._sequence_nr()
         if isinstance(node, torch._C._FunctionBase):
             node.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
         # CopySlices wraps the node of an in-place operator on a view, which was made just before it.
         first = before + 1 if node.name().endswith("CopySlices") else sequence_nr
-        numbers = range(first, sequence_nr + 1)
-        found = {handle for name in _saved_names(node.__class__) for handle in self._handles_of(node, name)}
-        found |= {handle for number in numbers for ref in self.handles.pop(number, ()) if (handle := ref()) is not None}
-        for handle in sorted(found, key=lambda handle: handle.number):
+        handles = {handle for name in _saved_names(node.__class__) for handle in self._handles_of(node, name)}
+        for number in range(first, sequence_nr + 1):
+            handles |= {handle for ref in self.handles.pop(number, ()) if (handle := ref()) is not None}
+        for handle in sorted(handles, key=lambda handle: handle.number):
             handle.empty()
 
-    def _handles_of(self, node: Any, name: str) -> list[_Handle]:
-        """In-place operators copy their input first, as a node of its own: then only the attribute leads to it."""
+    def _handles_of(self, node: _Node, name: str) -> list[_Handle]:
+        """In-place operators copy their input first, in a node of its own: then only the attribute leads to it."""
         saved = getattr(node, name)
         items = [item.data for item in (saved if isinstance(saved, (list, tuple)) else (saved,))]
         return [item for item in items if isinstance(item, _Handle)]
 
 
-def _saver(tensor: torch.Tensor) -> int:
+def _saver(tensor: Tensor) -> int:
     """The number of the node that saves a tensor: the last one made.
 
-    Of an operator in place on a view it is CopySlices, above which the view's own node has been made anew.
+    For an in-place operator on a view that is CopySlices, after which the view's own node is made again.
     """
     latest: int = torch._C._autograd._get_sequence_nr() - 1
     node: Any = tensor.grad_fn if tensor.requires_grad and tensor._is_view() else None
-    while node is not None and latest - _MADE_ANEW <= (number := node._sequence_nr()) <= latest:
+    while node is not None and latest - _NODES_OF_VIEWS <= (number := node._sequence_nr()) <= latest:
         if node.name().endswith("CopySlices"):
             return int(number)
         node = node.next_functions[0][0] if node.next_functions else None
     return latest
 
 
-_MADE_ANEW = 8  # nodes that a chain of views may have; an older CopySlices is of another operator
+_NODES_OF_VIEWS = 8  # nodes that a chain of views may have; an older CopySlices is of another operator
 
 
 @functools.cache
-def _saved_names(node_type: Any) -> tuple[str, ...]:
+def _saved_names(node_type: type) -> tuple[str, ...]:
     return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
 
 
@@ -200,34 +214,34 @@ def _saved_names(node_type: Any) -> tuple[str, ...]:
 
 
 class _Queue:
-    """Nodes that are ready, the latest made first; ties fall as in libstdc++'s ``std::priority_queue``."""
+    """Nodes that are ready, latest first; ties are broken as in libstdc++'s ``std::priority_queue``."""
 
     def __init__(self) -> None:
-        self.heap: list[tuple[int, Any]] = []
+        self.heap: list[tuple[int, _Node]] = []
 
     def __bool__(self) -> bool:
         return bool(self.heap)
 
-    def push(self, node: Any) -> None:
+    def push(self, node: _Node) -> None:
         entry = (node._sequence_nr(), node)
         self.heap.append(entry)
         self._sift_up(len(self.heap) - 1, entry, 0)
 
-    def pop(self) -> Any:
+    def pop(self) -> _Node:
         top = self.heap[0]
         last = self.heap.pop()
         if self.heap:
             self._sift_down(last)
         return top[1]
 
-    def _sift_up(self, hole: int, entry: tuple[int, Any], top: int) -> None:
+    def _sift_up(self, hole: int, entry: tuple[int, _Node], top: int) -> None:
         heap = self.heap
         while hole > top and heap[parent := (hole - 1) // 2][0] < entry[0]:
             heap[hole] = heap[parent]
             hole = parent
         heap[hole] = entry
 
-    def _sift_down(self, entry: tuple[int, Any]) -> None:
+    def _sift_down(self, entry: tuple[int, _Node]) -> None:
         """Move the hole at the top down to a leaf, always to the larger child, then put the entry in from there."""
         heap, size, hole = self.heap, len(self.heap), 0
         child = 0
@@ -250,13 +264,12 @@ class _Queue:
 class _Root:
     """Starts a backward pass from several tensors at once, as the engine's GraphRoot."""
 
-    def __init__(self, edges: Sequence[tuple[Any, int]], grads: Sequence[Any]) -> None:
-        self.next_functions = tuple(edges)
-        self.grads = tuple(grads)
+    def __init__(self, edges: Sequence[_Edge], grads: Sequence[Tensor | None]) -> None:
+        self.next_functions, self.grads = tuple(edges), tuple(grads)
         self.metadata: dict[str, Any] = {}
         self._input_metadata: tuple[Any, ...] = ()
 
-    def __call__(self) -> tuple[Any, ...]:
+    def __call__(self, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         return self.grads
 
     def _sequence_nr(self) -> int:
@@ -267,35 +280,35 @@ class _Root:
 
 
 class _Walker:
-    """Stands in for ``torch.autograd.Variable._execution_engine``."""
+    """Replaces ``torch.autograd.Variable._execution_engine``."""
 
-    def __init__(self, enter: Callable[[Any], None] | None, *, adds_in_place: bool) -> None:
+    def __init__(self, enter: Callable[[dict[str, Any]], None] | None, *, adds_in_place: bool) -> None:
         self.enter = enter
         self.adds_in_place = adds_in_place
         self.saved = _Saved()
         self.started = 0
         self.callbacks: list[Callable[[], None]] = []
-        self.retaining: list[weakref.ref[torch.Tensor]] = []  # an operator in place gives them another node
+        self.retaining: list[weakref.ref[Tensor]] = []  # an in-place operator gives them another node
 
     # -- the engine's own interface
 
     def run_backward(
         self,
-        tensors: Sequence[Any],
-        grad_tensors: Sequence[Any],
+        tensors: Sequence[Tensor | GradientEdge],
+        grad_tensors: Sequence[Tensor | None],
         keep_graph: bool,
         create_graph: bool,
-        inputs: Sequence[Any] = (),
+        inputs: Sequence[Tensor | GradientEdge] = (),
         allow_unreachable: bool = True,
         accumulate_grad: bool = False,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Tensor | None, ...]:
         """See `torch.autograd.graph._engine_run_backward`."""
         edges = [_edge(tensor) for tensor in tensors]
         grads = [_valid(grad, *edge) for grad, edge in zip(grad_tensors, edges, strict=True)]
         wanted = [_edge(tensor) for tensor in inputs]
         if accumulate_grad:
             for tensor in inputs:
-                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.retain_grad()
         self._place_retained()
         walk = _Walk(self, keep_graph, [None if accumulate_grad else edge for edge in wanted])
@@ -320,17 +333,17 @@ class _Walker:
         for reference in self.retaining:
             tensor = reference()
             if tensor is not None and tensor.grad_fn is not None:
-                _metadata(tensor.grad_fn).setdefault(_RETAINED, {})[tensor.output_nr] = reference
+                _metadata(tensor).setdefault(_RETAINED, {})[tensor.output_nr] = reference
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
-        """Run something once the backward pass that runs now is done."""
+        """Run something after the running backward pass."""
         self.callbacks.append(callback)
 
     def is_checkpoint_valid(self) -> bool:
-        """Whether reentrant checkpointing may run: with ``backward()`` it may."""
+        """Whether reentrant checkpointing may run: always."""
         return True
 
-    # -- hooks, which the engine keeps where Python cannot read them
+    # -- hooks, which the engine keeps out of reach for Python
 
     @contextmanager
     def hooks_seen(self) -> Iterator[None]:
@@ -338,26 +351,26 @@ class _Walker:
         register_hook, retain_grad = torch.Tensor.register_hook, torch.Tensor.retain_grad
         materialize = FunctionCtx.set_materialize_grads
 
-        def hook_tensor(tensor: torch.Tensor, hook: Any) -> Any:
-            handle = register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+        def hook_tensor(tensor: Tensor, hook: _Hook) -> RemovableHandle:
+            handle: RemovableHandle = register_hook(tensor, hook)  # type: ignore[no-untyped-call]
             if tensor.grad_fn is not None:
-                _metadata(tensor.grad_fn).setdefault(_TENSOR_HOOKS, {})[tensor.output_nr] = tensor._backward_hooks
+                _metadata(tensor).setdefault(_TENSOR_HOOKS, {})[tensor.output_nr] = tensor._backward_hooks
             return handle
 
-        def retain(tensor: torch.Tensor) -> None:
+        def retain(tensor: Tensor) -> None:
             already = tensor.retains_grad
             retain_grad(tensor)
             if tensor.grad_fn is not None and not already:
                 self.retaining.append(weakref.ref(tensor))
 
-        def set_materialize(ctx: Any, value: bool) -> None:
+        def set_materialize(ctx: FunctionCtx, value: bool) -> None:
             materialize(ctx, value)
-            ctx.memguard_materializes = value
+            ctx.memguard_materializes = value  # type: ignore[attr-defined]
 
-        def hook_node(key: str) -> Callable[[Any, Any], Any]:
-            def register(node: Any, hook: Any) -> Any:
+        def hook_node(key: str) -> Callable[[_Node, _Hook], RemovableHandle]:
+            def register(node: _Node, hook: _Hook) -> RemovableHandle:
                 hooks = node.metadata.setdefault(key, OrderedDict())  # a plain dict takes no weak references
-                handle = torch.utils.hooks.RemovableHandle(hooks)
+                handle = RemovableHandle(hooks)
                 hooks[handle.id] = hook
                 return handle
 
@@ -373,38 +386,37 @@ class _Walker:
             yield
 
 
+_Hook = Callable[..., object]
 _TENSOR_HOOKS, _RETAINED, _PRE_HOOKS, _POST_HOOKS = (f"memguard {kind}" for kind in ("tensor", "retain", "pre", "post"))
 
 
 class _Walk:
     """One backward pass."""
 
-    def __init__(self, walker: _Walker, keep_graph: bool, wanted: Sequence[tuple[Any, int] | None]) -> None:
+    def __init__(self, walker: _Walker, keep_graph: bool, wanted: Sequence[_Edge | None]) -> None:
         self.walker = walker
         self.keep_graph = keep_graph
-        self.captured: list[Any] = [None] * len(wanted)
-        self.captures: dict[Any, list[tuple[int, int]]] = defaultdict(list)  # node -> places of input and capture
+        self.captured: _Grads = [None] * len(wanted)
+        self.captures: dict[_Node, list[tuple[int, int]]] = defaultdict(list)  # node -> places of input and capture
         for place, edge in enumerate(wanted):
             if edge is not None:
                 self.captures[edge[0]].append((edge[1], place))
-        self.needed: set[Any] | None = None  # nodes that lead to what is wanted; None: all
-        self.edges: dict[
-            Any, tuple[tuple[Any, int], ...]
-        ] = {}  # also keeps each node's Python object, and its identity
-        self.waiting: dict[Any, int] = {}
-        self.buffers: dict[Any, list[Any]] = {}
+        self.needed: set[_Node] | None = None  # nodes that lead to what is wanted; None: all
+        self.edges: dict[_Node, _NextFunctions] = {}  # also keeps each node's Python object, and so its identity
+        self.waiting: dict[_Node, int] = {}
+        self.buffers: dict[_Node, _Grads] = {}
         self.queue = _Queue()
-        self.older: dict[Any, int] = {}  # by node, the sequence number of the next older one
+        self.older: dict[_Node, int] = {}  # by node, the sequence number of the next older one
 
-    def run(self, edges: Sequence[tuple[Any, int]], grads: Sequence[Any], wanted: Sequence[tuple[Any, int]]) -> None:
-        root = edges[0][0] if len(edges) == 1 else _Root(edges, grads)
+    def run(self, edges: Sequence[_Edge], grads: Sequence[Tensor | None], wanted: Sequence[_Edge]) -> None:
+        root = edges[0][0] if len(edges) == 1 else cast(_Node, _Root(edges, grads))
         order = self._explore(root)
         numbers = sorted((node._sequence_nr(), place) for place, node in enumerate(order))
         self.older = {order[place]: older for (_, place), (older, _) in zip(numbers, [(-1, 0), *numbers], strict=False)}
         if wanted:
             self._find_needed(order, {node for node, _ in wanted})
         if len(edges) == 1:
-            self.buffers[root] = [None] * _arity(root)
+            self.buffers[root] = [None] * len(_input_metadata(root))
             self.buffers[root][edges[0][1]] = grads[0]
         else:
             self.buffers[root] = []
@@ -412,7 +424,7 @@ class _Walk:
         while self.queue:
             self._evaluate(self.queue.pop())
 
-    def _explore(self, root: Any) -> list[Any]:
+    def _explore(self, root: _Node) -> list[_Node]:
         """Find all nodes and count what each waits for (`Engine::compute_dependencies`)."""
         order, stack = [], [root]
         self.edges[root] = root.next_functions
@@ -427,9 +439,9 @@ class _Walk:
                         stack.append(following)
         return order
 
-    def _find_needed(self, order: list[Any], wanted: set[Any]) -> None:
+    def _find_needed(self, order: list[_Node], wanted: set[_Node]) -> None:
         """Nodes on a path to a wanted one (`GraphTask::init_to_execute`)."""
-        followers: dict[Any, list[Any]] = defaultdict(list)
+        followers: dict[_Node, list[_Node]] = defaultdict(list)
         for node in order:
             for following, _ in self.edges[node]:
                 if following is not None:
@@ -443,7 +455,7 @@ class _Walk:
                     self.needed.add(parent)
                     stack.append(parent)
 
-    def _evaluate(self, node: Any) -> None:
+    def _evaluate(self, node: _Node) -> None:
         """`Engine::evaluate_function`."""
         grads = self.buffers.pop(node)
         metadata = node.metadata
@@ -474,21 +486,22 @@ class _Walk:
                     torch.isnan(outputs[place]).any()  # for the memory it takes: nothing fake has a value
         self._distribute(node, outputs)
 
-    def _call(self, node: Any, grads: list[Any]) -> list[Any]:
-        """`call_function`: run the node and bring its results into the shape their receivers expect."""
-        if _is_accumulation(node):
-            _accumulate_grad(node.variable, grads)
+    def _call(self, node: _Node, grads: _Grads) -> list[Any]:
+        """`call_function`: run the node and give its results the shapes that their receivers expect."""
+        leaf = _leaf_of(node)
+        if leaf is not None:
+            _accumulate_grad(leaf, grads)
             return []
-        outputs = _python_outputs(node, grads) if isinstance(node, torch._C._FunctionBase) else node(*grads)
-        outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
-        for place, edge in enumerate(self.edges[node][: len(outputs)]):
-            if edge[0] is not None and outputs[place] is not None:
-                outputs[place] = _valid(outputs[place], *edge)
-        return outputs
+        outputs: Any = _python_outputs(node, grads) if isinstance(node, torch._C._FunctionBase) else node(*grads)
+        outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]  # no second name for the results
+        for at, (following, place) in enumerate(self.edges[node][: len(outputs)]):
+            if following is not None and outputs[at] is not None:
+                outputs[at] = _valid(outputs[at], following, place)
+        return outputs  # type: ignore[no-any-return]
 
-    def _distribute(self, node: Any, outputs: list[Any]) -> None:
-        """Hand each result to its receiver, and queue the receivers that wait for nothing more."""
-        added: list[Any] = []  # what was added to another gradient lives on until all are handed over
+    def _distribute(self, node: _Node, outputs: _Grads) -> None:
+        """Pass each result to its receiver, and queue the receivers that are complete."""
+        added: _Grads = []  # what was added to another gradient lives until all are passed on
         outputs.reverse()
         for following, place in self.edges[node]:
             received = [outputs.pop() if outputs else None]
@@ -499,7 +512,7 @@ class _Walk:
                 continue
             buffer = self.buffers.get(following)
             if buffer is None:
-                buffer = self.buffers[following] = [None] * _arity(following)
+                buffer = self.buffers[following] = [None] * len(_input_metadata(following))
             if received[0] is None:
                 pass
             elif buffer[place] is None:
@@ -511,7 +524,7 @@ class _Walk:
                 self.queue.push(following)
         _drop_in_order(added)
 
-    def _add(self, buffer: list[Any], place: int, new: Any) -> None:
+    def _add(self, buffer: list[Any], place: int, new: Tensor) -> None:
         """`InputBuffer::add` and `accumulate`."""
         old = buffer[place]
         references = sys.getrefcount(old)
@@ -521,39 +534,34 @@ class _Walk:
             buffer[place] = old + new
 
 
-def _metadata(node: Any) -> dict[str, Any]:
-    """What can be hung on a node; it lives as long as the node itself, unlike the node's Python object."""
-    return node.metadata  # type: ignore[no-any-return]
+def _metadata(tensor: Tensor) -> dict[str, Any]:
+    return tensor.grad_fn.metadata  # type: ignore[union-attr, return-value]
 
 
-def _drop_in_order(tensors: list[Any]) -> None:
-    """Let go of the first one first, as a C++ vector does; a Python list begins at its end."""
+def _drop_in_order(tensors: _Grads) -> None:
+    """Drop the first one first, as a C++ vector does; a Python list starts at its end."""
     tensors.reverse()
     while tensors:
         tensors.pop()
 
 
-def _edge(tensor: Any) -> tuple[Any, int]:
+def _edge(tensor: Tensor | GradientEdge) -> _Edge:
     """`gradient_edge` (torch/csrc/autograd/variable.cpp)."""
-    edge = tensor if not isinstance(tensor, torch.Tensor) else torch.autograd.graph.get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
+    edge = get_gradient_edge(tensor) if isinstance(tensor, Tensor) else tensor
+    return cast(_Node, edge.node), edge.output_nr
 
 
-def _arity(node: Any) -> int:
-    """How many gradients a node takes."""
-    return len(_input_metadata(node))
+def _input_metadata(node: _Node) -> tuple[Any, ...]:
+    found = node._input_metadata  # type: ignore[attr-defined]
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
-def _input_metadata(node: Any) -> tuple[Any, ...]:
-    found = node._input_metadata
-    return found if isinstance(found, tuple) else tuple(found) if isinstance(found, list) else (found,)
+def _leaf_of(node: _Node) -> Tensor | None:
+    """The leaf whose gradient a node accumulates; None for other nodes."""
+    return getattr(node, "variable", None) if node._sequence_nr() == _LATEST else None
 
 
-def _is_accumulation(node: Any) -> bool:
-    return bool(node._sequence_nr() == _LATEST) and hasattr(node, "variable")
-
-
-def _valid(grad: Any, node: Any, place: int) -> Any:
+def _valid(grad: Tensor | None, node: _Node, place: int) -> Tensor | None:
     """`validate_outputs`: reduce a gradient that was broadcast, and give it its receiver's dtype."""
     if grad is None:
         return None
@@ -566,12 +574,10 @@ def _valid(grad: Any, node: Any, place: int) -> Any:
     return grad
 
 
-def _hooked_inputs(node: Any, metadata: dict[str, Any], grads: list[Any]) -> list[Any]:
-    """Hooks on the tensors whose gradients come in."""
-    if _is_accumulation(node):
-        hooks = {0: node.variable._backward_hooks}
-    else:
-        hooks = metadata.get(_TENSOR_HOOKS, {})
+def _hooked_inputs(node: _Node, metadata: dict[str, Any], grads: list[Any]) -> list[Any]:
+    """Run the hooks on the tensors whose gradients come in."""
+    leaf = _leaf_of(node)
+    hooks = metadata.get(_TENSOR_HOOKS, {}) if leaf is None else {0: leaf._backward_hooks}
     for place, own in hooks.items():
         for hook in tuple((own or {}).values()):
             changed = hook(grads[place])
@@ -585,8 +591,8 @@ def _hooked_inputs(node: Any, metadata: dict[str, Any], grads: list[Any]) -> lis
     return grads
 
 
-def _python_outputs(node: Any, grads: list[Any]) -> list[Any]:
-    """`PyNode::apply` (torch/csrc/autograd/python_function.cpp): a ``torch.autograd.Function`` of the user's."""
+def _python_outputs(node: Any, grads: _Grads) -> _Grads:
+    """`PyNode::apply` (torch/csrc/autograd/python_function.cpp): a ``torch.autograd.Function``."""
     if getattr(node, "memguard_materializes", True):
         for place, expected in enumerate(_input_metadata(node)):
             if grads[place] is None:
@@ -604,7 +610,7 @@ def _python_outputs(node: Any, grads: list[Any]) -> list[Any]:
 # -- leaves
 
 
-def _accumulate_grad(variable: torch.Tensor, grads: list[Any]) -> None:
+def _accumulate_grad(variable: Tensor, grads: list[Any]) -> None:
     """`AccumulateGrad::apply` and `accumulateGrad` (torch/csrc/autograd/functions/accumulate_grad.{h,cpp})."""
     if grads[0] is None or not variable.requires_grad:
         return
@@ -625,8 +631,8 @@ def _accumulate_grad(variable: torch.Tensor, grads: list[Any]) -> None:
         hook(variable)
 
 
-def _is_unshared(tensor: torch.Tensor, references: int, held: int) -> bool:
-    """Whether nobody but the walk holds the tensor: ``held`` names in Python, and one reference from its object."""
+def _is_unshared(tensor: Tensor, references: int, held: int) -> bool:
+    """Whether only the walk holds the tensor: ``held`` names in Python, and one reference from its object."""
     return references <= held and tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
@@ -634,15 +640,15 @@ def _is_unshared(tensor: torch.Tensor, references: int, held: int) -> bool:
 _ONE_TENSOR = 2
 
 
-def _is_ours_alone(tensor: torch.Tensor, references: int, held: int) -> bool:
-    """`can_accumulate_inplace`: nobody else holds the tensor nor its storage, and it is dense."""
+def _is_ours_alone(tensor: Tensor, references: int, held: int) -> bool:
+    """`can_accumulate_inplace`: nothing else holds the tensor or its storage, and it is dense."""
     if not _is_unshared(tensor, references, held) or tensor.layout is not torch.strided:
         return False
     count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count <= _ONE_TENSOR and _is_dense(tensor)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     """``is_non_overlapping_and_dense``: some order of the dimensions makes the tensor contiguous."""
     if tensor.is_contiguous():
         return True
@@ -654,7 +660,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _is_laid_out_as(grad: torch.Tensor, variable: torch.Tensor) -> bool:
+def _is_laid_out_as(grad: Tensor, variable: Tensor) -> bool:
     """`obeys_layout_contract` (torch/csrc/autograd/utils/grad_layout_contract.h)."""
     if not _is_dense(variable):
         return grad.is_contiguous()
@@ -664,7 +670,7 @@ def _is_laid_out_as(grad: torch.Tensor, variable: torch.Tensor) -> bool:
     )
 
 
-def _copy_laid_out_as(grad: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
+def _copy_laid_out_as(grad: Tensor, variable: Tensor) -> Tensor:
     """`clone_obey_contract`."""
     if not _is_dense(variable):
         return grad.clone(memory_format=torch.contiguous_format)

@@ -8,11 +8,14 @@ backward pass. Checked on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_memguard.core.capture.schema import by_name
 
 _aten = torch.ops.aten
 _FORWARD, _BACKWARD = _aten._cudnn_rnn.default, _aten._cudnn_rnn_backward.default
@@ -20,7 +23,7 @@ _FORWARD, _BACKWARD = _aten._cudnn_rnn.default, _aten._cudnn_rnn_backward.defaul
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
 
 # Numbers that a cell keeps for the backward pass, in units of its hidden size: the gates, and the states between them.
-# cuDNN tells the true size only to a device (`cudnnGetRNNTempSpaceSizes`), so this is an estimate, and a note says so.
+# cuDNN gives the true size only on a device (`cudnnGetRNNTempSpaceSizes`), so this is an estimate, and a note says so.
 _KEPT = {0: 2, 1: 2, 2: 6, 3: 5}
 NOTE = "the reserve space of cuDNN's RNNs was estimated: only a device tells its size"
 
@@ -30,15 +33,12 @@ def takes_cudnn(x: torch.Tensor) -> bool:
     return torch.backends.cudnn.enabled and x.numel() > 0 and x.dtype in (torch.half, torch.float, torch.double)
 
 
-def call(func: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-    """Run one layer stack as `_cudnn_impl` (aten/src/ATen/native/RNN.cpp) does.
+def call(func: Callable[..., Any], *args: Any) -> tuple[torch.Tensor, ...]:
+    """Run one layer stack as `_cudnn_impl` (aten/src/ATen/native/RNN.cpp) does: the output and the last states.
 
     Args:
-        func: ``torch.lstm`` or one of its kin.
+        func: ``torch.lstm``, ``torch.gru`` or another of these.
         args: its arguments, of padded or of packed sequences.
-
-    Returns:
-        The output and the last states.
     """
     mode = _MODES[func.__name__]
     if isinstance(args[3], (list, tuple)):  # packed: data, batch_sizes, states, weights, ...
@@ -57,37 +57,21 @@ def call(func: Any, *args: Any) -> tuple[torch.Tensor, ...]:
     state = None
     if dropout and train:
         state = x.new_empty((_DROPOUT_STATE_BYTES,), dtype=torch.uint8)
+    weight = (weights, (4 if biases else 2) + bool(projected), weights[0].detach())
+    options = (mode, hidden, projected, layers, batch_first, dropout, train, bidirectional, sizes, state)
     with torch.autocast("cuda", enabled=False):
-        output, hy, cy, *_ = _aten._cudnn_rnn(
-            x,
-            weights,
-            (4 if biases else 2) + bool(projected),
-            weights[0].detach(),
-            hx,
-            cx,
-            mode,
-            hidden,
-            projected,
-            layers,
-            batch_first,
-            dropout,
-            train,
-            bidirectional,
-            sizes,
-            state,
-        )
+        output, hy, cy, *_ = _aten._cudnn_rnn(x, *weight, hx, cx, *options)
     return (output, hy, cy) if cx is not None else (output, hy)
 
 
 _DROPOUT_STATE_BYTES = 1_572_864  # cudnnDropoutGetStatesSize: one curand state of 48 B for each of 32,768 threads
 
 
-def fake_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def fake_result(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Any, ...] | None:
     """What cuDNN's RNN, or its backward pass, returns: of true sizes, or None for any other operator."""
     if func not in (_FORWARD, _BACKWARD) or not isinstance(args[0], FakeTensor):
         return None
-    names = (argument.name for argument in func._schema.arguments)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = by_name(func, args, kwargs)
     return _forward(given) if func is _FORWARD else _backward(given)
 
 

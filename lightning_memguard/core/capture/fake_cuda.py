@@ -1,35 +1,37 @@
-"""A CUDA to pretend with: steps run on fake ``cuda`` tensors on machines without a GPU, on every build of torch.
+"""A simulated CUDA: steps run on fake ``cuda`` tensors on machines without a GPU, on every build of torch.
 
-Three things are missing there. A CPU-only build has no device guard for CUDA. Python's `torch.cuda` says there is no
-device, so autocast, gradient scaling and users' code turn themselves off. And some operators ask the driver which
-kernel to take (batch norm, RNNs, attention); the choice the target GPU would make is made here instead.
+Three things are missing there. A CPU-only build has no device guard for CUDA. Python's `torch.cuda` reports no device,
+so autocast, gradient scaling and users' code turn themselves off. And some operators ask the driver which kernel to use
+(batch norm, RNNs, attention); here the choice of the target GPU is made instead.
 
-Private names of torch are read here as in `lightning_memguard.core.capture.fake`. Checked on torch 2.11 and 2.13.
+`simulated_cuda` patches functions of torch for the whole process while it is on, and no other thread may use torch
+meanwhile. Checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from lightning_memguard.core.capture import cudnn_rnn
+from lightning_memguard.core.capture import cudnn_rnn, sdpa
+from lightning_memguard.core.capture.fake import Function
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.kernels import attention
 from lightning_memguard.errors import CannotTraceError
 
 _aten = torch.ops.aten
 
-FAKE_DEVICE = torch.device("cuda", 0)  # the one device that `pretended_cuda` speaks of, whichever is trained on
+FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
 
 _CUDA, _META, _LAZY = 1, 14, 17  # c10::DeviceType (torch/headeronly/core/DeviceType.h)
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
@@ -37,32 +39,31 @@ _REGISTER = "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGua
 
 
 class FakeCudaMode(FakeTensorMode):
-    """Fake tensors that never touch a device, whatever `torch.cuda` says."""
+    """Fake tensors that never touch a device, whatever `torch.cuda` reports."""
 
     @property
     def avoid_device_init(self) -> bool:
-        """Whether devices must be left alone: always."""
+        """Always True: no device is initialized."""
         return True
 
 
-def can_pretend() -> bool:
-    """Whether this torch shows what it takes: guards for CUDA, and what autograd has saved (2.11 and 2.13 do)."""
+def can_simulate_cuda() -> bool:
+    """Whether this torch exposes device guards and what autograd saved (2.11 and 2.13 do)."""
     return hasattr(torch._C, "_ensureCUDADeviceGuardSet") and hasattr(torch._C._autograd.SavedTensor, "data")
 
 
 @functools.cache
 def _guard_cuda() -> None:
-    """Give a CPU-only build the device guard that it lacks for CUDA: one that does nothing.
+    """Give a CPU-only build a device guard for CUDA that does nothing.
 
-    Every build can make such a guard, but does so only in place of one that counts no devices
-    (`c10::impl::ensureCUDADeviceGuardSet`). The lazy backend's is such a one, so it stands in for a moment, put there
-    by `c10::impl::registerDeviceGuard` as a build with CUDA puts its own. The guard stays for the process: fake tensors
-    may outlive the capture, and nothing else in a build without CUDA ever asks for it.
+    Every build can make such a guard, but only in place of one that counts no devices
+    (`c10::impl::ensureCUDADeviceGuardSet`). The lazy backend's counts none, so it takes that place for a moment,
+    registered by `c10::impl::registerDeviceGuard` as a build with CUDA registers its own. The guard stays for the
+    process: fake tensors may outlive the capture, and nothing else in a build without CUDA uses it.
     """
-    if not can_pretend():
+    if not can_simulate_cuda():
         raise CannotTraceError(
-            f"A CUDA that is not there cannot be pretended on torch {torch.__version__}: install 2.11 or newer, or "
-            "predict for device='cpu'."
+            f"torch {torch.__version__} cannot simulate CUDA: install 2.11 or newer, or predict for device='cpu'."
         )
     if torch.version.cuda is not None or torch.version.hip is not None:
         return
@@ -74,8 +75,8 @@ def _guard_cuda() -> None:
         register = getattr(library, _REGISTER)
     except (IndexError, OSError, AttributeError, ValueError) as error:
         raise CannotTraceError(
-            f"This build of torch ({torch.__version__}) has no CUDA, and gives no way to pretend one ({error}). "
-            "Install a build with CUDA (it needs no GPU), or predict for device='cpu'."
+            f"This build of torch ({torch.__version__}) has no CUDA and cannot simulate it ({error}). Install a build "
+            "with CUDA (it needs no GPU), or predict for device='cpu'."
         ) from error
     register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
     if registry[_CUDA] in (None, registry[_META]) and registry[_LAZY] is not None:
@@ -86,16 +87,31 @@ def _guard_cuda() -> None:
 
 
 @contextmanager
-def pretended_cuda(gpu: Gpu) -> Iterator[None]:
-    """Inside, fake ``cuda`` tensors work and `torch.cuda` speaks of one device like ``gpu``.
+def simulated_cuda(gpu: Gpu) -> Iterator[None]:
+    """Inside, fake ``cuda`` tensors work and `torch.cuda` reports one device like ``gpu``.
+
+    Patches functions of `torch.cuda`, `torch.nn.functional` and `torch` for all threads of the process.
 
     Args:
-        gpu: what to pretend. A device that is really there is not touched.
+        gpu: the GPU to simulate. A device that is present is not touched.
 
     Raises:
-        CannotTraceError: this build of torch cannot be brought to it.
+        CannotTraceError: this build of torch cannot simulate CUDA.
     """
     _guard_cuda()
+    with ExitStack() as exits:
+        for name, answer in _torch_cuda_of(gpu).items():
+            exits.enter_context(mock.patch.object(torch.cuda, name, answer))
+        exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
+        for home, name, _ in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
+            exits.enter_context(mock.patch.object(home, name, _overriding(getattr(home, name))))
+        _simulated.append(gpu)
+        exits.callback(_simulated.pop)
+        yield
+
+
+def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
+    """Functions of `torch.cuda` on a machine with this GPU."""
     major, minor = gpu.compute_capability
     properties = SimpleNamespace(
         name=gpu.name,
@@ -109,7 +125,7 @@ def pretended_cuda(gpu: Gpu) -> Iterator[None]:
         is_integrated=0,
         is_multi_gpu_board=0,
     )
-    says: dict[str, Callable[..., Any]] = {
+    return {
         "is_available": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
         "is_current_stream_capturing": lambda: False,
@@ -126,15 +142,6 @@ def pretended_cuda(gpu: Gpu) -> Iterator[None]:
         "manual_seed_all": lambda *_: None,
         **dict.fromkeys(_COUNTERS, lambda *_, **__: 0),
     }
-    with ExitStack() as exits:
-        for name, answer in says.items():
-            exits.enter_context(mock.patch.object(torch.cuda, name, answer))
-        exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
-        for home, name in _WHERE_ASKED:  # functions of `torch.nn.functional` call these unseen by any mode
-            exits.enter_context(mock.patch.object(home, name, _instead_of(getattr(home, name))))
-        _pretended.append(gpu)
-        exits.callback(_pretended.pop)
-        yield
 
 
 _COUNTERS = (
@@ -146,32 +153,32 @@ _COUNTERS = (
     "reset_max_memory_allocated",
 )
 
-_pretended: list[Gpu] = []  # the one whose kernels are chosen now, last
+_simulated: list[Gpu] = []  # the innermost last
 
 
-def gpu_of_now() -> Gpu | None:
-    """The GPU that is pretended now."""
-    return _pretended[-1] if _pretended else None
+def simulated_gpu() -> Gpu | None:
+    """The GPU that is simulated now."""
+    return _simulated[-1] if _simulated else None
 
 
-def is_pretended_op(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether `call` knows better than torch which kernel the pretended GPU would take."""
-    if not _pretended or not args:
+def is_overridden(func: Function, args: tuple[Any, ...]) -> bool:
+    """Whether `call` chooses the kernel that the simulated GPU would use, in place of torch."""
+    if not _simulated or not args:
         return False
     if func is torch.tensor:
         return type(args[0]) is int
-    return func in _INSTEAD and isinstance(args[0], FakeTensor) and args[0].is_cuda
+    return func in _OVERRIDES and isinstance(args[0], FakeTensor) and args[0].is_cuda
 
 
-def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the kernel that the pretended GPU would take in place of a torch function."""
+def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Call the kernel that the simulated GPU would use in place of a torch function."""
     if func is torch.tensor:
         return _count(*args, **kwargs)
-    return _INSTEAD[func](_pretended[-1], func, *args, **kwargs)
+    return _OVERRIDES[func](_simulated[-1], func, *args, **kwargs)
 
 
-def _count(value: int, **kwargs: Any) -> torch.Tensor:
-    """A number that goes to the device, such as the length of a loader, and is asked for there: fake, but known."""
+def _count(value: int, **kwargs: Any) -> Tensor:
+    """A number that is moved to the device and read there, such as the length of a loader: fake, but known."""
     tensor = torch.tensor(value, **kwargs)
     if isinstance(tensor, FakeTensor):
         with unset_fake_temporarily():
@@ -184,18 +191,18 @@ def _count(value: int, **kwargs: Any) -> torch.Tensor:
 
 def _batch_norm(
     _: Gpu,
-    func: Any,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
+    func: Function,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     training: bool,
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
-) -> torch.Tensor:
-    """`_select_batch_norm_backend` (aten/src/ATen/native/Normalization.cpp), which a CPU-only build answers wrongly."""
+) -> Tensor:
+    """`_select_batch_norm_backend` (aten/src/ATen/native/Normalization.cpp), which is wrong in a CPU-only build."""
     args = (x, weight, bias, running_mean, running_var, training, momentum, eps)
     if torch.version.cuda is None and cudnn_enabled and _takes_cudnn_batch_norm(*args[:6]):
         return _aten.cudnn_batch_norm(*args)[0]  # type: ignore[no-any-return]
@@ -203,16 +210,11 @@ def _batch_norm(
 
 
 def _takes_cudnn_batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    training: bool,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool
 ) -> bool:
-    if weight is None or bias is None or x.dim() < 3 or (running_mean is None) != (running_var is None):
+    if weight is None or bias is None or x.dim() < 3 or (mean is None) != (var is None):
         return False
-    if running_mean is None and not training:
+    if mean is None and not training:
         return False
     if torch.bfloat16 in (x.dtype, weight.dtype) or (x.dtype == torch.half and weight.dtype != torch.float):
         return False
@@ -223,29 +225,29 @@ def _takes_cudnn_batch_norm(
 
 
 def _rms_norm(
-    _: Gpu, func: Any, x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
-    """`rms_norm_symint` (aten/src/ATen/native/layer_norm.cpp): the fused kernel, which a CPU-only build leaves out."""
+    _: Gpu, func: Function, x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """`rms_norm_symint` (aten/src/ATen/native/layer_norm.cpp): the fused kernel, which CPU-only builds lack."""
     if torch.version.cuda is not None or (weight is not None and weight.dtype != x.dtype):
         return func(x, shape, weight, eps)  # type: ignore[no-any-return]
     return _FusedRmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """The fused kernel with its gradient: autograd of a build without such a kernel takes it apart."""
+    """The fused kernel with its gradient: autograd decomposes it in a build without such a kernel."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None) -> Any:
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             out, rstd = _aten._fused_rms_norm(x, shape, weight, eps)
         ctx.save_for_backward(x, rstd, weight)
         ctx.shape, ctx.eps = shape, eps
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a gradient's gradient torch takes it apart, too
+        if torch.is_grad_enabled():  # torch decomposes it for a gradient's gradient, too
             inputs = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
             out = _aten._fused_rms_norm(x, ctx.shape, weight, ctx.eps)[0]
             grads = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
@@ -258,48 +260,39 @@ class _FusedRmsNorm(torch.autograd.Function):
 # -- attention
 
 
-def _attention(gpu: Gpu, _: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return attention.attend(*args, **kwargs, gpu=gpu.kernel_target)
+def _attention(gpu: Gpu, _: Function, *args: Any, **kwargs: Any) -> Tensor:
+    return sdpa.attend(sdpa.Attention(*args, **kwargs, capability=gpu.compute_capability))
 
 
 # -- recurrent layers
 
 
-def _rnn(_: Gpu, func: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+def _rnn(_: Gpu, func: Function, *args: Any) -> tuple[Tensor, ...]:
     return cudnn_rnn.call(func, *args) if cudnn_rnn.takes_cudnn(args[0]) else func(*args)
 
 
-_RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-
-_WHERE_ASKED = (
-    (torch, "batch_norm"),
-    (torch.nn.functional, "scaled_dot_product_attention"),
-    (torch, "rms_norm"),
-    *((torch._VF, name) for name in _RNNS),
+_PATCHED: tuple[tuple[ModuleType, str, Function], ...] = (
+    (torch, "batch_norm", _batch_norm),
+    (torch.nn.functional, "scaled_dot_product_attention", _attention),
+    (torch, "rms_norm", _rms_norm),
+    *((torch._VF, name, _rnn) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
 )
+_OVERRIDES = {getattr(home, name): override for home, name, override in _PATCHED}
 
 
-def _instead_of(func: Any) -> Callable[..., Any]:
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        return call(func, args, kwargs) if is_pretended_op(func, args) else func(*args, **kwargs)
+def _overriding(func: Function) -> Function:
+    def ask(*args: Any, **kwargs: Any) -> object:
+        return call(func, args, kwargs) if is_overridden(func, args) else func(*args, **kwargs)
 
     return functools.wraps(func)(ask)
 
 
-_INSTEAD: dict[Any, Callable[..., Any]] = {
-    torch.batch_norm: _batch_norm,
-    torch.nn.functional.scaled_dot_product_attention: _attention,
-    torch.rms_norm: _rms_norm,
-    **{getattr(torch, name): _rnn for name in _RNNS},
-}
-
-
 def gpu_of(device: torch.device) -> Gpu | None:
-    """What PyTorch says of the CUDA GPU behind ``device``; None for any other device, AMD's too.
+    """The CUDA GPU behind ``device`` as PyTorch reports it; None for any other device, including AMD's.
 
-    None as well on a torch too old for it to be pretended: its own engine then runs the fake step, without our rules.
+    None also on a torch too old to simulate it: torch's own engine then runs the fake step, without our rules.
     """
-    if device.type != "cuda" or torch.version.hip is not None or not can_pretend():
+    if device.type != "cuda" or torch.version.hip is not None or not can_simulate_cuda():
         return None
     facts = torch.cuda.get_device_properties(device)
     return Gpu(facts.name, facts.total_memory, (facts.major, facts.minor), facts.multi_processor_count)

@@ -1,15 +1,15 @@
-"""What an LSTM layer takes on the CPU, where oneDNN runs it and torch's fake kernel knows only half of what it returns.
+"""What an LSTM layer takes on the CPU, where oneDNN runs it and torch's fake kernel knows only half of its results.
 
 The reason to change is oneDNN's LSTM, or the way torch calls it. Checked on torch 2.13 and 2.14 (oneDNN 3.12).
 
 On the CPU ``at::lstm`` runs ``aten::mkldnn_rnn_layer`` for each layer and direction (`use_mkldnn` in
-aten/src/ATen/native/RNN.cpp), for fake tensors as for real ones: what it asks of them is their device. But the fake
+aten/src/ATen/native/RNN.cpp), for fake tensors as for real ones: it only asks for their device. But the fake
 kernel (torch/_meta_registrations.py) returns an empty workspace, though the real one outweighs all else that the layer
 keeps for the backward pass, and one tensor for both bias gradients. And oneDNN's reordered weights and its scratchpads
 come out of torch's allocator too (`cpu_alloc` in aten/src/ATen/native/mkldnn/IDeepRegistration.cpp).
 
-GRU, plain RNN, and LSTM with projections, in float64 or of packed sequences have no such path: real and fake tensors
-alike are taken through linear operators, step by step.
+GRU, plain RNN, and LSTM with projections, in float64 or of packed sequences have no such path: torch runs real and fake
+tensors alike through linear operators, step by step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_memguard.core.capture.schema import by_name
+from lightning_memguard.core.trace.scratch import nbytes, up
 
 _FORWARD = torch.ops.aten.mkldnn_rnn_layer.default
 _BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+_Arguments = Mapping[str, Any]
 
 _PAGE = 4096  # `set_offsets` in oneDNN, src/cpu/rnn/rnn_utils.cpp
 _ALIGNMENT = 128  # `default_alignment` in oneDNN, src/common/memory_tracking.hpp
@@ -30,20 +36,14 @@ _GATES = 4
 _FLOAT = 4  # oneDNN accumulates in float32 and so are all gradients
 
 
-def fake_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """What an LSTM layer, or its backward pass, really returns: each result a tensor of its own, of its true size.
+def fake_result(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Tensor, ...] | None:
+    """What an LSTM layer, or its backward pass, really returns: each result a fake tensor of its own, of its true size.
 
-    Args:
-        func: the operator that a dispatch mode was called with.
-        args: its arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        New fake tensors; None for any other operator, for real tensors and for other devices, where torch knows better.
+    None for any other operator, for real tensors and for other devices, where torch knows better.
     """
     if func not in (_FORWARD, _BACKWARD):
         return None
-    given = _by_name(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     x, hx, hidden = given["input"], given["hx_"], given["hidden_size"]
     if not isinstance(x, FakeTensor) or x.device.type != "cpu":
         return None
@@ -60,26 +60,20 @@ def fake_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
     return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def scratch_bytes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
     """How far the bytes alive inside an LSTM layer, or its backward pass, rise above its results.
 
-    Args:
-        func: the operator that a dispatch mode was called with.
-        args: its arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        Bytes that the kernel takes from torch's CPU allocator and gives back; 0 for every other operator or device.
+    The kernel takes them from torch's CPU allocator and gives them back; 0 for every other operator or device.
     """
     if func not in (_FORWARD, _BACKWARD):
         return 0
-    given = _by_name(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     if given["input"].device.type != "cpu":
         return 0
     return _forward_scratch(given) if func is _FORWARD else _backward_scratch(given)
 
 
-# -- what the operators were given
+# -- the layer
 
 
 @dataclass(frozen=True)
@@ -91,12 +85,7 @@ class _Layer:
     element: int  # bytes of a number: 4 in float32, 2 in bfloat16
 
 
-def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = (argument.name for argument in func._schema.arguments)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _layer(given: Mapping[str, Any]) -> _Layer:
+def _layer(given: _Arguments) -> _Layer:
     x = given["input"]
     steps, batch, inputs = x.shape
     return _Layer(steps, batch, inputs, given["hidden_size"], x.element_size())
@@ -105,7 +94,7 @@ def _layer(given: Mapping[str, Any]) -> _Layer:
 # -- what torch allocates around oneDNN: aten/src/ATen/native/mkldnn/RNN.cpp, include/ideep/operators/lstm.hpp
 
 
-def _forward_scratch(given: Mapping[str, Any]) -> int:
+def _forward_scratch(given: _Arguments) -> int:
     """`mkldnn_rnn_layer`: the sum of both biases (or zeros), then oneDNN's copies of the weights and its scratchpad."""
     layer, training = _layer(given), torch.is_grad_enabled()
     weights = _contiguous_copy(given["weight0"]) + _contiguous_copy(given["weight1"])
@@ -113,7 +102,7 @@ def _forward_scratch(given: Mapping[str, Any]) -> int:
     return weights + bias + _forward_weights_bytes(layer, training) + _forward_scratchpad_bytes(layer, training)
 
 
-def _backward_scratch(given: Mapping[str, Any]) -> int:
+def _backward_scratch(given: _Arguments) -> int:
     """`mkldnn_rnn_layer_backward`: gradients that are missing, strided or not in float32, and what oneDNN takes.
 
     oneDNN's own bias gradient is left out: when the second result of that size is cloned from the first, it is gone.
@@ -122,26 +111,22 @@ def _backward_scratch(given: Mapping[str, Any]) -> int:
     states = (given["output"], given["hx_"], given["cx_tmp"])
     grads = (given["grad_output"], given["grad_hy"], given["grad_cy"])
     taken = sum(
-        _bytes(state) if grad is None else _contiguous_copy(grad) for grad, state in zip(grads, states, strict=True)
+        nbytes(state) if grad is None else _contiguous_copy(grad) for grad, state in zip(grads, states, strict=True)
     )
     if layer.element != _FLOAT:
         taken += sum(state.numel() * _FLOAT for state in states)
     if _share_storage(given["hx_"], given["cx_tmp"]):
-        taken += _bytes(given["cx_tmp"])
+        taken += nbytes(given["cx_tmp"])
     weights = _contiguous_copy(given["weight1"]) + _contiguous_copy(given["weight2"])
     bias = _GATES * layer.hidden * layer.element
     return taken + weights + bias + _backward_weights_bytes(layer) + _backward_scratchpad_bytes(layer)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _contiguous_copy(tensor: Tensor) -> int:
+    return 0 if tensor.is_contiguous() else nbytes(tensor)
 
 
-def _contiguous_copy(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_contiguous() else _bytes(tensor)
-
-
-def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_storage(one: Tensor, other: Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
@@ -172,7 +157,7 @@ def _forward_weights_bytes(layer: _Layer, training: bool) -> int:
     sizes, columns, e = (layer.inputs, layer.hidden), _GATES * layer.hidden, layer.element
     if _is_brgemm(layer, training):
         together = _FLOAT // e  # two numbers in bfloat16 go side by side
-        return sum(_round_up(size, together) for size in sizes) * _GATES * _round_up(layer.hidden, _block(layer)) * e
+        return sum(up(size, together) for size in sizes) * _GATES * up(layer.hidden, _block(layer)) * e
     return sum(size * _good_ld(columns, e) * e for size in sizes if size > 1)
 
 
@@ -184,7 +169,7 @@ def _backward_weights_bytes(layer: _Layer) -> int:
     sizes, columns, e = (layer.inputs, layer.hidden), _GATES * layer.hidden, layer.element
     diffs = sum(size * (_good_ld(columns, _FLOAT) if size > 1 else columns) * _FLOAT for size in sizes)
     if _is_brgemm(layer, training=True):
-        return diffs + sum(_round_up(size, 32) for size in sizes) * _GATES * _round_up(layer.hidden, 2) * e
+        return diffs + sum(up(size, 32) for size in sizes) * _GATES * up(layer.hidden, 2) * e
     padded = ((size, _good_ld(size, e)) for size in sizes)
     return diffs + sum(columns * row * e for size, row in padded if row != size)
 
@@ -232,7 +217,7 @@ def _backward_scratchpad_bytes(layer: _Layer) -> int:
     space = _pages(gates, n * _good_ld(h, e) * e, n * _good_ld(h, _FLOAT) * _FLOAT)
     if not brgemm:
         return _scratchpad(layer, space)
-    rows = _round_up(n, 2)
+    rows = up(n, 2)
     copies = 1 if n > 1 else torch.get_num_threads()  # of one sample each thread transposes its own block: a bound
     return _scratchpad(
         layer,
@@ -257,13 +242,9 @@ def _batches(blocks: int) -> int:
 def _good_ld(size: int, element: int) -> int:
     """`get_good_ld`: rows begin on cache lines, yet not on multiples of 256 numbers."""
     line = 64 // element
-    ld = _round_up(size, line)
+    ld = up(size, line)
     return ld + line if ld % 256 == 0 else ld
 
 
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
 def _pages(*sizes: int) -> int:
-    return sum(_round_up(size, _PAGE) for size in sizes)
+    return sum(up(size, _PAGE) for size in sizes)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, map_tensors, shapes_of, tensors_in
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
-from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, pretended_cuda
+from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.capture.recorder import (
     Recorder,
     gradients_of,
@@ -45,7 +45,7 @@ class Program(ABC):
 
     Attributes:
         device: where it runs.
-        gpu: the GPU behind ``device``, present or pretended; None where it is not a CUDA device.
+        gpu: the GPU behind ``device``, present or simulated; None where it is not a CUDA device.
         batches: batches of any size; several loaders that are evaluated one after the other have one each.
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
         accumulate_grad_batches: batches an optimizer step.
@@ -138,7 +138,7 @@ class Program(ABC):
 
 
 def device_to_run_on(program: Program, *, fake: bool) -> torch.device:
-    """Where a copy of the training runs: the pretended GPU, its own device, or, where that is absent, the CPU."""
+    """Where a copy of the training runs: the simulated GPU, its own device, or, where that is absent, the CPU."""
     if program.gpu is None:
         return program.device
     if fake:
@@ -167,17 +167,13 @@ def check_precision(name: str) -> None:
 class LoopProgram(Program):
     """``zero_grad``, forward, backward, ``step``: the loop that PyTorch's tutorials write, over a plain module.
 
-    Attributes:
+    Attributes: those of `Program`, and
         model: any module; only copies of it run.
-        batches: batches of any size.
         step: ``(model, batch) -> loss``.
         optimizer: ``(parameters) -> Optimizer``, or None to keep gradients only.
-        device: where it runs.
-        precision: one of Lightning's names, such as ``"bf16-mixed"``.
         training: False for one forward under ``torch.no_grad``.
-        gpu: the GPU behind the device.
         accumulate_grad_batches: above 1, each batch finds the gradients of the one before.
-        changes: what is done to each copy in its first step.
+        changes: done to each copy in its first step.
     """
 
     model: nn.Module
@@ -329,12 +325,12 @@ def tensors(*, fake: bool, gpu: Gpu | None = None) -> Iterator[FakeTensorMode | 
 
     Args:
         fake: which of the two.
-        gpu: what fake ``cuda`` tensors pretend to live on.
+        gpu: the GPU to simulate for fake ``cuda`` tensors.
     """
     with isolated_rng():
         if not fake:
             yield None
             return
         mode = (FakeCudaMode if gpu else FakeTensorMode)(allow_non_fake_inputs=True)
-        with pretended_cuda(gpu) if gpu else contextlib.nullcontext(), faking(mode):
+        with simulated_cuda(gpu) if gpu else contextlib.nullcontext(), faking(mode):
             yield mode

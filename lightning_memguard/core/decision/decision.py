@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -49,6 +50,59 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a batch size is chosen from, as a user sets it.
+
+    Attributes:
+        margin: share of the device's memory to keep free.
+        budget_bytes: what the training may take there; None for all that is free, or all of a GPU that is absent.
+        min_batch_size: the smallest size to choose.
+        max_batch_size: the largest, or None.
+        multiple_of: only multiples of this are chosen.
+        keep_effective_batch_size: samples an optimizer step shall see over all ranks, or None.
+
+    Raises:
+        MemGuardError: one of them is out of its range, or two contradict each other.
+    """
+
+    margin: float = 0.05
+    budget_bytes: int | None = None
+    min_batch_size: int = 1
+    max_batch_size: int | None = None
+    multiple_of: int = 1
+    keep_effective_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        margin: object = self.margin
+        if not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+            raise MemGuardError(
+                f"margin={margin!r} is outside [0, 1); it is the share of the budget to keep free, such as 0.05."
+            )
+        for name in ("min_batch_size", "max_batch_size", "multiple_of", "keep_effective_batch_size"):
+            value = getattr(self, name)
+            if value is not None or name in ("min_batch_size", "multiple_of"):
+                check_count(name, value)
+        smallest = _round_up(self.min_batch_size, self.multiple_of)
+        if self.max_batch_size is not None and smallest > self.max_batch_size:
+            raise MemGuardError(
+                f"min_batch_size={self.min_batch_size} (in multiples of {self.multiple_of}) is above "
+                f"max_batch_size={self.max_batch_size}: no batch size is left to choose."
+            )
+
+    def request(
+        self, batch_size: int, *, unit: int, dataset_size: int | None, accumulate_grad_batches: int, ranks: int
+    ) -> Request:
+        """What a run asks for whose batch sizes are multiples of ``unit``; see `Request`."""
+        least, most, effective = self.min_batch_size, self.max_batch_size, self.keep_effective_batch_size
+        multiple_of = math.lcm(self.multiple_of, unit)
+        return Request(batch_size, least, most, multiple_of, dataset_size, effective, accumulate_grad_batches, ranks)
+
+
+def _round_up(number: int, multiple_of: int) -> int:
+    return -(-number // multiple_of) * multiple_of
+
+
+@dataclass(frozen=True)
 class Request:
     """What was asked for, and what keeps the size from being chosen freely.
 
@@ -79,7 +133,7 @@ class Request:
     @property
     def smallest_batch_size(self) -> int:
         """The smallest size there is to choose."""
-        return -(-self.min_batch_size // self.multiple_of) * self.multiple_of
+        return _round_up(self.min_batch_size, self.multiple_of)
 
 
 @dataclass(frozen=True)
@@ -256,31 +310,3 @@ def check_count(name: str, value: object) -> None:
     """
     if type(value) is not int or value < 1:
         raise MemGuardError(f"{name}={value!r} is not a count; pass an int of 1 or more.")
-
-
-def check_settings(
-    margin: object, min_batch_size: int, max_batch_size: int | None, multiple_of: int, effective: int | None
-) -> None:
-    """Check the numbers a user can give.
-
-    Raises:
-        MemGuardError: one of them is out of its range, or two contradict each other.
-    """
-    if not isinstance(margin, (int, float)) or not 0 <= margin < 1:
-        raise MemGuardError(
-            f"margin={margin!r} is outside [0, 1); it is the share of the budget to keep free, such as 0.05."
-        )
-    counts = {
-        "min_batch_size": min_batch_size,
-        "max_batch_size": max_batch_size,
-        "multiple_of": multiple_of,
-        "keep_effective_batch_size": effective,
-    }
-    for name, value in counts.items():
-        if value is not None:
-            check_count(name, value)
-    if max_batch_size is not None and -(-min_batch_size // multiple_of) * multiple_of > max_batch_size:
-        raise MemGuardError(
-            f"min_batch_size={min_batch_size} (in multiples of {multiple_of}) is above "
-            f"max_batch_size={max_batch_size}: no batch size is left to choose."
-        )

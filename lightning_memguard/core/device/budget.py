@@ -8,55 +8,52 @@ from dataclasses import replace
 import torch
 
 from lightning_memguard.core.decision.decision import Budget
-from lightning_memguard.core.device.asking import indexed, or_none
-from lightning_memguard.core.device.context import context_is_up, context_now, reserved_bytes
-from lightning_memguard.core.device.host import cgroup_room, host_room, rlimit_room
-from lightning_memguard.core.device.nvml import GpuFacts, gpu_facts_of, nvml_room
-from lightning_memguard.core.device.room import Room, smallest
+from lightning_memguard.core.device.context import context_bytes_between, has_context, reserved_bytes
+from lightning_memguard.core.device.host import cgroup_memory, host_memory, rlimit_memory
+from lightning_memguard.core.device.memory_info import MemoryInfo, least_free, or_none
+from lightning_memguard.core.device.nvml import GpuFacts, gpu_facts_of, nvml_memory, with_index
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import format_bytes
-
-# What may be taken
 
 
 def read_budget(
     device: torch.device, *, budget: int | None = None, margin: float = 0.05, already_held_bytes: int = 0
 ) -> Budget:
-    """Read what a training may take on ``device`` in all, held against `Footprint.peak_device_bytes`.
+    """Read what a training may take on ``device`` in total, to compare with `Footprint.peak_device_bytes`.
 
-    That is what is free, and what is this training's already: what PyTorch's allocator keeps cached, the model where it
-    lies on the device, and the context where it is up. Other tensors of this process are in the way like any others.
+    That is what is free, and what this training already holds: what PyTorch's allocator keeps cached, the model if it
+    is on the device, and the CUDA context if there is one. Other tensors of this process count as other memory.
 
-    A context that is up has no size that one could read for sure (NVML's figures by process are missing or wrong in
-    containers and under WSL). It needs none: it stands on both sides, so `context_bytes` is counted as ours here and
-    as needed in the Footprint, and a wrong figure cancels out. Libraries that load later are left to the margin.
+    The size of an existing context cannot be read reliably (NVML's figures by process are missing or wrong in
+    containers and under WSL). It need not be: `context_bytes` is counted as ours here and as needed in the Footprint,
+    so a wrong figure cancels out. Libraries that load later are left to the margin.
 
     Args:
         device: where the training will run.
         budget: bytes the user allows it, or None for what the device has free.
         margin: share of the budget to keep free, 0 to 1.
-        already_held_bytes: bytes of the model (parameters and buffers) that lie on ``device`` now.
+        already_held_bytes: bytes of the model (parameters and buffers) that are on ``device`` now.
 
     Returns:
         The budget. Where ``budget`` is more than the device has free, it is kept, and a warning says so.
 
     Raises:
-        MemGuardError: the device does not say what it has, and no ``budget`` was given.
+        MemGuardError: the device does not report its memory, and no ``budget`` was given.
 
     >>> read_budget(torch.device("cpu"), budget=8 * GIB, margin=0.25).usable_bytes == 6 * GIB
     True
     """
-    name, room = device_name(device), _room(device, already_held_bytes)
+    name, memory = device_name(device), _memory(device, already_held_bytes)
     if budget is not None:
-        if room is not None and budget > room.free_bytes:
-            warnings.warn(_too_large(budget, room, name), UserWarning, stacklevel=2)
-        room = Room(room.total_bytes if room else budget, budget, "given")
-    if room is None:
+        if memory is not None and budget > memory.free_bytes:
+            warnings.warn(_too_large(budget, memory, name), UserWarning, stacklevel=2)
+        memory = MemoryInfo(memory.total_bytes if memory else budget, budget, "given")
+    if memory is None:
         raise MemGuardError(
-            f"{name} was asked how much memory it has free, and neither its driver nor PyTorch could tell. "
-            f"Check that PyTorch can use it, or set `budget`, such as budget='24GiB'."
+            f"The free memory of {name} is unknown: neither its driver nor PyTorch reports it. "
+            f"Check that PyTorch can use the device, or set `budget`, such as budget='24GiB'."
         )
-    return Budget(room.total_bytes, room.free_bytes, int(room.free_bytes * margin), room.source, name)
+    return Budget(memory.total_bytes, memory.free_bytes, int(memory.free_bytes * margin), memory.source, name)
 
 
 def device_name(device: torch.device) -> str:
@@ -66,62 +63,59 @@ def device_name(device: torch.device) -> str:
     if device.type == "mps":
         return "Apple GPU (mps)"
     name = or_none(lambda: torch.get_device_module(device).get_device_name(device))
-    return f"{name} ({or_none(indexed, device) or device})" if name else str(device)
+    return f"{name} ({or_none(with_index, device) or device})" if name else str(device)
 
 
-def _too_large(budget: int, room: Room, name: str) -> str:
+def _too_large(budget: int, memory: MemoryInfo, name: str) -> str:
     return (
-        f"budget={format_bytes(budget)} was asked for, and {name} has {format_bytes(room.free_bytes)} of "
-        f"{format_bytes(room.total_bytes)} free ({room.source}). The budget stays as given, and the training may run "
+        f"budget={format_bytes(budget)} is more than {name} has free: {format_bytes(memory.free_bytes)} of "
+        f"{format_bytes(memory.total_bytes)} ({memory.source}). The budget stays as given, and the training may run "
         f"out of memory: lower `budget`, free memory on the device, or leave `budget` out."
     )
 
 
-def _room(device: torch.device, held_bytes: int) -> Room | None:
-    """What the process may take in all, from the first source that answers."""
+def _memory(device: torch.device, held_bytes: int) -> MemoryInfo | None:
+    """What the process may take in total, from the first source that answers."""
     if device.type == "cpu":
-        rooms = (or_none(host_room), or_none(cgroup_room), or_none(rlimit_room))
-        return _with_own(smallest(rooms), held_bytes)
+        memories = (or_none(host_memory), or_none(cgroup_memory), or_none(rlimit_memory))
+        return _with_own(least_free(memories), held_bytes)
     if device.type == "mps":
-        return _with_own(or_none(_mps_room), held_bytes)
+        return _with_own(or_none(_mps_memory), held_bytes)
     if device.type == "cuda":
-        return or_none(_cuda_room, device, held_bytes)
-    return _with_own(or_none(_torch_room, device), _own_bytes(device, held_bytes))
+        return or_none(_cuda_memory, device, held_bytes)
+    return _with_own(or_none(_torch_memory, device), _own_bytes(device, held_bytes))
 
 
-def _with_own(room: Room | None, own_bytes: int) -> Room | None:
-    """Count what is the training's already as free for it."""
-    return room and replace(room, free_bytes=max(0, min(room.free_bytes + own_bytes, room.total_bytes)))
+def _with_own(memory: MemoryInfo | None, own_bytes: int) -> MemoryInfo | None:
+    """Count what the training already holds as free for it."""
+    return memory and replace(memory, free_bytes=max(0, min(memory.free_bytes + own_bytes, memory.total_bytes)))
 
 
-# A GPU's memory
-
-
-def _cuda_room(device: torch.device, held_bytes: int) -> Room | None:
+def _cuda_memory(device: torch.device, held_bytes: int) -> MemoryInfo | None:
     gpu = gpu_facts_of(device)
     if gpu.integrated:
-        # NVML answers NotSupported on GB10 and Jetson, and mem_get_info says MemFree, which leaves out the page cache.
-        room = host_room()
+        # NVML answers NotSupported on GB10 and Jetson, and mem_get_info reports MemFree, without the page cache.
+        memory = host_memory()
     else:
-        room = nvml_room(gpu) or or_none(_torch_room, device) or _host_room_within(gpu)
-    # Asked after the sources: mem_get_info opens the context, and what it says is without it.
-    context = context_now(None, room, reserved_bytes(device)) if context_is_up(device) else 0
-    return _capped(device, _with_own(room, _own_bytes(device, held_bytes) + context), held_bytes)
+        memory = nvml_memory(gpu) or or_none(_torch_memory, device) or _host_memory_within(gpu)
+    # Read after the sources: mem_get_info creates the context, and its answer is without it.
+    context = context_bytes_between(None, memory, reserved_bytes(device)) if has_context(device) else 0
+    return _capped(device, _with_own(memory, _own_bytes(device, held_bytes) + context), held_bytes)
 
 
-def _torch_room(device: torch.device) -> Room:
+def _torch_memory(device: torch.device) -> MemoryInfo:
     free, total = torch.get_device_module(device).mem_get_info(device)
-    return Room(total, free, device.type)
+    return MemoryInfo(total, free, device.type)
 
 
-def _mps_room() -> Room:
+def _mps_memory() -> MemoryInfo:
     total = torch.mps.recommended_max_memory()
-    return Room(total, total - torch.mps.driver_allocated_memory(), "mps")
+    return MemoryInfo(total, total - torch.mps.driver_allocated_memory(), "mps")
 
 
-def _host_room_within(gpu: GpuFacts) -> Room:
-    """The last resort of a GPU whose drivers say nothing but its size."""
-    host = host_room()
+def _host_memory_within(gpu: GpuFacts) -> MemoryInfo:
+    """The last resort for a GPU whose drivers report nothing but its size."""
+    host = host_memory()
     return replace(host, total_bytes=gpu.total_bytes, free_bytes=min(host.free_bytes, gpu.total_bytes))
 
 
@@ -131,10 +125,10 @@ def _own_bytes(device: torch.device, held_bytes: int) -> int:
     return reserved_bytes(device) - allocated + min(held_bytes, allocated)
 
 
-def _capped(device: torch.device, room: Room | None, held_bytes: int) -> Room | None:
-    """Keep to torch.cuda.set_per_process_memory_fraction: the allocator refuses to go past it."""
+def _capped(device: torch.device, memory: MemoryInfo | None, held_bytes: int) -> MemoryInfo | None:
+    """Apply torch.cuda.set_per_process_memory_fraction: the allocator refuses to go past it."""
     fraction = or_none(torch.cuda.get_per_process_memory_fraction, device)
-    if room is None or fraction is None or fraction >= 1:
-        return room
+    if memory is None or fraction is None or fraction >= 1:
+        return memory
     others = max(0, torch.cuda.memory_allocated(device) - held_bytes)
-    return replace(room, free_bytes=max(0, min(room.free_bytes, int(fraction * room.total_bytes) - others)))
+    return replace(memory, free_bytes=max(0, min(memory.free_bytes, int(fraction * memory.total_bytes) - others)))

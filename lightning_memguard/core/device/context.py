@@ -1,71 +1,76 @@
-"""What a process takes on its GPU outside PyTorch's allocator: CUDA's context and libraries."""
+"""What a process holds on its GPU outside PyTorch's allocator: CUDA's context and libraries."""
 
 from __future__ import annotations
 
 import torch
 
-from lightning_memguard.core.device.asking import indexed, or_none
-from lightning_memguard.core.device.nvml import nvml_room_of
-from lightning_memguard.core.device.room import Room
+from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
+from lightning_memguard.core.device.nvml import nvml_memory_of, with_index
 from lightning_memguard.units import GIB
 
-_LARGEST_CONTEXT_BYTES = 2 * GIB
-"""More than this outside PyTorch's allocator is not one process's context and libraries (107 to 1343 MB were seen)."""
+# CUDA's context and the libraries that load with it are outside the allocator. Measured on consumer and workstation
+# cards: 107 to 555 MB; on a V100 about 300 MB with lazy loading (CUDA 11.7 and newer), 1343 MB without, which no build
+# of a supported torch has. Used only where there is no device to measure it on.
+CONTEXT_BYTES = (107_000_000, 300_000_000, 555_000_000)
 
-_UNMEASURED_CONTEXT_BYTES = 555_000_000
-"""A context that cannot be measured: the largest that was seen with CUDA's lazy loading (11.7 and newer)."""
+_LARGEST_CONTEXT_BYTES = 2 * GIB
+"""More than this outside PyTorch's allocator is not one process's context and libraries (107 to 1343 MB measured)."""
+
+_UNMEASURED_CONTEXT_BYTES = CONTEXT_BYTES[-1]
+"""A context that cannot be measured: the largest measured with CUDA's lazy loading (11.7 and newer)."""
 
 
 def context_bytes(device: torch.device) -> int:
-    """Measure what this process takes on ``device`` outside PyTorch's allocator: CUDA's context and libraries.
+    """Measure what this process holds on ``device`` outside PyTorch's allocator: CUDA's context and libraries.
 
-    Opens the context where it is not up yet, and sees what that took. Read the budget and open a `PeakMeter` before.
+    Creates the context where there is none yet, and measures what that takes. Read the budget and open a `PeakMeter`
+    before.
     """
     if device.type != "cuda":
         return 0
-    before = or_none(before_context, device)
-    or_none(torch.cuda.synchronize, device)  # the cheapest call that opens a context; it allocates nothing
-    return context_now(before, or_none(nvml_room_of, device), reserved_bytes(device))
+    before = or_none(memory_before_context, device)
+    or_none(torch.cuda.synchronize, device)  # the cheapest call that creates a context; it allocates nothing
+    return context_bytes_between(before, or_none(nvml_memory_of, device), reserved_bytes(device))
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """What PyTorch's allocator holds on the device."""
+    """What PyTorch's allocator has reserved on the device."""
     return or_none(lambda: torch.get_device_module(device).memory_reserved(device)) or 0
 
 
-def context_is_up(device: torch.device) -> bool:
+def has_context(device: torch.device) -> bool:
     """Whether this process has a CUDA context on the device."""
     if not torch.cuda.is_initialized():
         return False
-    # Private in torch 2.9 to 2.13 (torch/csrc/cuda/Module.cpp); without it, the context of a torch in use is likely up.
+    # Private in torch 2.9 to 2.13 (torch/csrc/cuda/Module.cpp); without it, a torch in use likely has its context.
     ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return ask is None or bool(ask(indexed(device).index))
+    return ask is None or bool(ask(with_index(device).index))
 
 
-def before_context(device: torch.device) -> Room | None:
-    """What NVML says of the device while no context of ours is up; None where one is."""
-    return None if context_is_up(device) else nvml_room_of(device)
+def memory_before_context(device: torch.device) -> MemoryInfo | None:
+    """What NVML reports for the device before this process has a context there; None where it has one."""
+    return None if has_context(device) else nvml_memory_of(device)
 
 
-def context_now(before: Room | None, now: Room | None, reserved_bytes: int) -> int:
-    """`outside_allocator_bytes`, or the largest context that was seen where it cannot be measured."""
+def context_bytes_between(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> int:
+    """`outside_allocator_bytes`, or the largest measured context where it is unknown."""
     return outside_allocator_bytes(before, now, reserved_bytes)[0] or _UNMEASURED_CONTEXT_BYTES
 
 
-def outside_allocator_bytes(before: Room | None, now: Room | None, reserved_bytes: int) -> tuple[int, str]:
-    """Tell what the process takes on its GPU outside PyTorch's allocator, and how that is known.
+def outside_allocator_bytes(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> tuple[int, str]:
+    """Compute what the process holds on its GPU outside PyTorch's allocator, and how that is known.
 
-    Where the device was read before the context was up, it is what has gone since, less what the allocator reserved.
-    Else it is all that processes hold on the device, less that: right for a process that has the device to itself. A
-    figure that no context and its libraries have is other processes' doing, and nothing is said then.
+    Where the device was read before the context was created, it is the free memory lost since, less what the allocator
+    reserved. Else it is all that processes hold on the device, less that: right for a process that has the device to
+    itself. A figure too large for a context and its libraries comes from other processes, and counts as unknown.
 
     Args:
         before: the device before this process had a context there, or None.
-        now: the device now, or None where it does not say.
+        now: the device now, or None where it does not report its memory.
         reserved_bytes: what this process's allocator has reserved now.
 
     Returns:
-        Bytes and the words for the source; 0 bytes where it cannot be told.
+        Bytes and the source in words; 0 bytes where unknown.
     """
     if before is not None and now is not None:
         taken = before.free_bytes - now.free_bytes - reserved_bytes
@@ -76,9 +81,3 @@ def outside_allocator_bytes(before: Room | None, now: Room | None, reserved_byte
         if 0 < taken <= _LARGEST_CONTEXT_BYTES:
             return taken, "nvml, whole device"
     return 0, "context not seen"
-
-
-# CUDA's context and the libraries that load with it take memory outside the allocator. Seen on consumer and workstation
-# cards: 107 to 555 MB; on a V100 some 300 MB with lazy loading (CUDA 11.7 and newer), 1343 MB without, which no build
-# of a supported torch has. Used only where no device is there to measure it.
-CONTEXT_BYTES = (107_000_000, 300_000_000, 555_000_000)

@@ -7,28 +7,25 @@ from pathlib import Path
 
 import psutil
 
-from lightning_memguard.core.device.room import Room, smallest
+from lightning_memguard.core.device.memory_info import MemoryInfo, least_free
 
 _NO_LIMIT_BYTES = 1 << 60
-"""Control groups v1 spell "no limit" as the largest multiple of a page below 2**63."""
+"""Control groups v1 write "no limit" as the largest multiple of a page below 2**63."""
 
 
-# The host's memory
-
-
-def host_room() -> Room:
-    """Read what the host has available: free, or in use for what it can drop."""
+def host_memory() -> MemoryInfo:
+    """Read what the host has available: free memory, and caches that it can drop."""
     memory = psutil.virtual_memory()
-    return Room(memory.total, memory.available, "host")
+    return MemoryInfo(memory.total, memory.available, "host")
 
 
-def cgroup_room(root: Path = Path("/")) -> Room | None:
-    """Read what the process's control group leaves it: the least of its groups up to the top; None without a limit.
+def cgroup_memory(root: Path = Path("/")) -> MemoryInfo | None:
+    """Read what the process's control group leaves it: the least of all groups up to the root; None without a limit.
 
     Args:
-        root: where ``proc`` and the mount points lie.
+        root: the folder of ``proc`` and the mount points.
     """
-    return smallest(tuple(_group_room(folder) for folder in _group_folders(root)))
+    return least_free(tuple(_group_memory(folder) for folder in _group_folders(root)))
 
 
 def _group_folders(root: Path) -> Iterator[Path]:
@@ -57,14 +54,14 @@ def _group_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _below(path: str, mounted: str) -> str:
-    """Where ``path`` lies under what is mounted; a container's own group may be all that is mounted."""
+    """``path`` relative to what is mounted; a container's own group may be all that is mounted."""
     prefix = mounted.rstrip("/")
     inside = path == mounted or path.startswith(f"{prefix}/")
     return path[len(prefix) :].lstrip("/") if inside and ".." not in path.split("/") else ""
 
 
-def _group_room(folder: Path) -> Room | None:
-    """One group's limit less its use. Page cache that nobody used lately is dropped at need, so it is no use."""
+def _group_memory(folder: Path) -> MemoryInfo | None:
+    """One group's limit less its use. Page cache that is inactive is dropped at need, so it does not count as used."""
     # Above memory.high a group is slowed down until it hardly runs; above the others it is killed.
     limit = _least_number(folder, "memory.max", "memory.high", "memory.limit_in_bytes")
     use = _least_number(folder, "memory.current", "memory.usage_in_bytes")
@@ -73,11 +70,11 @@ def _group_room(folder: Path) -> Room | None:
     stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
     # v1 sums up the groups below under `total_...`; v2 does so everywhere (kernel.org: cgroup-v1/memory.rst 5.2).
     droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-    return Room(limit, max(0, limit - max(0, use - droppable)), "cgroup")
+    return MemoryInfo(limit, max(0, limit - max(0, use - droppable)), "cgroup")
 
 
 def _least_number(folder: Path, *names: str) -> int | None:
-    """The least of the numbers in these files; a file may be missing, or say ``max``."""
+    """The least of the numbers in these files; a file may be missing, or contain ``max``."""
     texts = (_text(folder / name).strip() for name in names)
     return min((int(text) for text in texts if text.isdecimal()), default=None)
 
@@ -86,7 +83,7 @@ def _text(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def rlimit_room(process: Path = Path("/proc/self")) -> Room | None:
+def rlimit_memory(process: Path = Path("/proc/self")) -> MemoryInfo | None:
     """Read what the process's own limits leave it (``ulimit -v``, ``ulimit -d``); None without a limit, or off Linux.
 
     Args:
@@ -96,9 +93,13 @@ def rlimit_room(process: Path = Path("/proc/self")) -> Room | None:
 
     status = status_bytes(process)
     uses = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))  # man 2 setrlimit
-    rooms = ((resource.getrlimit(kind)[0], status[used]) for kind, used in uses)
-    return smallest(
-        tuple(Room(limit, max(0, limit - used), "rlimit") for limit, used in rooms if limit != resource.RLIM_INFINITY)
+    memories = ((resource.getrlimit(kind)[0], status[used]) for kind, used in uses)
+    return least_free(
+        tuple(
+            MemoryInfo(limit, max(0, limit - used), "rlimit")
+            for limit, used in memories
+            if limit != resource.RLIM_INFINITY
+        )
     )
 
 

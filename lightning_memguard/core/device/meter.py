@@ -1,4 +1,4 @@
-"""What a training really took: the peak that the device or the system counts."""
+"""The memory that a training actually took: the peak that the device or the operating system counts."""
 
 from __future__ import annotations
 
@@ -6,31 +6,26 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import torch
 
 from lightning_memguard.core.decision.record import Measured
-from lightning_memguard.core.device.asking import or_none
-from lightning_memguard.core.device.context import before_context, outside_allocator_bytes
+from lightning_memguard.core.device.context import memory_before_context, outside_allocator_bytes
 from lightning_memguard.core.device.host import status_bytes
-from lightning_memguard.core.device.malloc import give_back_freed_memory
-from lightning_memguard.core.device.nvml import nvml_room_of
-from lightning_memguard.core.device.room import Room
+from lightning_memguard.core.device.malloc import trim_heap
+from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
+from lightning_memguard.core.device.nvml import nvml_memory_of
 
 _SAMPLING_SECONDS = 0.01
-
-
-# What was taken
 
 
 class PeakMeter:
     """Measures the most memory that a training takes on its device, epoch by epoch.
 
-    On a GPU that is the allocator's own peak, and what NVML sees beside it. On the CPU it is how far the process's
-    resident memory rose above what it was at `start`, and the model, which was there before. It never raises into a
-    training: what cannot be read is 0 bytes with the source ``"unknown"``.
+    On a GPU that is the allocator's own peak, plus what NVML reports outside of it. On the CPU it is how far the
+    process's resident memory rose above its value at `start`, plus the model, which was there before. It never raises
+    into a training: what cannot be read is 0 bytes with the source ``"unknown"``.
 
     Open it before the process has its context on the GPU, so that it can tell the context from other processes.
 
@@ -47,14 +42,14 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = or_none(before_context, device) if device.type == "cuda" else None
+        self._before = or_none(memory_before_context, device) if device.type == "cuda" else None
         self._gauge: _Gauge | None = None
 
     def start(self, already_held_bytes: int) -> None:
         """Take the baseline.
 
         Args:
-            already_held_bytes: bytes of the model (parameters and buffers) that lie on the device now.
+            already_held_bytes: bytes of the model (parameters and buffers) that are on the device now.
         """
         self.close()
         self._gauge = or_none(_open_gauge, self._device, already_held_bytes, self._before)
@@ -74,33 +69,41 @@ class PeakMeter:
         return replace(measured or Measured(0, "unknown"), parts=dict(parts))
 
     def close(self) -> None:
-        """Stop measuring; `start` begins anew."""
+        """Stop measuring; `start` begins again."""
         if self._gauge is not None:
             self._gauge.close()
         self._gauge = None
 
 
-class _Gauge(Protocol):
-    def restart(self) -> bool: ...
-    def read(self) -> Measured: ...
-    def close(self) -> None: ...
-
-
-def _open_gauge(device: torch.device, held_bytes: int, before: Room | None) -> _Gauge:
+def _open_gauge(device: torch.device, held_bytes: int, before: MemoryInfo | None) -> _Gauge:
     if device.type == "cpu":
-        give_back_freed_memory()
+        trim_heap()
+        process = psutil.Process()
         return or_none(_HighWaterGauge, held_bytes) or _SampledGauge(
-            _resident_bytes, held_bytes - _resident_bytes(), "resident memory"
+            lambda: int(process.memory_info().rss), held_bytes - process.memory_info().rss, "resident memory"
         )
     if device.type == "mps":
         return _SampledGauge(torch.mps.driver_allocated_memory, 0, "torch.mps driver memory")
     return _AllocatorGauge(device, before)
 
 
-class _AllocatorGauge:
-    """PyTorch keeps its allocator's peaks; what lies outside it on the GPU only grows, so the last value will do."""
+class _Gauge:
+    """One way to read a peak. ``restart`` returns True: `or_none` makes None of an error."""
 
-    def __init__(self, device: torch.device, before: Room | None) -> None:
+    def restart(self) -> bool:
+        raise NotImplementedError
+
+    def read(self) -> Measured:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class _AllocatorGauge(_Gauge):
+    """PyTorch keeps its allocator's peaks; what is outside it on the GPU only grows, so its last value is its peak."""
+
+    def __init__(self, device: torch.device, before: MemoryInfo | None) -> None:
         self._device, self._before = device, before
         self._torch = torch.get_device_module(device)
         self.restart()
@@ -112,27 +115,24 @@ class _AllocatorGauge:
     def read(self) -> Measured:
         allocated = self._torch.max_memory_allocated(self._device)
         reserved = self._torch.max_memory_reserved(self._device)
-        now = or_none(nvml_room_of, self._device) if self._device.type == "cuda" else None
+        now = or_none(nvml_memory_of, self._device) if self._device.type == "cuda" else None
         outside, seen_by = outside_allocator_bytes(self._before, now, self._torch.memory_reserved(self._device))
         source = f"torch.{self._device.type} + {seen_by}" if outside else f"torch.{self._device.type}, {seen_by}"
         return Measured(reserved + outside, source, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
 
-    def close(self) -> None:
-        pass
 
-
-class _HighWaterGauge:
-    """The kernel's own mark of a process's peak resident memory, which the process may reset (Linux).
+class _HighWaterGauge(_Gauge):
+    """The kernel's own count of a process's peak resident memory, which the process may reset (Linux).
 
     Pages of mapped files are left out: PyTorch's libraries come in page by page while a first step runs (15 to 22 MiB),
-    and the kernel drops such pages at need. There is no peak of theirs to read; it is taken that they stay once mapped.
+    and the kernel drops such pages at need. They have no peak to read; we assume that they stay once mapped.
     """
 
     def __init__(self, held_bytes: int, process: Path = Path("/proc/self")) -> None:
         self._held_bytes, self._process = held_bytes, process
         self._at_start = status_bytes(process)
         self.restart()
-        self.read()  # a kernel that lacks a field shall say so now
+        self.read()  # fails now on a kernel that lacks a field
 
     def restart(self) -> bool:
         (self._process / "clear_refs").write_text("5")  # man 5 proc: sets VmHWM back to VmRSS
@@ -144,12 +144,9 @@ class _HighWaterGauge:
         grown = max(0, now["VmHWM"] - then["VmRSS"] - mapped)
         return Measured(self._held_bytes + grown, "peak resident memory (VmHWM)")
 
-    def close(self) -> None:
-        pass
 
-
-class _SampledGauge:
-    """A counter without a peak of its own, read every 10 ms by a thread; shorter peaks can slip by, so it says so."""
+class _SampledGauge(_Gauge):
+    """A counter without a peak of its own, read every 10 ms by a thread: shorter peaks can be missed."""
 
     def __init__(self, ask: Callable[[], int], offset_bytes: int, counter: str) -> None:
         self._ask, self._offset_bytes, self._counter = ask, offset_bytes, counter
@@ -173,7 +170,3 @@ class _SampledGauge:
     def close(self) -> None:
         self._closed.set()
         self._thread.join(timeout=1)
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)

@@ -1,4 +1,4 @@
-"""NVML: which of its devices is the one that torch means, and what it says of it."""
+"""NVML: which of its devices is the one that torch means, and how much memory it reports for it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from types import ModuleType
 
 import torch
 
-from lightning_memguard.core.device.asking import indexed, or_none
-from lightning_memguard.core.device.room import Room
+from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What torch and the environment say of one GPU: enough to find it in NVML.
+    """What torch and the environment report for one GPU: enough to find it in NVML.
 
     Attributes:
         total_bytes: its memory as CUDA sees it; on MIG that of the slice.
-        uuids: its names in NVML's spelling (``GPU-...``, ``MIG-...``), the likeliest first.
+        uuids: its names in NVML's spelling (``GPU-...``, ``MIG-...``), the most likely first.
         pci_bus_id: such as ``"00000000:3B:00.0"``; empty where unknown.
-        nvml_index: its index in NVML, as far as ``CUDA_VISIBLE_DEVICES`` lets one tell; else None.
+        nvml_index: its index in NVML, where ``CUDA_VISIBLE_DEVICES`` shows it; else None.
         integrated: it shares the host's memory.
     """
 
@@ -33,24 +32,28 @@ class GpuFacts:
     integrated: bool = False
 
 
-# NVML: which of its devices is the one that torch means, and what it says of it
+def with_index(device: torch.device) -> torch.device:
+    """The device with its index: ``cuda`` means the current one."""
+    if ":" in str(device):
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
-def gpu_facts(index: int, properties: Any, visible_devices: str | None) -> GpuFacts:
-    """Gather what names a GPU.
+def gpu_facts(index: int, properties: torch._C._CudaDeviceProperties, visible_devices: str | None) -> GpuFacts:
+    """Gather what identifies a GPU.
 
     Args:
-        index: torch's index of it.
-        properties: what `torch.cuda.get_device_properties` says.
+        index: its index in torch.
+        properties: the result of `torch.cuda.get_device_properties`.
         visible_devices: the environment's ``CUDA_VISIBLE_DEVICES``, or None.
     """
     total, integrated = int(properties.total_memory), bool(getattr(properties, "is_integrated", False))
     entry = _visible_entry(index, visible_devices)
     if entry.startswith("MIG-"):
-        # Its PCI bus and index are those of the whole GPU, which must not be mistaken for the slice.
+        # Its PCI bus and index are those of the whole GPU, not of the slice.
         return GpuFacts(total, (entry,), integrated=integrated)
     uuid = getattr(properties, "uuid", None)
-    uuids = (f"GPU-{uuid}", f"MIG-{uuid}") if uuid else ()  # torch leaves the prefix away
+    uuids = (f"GPU-{uuid}", f"MIG-{uuid}") if uuid else ()  # torch omits the prefix
     nvml_index = int(entry) if entry.isdecimal() else None
     return GpuFacts(total, uuids, _pci_bus_id(properties), nvml_index, integrated)
 
@@ -63,8 +66,8 @@ def _visible_entry(index: int, visible_devices: str | None) -> str:
     return entries[index].strip() if index < len(entries) else ""
 
 
-def _pci_bus_id(properties: Any) -> str:
-    """NVML's spelling of the bus id, where this torch's properties have it."""
+def _pci_bus_id(properties: torch._C._CudaDeviceProperties) -> str:
+    """The bus id in NVML's spelling, where this torch's properties have it."""
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     known = [part for part in parts if part is not None]
     return "{:08X}:{:02X}:{:02X}.0".format(*known) if len(known) == 3 else ""
@@ -72,36 +75,36 @@ def _pci_bus_id(properties: Any) -> str:
 
 def gpu_facts_of(device: torch.device) -> GpuFacts:
     """Facts of the GPU that torch means by ``device``."""
-    index = indexed(device).index
+    index = with_index(device).index
     return gpu_facts(index, torch.cuda.get_device_properties(index), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def nvml_room_of(device: torch.device) -> Room | None:
-    """`nvml_room` of the GPU that torch means by ``device``."""
-    return nvml_room(gpu_facts_of(device))
+def nvml_memory_of(device: torch.device) -> MemoryInfo | None:
+    """`nvml_memory` of the GPU that torch means by ``device``."""
+    return nvml_memory(gpu_facts_of(device))
 
 
-def nvml_room(gpu: GpuFacts) -> Room | None:
+def nvml_memory(gpu: GpuFacts) -> MemoryInfo | None:
     """Read a GPU's memory from NVML; None where NVML does not answer, or not for this GPU."""
     return None if torch.version.hip else or_none(_ask_nvml, gpu)
 
 
-def _ask_nvml(gpu: GpuFacts) -> Room | None:
+def _ask_nvml(gpu: GpuFacts) -> MemoryInfo | None:
     import pynvml
 
     pynvml.nvmlInit()
     try:
         for find, name in _nvml_handles(pynvml, gpu):
-            room = or_none(_nvml_memory, pynvml, find, name)
-            if room is not None and _is_of(room, name, gpu):
-                return _as_cuda_sees_it(room, gpu)
+            memory = or_none(_memory_of, pynvml, find, name)
+            if memory is not None and _is_of(memory, name, gpu):
+                return _as_cuda_sees_it(memory, gpu)
         return None
     finally:
         or_none(pynvml.nvmlShutdown)
 
 
-def _nvml_handles(pynvml: Any, gpu: GpuFacts) -> Iterator[tuple[Callable[[Any], Any], Any]]:
-    """Ways to the handle, the surest first: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER change what an index means."""
+def _nvml_handles(pynvml: ModuleType, gpu: GpuFacts) -> Iterator[tuple[Callable[[str | int], object], str | int]]:
+    """Ways to find it, the safest first: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER change what an index means."""
     for uuid in gpu.uuids:
         yield pynvml.nvmlDeviceGetHandleByUUID, uuid
     if gpu.pci_bus_id:
@@ -110,23 +113,23 @@ def _nvml_handles(pynvml: Any, gpu: GpuFacts) -> Iterator[tuple[Callable[[Any], 
         yield pynvml.nvmlDeviceGetHandleByIndex, gpu.nvml_index
 
 
-def _nvml_memory(pynvml: Any, find: Callable[[Any], Any], name: Any) -> Room:
+def _memory_of(pynvml: ModuleType, find: Callable[[str | int], object], name: str | int) -> MemoryInfo:
     handle = find(name)
     newer = or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2))
     if newer is not None:
-        return Room(newer.total, newer.free, "nvml", newer.used)
-    older = pynvml.nvmlDeviceGetMemoryInfo(handle)  # before driver 510; its `used` holds the driver's share too
-    return Room(older.total, older.free, "nvml")
+        return MemoryInfo(newer.total, newer.free, "nvml", newer.used)
+    older = pynvml.nvmlDeviceGetMemoryInfo(handle)  # before driver 510; its `used` includes the driver's share
+    return MemoryInfo(older.total, older.free, "nvml")
 
 
-def _is_of(room: Room, name: Any, gpu: GpuFacts) -> bool:
+def _is_of(memory: MemoryInfo, name: str | int, gpu: GpuFacts) -> bool:
     """Whether the sizes agree. NVML's total is 1 to 2% above CUDA's; a whole GPU's is far above that of its MIG slice.
 
-    The name of a slice is nobody else's, so its size needs no check.
+    The name of a slice is unique, so its size needs no check.
     """
-    return str(name).startswith("MIG-") or math.isclose(room.total_bytes, gpu.total_bytes, rel_tol=0.1)
+    return str(name).startswith("MIG-") or math.isclose(memory.total_bytes, gpu.total_bytes, rel_tol=0.1)
 
 
-def _as_cuda_sees_it(room: Room, gpu: GpuFacts) -> Room:
-    total = min(room.total_bytes, gpu.total_bytes)
-    return replace(room, total_bytes=total, free_bytes=min(room.free_bytes, total))
+def _as_cuda_sees_it(memory: MemoryInfo, gpu: GpuFacts) -> MemoryInfo:
+    total = min(memory.total_bytes, gpu.total_bytes)
+    return replace(memory, total_bytes=total, free_bytes=min(memory.free_bytes, total))

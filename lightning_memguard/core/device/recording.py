@@ -10,11 +10,11 @@ import torch
 class ActualSnapshot:
     """Records what the caching allocator of a CUDA device does from now on, with the stack of each request.
 
-    Whoever records already goes on undisturbed; then only the file is written. Private functions of
-    ``torch.cuda.memory``, checked on torch 2.11 to 2.15; `tests/core/device/test_device.py` says when they move.
+    A recording that is already running goes on undisturbed; then only the file is written. Private functions of
+    ``torch.cuda.memory``, checked on torch 2.11 to 2.15; `tests/core/device/test_recording.py` fails when they change.
 
     Args:
-        device: the device.
+        device: the device to record.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class ActualSnapshot:
             torch.cuda.memory._record_memory_history("all", stacks="python", device=device)
 
     def save(self, path: Path) -> Path:
-        """Stop recording, and write all of it.
+        """Write the recording to a file, and stop it.
 
         Args:
             path: the file to write.

@@ -1,33 +1,47 @@
 """One named table of the bytes that no trace of operators sees. Every figure has a source or a recorded measurement.
 
-Scratch that kernels take inside one operator is listed by device in `lightning_memguard.core.kernels.cpu` and
-`lightning_memguard.core.kernels.cuda`; what outlives an operator, or never passes the allocator, stands here.
+The rules of all families of operators are joined here by target. cuBLAS' workspace, which outlives its operator, is
+here too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
-from lightning_memguard.core.kernels import cpu, cuda
-from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget, Scratch
+from lightning_memguard.core.kernels import (
+    attention,
+    convolutions,
+    cpu,
+    cuda,
+    indexing,
+    losses,
+    norms,
+    products,
+    reductions,
+    sorting,
+)
+from lightning_memguard.core.kernels.arguments import Rule, Rules, checked
+from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
 
-Rule = Callable[..., Scratch]
+CPU = Rules[CpuTarget]().join(cpu.RULES, attention.EITHER)
+_CUDA_FAMILIES = (reductions, indexing, sorting, norms, losses, products, convolutions, attention, cuda)
+CUDA = Rules[CudaTarget]().join(*(family.RULES for family in _CUDA_FAMILIES), attention.EITHER)
+_BY_TARGET: dict[type, dict[str, Rule[Any]]] = {
+    CpuTarget: {operator: checked(rule) for operator, rule in CPU.items()},
+    CudaTarget: {operator: checked(rule) for operator, rule in CUDA.items()},
+}
 
 
-def rule(operator: str, on: CpuTarget | CudaTarget | None) -> Rule | None:
-    """The rule that tells what a kernel takes inside one operator, or None where it takes nothing.
+def rule(operator: str, target: CpuTarget | CudaTarget | None) -> Rule[Any] | None:
+    """The rule for what a kernel takes inside one operator, or None where it takes nothing.
 
     Args:
         operator: its name in ``aten``, such as ``"convolution"``.
-        on: what it runs on: there are rules for a `CpuTarget` and a `CudaTarget`, none for other devices.
-
-    Returns:
-        A function of the operator's positional arguments, its keyword arguments, its results, and ``on``.
+        target: what it runs on: there are rules for a `CpuTarget` and a `CudaTarget`, none for other devices.
     """
-    if isinstance(on, CpuTarget):
-        return cpu.RULES.get(operator)
-    return cuda.RULES.get(operator) if on else None
+    return _BY_TARGET[type(target)].get(operator) if target else None
 
 
 # -- CUDA

@@ -1,7 +1,7 @@
-"""The table by layer: what each module holds, gives back, keeps for the backward pass and computes.
+"""The table by layer: what each module holds, returns, keeps for the backward pass and computes.
 
-The reason to change is what people ask of such a table. It comes from one forward pass of a fake copy: bytes from what
-autograd saves, FLOPs from torch's own counter. Checked on torch 2.11 and 2.13.
+It comes from one forward pass of a fake copy: bytes from what autograd saves, FLOPs from torch's own counter. Checked
+on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -9,24 +9,27 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memguard.core.capture.backward import graph_task
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, batches_from_one, map_tensors, tensors_in
-from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
-from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, pretended_cuda
+from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy, storage_address
+from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.errors import CannotTraceError, MemGuardError
+
+Step = Callable[[Any, Any], object]  # (model, batch) -> anything
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Weight:
 
     Attributes:
         name: its path in the model; a parameter that several modules hold goes by the first.
-        elements: how many numbers it has.
-        nbytes: how many bytes they take.
+        elements: its number of elements.
+        nbytes: their bytes.
         trainable: whether it gets a gradient.
     """
 
@@ -46,20 +49,44 @@ class Weight:
     trainable: bool
 
 
+class _Weights:
+    """Totals of the parameters in ``weights``."""
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The parameters."""
+        raise NotImplementedError
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of the parameters, trainable or not."""
+        return sum(weight.elements for weight in self.weights)
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Number of elements of the parameters that get a gradient."""
+        return sum(weight.elements for weight in self.weights if weight.trainable)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum(weight.nbytes for weight in self.weights)
+
+
 @dataclass(frozen=True)
-class Layer:
-    """One module of a model, without what its children do: each byte and each FLOP stands in one row.
+class Layer(_Weights):
+    """One module of a model, without its children: each byte and each FLOP counts in one row.
 
     Attributes:
-        name: the module's path; empty for the model itself, where whatever runs outside of any child is counted too.
+        name: the module's path; empty for the model itself, which also counts what runs outside of any child.
         type: the class of the module.
-        output_shape: shape of the first tensor that its first call gave back; None where it gave none.
-        output_elements: numbers in all tensors that it gave back, over all calls.
-        output_bytes: bytes of those tensors, each as if it had a storage of its own.
-        calls: how often it ran; 0 for a module that never did.
+        output_shape: shape of the first tensor that its first call returned; None where it returned none.
+        output_elements: elements of all tensors that it returned, over all calls.
+        output_bytes: bytes of those tensors, each as if it had its own storage.
+        calls: how often it ran; 0 for a module that did not run.
         weights: the parameters it holds itself.
         activation_bytes: bytes it keeps for the backward pass: storages that autograd saved here first. Parameters,
-            buffers and the batch stand there anyway and are left out.
+            buffers and the batch exist anyway and are left out.
         flops: floating point operations of its products (matrices, convolutions, attention), forward.
         shared_with: the row that counts this module, where the model reaches it by several paths; else empty.
         is_leaf: whether it has no children.
@@ -78,23 +105,8 @@ class Layer:
     is_leaf: bool = True
 
     @property
-    def parameters(self) -> int:
-        """Number of parameters it holds itself, trainable or not."""
-        return sum(weight.elements for weight in self.weights)
-
-    @property
-    def trainable_parameters(self) -> int:
-        """Those of them that get a gradient."""
-        return sum(weight.elements for weight in self.weights if weight.trainable)
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of its parameters."""
-        return sum(weight.nbytes for weight in self.weights)
-
-    @property
     def multiply_adds(self) -> int:
-        """Multiplications that are added to a sum: half the FLOPs. Biases, norms and poolings are none."""
+        """Multiplications that are added to a sum: half the FLOPs. Biases, norms and poolings have none."""
         return self.flops // 2
 
     @property
@@ -104,7 +116,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class LayerTable:
+class LayerTable(_Weights):
     """The layers of a model in the order in which it holds them, and their totals, in which nothing counts twice.
 
     Attributes:
@@ -112,9 +124,9 @@ class LayerTable:
         layers: a row for each path to a module, the model's own first. A module that is reached by several paths has
             its figures in the first of these rows; the others name it in ``shared_with`` and repeat its parameters.
         batch_bytes: bytes of the batch.
-        batch_elements: numbers in the batch.
+        batch_elements: elements of the batch.
         buffer_bytes: bytes of the model's buffers.
-        notes: what had to be assumed, in plain words.
+        notes: what had to be assumed, in words.
     """
 
     batch_size: int
@@ -151,38 +163,18 @@ class LayerTable:
         return tuple({weight.name: weight for layer in self.layers for weight in layer.weights}.values())
 
     @property
-    def parameters(self) -> int:
-        """Number of parameters, trainable or not."""
-        return sum(weight.elements for weight in self.weights)
-
-    @property
-    def trainable_parameters(self) -> int:
-        """Number of parameters that get a gradient."""
-        return sum(weight.elements for weight in self.weights if weight.trainable)
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of all parameters."""
-        return sum(weight.nbytes for weight in self.weights)
-
-    @property
-    def trainable_parameter_bytes(self) -> int:
-        """Bytes of the parameters that get a gradient, and so of these gradients."""
-        return sum(weight.nbytes for weight in self.weights if weight.trainable)
-
-    @property
     def output_elements(self) -> int:
-        """Numbers that the leaves give back: the textbook's activations."""
+        """Elements that the leaves return: the textbook's activations."""
         return sum(layer.output_elements for layer in self.layers if layer.is_leaf)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes that the leaves give back."""
+        """Bytes that the leaves return."""
         return sum(layer.output_bytes for layer in self.layers if layer.is_leaf)
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes kept for the backward pass when the forward pass is over, each storage once."""
+        """Bytes kept for the backward pass at the end of the forward pass, each storage once."""
         return sum(layer.activation_bytes for layer in self.layers)
 
     @property
@@ -197,37 +189,29 @@ class LayerTable:
 
 
 def layer_table(
-    model: nn.Module,
-    batch: Any,
-    *,
-    batch_size: int | None = None,
-    step: Callable[[Any, Any], Any] | None = None,
-    gpu: Gpu | None = None,
+    model: nn.Module, batch: object, *, batch_size: int | None = None, step: Step | None = None, gpu: Gpu | None = None
 ) -> LayerTable:
-    """Tell what each layer of a model holds, keeps and computes in one forward pass.
+    """Compute what each layer of a model holds, keeps and computes in one forward pass.
 
     Only a copy without memory runs; each of its modules is in training or evaluation mode as the model's own is.
 
     Args:
-        model: any module, on any device, the meta device included. Of a LightningModule the ``training_step`` runs
-            where it has one of its own (with no Trainer behind it), else its forward.
+        model: any module, on any device, including meta. For a LightningModule the ``training_step`` runs if it has
+            its own (without a Trainer), else its forward.
         batch: an example batch: real, meta or fake tensors in any nesting. Without ``step`` a tensor is the model's
             argument, a list or tuple its arguments if it takes as many, and a mapping its keyword arguments.
         batch_size: number of samples to run with (default: the batch's own).
-        step: ``(model, batch) -> anything``, run in place of all that.
-        gpu: the GPU whose kernels run, which need not be there; None for the CPU's. What is kept differs: a dropout
-            keeps a byte per number there and four here.
-
-    Returns:
-        The rows and their totals.
+        step: ``(model, batch) -> anything``, run instead of the model.
+        gpu: the GPU whose kernels run, which need not be present; None for the CPU's. They keep different tensors: a
+            dropout keeps a byte per element on a GPU and four on the CPU.
 
     Raises:
-        MemGuardError: an argument is no such thing.
+        MemGuardError: an argument has the wrong type.
         CannotTraceError: the batch holds no tensor, or the model cannot be run on a copy.
 
     Example:
         >>> import torch
-        >>> from torch import nn
+        >>> from torch import Tensor, nn
         >>> model = nn.Sequential(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.Flatten(), nn.Linear(3456, 10))
         >>> table = layer_table(model, torch.zeros(1, 1, 28, 28), batch_size=8)
         >>> table["0"].output_shape, table["0"].multiply_adds, table["1"].activation_bytes
@@ -236,86 +220,83 @@ def layer_table(
         34726
     """
     if not isinstance(model, nn.Module):
-        raise MemGuardError(f"model is a {type(model).__name__}; give an nn.Module.")
+        raise MemGuardError(f"model is a {type(model).__name__}; pass an nn.Module.")
     if step is not None and not callable(step):
-        raise MemGuardError(f"step= is a {type(step).__name__}; give a function: (model, batch) -> anything.")
+        raise MemGuardError(f"step= is a {type(step).__name__}; pass a function: (model, batch) -> anything.")
     batches = batches_from_one(batch)
     size = batches.small_size if batch_size is None else batch_size
     check_count("batch_size", size)
-    run = step or run_model
     device = FAKE_DEVICE if gpu else torch.device("cpu")
     try:
         with isolated_rng():
-            known = _with_shapes(model, batches, size, run) if _lazy_tensors(model) else model
-        with _tensors_of(gpu) as mode:
+            known = _with_shapes(model, batches, size, step or run_model) if _has_lazy_tensors(model) else model
+        with _fake_tensors(gpu) as mode:
             module_copy = fake_copy(known, mode, device)
-            return table_of(module_copy, batches.fake(size, device), size, run, gpu)
+            return table_of(module_copy, batches.fake(size, device), size, step or run_model, gpu)
     except Exception as error:
         text = str(error).strip().splitlines()
         raise CannotTraceError(
-            f"The layers of {type(model).__name__} cannot be told, as a copy of it did not run on fake tensors "
+            f"The layers of {type(model).__name__} are unknown: a copy of it did not run on fake tensors "
             f"({type(error).__name__}: {text[0][:200] if text else 'no message'}). "
-            "Give step=(model, batch) -> anything if it is to be called in another way."
+            "Pass step=(model, batch) -> anything if the model is called in another way."
         ) from error
 
 
-def table_of(
-    module_copy: nn.Module, batch: Any, batch_size: int, step: Callable[[Any, Any], Any], gpu: Gpu | None = None
-) -> LayerTable:
-    """The same of a module that is fake already, for who has made one; call it under the fake mode.
+def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step, gpu: Gpu | None = None) -> LayerTable:
+    """Like `layer_table`, for a module that is already fake; call it under the fake mode.
 
     Args:
         module_copy: a module whose tensors are fake.
         batch: fake tensors in any nesting.
         batch_size: number of samples in it.
-        step: ``(copy, batch) -> anything``.
-        gpu: the GPU that is pretended, if any.
+        step: ``(module_copy, batch) -> anything``.
+        gpu: the simulated GPU, if any.
     """
     recorder = Recorder("cuda" if gpu else "cpu", worst_case=True, kernel_target=gpu.kernel_target if gpu else None)
     recorder.mark("forward")
-    calls = _Calls()
     saved = _Saved(recorder)
     counter: Any = FlopCounterMode(display=False, custom_mapping=_FLOPS)
-    counter.mod_tracker = _Here(recorder)
-    with torch.enable_grad(), watching(recorder, module_copy), calls.watched(), counter, saved.watched():
+    counter.mod_tracker = _CurrentModule(recorder)
+    with torch.enable_grad(), watching(recorder, module_copy), _outputs_watched() as outputs, counter, saved.watched():
         result = step(module_copy, batch)
-    known = {storage_of(tensor) for tensor in (*module_copy.parameters(), *module_copy.buffers(), *tensors_in(batch))}
-    kept = saved.bytes_by_module(known)
-    del result  # held until here: with it goes the graph, and all that is saved
+    batch_tensors = list(tensors_in(batch))
+    known = (*module_copy.parameters(), *module_copy.buffers(), *batch_tensors)
+    kept = saved.bytes_by_module({storage_address(tensor) for tensor in known if tensor.layout is torch.strided})
+    del result  # held until here: it holds the graph, and all that is saved
     flops = {module: sum(counts.values()) for module, counts in counter.flop_counts.items()}
     if recorder.ran_backward:
-        recorder.assumptions["the step ran its own backward pass: what that had freed is not told"] = None
+        recorder.assumptions["the step ran its own backward pass: what that freed is not counted"] = None
     return LayerTable(
         batch_size,
-        tuple(_rows(module_copy, calls, kept, flops)),
+        tuple(_rows(module_copy, outputs, kept, flops)),
         batch_bytes(batch),
-        sum(tensor.numel() for tensor in tensors_in(batch)),
+        sum(tensor.numel() for tensor in batch_tensors),
         sum(buffer.numel() * buffer.element_size() for buffer in module_copy.buffers()),
         tuple(recorder.assumptions),
     )
 
 
-def run_model(model: Any, batch: Any) -> Any:
+def run_model(model: nn.Module, batch: Any) -> object:
     """Call a model as its batch suggests: see ``batch`` of `layer_table`."""
     own_step = _own_training_step(model)
     if own_step is not None:
-        return own_step(batch, 0) if _takes(own_step, (batch, 0)) else own_step(batch)
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):  # tokenizers' batches are no Mapping
+        return own_step(batch, 0) if _accepts(own_step, (batch, 0)) else own_step(batch)
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):  # tokenizers' batches are not a Mapping
         return model(**batch)
-    if isinstance(batch, Sequence) and _takes(model.forward, batch):
+    if isinstance(batch, Sequence) and _accepts(model.forward, batch):
         return model(*batch)
     return model(batch)
 
 
-def _own_training_step(model: Any) -> Callable[..., Any] | None:
-    """What a LightningModule trains with; None for any other, and where it is only the empty one of its base class."""
+def _own_training_step(model: nn.Module) -> Callable[..., object] | None:
+    """A LightningModule's ``training_step``; None for other modules, and for the empty one of the base class."""
     step = getattr(model, "training_step", None)
     home = getattr(step, "__module__", None) or ""
     is_base = home.startswith(("lightning.pytorch.", "pytorch_lightning."))
     return step if callable(step) and not is_base else None
 
 
-def _takes(function: Callable[..., Any], args: Sequence[Any]) -> bool:
+def _accepts(function: Callable[..., object], args: Sequence[object]) -> bool:
     try:
         inspect.signature(function).bind(*args)
     except (TypeError, ValueError):
@@ -327,86 +308,80 @@ def _takes(function: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 @contextmanager
-def _tensors_of(gpu: Gpu | None) -> Iterator[FakeTensorMode]:
+def _fake_tensors(gpu: Gpu | None) -> Iterator[FakeTensorMode]:
     mode = (FakeCudaMode if gpu else FakeTensorMode)(allow_non_fake_inputs=True)
-    with isolated_rng(), pretended_cuda(gpu) if gpu else nullcontext(), faking(mode):
+    with isolated_rng(), simulated_cuda(gpu) if gpu else nullcontext(), faking(mode):
         yield mode
 
 
-def _lazy_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Those that wait for a first batch to tell their shapes."""
-    return [tensor for tensor in (*model.parameters(), *model.buffers()) if nn.parameter.is_lazy(tensor)]
+def _has_lazy_tensors(model: nn.Module) -> bool:
+    return any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _with_shapes(model: nn.Module, batches: Batches, size: int, run: Callable[[Any, Any], Any]) -> nn.Module:
-    """A copy of a lazy model that has seen a batch. It is on the meta device: no fake tensor can become another."""
-    with _tensors_of(None):
+def _with_shapes(model: nn.Module, batches: Batches, size: int, step: Step) -> nn.Module:
+    """A copy of a lazy model after its first batch. It is on the meta device: no fake tensor can become another."""
+    with _fake_tensors(None):
         batch = batches.fake(size, torch.device("cpu"))
     with torch.device("meta"), torch.no_grad():
         copies = {id(tensor): _on_meta(tensor) for tensor in (*model.parameters(), *model.buffers())}
         module_copy = real_copy(model, copies)
-        run(module_copy, map_tensors(batch, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)))
+        step(module_copy, map_tensors(batch, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)))
     return module_copy
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape without memory; one without a shape for one that is lazy."""
-    make: Any = type(tensor)
+def _on_meta(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape without memory; a lazy one for one that is lazy."""
     if nn.parameter.is_lazy(tensor):
+        make: Any = type(tensor)
         return make(requires_grad=tensor.requires_grad, dtype=tensor.dtype)  # type: ignore[no-any-return]
     copy = torch.empty_like(tensor, device="meta")
     return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
 
-# -- what each module gave back
+# -- what each module returned
 
 
 @dataclass
-class _Given:
+class _Output:
     shape: tuple[int, ...] | None = None
     elements: int = 0
     nbytes: int = 0
     calls: int = 0
 
 
-@dataclass
-class _Calls:
-    """What modules gave back, by ``id``; they all live on until the table stands."""
+@contextmanager
+def _outputs_watched() -> Iterator[dict[int, _Output]]:
+    """What modules return inside, by the module's ``id``."""
+    outputs: dict[int, _Output] = defaultdict(_Output)
 
-    given: dict[int, _Given] = field(default_factory=dict)
+    def note(module: nn.Module, _: object, result: object) -> None:
+        output = outputs[id(module)]
+        output.calls += 1
+        for tensor in tensors_in(result):
+            output.shape = tuple(tensor.shape) if output.shape is None else output.shape
+            output.elements += tensor.numel()
+            output.nbytes += tensor.numel() * tensor.element_size()
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        hook = nn.modules.module.register_module_forward_hook(self._note)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _note(self, module: nn.Module, _: Any, output: Any) -> None:
-        given = self.given.setdefault(id(module), _Given())
-        given.calls += 1
-        for tensor in tensors_in(output):
-            given.shape = tuple(tensor.shape) if given.shape is None else given.shape
-            given.elements += tensor.numel()
-            given.nbytes += tensor.numel() * tensor.element_size()
+    hook = nn.modules.module.register_module_forward_hook(note)
+    try:
+        yield outputs
+    finally:
+        hook.remove()
 
 
 # -- what autograd keeps
 
 
+@dataclass(eq=False)
 class _Kept:
-    """Stands in the graph for a tensor that autograd saved, and dies with its node."""
+    """Replaces a tensor that autograd saved in the graph, and dies with its node."""
 
-    __slots__ = ("__weakref__", "module", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, module: str) -> None:
-        self.tensor = tensor
-        self.module = module
+    tensor: Tensor
+    module: str
 
 
 class _Saved:
-    """Notes each tensor that autograd saves, and the module that ran then."""
+    """Notes each tensor that autograd saves, and the module that was running."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -415,40 +390,32 @@ class _Saved:
     def watched(self) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
 
-    def _pack(self, tensor: torch.Tensor) -> _Kept:
+    def _pack(self, tensor: Tensor) -> _Kept:
         # A node's own result comes with its history, and the node would keep itself alive.
         kept = _Kept(tensor.detach() if tensor.requires_grad else tensor, self.recorder.module)
         self.kept.append(weakref.ref(kept))
         return kept
 
     def bytes_by_module(self, known: Iterable[int]) -> dict[str, int]:
-        """Bytes still kept, by module; those behind storages that are ``known`` are left out."""
-        seen, totals = set(known), dict[str, int]()
+        """Bytes still kept, by module, without those in the ``known`` storages."""
+        seen, totals = set(known), defaultdict[str, int](int)
         for reference in self.kept:
             kept = reference()
-            if kept is None or kept.tensor.layout is not torch.strided:
-                continue
-            storage = storage_of(kept.tensor)
-            if storage not in seen:
-                seen.add(storage)
-                totals[kept.module] = totals.get(kept.module, 0) + kept.tensor.untyped_storage().nbytes()
+            if kept is not None and kept.tensor.layout is torch.strided:
+                storage = storage_address(kept.tensor)
+                if storage not in seen:
+                    seen.add(storage)
+                    totals[kept.module] += kept.tensor.untyped_storage().nbytes()
         return totals
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """What tells storages apart while they live; -1 where there is none."""
-    if tensor.layout is not torch.strided:
-        return -1
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - `data_ptr` of a fake storage says nothing
 
 
 # -- what it computes
 
 
-class _Here:
-    """Tells torch's counter which module runs.
+class _CurrentModule:
+    """Reports the running module to torch's counter, in place of torch's own tracker.
 
-    Torch's own tracker names modules by class and counts an operator once for every module around it.
+    That one names modules by class and counts an operator once for every module around it.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -463,31 +430,34 @@ class _Here:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Queries by keys, then the scores by values; heads of keys and values may be fewer, and serve several."""
-    return 2 * int(math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+_Shape = Sequence[int]
 
 
-def _lstm(x: Any, *weights: Any, **_: Any) -> int:
+def _attention(query: _Shape, key: _Shape, value: _Shape, *_: object, **__: object) -> int:
+    """Queries by keys, then the scores by values; heads of keys and values may be fewer, each for several queries."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _lstm(x: _Shape, weight_ih: _Shape, weight_hh: _Shape, *_: object, **__: object) -> int:
     """One layer in one direction: its input (steps, batch, inputs) by one weight, its state by another."""
-    return 2 * int(math.prod(x[:-1]) * (math.prod(weights[0]) + math.prod(weights[1])))
+    return 2 * math.prod(x[:-1]) * (math.prod(weight_ih) + math.prod(weight_hh))
 
 
-def _cudnn_rnn(x: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """All layers: every weight that is a matrix is multiplied once a step and sample."""
-    return 2 * int(math.prod(x[:-1]) * sum(math.prod(weight) for weight in weights if len(weight) == 2))
+def _cudnn_rnn(x: _Shape, weights: Sequence[_Shape], *_: object, **__: object) -> int:
+    """All layers: every weight that is a matrix is multiplied once for each step and sample."""
+    return 2 * math.prod(x[:-1]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
 
 
-def _mv(matrix: Any, *_: Any, **__: Any) -> int:
-    return 2 * int(math.prod(matrix))
+def _mv(matrix: _Shape, *_: object, **__: object) -> int:
+    return 2 * math.prod(matrix)
 
 
-def _addmv(_: Any, matrix: Any, *__: Any, **___: Any) -> int:
-    return 2 * int(math.prod(matrix))
+def _addmv(_: object, matrix: _Shape, *__: object, **___: object) -> int:
+    return 2 * math.prod(matrix)
 
 
-# Products that torch's counter does not know: it would call them 0, and up to 2.9 it refuses attention with fewer heads
-# of keys than of queries. Each rule is given shapes in place of tensors.
+# Products that torch's counter does not know: it would count 0, and up to 2.9 it refuses attention with fewer heads of
+# keys than of queries. Each rule gets shapes in place of tensors.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/flop_counter.py (`flop_registry`)
 _FLOPS: dict[Any, Callable[..., int]] = {
     getattr(torch.ops.aten, name): rule
@@ -509,26 +479,35 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 # -- the rows
 
 
-def _rows(module_copy: nn.Module, calls: _Calls, kept: Mapping[str, int], flops: Mapping[str, int]) -> Iterator[Layer]:
+def _rows(
+    module_copy: nn.Module, outputs: Mapping[int, _Output], kept: Mapping[str, int], flops: Mapping[str, int]
+) -> Iterator[Layer]:
     first_names: dict[int, str] = {}
     parameter_names = {id(parameter): name for name, parameter in module_copy.named_parameters()}
     # The recorder names a module by its first path, as `named_modules` does when it leaves the others out.
     for name, module in module_copy.named_modules(remove_duplicate=False):
         first = first_names.setdefault(id(module), name)
-        shared = first != name
-        given = calls.given.get(id(module), _Given())
-        yield Layer(
+        output = outputs.get(id(module), _Output())
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        row = Layer(
             name,
             type(module).__name__,
-            given.shape,
-            0 if shared else given.elements,
-            0 if shared else given.nbytes,
-            0 if shared else given.calls,
-            tuple(_weight(parameter_names[id(p)], p) for p in module._parameters.values() if p is not None),  # noqa: SLF001
-            0 if shared else kept.get(name, 0),
-            0 if shared else flops.get(name, 0),
-            first if shared else "",
-            not any(True for _ in module.children()),
+            output.shape,
+            weights=tuple(_weight(parameter_names[id(parameter)], parameter) for _, parameter in own),
+            shared_with=first if first != name else "",
+            is_leaf=not any(True for _ in module.children()),
+        )
+        yield (
+            row
+            if first != name
+            else replace(
+                row,
+                output_elements=output.elements,
+                output_bytes=output.nbytes,
+                calls=output.calls,
+                activation_bytes=kept.get(name, 0),
+                flops=flops.get(name, 0),
+            )
         )
 
 

@@ -1,9 +1,9 @@
 """Trace -> Replay: what PyTorch's caching allocator would hold for the events of a trace.
 
-This file changes when PyTorch changes how it hands out device memory. Names in brackets at a rule, such as
+This file changes when PyTorch changes how it allocates device memory. Names in brackets at a rule, such as
 [get_free_block], are functions of c10/cuda/CUDACachingAllocator.cpp (class DeviceCachingAllocator) unless another file
 is named; they were read as of torch 2.9 to 2.13. Not replayed: private pools of CUDA graphs and ``torch.cuda.MemPool``,
-and blocks that ``record_stream`` holds back (a trace does not tell when another stream is done).
+and blocks that ``record_stream`` keeps (a trace does not say when another stream is done).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from lightning_memguard.core.replay.settings import (
@@ -30,9 +31,9 @@ _ADDRESSES_PER_SEGMENT = 1 << 48
 
 
 class Block:
-    """A stretch of device memory that was handed out, waits in the cache, or (expandable segments) is not mapped yet.
+    """A piece of device memory that is allocated, cached, or (in expandable segments) not mapped yet.
 
-    What `Allocator.alloc` returns and `Allocator.free` takes. Blocks of one segment form a chain by address.
+    What `Allocator.alloc` returns and `Allocator.free` takes. The blocks of a segment are linked by address.
     """
 
     __slots__ = (
@@ -65,7 +66,7 @@ class Block:
 
 
 class Pool:
-    """The blocks that wait for a request of one size class (small or large) on one stream.
+    """The cached blocks of one size class (small or large) on one stream.
 
     PyTorch keeps all streams of a size class in one sorted set and compares the stream first; a list for each stream
     gives the same order.
@@ -95,7 +96,7 @@ class BlockInfo:
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """A segment as ``torch.cuda.memory._snapshot`` would show it: blocks that lie end to end."""
+    """A segment as ``torch.cuda.memory._snapshot`` would show it: adjacent blocks."""
 
     address: int
     stream: int
@@ -109,14 +110,14 @@ class SegmentInfo:
 
 
 class Allocator:
-    """PyTorch's caching allocator, without the memory: allocate, free, and look.
+    """PyTorch's caching allocator, without the memory.
 
     Args:
         settings: of kind ``"cuda"``.
 
     Attributes:
-        allocated_bytes, reserved_bytes: now; ``peak_allocated_bytes`` and ``peak_reserved_bytes`` so far.
-        retries: how often the whole cache was given back to make room for one request.
+        allocated_bytes, reserved_bytes: now; ``peak_reserved_bytes`` so far.
+        retries: how often the whole cache was released to make room for one request.
 
     >>> allocator = Allocator(AllocatorSettings())
     >>> block = allocator.alloc(700)
@@ -130,10 +131,8 @@ class Allocator:
     def __init__(self, settings: AllocatorSettings) -> None:
         assert settings.kind == "cuda", "exact memory needs no allocator"
         self.settings = settings
-        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.allocated_bytes = self.retries = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.retries = 0
-
         self._expandable = settings.expandable_segments
         self._capacity = UNLIMITED if settings.capacity_bytes is None else settings.capacity_bytes
         self._oversize_from = settings.max_split_size_bytes or UNLIMITED
@@ -147,13 +146,13 @@ class Allocator:
             and settings.capacity_bytes is not None
             and not self._expandable
         )
-        self._large_searches = 0  # the clock by which garbage collection tells old blocks from young ones
+        self._large_searches = 0  # the clock by which garbage collection measures the age of blocks
 
         self._small_pools: dict[int, Pool] = {}
         self._large_pools: dict[int, Pool] = {}
-        # First block of every segment by address. When blocks are joined the lower one lives on, so a segment's first
-        # block never changes. Addresses are never used twice; on a device cudaMalloc may, and then a tie between two
-        # free blocks of one size can fall differently.
+        # First block of every segment by address. Joined blocks become the lower one, so a segment's first block
+        # never changes. Addresses are never used twice; cudaMalloc may do so, and then a tie between two free blocks
+        # of one size can be resolved differently.
         self._segments: dict[int, Block] = {}
         self._next_address = SMALL_SEGMENT
         self._nothing = Block(Pool(True, 0, settings), 0, 0)
@@ -164,7 +163,7 @@ class Allocator:
         return len(self._segments)
 
     def alloc(self, nbytes: int, stream: int = 0) -> Block | None:
-        """The block that serves a request, or None if it does not fit the capacity even with the cache given back."""
+        """The block that serves a request, or None if it does not fit the capacity even with the cache released."""
         if nbytes == 0:  # PyTorch gives no memory to an empty tensor [NativeCachingAllocator::allocate]
             return self._nothing
         size = self._rounded(nbytes)
@@ -178,11 +177,10 @@ class Allocator:
         block.allocated = True
         block.requested_bytes = nbytes
         self.allocated_bytes += block.size_bytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def free(self, block: Block) -> None:
-        """Put a block back into the cache, joined with free neighbours [free_block]."""
+        """Put a block back into the cache, joined with free neighbors [free_block]."""
         if block is self._nothing:
             return
         assert block.allocated, "freed twice"
@@ -192,22 +190,21 @@ class Allocator:
         self._cache(self._joined(block))
 
     def segments(self) -> tuple[SegmentInfo, ...]:
-        """Everything held now, by address [snapshot]; an expandable segment is shown as its mapped stretches."""
+        """All segments, by address [snapshot]; an expandable segment is shown as its runs of mapped blocks."""
         return tuple(
             SegmentInfo(
-                address=stretch[0].address,
-                stream=stretch[0].pool.stream,
-                segment_type="small" if stretch[0].pool.small else "large",
+                address=run[0].address,
+                stream=run[0].pool.stream,
+                segment_type="small" if run[0].pool.small else "large",
                 blocks=tuple(
-                    BlockInfo(block.address, block.size_bytes, block.requested_bytes, block.allocated)
-                    for block in stretch
+                    BlockInfo(block.address, block.size_bytes, block.requested_bytes, block.allocated) for block in run
                 ),
             )
             for first in self._segments.values()
-            for stretch in _mapped_stretches(first)
+            for run in _mapped_runs(first)
         )
 
-    # Where a request goes
+    # Serving a request
 
     def _rounded(self, nbytes: int) -> int:
         """The size of the block a request gets [round_size]."""
@@ -215,7 +212,7 @@ class Allocator:
             interval = min(max(nbytes.bit_length() - SMALL_LIMIT.bit_length(), 0), ROUNDUP_INTERVALS - 1)
             divisions = self.settings.roundup_power2_divisions[interval]
             if divisions > 1 and nbytes > BLOCK_UNIT * divisions:
-                # [roundup_power2_next_division]; a power of two is a multiple of its own steps and stays what it is.
+                # [roundup_power2_next_division]; a power of two is a multiple of its own steps and stays the same.
                 step = (1 << (nbytes.bit_length() - 1)) // divisions
                 return _round_up(nbytes, step)
         return _round_up(nbytes, BLOCK_UNIT)
@@ -229,7 +226,7 @@ class Allocator:
         return pool
 
     def _segment_bytes(self, size: int) -> int:
-        """What is reserved where no cached block serves [get_allocation_size]."""
+        """What is reserved if no cached block serves [get_allocation_size]."""
         if size <= SMALL_LIMIT:
             return SMALL_SEGMENT
         if size < OWN_SEGMENT_FROM:
@@ -247,7 +244,7 @@ class Allocator:
         if self._expandable:
             at = _least_expandable(cached, at)
         block = cached[at][2]
-        # An oversize block serves oversize requests alone, and of these only those that waste little of it.
+        # An oversize block serves only oversize requests, and of these only those that waste little of it.
         if size < self._oversize_from <= block.size_bytes:
             return None
         if size >= self._oversize_from and block.size_bytes >= size + self._oversize_waste:
@@ -256,7 +253,7 @@ class Allocator:
         return block
 
     def _reserve(self, pool: Pool, size: int) -> Block | None:
-        """A block from the device; where it is full, first from less and then from all of the cache [malloc]."""
+        """A block from the device; if that is full, after releasing first some and then all of the cache [malloc]."""
         if self._collects_garbage:
             self._collect_garbage()
         block = self._new_block(pool, size)
@@ -269,10 +266,10 @@ class Allocator:
         return block
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
-        """A block that the device gives, if it fits: a new segment, or new pages of an expandable one [alloc_block]."""
+        """A new block, if it fits: in a new segment, or in new pages of an expandable one [alloc_block]."""
         segment_bytes = self._segment_bytes(size)
         if self._expandable:
-            # PyTorch holds its own limit against a whole segment; the device only against the pages that are missing.
+            # PyTorch compares its own limit with a whole segment; the device needs only the missing pages to fit.
             refused = self._torch_enforces_limit and not self._fits(segment_bytes)
             return None if refused else self._grow(pool, size)
         if not self._fits(segment_bytes):
@@ -296,7 +293,7 @@ class Allocator:
     # The cache
 
     def _cache(self, block: Block) -> None:
-        """Let a free block wait for a request; an unmapped one, for pages [insert_into_blocks]."""
+        """Put a free block into the cache, or if it is unmapped, among those without pages [insert_into_blocks]."""
         if block.mapped:
             insort(block.pool.cached, (block.size_bytes, block.address, block))
             block.idle_since = self._large_searches
@@ -313,7 +310,7 @@ class Allocator:
             block.pool.unmapped.remove(block)
 
     def _joined(self, block: Block) -> Block:
-        """Join a block with those neighbours that are free and, like it, mapped or not [try_merge_blocks]."""
+        """Join a block with the neighbors that are free and, like it, mapped or not [try_merge_blocks]."""
         after = block.next
         if after is not None and not after.allocated and after.mapped is block.mapped:
             self._take(after)
@@ -325,13 +322,13 @@ class Allocator:
             return before
         return block
 
-    # Giving memory back
+    # Releasing memory
 
     def _collect_garbage(self) -> None:
-        """Above the threshold, give back those whole segments that were unused longest [garbage_collect_cached_blocks].
+        """Above the threshold, release the segments that were unused longest [garbage_collect_cached_blocks].
 
-        Age is the number of searches of the large pool since the block was freed. Each round gives back all that are
-        at least of average age, also past the goal.
+        Age is the number of searches of the large pool since the block was freed. Each round releases all that are at
+        least of average age, even past the goal.
         """
         excess = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self._capacity)
         idle = [block for pool in self._large_pools.values() for *_, block in pool.cached if not block.is_split]
@@ -344,9 +341,9 @@ class Allocator:
             idle = [block for block in idle if block.idle_since > newest]
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back the one oversize block that makes enough room, else several, largest first.
+        """Release the one oversize block that makes enough room, else several, largest first.
 
-        True if what was given back is enough [release_available_cached_blocks].
+        True if that is enough [release_available_cached_blocks].
         """
         if self.settings.max_split_size_bytes is None or self._expandable:
             return False
@@ -362,7 +359,7 @@ class Allocator:
         return released >= wanted
 
     def _release_cached(self) -> None:
-        """Give back every segment, or page, that is wholly free [release_cached_blocks, release_blocks]."""
+        """Release every segment, or page, that is entirely free [release_cached_blocks, release_blocks]."""
         for pool in (*self._large_pools.values(), *self._small_pools.values()):
             for *_, block in tuple(pool.cached):
                 if self._expandable:
@@ -371,7 +368,7 @@ class Allocator:
                     self._release(block)
 
     def _release(self, block: Block) -> None:
-        """Give back a segment that is one free block [release_block]."""
+        """Release a segment that is one free block [release_block]."""
         self._take(block)
         del self._segments[block.address]
         self.reserved_bytes -= block.size_bytes
@@ -383,19 +380,18 @@ class Allocator:
         block: Block | None = self._expandable_block(pool, size)
         if block is not None and not block.mapped:
             block = self._map(block, min(size, block.size_bytes))
-        while block is not None and block.size_bytes < size:
-            assert block.next is not None, "free addresses were counted before"
+        while block is not None and block.next is not None and block.size_bytes < size:
             block = self._map(block.next, min(size - block.size_bytes, block.next.size_bytes))
         if block is not None:
             self._take(block)
         return block
 
     def _expandable_block(self, pool: Pool, size: int) -> Block:
-        """Where the lowest free addresses start that can hold the size, mapped or not [find_expandable_block]."""
+        """The start of the lowest free addresses that can hold the size, mapped or not [find_expandable_block]."""
         for unmapped in pool.unmapped:
             before = unmapped.previous
             first = before if before is not None and not before.allocated else unmapped
-            if _free_addresses_from(first, enough=size) >= size:
+            if _has_free_addresses(first, size):
                 return first
         page = pool.page_bytes
         self._next_address = _round_up(self._next_address, page)  # so that pages start at multiples of their size
@@ -418,7 +414,7 @@ class Allocator:
         return block
 
     def _unmap(self, block: Block) -> None:
-        """Give back the pages that lie wholly inside a free block [unmap_block, ExpandableSegment::unmap]."""
+        """Release the pages that are entirely inside a free block [unmap_block, ExpandableSegment::unmap]."""
         page = block.pool.page_bytes
         begin = _round_up(block.address, page)
         end = (block.address + block.size_bytes) // page * page
@@ -445,7 +441,7 @@ def _round_up(nbytes: int, unit: int) -> int:
 
 
 def _cut(block: Block, nbytes: int) -> Block:
-    """Shorten a block, and return what was cut off as its new neighbour."""
+    """Shorten a block, and return the rest as its new neighbor."""
     rest = Block(block.pool, block.address + nbytes, block.size_bytes - nbytes, block.mapped)
     rest.previous, rest.next = block, block.next
     if block.next is not None:
@@ -463,7 +459,7 @@ def _absorb_next(block: Block, after: Block) -> None:
 
 
 def _least_expandable(cached: list[tuple[int, int, Block]], at: int) -> int:
-    """With expandable segments the best fit counts what a block could grow to: skip on while that gets less."""
+    """With expandable segments the best fit counts what a block could grow to: move on while that decreases."""
     while at + 1 < len(cached) and _expandable_bytes(cached[at + 1][2]) < _expandable_bytes(cached[at][2]):
         at += 1
     return at
@@ -474,24 +470,24 @@ def _expandable_bytes(block: Block) -> int:
     return block.size_bytes + (after.size_bytes if after is not None and not after.mapped else 0)
 
 
-def _free_addresses_from(block: Block | None, enough: int) -> int:
-    """Bytes from this block on that are not in use; no need to count past enough."""
+def _has_free_addresses(first: Block, size: int) -> bool:
+    """Whether free blocks of this size or more start here, mapped or not."""
     free_bytes = 0
-    while block is not None and not block.allocated and free_bytes < enough:
+    for block in _chain(first):
+        if block.allocated or free_bytes >= size:
+            break
         free_bytes += block.size_bytes
-        block = block.next
-    return free_bytes
+    return free_bytes >= size
 
 
-def _mapped_stretches(first: Block) -> Iterator[list[Block]]:
-    stretch: list[Block] = []
-    block: Block | None = first
+def _mapped_runs(first: Block) -> Iterator[list[Block]]:
+    for mapped, run in groupby(_chain(first), key=lambda block: block.mapped):
+        if mapped:
+            yield list(run)
+
+
+def _chain(block: Block | None) -> Iterator[Block]:
+    """A block and all after it in its segment."""
     while block is not None:
-        if block.mapped:
-            stretch.append(block)
-        elif stretch:
-            yield stretch
-            stretch = []
+        yield block
         block = block.next
-    if stretch:
-        yield stretch

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
-from lightning_memguard.core.replay.replay import Replay, replay
+from lightning_memguard.core.replay.replay import Replay, within_capacity
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, Method, Trace
@@ -24,11 +24,11 @@ class Peak:
 
     def widest(self, other: Peak, of: Callable[[int, int], int]) -> Peak:
         """The smaller or larger of each figure: a larger block can leave a smaller reserve, by filling gaps better."""
-        return Peak(
-            of(self.allocated_bytes, other.allocated_bytes),
-            of(self.reserved_bytes, other.reserved_bytes),
-            of(self.device_bytes, other.device_bytes),
-        )
+        return Peak(*map(of, astuple(self), astuple(other)))
+
+    def plus(self, nbytes: int) -> Peak:
+        """The peak with a block that is always allocated."""
+        return Peak(*(figure + nbytes for figure in astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class Footprint:
     Attributes:
         batch_size: number of samples in the batch.
         device: what it was predicted for, such as ``"cpu"`` or ``"cuda"``.
-        peak_allocated_bytes: what ``torch.cuda.max_memory_allocated()`` would say; on the CPU the peak of live tensors.
-        peak_reserved_bytes: what ``torch.cuda.max_memory_reserved()`` would say; on the CPU the same as allocated.
-        peak_device_bytes: what nvidia-smi would say (reserved + context and libraries); on the CPU the same as
-            allocated. This is what is held against a budget.
+        peak_allocated_bytes: as ``torch.cuda.max_memory_allocated()`` reports it; on the CPU the peak of live tensors.
+        peak_reserved_bytes: as ``torch.cuda.max_memory_reserved()`` reports it; on the CPU the same as allocated.
+        peak_device_bytes: as nvidia-smi reports it (reserved + context and libraries); on the CPU the same as
+            allocated. This is compared with a budget.
         parts: bytes alive at the peak by part; they sum to ``peak_allocated_bytes``.
-        phase: where the peak stands: ``"forward"``, ``"backward"``, ``"optimizer"``, ...
+        phase: where the peak is: ``"forward"``, ``"backward"``, ``"optimizer"``, ...
         module: dotted path of the module that was running at the peak, or empty.
         operator: the torch operator at the peak.
         method: how it was obtained, see `lightning_memguard.core.trace.trace.Method`.
-        notes: what had to be assumed, in plain words.
-        low: the peak if everything that is not known exactly is as small as it can be; None where all is known.
-        high: the same, as large as it can be; this one is held against a budget.
-        trace: the events it was worked out from, where they were kept, as `estimate` does.
+        notes: assumptions, in plain words.
+        low: the peak if everything that is not known exactly is as small as possible; None where all is known.
+        high: the same, as large as possible; this one is compared with a budget.
+        trace: the events it was computed from, where they were kept, as `estimate` does.
         settings: the rules of the allocator they were replayed by.
     """
 
@@ -72,7 +72,7 @@ class Footprint:
 
     @property
     def most_device_bytes(self) -> int:
-        """What is held against a budget: `peak_device_bytes`, or its high bound where it has one."""
+        """What is compared with a budget: `peak_device_bytes`, or its high bound where it has one."""
         return self.high.device_bytes if self.high else self.peak_device_bytes
 
     @property
@@ -82,25 +82,19 @@ class Footprint:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether the peak stands in validation, test or prediction."""
+        """Whether the peak is in validation, test or prediction."""
         return self.phase in ("validation", "test", "prediction")
 
     def plus(self, nbytes: int, part: str) -> Footprint:
-        """The same with a block beside it that stands there all the while."""
-
-        def more(peak: Peak | None) -> Peak | None:
-            return peak and Peak(
-                peak.allocated_bytes + nbytes, peak.reserved_bytes + nbytes, peak.device_bytes + nbytes
-            )
-
+        """The footprint with a block that is always allocated."""
         return replace(
             self,
             peak_allocated_bytes=self.peak_allocated_bytes + nbytes,
             peak_reserved_bytes=self.peak_reserved_bytes + nbytes,
             peak_device_bytes=self.peak_device_bytes + nbytes,
             parts={**self.parts, part: self.parts.get(part, 0) + nbytes},
-            low=more(self.low),
-            high=more(self.high),
+            low=self.low and self.low.plus(nbytes),
+            high=self.high and self.high.plus(nbytes),
         )
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> Path:
@@ -113,13 +107,13 @@ class Footprint:
             The path.
 
         Raises:
-            MemGuardError: the file cannot be written, or the step's events were not kept: those of a fit are the
-                guard's, see `MemGuard.save_snapshot`.
+            MemGuardError: the file cannot be written, or the step's events were not kept: the guard keeps those
+                of a fit, see `MemGuard.save_snapshot`.
         """
         if self.trace is None or self.settings is None:
             raise MemGuardError(
-                "This footprint holds no events to write down: they are kept by `estimate(...)`. For a fit, call "
-                "`guard.save_snapshot(path)`."
+                "This footprint does not keep the events of the step; `estimate(...)` returns one that does. For a "
+                "fit, call `guard.save_snapshot(path)`."
             )
         return save_snapshot(self.trace, self.settings, path)
 
@@ -130,36 +124,35 @@ class Footprint:
 
 
 def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tuple[int, int, int] = 0) -> Footprint:
-    """Replay a trace and add what stands outside of it.
+    """Replay a trace and add the memory outside the allocator.
 
     Args:
-        trace: the events of the step, in bytes asked for.
+        trace: the events of the step, in bytes requested.
         settings: the rules of the allocator to replay by.
         context_bytes: what the process takes on its device outside the allocator (CUDA's context and libraries); where
             it was not measured: at least, most likely, at most.
     """
-    outside = context_bytes if isinstance(context_bytes, tuple) else (context_bytes,) * 3
-    result = _replay(trace.only("point"), settings)
-    peak = result.peak_event
-    low: Peak | None = None
-    high: Peak | None = None
-    if outside[0] != outside[2] or any(event.case for event in trace.events):
-        low = _peak(result, outside[0]).widest(_peak(_replay(trace.only("low"), settings), outside[0]), min)
-        high = _peak(result, outside[2]).widest(_peak(_replay(trace.only("high"), settings), outside[2]), max)
+    least, likely, most = context_bytes if isinstance(context_bytes, tuple) else (context_bytes,) * 3
+    result = _replay(trace, "point", settings)
+    low = high = None
+    if least != most or any(event.case for event in trace.events):
+        low = _peak(result, least).widest(_peak(_replay(trace, "low", settings), least), min)
+        high = _peak(result, most).widest(_peak(_replay(trace, "high", settings), most), max)
+    at = result.peak_event
     return Footprint(
         batch_size=trace.batch_size,
         device=trace.device,
         peak_allocated_bytes=result.peak_allocated_bytes,
         peak_reserved_bytes=result.peak_reserved_bytes,
-        peak_device_bytes=result.peak_reserved_bytes + outside[1],
+        peak_device_bytes=result.peak_reserved_bytes + likely,
         parts={
             part: result.parts.get(part, 0)
             for part in (*PARTS, *OPTIONAL_PARTS)
             if part in PARTS or part in result.parts
         },
-        phase=peak.phase if peak else "",
-        module=peak.module if peak else "",
-        operator=peak.operator if peak else "",
+        phase=at.phase if at else "",
+        module=at.module if at else "",
+        operator=at.operator if at else "",
         method=trace.method,
         notes=trace.notes,
         low=low,
@@ -167,12 +160,8 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
     )
 
 
-def _replay(trace: Trace, settings: AllocatorSettings) -> Replay:
-    """Replay within the capacity, which may make the allocator give its cache back; where that fails, without one."""
-    result = replay(trace, settings)
-    if result.out_of_memory_event is None or settings.capacity_bytes is None:
-        return result
-    return replay(trace, replace(settings, capacity_bytes=None))
+def _replay(trace: Trace, case: str, settings: AllocatorSettings) -> Replay:
+    return within_capacity(trace.only(case), settings, Replay.of)
 
 
 def _peak(result: Replay, outside_bytes: int) -> Peak:

@@ -2,13 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import TypeVar
 
 from lightning_memguard.core.replay.allocator import Allocator, Block
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import Event, Trace
+
+_Result = TypeVar("_Result")
+
+
+class Steps:
+    """A replay, event by event: iterating yields what each event adds to the allocated bytes.
+
+    It ends before the first allocation that does not fit the capacity. A step is a plain number, since a replay has
+    tens of thousands of them; in between, the attributes are as the last event left them.
+
+    Attributes:
+        trace: the events.
+        allocator: what replays them; None for exact memory, which is neither rounded nor cached.
+        block: the allocator's block that the last event allocated or freed.
+        out_of_memory_event: the event that did not fit; None until then.
+        peak_reserved_bytes, segments, fragmentation: see `Replay`; of the allocator, so far.
+
+    >>> steps = Steps(Trace(8, "cuda", "fake", (Event("alloc", 0, 700), Event("free", 0, 700))), AllocatorSettings())
+    >>> [(change, steps.reserved_bytes) for change in steps]
+    [(1024, 2097152), (-1024, 2097152)]
+    """
+
+    def __init__(self, trace: Trace, settings: AllocatorSettings) -> None:
+        self.trace = trace
+        self.allocator = Allocator(settings) if settings.kind == "cuda" else None
+        self.block: Block | None = None
+        self.out_of_memory_event: Event | None = None
+        self.peak_reserved_bytes = self.segments = 0
+        self.fragmentation = 1.0
+        self._capacity_bytes = settings.capacity_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator holds now; 0 for exact memory."""
+        return self.allocator.reserved_bytes if self.allocator else 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.allocator is not None:
+            return self._cached(self.allocator)
+        return self._exact() if self._capacity_bytes is None else self._exact_within(self._capacity_bytes)
+
+    def _exact(self) -> Iterator[int]:
+        sizes: dict[int, int] = {}
+        for event in self.trace.events:
+            if event.action == "alloc":
+                sizes[event.block] = nbytes = event.nbytes
+                yield nbytes
+            else:
+                yield -sizes.pop(event.block)
+
+    def _exact_within(self, capacity_bytes: int) -> Iterator[int]:
+        live = 0
+        for event, change in zip(self.trace.events, self._exact(), strict=True):
+            live += change
+            if live > capacity_bytes:
+                self.out_of_memory_event = event
+                return
+            yield change
+
+    def _cached(self, allocator: Allocator) -> Iterator[int]:
+        blocks: dict[int, Block] = {}
+        for event in self.trace.events:
+            if event.action == "alloc":
+                self.block = block = allocator.alloc(event.nbytes, event.stream)
+                if block is None:
+                    self.out_of_memory_event = event
+                    return
+                blocks[event.block] = block
+                if allocator.peak_reserved_bytes > self.peak_reserved_bytes:
+                    self.peak_reserved_bytes = allocator.peak_reserved_bytes
+                    self.segments = allocator.segment_count
+                    self.fragmentation = allocator.peak_reserved_bytes / allocator.allocated_bytes
+                yield block.size_bytes
+            else:
+                self.block = block = blocks.pop(event.block)
+                size_bytes = block.size_bytes  # freeing joins the block with free neighbors
+                allocator.free(block)
+                yield -size_bytes
+
+
+def within_capacity(trace: Trace, settings: AllocatorSettings, read: Callable[[Steps], _Result]) -> _Result:
+    """Read a replay within the capacity, which may make the allocator empty its cache; if that fails, without one."""
+    steps = Steps(trace, settings)
+    result = read(steps)
+    if steps.out_of_memory_event is None:
+        return result
+    return read(Steps(trace, replace(settings, capacity_bytes=None)))
 
 
 @dataclass(frozen=True)
@@ -16,13 +104,13 @@ class Replay:
     """What the allocator held while a trace ran.
 
     Attributes:
-        peak_allocated_bytes: largest sum of live blocks, what ``torch.cuda.max_memory_allocated()`` would say.
-        peak_reserved_bytes: largest sum of segments, what ``torch.cuda.max_memory_reserved()`` would say.
-        parts: bytes alive at the peak of allocated, by part; they sum to it. What a block is larger than was asked
-            for belongs to the block's part.
+        peak_allocated_bytes: largest sum of live blocks, as ``torch.cuda.max_memory_allocated()`` would report it.
+        peak_reserved_bytes: largest sum of segments, as ``torch.cuda.max_memory_reserved()`` would report it.
+        parts: bytes alive at the peak of allocated, by part; they sum to it. Where a block is larger than requested,
+            the rest counts as the block's part.
         peak_event: the event that first reached the peak of allocated; None if nothing was allocated.
         segments: segments that made up the peak of reserved; an expandable segment counts once.
-        retries: how often the whole cache was given back to make room for one request.
+        retries: how often the whole cache was released to make room for one request.
         fragmentation: reserved over allocated at the peak of reserved; 1.0 when every reserved byte was in use.
         out_of_memory_event: the first event that did not fit the capacity even then; the replay ends before it.
     """
@@ -36,12 +124,27 @@ class Replay:
     fragmentation: float = 1.0
     out_of_memory_event: Event | None = None
 
+    @classmethod
+    def of(cls, steps: Steps) -> Replay:
+        """Run the steps to their end."""
+        peak_bytes, parts, peak_event = _peak(steps.trace.events, list(steps))
+        return cls(
+            peak_allocated_bytes=peak_bytes,
+            peak_reserved_bytes=max(peak_bytes, steps.peak_reserved_bytes),  # the same for exact memory
+            parts=parts,
+            peak_event=peak_event,
+            segments=steps.segments,
+            retries=steps.allocator.retries if steps.allocator else 0,
+            fragmentation=steps.fragmentation,
+            out_of_memory_event=steps.out_of_memory_event,
+        )
+
 
 def replay(trace: Trace, settings: AllocatorSettings) -> Replay:
     """What an allocator with these settings would hold, event after event.
 
     Args:
-        trace: the events; a block that is never freed just stays.
+        trace: the events; a block that is never freed stays allocated.
         settings: see `AllocatorSettings.for_device`.
 
     >>> step = (Event("alloc", 0, 1000), Event("alloc", 1, 3 * MIB), Event("free", 0, 1000))
@@ -49,83 +152,24 @@ def replay(trace: Trace, settings: AllocatorSettings) -> Replay:
     >>> held.peak_allocated_bytes == 1024 + 3 * MIB, held.peak_reserved_bytes == 2 * MIB + 20 * MIB
     (True, True)
     """
-    return _replay_exactly(trace, settings) if settings.kind == "exact" else _replay_cached(trace, settings)
-
-
-def _replay_exactly(trace: Trace, settings: AllocatorSettings) -> Replay:
-    sizes: dict[int, int] = {}
-    changes = []
-    for event in trace.events:
-        if event.action == "alloc":
-            sizes[event.block] = change = event.nbytes
-        else:
-            change = -sizes.pop(event.block)
-        changes.append(change)
-
-    out_of_memory = None
-    capacity = settings.capacity_bytes
-    if capacity is not None:
-        too_much = next((i for i, live in enumerate(accumulate(changes)) if live > capacity), None)
-        if too_much is not None:
-            out_of_memory = trace.events[too_much]
-            del changes[too_much:]
-
-    peak_bytes, parts, peak_event = _peak(trace.events, changes)
-    return Replay(peak_bytes, peak_bytes, parts, peak_event, out_of_memory_event=out_of_memory)
-
-
-def _replay_cached(trace: Trace, settings: AllocatorSettings) -> Replay:
-    allocator = Allocator(settings)
-    blocks: dict[int, Block] = {}
-    changes = []
-    peak_reserved = segments = 0
-    fragmentation = 1.0
-    out_of_memory = None
-    for event in trace.events:
-        if event.action == "alloc":
-            block = allocator.alloc(event.nbytes, event.stream)
-            if block is None:
-                out_of_memory = event
-                break
-            blocks[event.block] = block
-            changes.append(block.size_bytes)
-            if allocator.peak_reserved_bytes > peak_reserved:
-                peak_reserved = allocator.peak_reserved_bytes
-                segments = allocator.segment_count
-                fragmentation = peak_reserved / allocator.allocated_bytes
-        else:
-            block = blocks.pop(event.block)
-            changes.append(-block.size_bytes)
-            allocator.free(block)
-
-    peak_bytes, parts, peak_event = _peak(trace.events, changes)
-    return Replay(
-        peak_allocated_bytes=peak_bytes,
-        peak_reserved_bytes=peak_reserved,
-        parts=parts,
-        peak_event=peak_event,
-        segments=segments,
-        retries=allocator.retries,
-        fragmentation=fragmentation,
-        out_of_memory_event=out_of_memory,
-    )
+    return Replay.of(Steps(trace, settings))
 
 
 def _peak(events: Sequence[Event], changes: Sequence[int]) -> tuple[int, dict[str, int], Event | None]:
-    """Given what each event added to the live bytes: their peak, the parts it consists of, and who reached it."""
+    """The peak of the live bytes, its parts, and the event that first reached it."""
     live = list(accumulate(changes))
     peak = max(live, default=0)
     if peak == 0:
         return 0, {}, None
     at = live.index(peak)
-    alive: dict[int, tuple[str, int]] = {}
-    for event, change in zip(events[: at + 1], changes, strict=False):
-        if event.action == "alloc":
-            alive[event.block] = event.part, change
-        else:
-            del alive[event.block]
+    alive: dict[int, int] = {}
+    for position, change in enumerate(changes[: at + 1]):
+        if change > 0:
+            alive[events[position].block] = position
+        elif change < 0:
+            del alive[events[position].block]
     parts: dict[str, int] = {}
-    for part, nbytes in alive.values():
-        if nbytes:
-            parts[part] = parts.get(part, 0) + nbytes
+    for position in alive.values():
+        part = events[position].part
+        parts[part] = parts.get(part, 0) + changes[position]
     return peak, parts, events[at]

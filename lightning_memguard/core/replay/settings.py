@@ -1,11 +1,11 @@
-"""The environment -> AllocatorSettings: how PyTorch's caching allocator was told to hand out memory."""
+"""The environment -> AllocatorSettings: how PyTorch's caching allocator is configured to hand out memory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import MIB
@@ -22,6 +22,8 @@ ROUNDUP_INTERVALS = 16  # [1 MiB, 2 MiB), [2 MiB, 4 MiB), ... and all from 32 Gi
 
 UNLIMITED = 1 << 64
 
+_Value = TypeVar("_Value")
+
 
 @dataclass(frozen=True)
 class AllocatorSettings:
@@ -29,18 +31,18 @@ class AllocatorSettings:
 
     Attributes:
         kind: ``"cuda"`` follows the rules of the caching allocator. ``"exact"`` neither rounds nor caches, so that
-            reserved equals allocated; this is the CPU.
+            reserved equals allocated, as on the CPU.
         capacity_bytes: device memory the process may reserve; None for no limit.
         expandable_segments: one growing segment for each pool and stream instead of many of fixed size.
         roundup_power2_divisions: into how many steps each power of two is divided when a request is rounded up; 16
             numbers for requests from 1 MiB, 2 MiB, 4 MiB, ... on, the first also for smaller ones; 0 and 1 mean no
             such rounding. This is how torch stores it.
-        max_split_size_bytes: blocks from this size on are never split; None for no such limit.
+        max_split_size_bytes: blocks of this size or more are never split; None for no such limit.
         max_non_split_rounding_bytes: how much larger than the request a block that may not be split can be; None for
             ``large_segment_size_bytes``.
-        garbage_collection_threshold: share of the capacity above which cached segments are given back early; 0 for
-            never. PyTorch heeds it only when a memory fraction below 1 is set, and so does the replay.
-        per_process_memory_fraction: as set in ``torch.cuda.set_per_process_memory_fraction``. It only tells whether
+        garbage_collection_threshold: share of the capacity above which cached segments are released early; 0 for
+            never. PyTorch applies it only if a memory fraction below 1 is set, and so does the replay.
+        per_process_memory_fraction: as set in ``torch.cuda.set_per_process_memory_fraction``. It only says whether
             PyTorch enforces a limit itself; the limit is ``capacity_bytes``.
         large_segment_size_bytes: what the large pool reserves for a request below 10 MiB, and the page size of its
             expandable segments.
@@ -93,40 +95,27 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 
 
 def _settings_from(variable: str, text: str) -> AllocatorSettings:
-    """Read the options that decide how much memory is held; the last of equal keys counts.
+    """Read the options that decide how much memory is reserved; the last of equal keys counts.
 
-    Any other key is passed over: PyTorch itself refuses a key it does not know as soon as CUDA is used, so one that
-    gets here belongs to something else (pinned memory, say) or to a newer PyTorch.
+    Any other key is ignored: PyTorch itself refuses an unknown key as soon as CUDA is used, so it belongs to something
+    else (such as pinned memory) or to a newer PyTorch.
     """
     options = {key: _Option(variable, key, value) for key, value in _split_options(variable, text)}
-    if "backend" in options:
-        options["backend"].check_backend()
 
-    # Read first: it is the least that max_split_size_mb and max_non_split_rounding_mb may be.
-    large_segment = LARGE_SEGMENT
-    if "large_segment_size_mb" in options:
-        large_segment = options["large_segment_size_mb"].mebibytes(at_least=OWN_SEGMENT_FROM + MIB)
-    max_split = max_non_split_rounding = None
-    if "max_split_size_mb" in options:
-        max_split = options["max_split_size_mb"].mebibytes(at_least=large_segment)
-    if "max_non_split_rounding_mb" in options:
-        max_non_split_rounding = options["max_non_split_rounding_mb"].mebibytes(at_least=large_segment)
-    divisions: tuple[int, ...] = (0,) * ROUNDUP_INTERVALS
-    if "roundup_power2_divisions" in options:
-        divisions = options["roundup_power2_divisions"].divisions()
-    threshold, fraction = 0.0, 1.0
-    if "garbage_collection_threshold" in options:
-        threshold = options["garbage_collection_threshold"].share(ends_included=False)
-    if "per_process_memory_fraction" in options:
-        fraction = options["per_process_memory_fraction"].share(ends_included=True)
+    def read(key: str, how: Callable[[_Option], _Value], default: _Value) -> _Value:
+        return how(options[key]) if key in options else default
+
+    read("backend", _Option.check_backend, None)
+    # Read first: it is the minimum of max_split_size_mb and max_non_split_rounding_mb.
+    segment = read("large_segment_size_mb", lambda option: option.mebibytes(OWN_SEGMENT_FROM + MIB), LARGE_SEGMENT)
     return AllocatorSettings(
-        expandable_segments="expandable_segments" in options and options["expandable_segments"].flag(),
-        roundup_power2_divisions=divisions,
-        max_split_size_bytes=max_split,
-        max_non_split_rounding_bytes=max_non_split_rounding,
-        garbage_collection_threshold=threshold,
-        per_process_memory_fraction=fraction,
-        large_segment_size_bytes=large_segment,
+        large_segment_size_bytes=segment,
+        max_split_size_bytes=read("max_split_size_mb", lambda option: option.mebibytes(segment), None),
+        max_non_split_rounding_bytes=read("max_non_split_rounding_mb", lambda option: option.mebibytes(segment), None),
+        roundup_power2_divisions=read("roundup_power2_divisions", _Option.divisions, (0,) * ROUNDUP_INTERVALS),
+        garbage_collection_threshold=read("garbage_collection_threshold", _Option.share_between, 0.0),
+        per_process_memory_fraction=read("per_process_memory_fraction", _Option.share, 1.0),
+        expandable_segments=read("expandable_segments", _Option.flag, default=False),
     )
 
 
@@ -143,12 +132,12 @@ def _split_options(variable: str, text: str) -> Iterator[tuple[str, str]]:
 
 def _leading_whole_number(text: str) -> int | None:
     number = _WHOLE_NUMBER.match(text)
-    return int(number[0]) % UNLIMITED if number else None  # as std::stoull: -1 is the largest number there is
+    return int(number[0]) % UNLIMITED if number else None  # as std::stoull: -1 is the largest number
 
 
 @dataclass(frozen=True)
 class _Option:
-    """One `key:value` of the environment variable, read as what it is meant to be."""
+    """One `key:value` of the environment variable, and its readings."""
 
     variable: str
     key: str
@@ -165,18 +154,23 @@ class _Option:
             raise self._refused(f"a whole number of MiB, at least {at_least // MIB}")
         return number * MIB
 
-    def share(self, ends_included: bool) -> float:
+    def share(self, expected: str = "a number from 0 to 1") -> float:
         number = _NUMBER.match(self.value)
-        share = float(number[0]) if number else -1.0
-        if not (0.0 <= share <= 1.0 if ends_included else 0.0 < share < 1.0):
-            raise self._refused("a number from 0 to 1" if ends_included else "a number between 0 and 1")
-        return share
+        if number is None or not 0.0 <= float(number[0]) <= 1.0:
+            raise self._refused(expected)
+        return float(number[0])
+
+    def share_between(self) -> float:
+        expected = "a number between 0 and 1"
+        if self.share(expected) in (0.0, 1.0):
+            raise self._refused(expected)
+        return self.share()
 
     def divisions(self) -> tuple[int, ...]:
         """One number for all sizes, or a list such as `[256:1,512:2,>:8]` (parseRoundUpPower2Divisions).
 
         That list gives 1 to requests from 256 MiB on, 2 from 512 MiB on, and 8 to all larger ones. Sizes below the
-        first that is named take the first's number; sizes between two that are named take 0.
+        first one listed take its number; sizes between two that are listed take 0.
         """
         if not self.value.startswith("["):
             return (self._power_of_two(self.value),) * ROUNDUP_INTERVALS
@@ -199,8 +193,8 @@ class _Option:
     def check_backend(self) -> None:
         if self.value in ("cudaMallocAsync", "hipMallocAsync"):
             raise MemGuardError(
-                f"{self.variable} sets backend:{self.value}, where the CUDA driver decides what is held, by rules that "
-                "cannot be replayed. Use backend:native to have memory predicted."
+                f"{self.variable} sets backend:{self.value}, where the CUDA driver decides what is reserved, by "
+                "rules that cannot be replayed. Use backend:native to have memory predicted."
             )
         if self.value != "native":
             raise self._refused("native or cudaMallocAsync")

@@ -2,7 +2,7 @@
 
 Every event's bytes are a polynomial in the batch size: constant for what belongs to the model, affine for nearly all
 that belongs to the batch, quadratic where samples meet samples (a contrastive loss's n x n matrix). So the events are
-fitted, exactly and one by one, never the peaks: a peak is a maximum over moments, and kinked.
+fitted, exactly and one by one, never the peaks: a peak is a maximum over moments, which is not a polynomial.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _Coefficients = tuple[Fraction, ...]  # c[0] + c[1] n + c[2] n^2
 
 @dataclass(frozen=True)
 class Growth:
-    """A trace whose events know how they grow with the batch size.
+    """A trace, and how its events grow with the batch size.
 
     Attributes:
         template: the trace at one of the sizes that were captured.
         sizes: the batch sizes that were captured.
         coefficients: by position in the template, for each event whose bytes depend on the batch size.
-        kernels: by kernel of the template, for each number of it that depends on the batch size. Scratch follows rules
-            that may step and bend; what they are given grows like everything else.
-        same: by kernel of the template, the first one called alike at every size; empty where each stands alone.
+        kernels: by kernel of the template, for each of its numbers that depends on the batch size. Scratch follows
+            rules that are no polynomials; the numbers they are given grow like everything else.
+        same: by kernel of the template, the first one called the same way at every size; empty if each is its own.
     """
 
     template: Trace
@@ -45,7 +45,7 @@ class Growth:
         return max((len(coefficients) - 1 for coefficients in (*self.coefficients.values(), *kernels)), default=0)
 
     def at(self, batch_size: int) -> Trace:
-        """Write out the trace of the same step at another batch size."""
+        """The trace of the same step at another batch size."""
         if batch_size == self.template.batch_size:
             return self.template
         events = list(self.template.events)
@@ -105,11 +105,11 @@ def grow(traces: Sequence[Trace]) -> Growth:
         traces: at different batch sizes, in any order.
 
     Returns:
-        The growth, which gives back every trace it was made from.
+        The growth, which reproduces every trace it was made from.
 
     Raises:
-        CannotTraceError: the traces are fewer than two, differ in more than bytes, or grow in no way that a
-            polynomial of degree two describes.
+        CannotTraceError: there are fewer than two traces, or they differ in more than bytes, or they do not grow as a
+            polynomial of degree two.
     """
     ordered = sorted({trace.batch_size: trace for trace in traces}.values(), key=lambda trace: trace.batch_size)
     sizes = tuple(trace.batch_size for trace in ordered)
@@ -132,17 +132,17 @@ def grow(traces: Sequence[Trace]) -> Growth:
 
 
 def _without_scratch(trace: Trace) -> list[int]:
-    """Positions of the events that no kernel's rule accounts for."""
+    """Positions of the events that are not a kernel's scratch."""
     kept: list[int] = []
     done = 0
-    for stretch in trace.scratch_spans:
-        kept += range(done, stretch.start)
-        done = stretch.end
+    for span in trace.scratch_spans:
+        kept += range(done, span.start)
+        done = span.end
     return [*kept, *range(done, len(trace.events))]
 
 
 def _same_kernels(traces: Sequence[Trace]) -> tuple[int, ...]:
-    """For each kernel the first one that was called alike at all sizes: layers repeat themselves."""
+    """For each kernel the first one that was called the same way at all sizes: layers repeat themselves."""
     firsts: dict[tuple[Kernel, ...], int] = {}
     calls = zip(*(trace.kernels for trace in traces), strict=True)
     return tuple([firsts.setdefault(kernels, index) for index, kernels in enumerate(calls)])
@@ -167,18 +167,18 @@ def _grow_kernels(
 def _check_same_events(traces: Sequence[Trace], outlines: Sequence[Sequence[Event]]) -> None:
     first = traces[0]
     for other, events in zip(traces[1:], outlines[1:], strict=True):
-        sizes = f"batch sizes {first.batch_size} and {other.batch_size}"
         for mine, theirs in zip(outlines[0], events, strict=False):
             if mine[:2] != theirs[:2] or mine[3:-1] != theirs[3:-1]:  # the line may differ, as blocks are built by size
-                raise CannotTraceError(
-                    f"The step runs differently at {sizes}: {_words(mine)} in one is {_words(theirs)} in the other."
-                )
+                raise _differ(first, other, f"{_words(mine)} in one is {_words(theirs)} in the other")
         if len(outlines[0]) != len(events):
-            raise CannotTraceError(
-                f"The step runs differently at {sizes}: {len(outlines[0])} events against {len(events)}."
-            )
+            raise _differ(first, other, f"{len(outlines[0])} events versus {len(events)}")
         if [kernel.rest for kernel in first.kernels] != [kernel.rest for kernel in other.kernels]:
-            raise CannotTraceError(f"The step runs differently at {sizes}: its kernels are given other arguments.")
+            raise _differ(first, other, "its kernels get other arguments")
+
+
+def _differ(first: Trace, other: Trace, how: str) -> CannotTraceError:
+    sizes = f"batch sizes {first.batch_size} and {other.batch_size}"
+    return CannotTraceError(f"The step runs differently at {sizes}: {how}.")
 
 
 def _words(event: Event) -> str:
@@ -191,7 +191,7 @@ def _fit(sizes: tuple[int, ...], nbytes: tuple[int, ...], event: Event) -> _Coef
         if all(_evaluate(coefficients, n) == b for n, b in zip(sizes, nbytes, strict=True)) and coefficients[-1] > 0:
             return coefficients
     pairs = ", ".join(f"{b} B at {n}" for n, b in zip(sizes, nbytes, strict=True))
-    raise CannotTraceError(f"The bytes of {_words(event)} follow no line or square of the batch size: {pairs}.")
+    raise CannotTraceError(f"The bytes of {_words(event)} are not linear or quadratic in the batch size: {pairs}.")
 
 
 def _interpolate(sizes: tuple[int, ...], nbytes: tuple[int, ...]) -> _Coefficients:

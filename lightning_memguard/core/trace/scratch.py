@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FLOAT = 4  # bytes of a float32, which most kernels accumulate in
 
 
 @dataclass(frozen=True)
 class CpuTarget:
-    """What scratch on the CPU depends on besides shapes.
+    """What scratch on the CPU depends on, apart from shapes.
 
     Attributes:
         threads: those of one operator (``torch.get_num_threads``).
@@ -24,12 +27,12 @@ class CpuTarget:
 
 @dataclass(frozen=True)
 class CudaTarget:
-    """What scratch on a CUDA GPU depends on besides shapes.
+    """What scratch on a CUDA GPU depends on, apart from shapes.
 
     Attributes:
         compute_capability: such as ``(9, 0)``.
         multiprocessors: ``multiProcessorCount`` of the device's properties.
-        cudnn_benchmark: whether convolutions are chosen by trying them (``torch.backends.cudnn.benchmark``).
+        cudnn_benchmark: whether convolutions are chosen by benchmarking them (``torch.backends.cudnn.benchmark``).
         deterministic: ``torch.are_deterministic_algorithms_enabled()``, or cuDNN's own flag.
         tf32: whether float32 convolutions may run on TF32 tensor cores (``torch.backends.cudnn.allow_tf32``).
     """
@@ -61,7 +64,7 @@ class Scratch:
     Attributes:
         before: taken and given back before the results are allocated.
         after: taken and given back while all results are alive.
-        kept: bytes of the first result's storage past what its shape tells.
+        kept: bytes of the first result's storage past those of its shape.
         between: by a result's place among the operator's results that are tensors: taken and given back once that one
             is allocated and before the next one is.
     """
@@ -78,24 +81,11 @@ NONE = Scratch()
 # -- shapes
 
 
-def nbytes(tensor: Any) -> int:
+def nbytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements."""
-    return int(tensor.numel() * tensor.element_size())
+    return tensor.numel() * tensor.element_size()
 
 
 def up(value: int, to: int) -> int:
     """The next multiple of ``to``."""
     return -(-value // to) * to
-
-
-def is_channels_last(tensor: Any) -> bool:
-    """Whether an image batch has its channels innermost, and is not contiguous besides."""
-    if tensor.dim() != 4 or tensor.is_contiguous():
-        return False
-    _, channels, height, width = tensor.shape
-    return tuple(tensor.stride()) == (height * width * channels, 1, width * channels, channels)
-
-
-def is_dense(tensor: Any) -> bool:
-    """Whether a tensor is contiguous in either of the orders that kernels take as they are."""
-    return bool(tensor.is_contiguous()) or is_channels_last(tensor)

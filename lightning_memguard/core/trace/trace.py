@@ -1,4 +1,4 @@
-"""What one training step allocates and frees, in order: the noun that all later stages start from."""
+"""What one training step allocates and frees, in order: the record that all later stages start from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Action = Literal["alloc", "free"]
 Method = Literal["fake", "worst-case", "real", "states"]
 """How a trace was obtained, best first.
 
-``fake``: the step ran on fake tensors. ``worst-case``: the same, and some operator whose result depends on values was
+``fake``: the step ran on fake tensors. ``worst-case``: the same, and an operator whose result depends on values was
 given its largest result. ``real``: the step ran on real tensors at small sizes, on a copy. ``states``: no step could
 be run; only parameters, buffers, gradients and optimizer state are known.
 """
@@ -28,30 +28,27 @@ PARTS = (
     "temporaries",
     "workspaces",
 )
-"""What a block of memory is for. ``workspaces`` is scratch that a kernel takes and gives back inside one operator."""
+"""What a block of memory is for. ``workspaces`` is scratch that a kernel allocates and frees inside one operator."""
 
 OPTIONAL_PARTS = ("callbacks", "communication")
-"""Named only where they hold bytes: what the Trainer's other callbacks keep (copies of the model), and what ranks that
-train together exchange (buckets of gradients)."""
+"""Listed only if they have bytes: what the Trainer's other callbacks keep (copies of the model), and the buckets of
+gradients that ranks exchange."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Of a batch's tensors, in order."""
+"""The shapes of a batch's tensors, in order."""
 
 CASES = ("low", "point", "high")
 """At least, most likely, at most: the sizes of a block that is not known exactly, such as a convolution's workspace."""
 
 
 class Event(NamedTuple):
-    """One block of memory taken or given back.
+    """One block of memory allocated or freed; a tuple, since a trace at another batch size makes tens of thousands.
 
-    A tuple, since a replay at another batch size makes tens of thousands of them.
-
-    ``nbytes`` is what was asked for, before any rounding, and stands on the free as on the alloc.
-    ``block`` joins the two. ``module`` is the dotted path of the module that was running
-    (empty outside any), ``operator`` the torch operator, such as ``aten.convolution.default``. ``case`` is empty, or
-    one of `CASES` for a block whose size is not known exactly: it stands three times, once for each case. ``source`` is
-    the line of the model's code behind it, as ``"<file>:<line>:<function>"``: of the forward pass, in the backward pass
-    too; empty where none is.
+    ``nbytes`` is the size requested, before any rounding, on the free as on the alloc; ``block`` joins the two.
+    ``module`` is the dotted path of the module that was running (empty outside any), ``operator`` the torch operator,
+    such as ``aten.convolution.default``. ``case`` is empty, or one of `CASES` for a block whose size is not known
+    exactly: it occurs three times, once for each case. ``source`` is the line of the model's code that caused it, as
+    ``"<file>:<line>:<function>"``; in the backward pass that of the forward pass; empty if there is none.
     """
 
     action: Action
@@ -71,12 +68,12 @@ class Event(NamedTuple):
 class Kernel:
     """One call of an operator whose kernel takes scratch by a rule.
 
-    The rule may step and bend with the batch size as no polynomial does, so growth fits what the rule is given.
+    The rule may follow the batch size as no polynomial does, so growth fits the numbers that the rule is given.
 
     Attributes:
         operator: such as ``"aten.embedding_dense_backward.default"``.
         numbers: all sizes, strides and whole numbers among its arguments and results, in order.
-        rest: what else it was given.
+        rest: its other arguments.
         scratch: the rule, as a function of such numbers.
     """
 
@@ -87,10 +84,10 @@ class Kernel:
 
 
 class ScratchSpan(NamedTuple):
-    """Where in a trace the events of a kernel's scratch stand: ``events[start:end]``.
+    """Where in a trace the events of a kernel's scratch are: ``events[start:end]``.
 
     ``place`` says which of its moments they are: -1 those before any result, else those after the result of that place;
-    ``None`` those after all. ``like`` is an event that could stand there.
+    ``None`` those after all. ``like`` is an event that could be there.
     """
 
     start: int
@@ -104,8 +101,8 @@ class ScratchSpan(NamedTuple):
 class Trace:
     """The events of a few consecutive training steps at one batch size.
 
-    ``device`` is a torch device type such as ``"cpu"`` or ``"cuda"``. ``notes`` says in plain words what
-    the trace had to assume. ``kernels`` and ``scratch_spans`` tell which events are scratch, and by which rule.
+    ``device`` is a torch device type such as ``"cpu"`` or ``"cuda"``. ``notes`` are assumptions in plain words.
+    ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule.
     """
 
     batch_size: int
@@ -120,18 +117,16 @@ class Trace:
         return iter(self.events)
 
     def only(self, case: str) -> Trace:
-        """The events as they are in one of `CASES`; this very trace where nothing is uncertain."""
+        """The events of one of `CASES`; the same trace if nothing is uncertain."""
         if not any(event.case for event in self.events):
             return self
         events = tuple(event for event in self.events if event.case in ("", case))
         return replace(self, events=events, kernels=(), scratch_spans=())
 
     def plus(self, parts: Mapping[str, int]) -> Trace:
-        """The events with blocks in front, by part and bytes, that stand there all the while."""
-        free = 1 + max((event.block for event in self.events), default=0)
-        blocks = (
-            Event("alloc", free + index, nbytes, part, "setup") for index, (part, nbytes) in enumerate(parts.items())
-        )
+        """The trace with a block for each part in front, of these bytes, that is never freed."""
+        first = 1 + max((event.block for event in self.events), default=0)
+        blocks = (Event("alloc", block, parts[part], part, "setup") for block, part in enumerate(parts, first))
         return replace(self, events=(*blocks, *self.events), kernels=(), scratch_spans=()) if parts else self
 
     def __len__(self) -> int:
@@ -146,24 +141,21 @@ def moments_of(scratch: Scratch, place: int | None) -> tuple[Moment, ...]:
 
 
 def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> list[Event]:
-    """Take and give back what a kernel takes, moment by moment.
+    """The events of a kernel's scratch, moment by moment.
 
     Args:
         moments: what is alive together, in order.
         first_block: number of the first block; the next ones count down from it.
-        like: an event that stands where these will; phase, step, module, operator and stream are taken from it.
+        like: an event at their place; phase, step, module, operator and stream are taken from it.
     """
     events: list[Event] = []
-    block = first_block
+    block, like = first_block, like._replace(part="workspaces")
     for moment in moments:
         taken: list[Event] = []
-        for size in moment if isinstance(moment, tuple) and not isinstance(moment, ByteRange) else (moment,):
-            cases = zip(CASES, size, strict=True) if isinstance(size, ByteRange) else (("", size),)
-            for case, nbytes in cases:
+        for size in (moment,) if isinstance(moment, int | ByteRange) else moment:
+            for case, nbytes in zip(CASES, size, strict=True) if isinstance(size, ByteRange) else (("", size),):
                 if nbytes:
-                    taken.append(
-                        like._replace(action="alloc", block=block, nbytes=nbytes, part="workspaces", case=case)
-                    )
+                    taken.append(like._replace(action="alloc", block=block, nbytes=nbytes, case=case))
                     block -= 1
         events += taken
         events += [event._replace(action="free") for event in reversed(taken)]

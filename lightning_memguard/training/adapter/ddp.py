@@ -1,9 +1,9 @@
-"""DistributedDataParallel, as far as memory goes: its buckets, its broadcasts, and when each of them comes and goes.
+"""The memory of DistributedDataParallel: its buckets and broadcasts, and when each is allocated and freed.
 
-The shadow runs a copy of the module on one device, without a process group, so nothing wraps it. What the wrapper would
-allocate is allocated here instead, at the same moments: when it is built, before each forward, and as each gradient
-becomes ready. Which moments those are was read in torch/nn/parallel/distributed.py and in torch/csrc/distributed/c10d/
-reducer.cpp and comm.cpp, and measured on torch 2.13 with two gloo processes (`tests/training/adapter/test_ddp.py`).
+The shadow Trainer runs a copy of the module on one device, without a process group, so nothing wraps it. What the
+wrapper would allocate is allocated here instead, at the same moments: when it is built, before each forward, and as
+each gradient becomes ready. Sources of these moments: torch/nn/parallel/distributed.py, reducer.cpp and comm.cpp in
+torch/csrc/distributed/c10d; measured on torch 2.13 with two gloo processes (`tests/training/adapter/test_ddp.py`).
 
 Not counted: what the communication library takes outside of torch's allocator (NCCL's channels and buffers on each
 GPU, gloo's on the host); a few hundred bytes that live while ranks compare shapes and bucket indices; and when a stream
@@ -20,15 +20,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.training.adapter.lightning_types import is_a
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule
+    from pytorch_lightning.strategies import DDPStrategy
 
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = 1 * _MIB  # dist._DEFAULT_FIRST_BUCKET_BYTES
@@ -50,44 +55,34 @@ _NOT_COUNTED = ("mixed_precision", "delay_all_reduce_named_params")
 _OTHER_WRAPPERS = ("DeepSpeedStrategy", "XLAStrategy")
 
 
-def wraps_in_ddp(strategy: object) -> bool:
+def wraps_in_ddp(strategy: object) -> TypeGuard[DDPStrategy]:
     """Whether training under this Lightning strategy wraps the module in DistributedDataParallel."""
     return is_a(strategy, "DDPStrategy") and not is_a(strategy, *_OTHER_WRAPPERS)
 
 
-def with_bucket_views(strategy: Any) -> Any:
+def with_bucket_views(strategy: DDPStrategy) -> DDPStrategy:
     """A shallow copy of a DDPStrategy to read from, whose gradients are views of their buckets."""
-    other = copy.copy(strategy)
-    other._ddp_kwargs = {**strategy._ddp_kwargs, "gradient_as_bucket_view": True}
-    return other
+    other: Any = copy.copy(strategy)
+    other._ddp_kwargs = {**other._ddp_kwargs, "gradient_as_bucket_view": True}
+    return other  # type: ignore[no-any-return]
 
 
 def steps_until_steady(strategy: object) -> int:
-    """The optimizer steps after which a step's memory no longer changes: a static graph moves its buckets in its third.
-
-    Returns:
-        How many steps are worth watching: 2, or 3 where the buckets are built anew before the third forward pass.
-    """
+    """After how many steps their memory no longer changes: a static graph rebuilds its buckets in its third."""
     return 3 if wraps_in_ddp(strategy) and Arguments.of(strategy).static_graph else 2
 
 
-def attach(strategy: object, module_copy: Any, recorder: Recorder, *, fits: bool = True) -> None:
+def attach(strategy: object, module_copy: nn.Module, recorder: Recorder, *, fits: bool = True) -> None:
     """Have a copy's run allocate what it would under DistributedDataParallel; nothing for any other strategy.
 
-    Call it where DDP would wrap the module: when the copy is on its device and watched, before it has optimizers.
+    Call it where DDP would wrap the module: when the copy is on its device and recorded, before it has optimizers.
 
     Args:
         strategy: the user's Lightning strategy; its settings are read, nothing is changed.
         module_copy: the LightningModule that will run; its ``training_step`` and ``manual_backward`` are wrapped.
-        recorder: watches the copy.
-        fits: False for a validation, test or prediction on its own: Lightning then wraps nothing, and only has the
-            ranks agree on parameters and buffers.
-
-    Example:
-        ```python
-        start(self.model)
-        attach(user.strategy, self.model, recorder)
-        ```
+        recorder: records the copy.
+        fits: False for a validation, test or prediction on its own: Lightning then wraps nothing, and only broadcasts
+            parameters and buffers.
     """
     if not wraps_in_ddp(strategy):
         return
@@ -102,25 +97,25 @@ def attach(strategy: object, module_copy: Any, recorder: Recorder, *, fits: bool
     wrapper = _Wrapper(arguments, module_copy, recorder)
     _wrap_training_step(module_copy, wrapper)
     _wrap_manual_backward(module_copy, wrapper)
-    if strategy._layer_sync is not None:  # type: ignore[attr-defined]
+    if strategy._layer_sync is not None:
         _exchange_statistics(module_copy, arguments.ranks, recorder)
 
 
 def _exchange_statistics(module_copy: nn.Module, ranks: int, recorder: Recorder) -> None:
-    """What SyncBatchNorm takes beside the batch norm it replaces, which keeps as much for the backward pass.
+    """What SyncBatchNorm takes on top of the batch norm it replaces, which keeps as much for the backward pass.
 
     Mean, inverse deviation and count of each channel are joined, and gathered from all ranks (``SyncBatchNorm.forward``
     in torch/nn/modules/_functions.py, torch 2.13).
     """
 
-    def gather(module: Any, _: Any, output: torch.Tensor) -> None:
-        if module.training:
+    def gather(module: nn.Module, _: object, output: torch.Tensor) -> None:
+        if module.training and isinstance(module, _BatchNorm):
             joined = 2 * module.num_features + 1
             taken = [output.new_empty(joined * count, dtype=torch.float32) for count in (1, ranks)]
             recorder.label(taken, "communication")
 
     for module in module_copy.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, _BatchNorm):
             module.register_forward_hook(gather)
 
 
@@ -132,13 +127,13 @@ class Arguments:
         bucket_bytes: the size at which a bucket is full.
         first_bucket_bytes: the same of the bucket that is ready first.
         bucket_bytes_list: one such size for each bucket, where the user gave a list.
-        find_unused_parameters, gradient_as_bucket_view, static_graph: as DDP names them.
+        find_unused_parameters, gradient_as_bucket_view, static_graph: see DDP.
         batched_grad_copy: copy the gradients of a bucket together once all are there.
         sync_buffers: broadcast buffers before each forward pass.
         init_sync: broadcast parameters and buffers when the wrapper is built.
         init_sync_buffers: buffers too.
         ranks: how many processes train together.
-        hook: the name of the communication hook, empty without one; those inside a wrapper are not told apart.
+        hook: the name of the communication hook or of the wrapper around it; empty without one.
         ignored: arguments given that are not counted.
     """
 
@@ -157,7 +152,7 @@ class Arguments:
     ignored: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, strategy: Any) -> Arguments:
+    def of(cls, strategy: DDPStrategy) -> Arguments:
         """Read them off a Lightning DDPStrategy."""
         given = dict(strategy._ddp_kwargs)
         cap_mb, caps_mb = given.get("bucket_cap_mb"), given.get("bucket_cap_mb_list") or ()
@@ -185,7 +180,7 @@ class Arguments:
 
     @property
     def finds_unused(self) -> bool:
-        """Whether each backward pass asks which parameters it leaves out; such buckets are never built anew."""
+        """Whether each backward pass finds the parameters it leaves out; then the buckets are never rebuilt."""
         return self.find_unused_parameters and not self.static_graph
 
     @property
@@ -201,10 +196,10 @@ class Arguments:
 
     @property
     def later_limits(self) -> list[int]:
-        """The same of the buckets that are built anew, in the order in which gradients were ready."""
+        """The same of the rebuilt buckets, in the order in which gradients were ready."""
         return list(self.bucket_bytes_list) or [self.first_bucket_bytes, self.bucket_bytes]
 
-    def notes(self, module_copy: Any) -> Iterator[str]:
+    def notes(self, module_copy: nn.Module) -> Iterator[str]:
         """What a prediction for this module has to leave out."""
         for name in self.ignored:
             yield f"DistributedDataParallel({name}=...) was not counted"
@@ -214,15 +209,9 @@ class Arguments:
 
 
 def first_buckets(arguments: Arguments, parameters: Sequence[torch.Tensor], sparse: Sequence[bool]) -> list[list[int]]:
-    """The buckets that DDP starts with, the one that is reduced first in front.
+    """The buckets that DDP starts with, in the order in which they are reduced, by the indices of their parameters.
 
-    Args:
-        arguments: how DDP is set.
-        parameters: those that need a gradient, in the module's order.
-        sparse: which of them will have a sparse gradient, and so no bucket in memory.
-
-    Returns:
-        By bucket, the places of its parameters.
+    Parameters that will have a sparse gradient have no bucket in memory.
     """
     return _partition(parameters, arguments.first_limits, sparse)[::-1]
 
@@ -230,7 +219,7 @@ def first_buckets(arguments: Arguments, parameters: Sequence[torch.Tensor], spar
 def later_buckets(
     arguments: Arguments, parameters: Sequence[torch.Tensor], sparse: Sequence[bool], ready: Sequence[int]
 ) -> list[list[int]]:
-    """The buckets that DDP goes on with, after ``ready`` told it in which order gradients come."""
+    """The buckets that DDP goes on with, once it knows in which order gradients are ready."""
     return _partition([parameters[index] for index in ready], arguments.later_limits, sparse, ready)
 
 
@@ -245,7 +234,7 @@ def _partition(
 
 
 class _Wrapper:
-    """What DistributedDataParallel and its reducer hold and do, by the names they give to it."""
+    """What DistributedDataParallel and its reducer hold and do, under their names for it."""
 
     def __init__(self, arguments: Arguments, module_copy: nn.Module, recorder: Recorder) -> None:
         self.arguments = arguments
@@ -263,17 +252,14 @@ class _Wrapper:
         self.delayed = False  # a static graph reduces its first gradients only once all are there
         self.syncs_buffers = arguments.sync_buffers
         with self._on_side_stream():
-            self._sync_states(module_copy)
+            if arguments.init_sync:
+                _broadcast(_states_of(module_copy, buffers=arguments.init_sync_buffers), recorder)
             self._make_buckets(first_buckets(arguments, self.parameters, self.sparse))
             self.used_maps = self._used_maps()
         for index, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(functools.partial(_gradient_ready, weakref.ref(self), index))
 
     # -- when the wrapper is built
-
-    def _sync_states(self, module_copy: nn.Module) -> None:
-        if self.arguments.init_sync:
-            _broadcast(_states_of(module_copy, buffers=self.arguments.init_sync_buffers), self.recorder)
 
     def _used_maps(self) -> list[torch.Tensor]:
         """Which parameters had a gradient: on the host and on the device."""
@@ -309,20 +295,19 @@ class _Wrapper:
 
     def before_forward(self) -> None:
         self.rebuild()
-        if self.syncs_buffers:
-            module_copy = self.module_copy()
-            assert module_copy is not None
+        module_copy = self.module_copy()
+        if self.syncs_buffers and module_copy is not None:
             _broadcast(_states_of(module_copy, parameters=False, buffers=True), self.recorder)
 
     def rebuild(self) -> None:
-        """Build the buckets anew, once, in the order in which the first gradients were ready."""
+        """Rebuild the buckets, once, in the order in which the first gradients were ready."""
         if self.rebuilt or not self.ready_order or self.arguments.finds_unused:
             return
         self.rebuilt = True
         order = [*dict.fromkeys((*self.ready_order, *range(len(self.parameters))))]
         self._make_buckets(later_buckets(self.arguments, self.parameters, self.sparse, order))
 
-    def after_forward(self, output: Any, *, syncs: bool) -> Any:
+    def after_forward(self, output: object, *, syncs: bool) -> object:
         self.expects_gradients = False
         self.syncs_buffers = False
         if syncs:
@@ -352,7 +337,7 @@ class _Wrapper:
         self._mark_ready(index)
 
     def backward_begins(self) -> None:
-        """The first node of a static graph's first backward pass: all is reduced when that pass has ended."""
+        """The first node of a static graph's first backward pass: everything is reduced when that pass has ended."""
         if self.arguments.static_graph and not self.delayed:
             self.delayed = True
             Variable._execution_engine.queue_callback(self._reduce_all)
@@ -405,7 +390,7 @@ class _Wrapper:
 
 
 def _broadcast(tensors: list[torch.Tensor], recorder: Recorder) -> None:
-    """Flatten tensors into a few large ones, of which two are on their way at once."""
+    """Flatten tensors into a few large ones, two of which are in flight at once."""
     in_flight: deque[torch.Tensor] = deque()
     for group in _partition(tensors, [_BROADCAST_BYTES]) if tensors else []:
         if len(in_flight) == _BROADCASTS_IN_FLIGHT:
@@ -425,55 +410,52 @@ def _gradient_ready(wrapper: weakref.ref[_Wrapper], index: int, _: torch.Tensor)
 # -- what runs inside the wrapper
 
 
-def _wrap_training_step(module_copy: Any, wrapper: _Wrapper) -> None:
-    step = module_copy.training_step
+def _wrap_training_step(module_copy: nn.Module, wrapper: _Wrapper) -> None:
+    module, step = cast("LightningModule", module_copy), cast("Any", module_copy.training_step)
 
     @functools.wraps(step)
-    def inside(*args: Any, **kwargs: Any) -> Any:
+    def inside(*args: object, **kwargs: object) -> object:
         wrapper.before_forward()
         output = step(*args, **kwargs)
-        return wrapper.after_forward(output, syncs=module_copy.automatic_optimization and not _accumulates(module_copy))
+        # all but the last micro-batch before a step leave their gradients on their rank
+        accumulates = module.trainer.fit_loop._should_accumulate()
+        return wrapper.after_forward(output, syncs=module.automatic_optimization and not accumulates)
 
-    module_copy.training_step = inside
+    module_copy.training_step = inside  # type: ignore[assignment]
 
 
-def _wrap_manual_backward(module_copy: Any, wrapper: _Wrapper) -> None:
+def _wrap_manual_backward(module_copy: nn.Module, wrapper: _Wrapper) -> None:
     """With manual optimization each backward pass reduces its gradients (`DDPStrategy.pre_backward`)."""
-    backward = module_copy.manual_backward
+    backward = cast("Any", module_copy.manual_backward)
 
     @functools.wraps(backward)
-    def inside(*args: Any, **kwargs: Any) -> None:
+    def inside(*args: object, **kwargs: object) -> None:
         wrapper.rebuild()
         wrapper.prepare_for_backward()
         backward(*args, **kwargs)
         wrapper.after_manual_backward()
 
-    module_copy.manual_backward = inside
-
-
-def _accumulates(module_copy: Any) -> bool:
-    """Whether this micro-batch's gradients stay on their rank: the last one before a step sends them all."""
-    return bool(module_copy.trainer.fit_loop._should_accumulate())
+    module_copy.manual_backward = inside  # type: ignore[assignment]
 
 
 class _Sink(torch.autograd.Function):
     """`_DDPSink`: copies what the step returns, and knows when the backward pass begins."""
 
     @staticmethod
-    def forward(ctx: Any, wrapper: Callable[[], _Wrapper | None], *outputs: Any) -> Any:
+    def forward(ctx: Any, wrapper: Callable[[], _Wrapper | None], *outputs: object) -> object:
         ctx.set_materialize_grads(False)
         ctx.wrapper = wrapper
         return tuple(output.clone() if isinstance(output, torch.Tensor) else output for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> object:
         wrapper = ctx.wrapper()
         if wrapper is not None:
             wrapper.backward_begins()
         return (None, *grads)
 
 
-def _through_sink(wrapper: _Wrapper, output: Any) -> Any:
+def _through_sink(wrapper: _Wrapper, output: object) -> object:
     leaves, spec = tree_flatten(output)
     copies = _Sink.apply(weakref.ref(wrapper), *leaves)  # type: ignore[no-untyped-call]
     through = [
@@ -491,7 +473,7 @@ def _ignored_by(module_copy: nn.Module) -> frozenset[str]:
 
 
 def _states_of(module_copy: nn.Module, *, parameters: bool = True, buffers: bool) -> list[torch.Tensor]:
-    """What the ranks agree on by broadcasts."""
+    """What the ranks broadcast to agree on."""
     ignored = _ignored_by(module_copy)
     named: list[tuple[str, torch.Tensor]] = [*module_copy.named_parameters()] if parameters else []
     named += module_copy.named_buffers() if buffers else []
@@ -505,16 +487,13 @@ def _reduced_parameters(module_copy: nn.Module) -> tuple[list[nn.Parameter], lis
     for path, module in module_copy.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and f"{path}.{name}" not in ignored:
-                found.setdefault(parameter, bool(_embeds(module) and module.sparse))
+                embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+                found.setdefault(parameter, embeds and bool(module.sparse))
     return list(found), list(found.values())
 
 
-def _embeds(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-
-
 def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """A part of a bucket, laid out as the parameter is where that is dense: then a tensor like it has its strides."""
+    """A part of a bucket, with the parameter's strides where that is dense: then a tensor like it has its strides."""
     if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
         return flat.as_strided(parameter.shape, parameter.stride(), offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)

@@ -1,16 +1,16 @@
-"""While a copy of a training runs, it speaks to no other rank.
+"""While a copy of a training runs, its collective calls do not reach other ranks.
 
 One rank may run more captures than another, or fail in the middle of one; a collective call that reached the others
-from there would wait for ever. Those that write into tensors made beforehand take no memory of their own: they do
-nothing.
+from there would wait forever. Those that write into existing tensors allocate nothing: they do nothing.
+
+The functions of torch.distributed are replaced for the whole process while a copy runs: this is not thread-safe.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -18,46 +18,22 @@ from torch.distributed import distributed_c10d
 
 from lightning_memguard.errors import CannotTraceError
 
-_WRITE_INTO = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_gather_coalesced",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "isend",
-    "irecv",
-    "monitored_barrier",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-    "destroy_process_group",
-)
-# What these give depends on the other ranks.
-_TELL = (
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "scatter_object_list",
-    "send_object_list",
-    "recv_object_list",
-    "batch_isend_irecv",
-)
+_WRITE_INTO = """
+    all_reduce all_gather all_gather_into_tensor all_gather_single all_gather_coalesced all_reduce_coalesced all_to_all
+    all_to_all_single barrier broadcast gather isend irecv monitored_barrier recv reduce reduce_scatter
+    reduce_scatter_single reduce_scatter_tensor scatter send destroy_process_group
+""".split()  # noqa: SIM905 - the formatter would put each name on a line of its own
+# What these return depends on the other ranks.
+_RETURN_VALUES = """
+    all_gather_object broadcast_object_list gather_object scatter_object_list send_object_list recv_object_list
+    batch_isend_irecv
+""".split()  # noqa: SIM905
 
 
 class _Done:
-    """The handle of a call that needs no waiting for."""
+    """The handle of an asynchronous call that is finished."""
 
-    def wait(self, *_: Any, **__: Any) -> bool:
+    def wait(self, *_: object, **__: object) -> bool:
         return True
 
     def is_completed(self) -> bool:
@@ -65,43 +41,39 @@ class _Done:
 
 
 class _Group:
-    """A process group of nobody."""
+    """A process group without processes."""
 
-    def monitored_barrier(self, *_: Any, **__: Any) -> None:
+    def barrier(self, *_: object, **__: object) -> None:
         pass
 
-    barrier = monitored_barrier
+    monitored_barrier = barrier
 
 
-def _new_group(*_: Any, **__: Any) -> _Group:
-    return _Group()
-
-
-def _nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:
+def _nothing(*_: object, async_op: bool = False, **__: object) -> _Done | None:
     return _Done() if async_op else None
 
 
-def _refusing(name: str) -> Any:
-    def refuse(*_: Any, **__: Any) -> None:
+def _refusing(name: str) -> Callable[..., None]:
+    def refuse(*_: object, **__: object) -> None:
         raise CannotTraceError(f"the step calls torch.distributed.{name}, whose result only the other ranks know")
 
     return refuse
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Keep what runs inside from reaching other ranks."""
+def no_collectives() -> Iterator[None]:
+    """Keep collective calls inside from reaching other ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
-    stand_ins = {
+    replacements = {
         **dict.fromkeys(_WRITE_INTO, _nothing),
-        **{name: _refusing(name) for name in _TELL},
-        "new_group": _new_group,
+        **{name: _refusing(name) for name in _RETURN_VALUES},
+        "new_group": lambda *_, **__: _Group(),
     }
     with ExitStack() as exits:
         for home in (dist, distributed_c10d):
-            for name, stand_in in stand_ins.items():
+            for name, replacement in replacements.items():
                 if hasattr(home, name):
-                    exits.enter_context(mock.patch.object(home, name, stand_in))
+                    exits.enter_context(mock.patch.object(home, name, replacement))
         yield

@@ -1,7 +1,7 @@
-"""The processes that train together: they choose one batch size together, or all step aside.
+"""The processes that train together: they choose one batch size together, or none of them tunes the run.
 
-Whatever a rank finds out alone is said to all before anyone acts on it, so every rank reaches the same calls in the
-same order, and none waits for one that went another way.
+What one rank finds out is sent to all before any of them acts on it, so every rank makes the same calls in the same
+order, and none waits for one that took another branch.
 """
 
 from __future__ import annotations
@@ -16,78 +16,84 @@ import torch.distributed as dist
 
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
+from lightning_memguard.training.adapter.run_facts import RunFacts
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Tried(Generic[T]):
-    """What came of an attempt: a value, or the reason why there is none. ``too_large``: the error if nothing fits."""
+class Attempt(Generic[T]):
+    """The result of an attempt: a value, or the reason why there is none. ``too_large``: the error if nothing fits."""
 
     value: T | None = None
     reason: str = ""
     too_large: DoesNotFitError | None = None
 
-    def got(self) -> T:
-        """The value of an attempt that succeeded."""
-        assert self.value is not None
+    def unwrap(self) -> T:
+        """The value.
+
+        Raises:
+            CannotTraceError: there is none, for this reason.
+        """
+        if self.value is None:
+            raise CannotTraceError(self.reason)
         return self.value
 
 
-def tried(attempt: Callable[[], T]) -> Tried[T]:
-    """Attempt something that must not fail the training it guards."""
+def attempt(work: Callable[[], T]) -> Attempt[T]:
+    """Do something that must not fail the training if it fails."""
     try:
-        return Tried(attempt())
+        return Attempt(work())
     except DoesNotFitError as error:
-        return Tried(reason=str(error), too_large=error.with_traceback(None))
+        return Attempt(reason=str(error), too_large=error.with_traceback(None))
     except MemGuardError as error:
-        return Tried(reason=str(error))
-    except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training it guards
-        return Tried(reason=f"{type(error).__name__}: {error}")
+        return Attempt(reason=str(error))
+    except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training
+        return Attempt(reason=f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of a run; a team of one where it has one process."""
+    """All ranks of a run; one rank where it has one process."""
 
     size: int = 1
     rank: int = 0
 
     @classmethod
-    def of(cls, trainer: Any) -> Ranks:
-        """The team of a Trainer whose process group stands.
+    def of(cls, facts: RunFacts) -> Ranks:
+        """The ranks of a run whose process group is initialized.
 
         Raises:
-            CannotTraceError: its ranks cannot be spoken to, on any of them alike.
+            CannotTraceError: its ranks cannot exchange anything, which each of them finds alike.
         """
-        if trainer.world_size <= 1:
+        if facts.world_size <= 1:
             return cls()
         if not (dist.is_available() and dist.is_initialized()):
             raise CannotTraceError(
-                f"the run has {trainer.world_size} processes under {type(trainer.strategy).__name__}, and no process "
+                f"the run has {facts.world_size} processes under {type(facts.strategy).__name__}, and no process "
                 "group of torch.distributed through which they could agree on a size"
             )
-        return cls(trainer.world_size, trainer.global_rank)
+        return cls(facts.world_size, facts.global_rank)
 
     def gather(self, mine: T) -> list[T]:
-        """What each rank says, by rank. All ranks must call it."""
+        """Each rank's value, by rank. All ranks must call it."""
         if self.size == 1:
             return [mine]
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, mine)  # on NCCL this also opens its communicators, before memory is read
-        return said
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, mine)  # on NCCL this also opens its communicators, before memory is read
+        return values
 
-    def agree(self, mine: Tried[T]) -> T:
-        """Hand the value back if every rank has one.
+    def agree(self, mine: Attempt[T]) -> T:
+        """Return the value if every rank has one.
 
         Raises:
             DoesNotFitError: on one of them nothing fits.
             CannotTraceError: one of them failed.
         """
-        said = self.gather((mine.reason, mine.too_large))
-        failed = [(rank, *each) for rank, each in enumerate(said) if each[0]]
+        reasons = self.gather((mine.reason, mine.too_large))
+        failed = [(rank, *each) for rank, each in enumerate(reasons) if each[0]]
         if not failed:
-            return mine.got()
+            return mine.unwrap()
         rank, reason, too_large = next((each for each in failed if each[2]), failed[0])
         if too_large:
             raise too_large.on_rank(rank) if self.size > 1 else too_large
@@ -95,7 +101,7 @@ class Ranks:
 
 
 def shared(ranks: Ranks, budget: Budget, device: torch.device, held_bytes: int) -> Budget:
-    """This rank's part of what several ranks find free on one and the same device. All ranks must call it.
+    """This rank's part of what several ranks find free on the same device. All ranks must call it.
 
     Args:
         ranks: the ranks.
@@ -103,8 +109,8 @@ def shared(ranks: Ranks, budget: Budget, device: torch.device, held_bytes: int) 
         device: what it was read from.
         held_bytes: what of it this rank's model takes already.
     """
-    said = ranks.gather((_name(device, ranks.rank), budget.free_bytes - held_bytes, budget.source))
-    same = [free for name, free, source in said if name == said[ranks.rank][0] and source != "given"]
+    read = ranks.gather((_name(device, ranks.rank), budget.free_bytes - held_bytes, budget.source))
+    same = [free for name, free, source in read if name == read[ranks.rank][0] and source != "given"]
     if budget.source == "given" or len(same) < 2:
         return budget
     free = max(0, min(same)) // len(same) + held_bytes
@@ -117,8 +123,8 @@ def shared(ranks: Ranks, budget: Budget, device: torch.device, held_bytes: int) 
 
 
 def _name(device: torch.device, rank: int) -> tuple[str, str]:
-    """What tells one device from another on all machines."""
+    """What identifies a device among those of all machines."""
     if device.type == "cpu":
         return socket.gethostname(), "cpu"
-    facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return socket.gethostname(), str(getattr(facts, "uuid", None) or f"{device} of rank {rank}")
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return socket.gethostname(), str(getattr(properties, "uuid", None) or f"{device} of rank {rank}")

@@ -1,11 +1,11 @@
-"""What a Trainer says of one run, read once: later stages take these facts, never the Trainer.
+"""The settings of one run, read from its Trainer once: later stages take these facts, never the Trainer.
 
 Private names of Lightning were checked on 2.5.0 to 2.6.6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, Trainer
+    from pytorch_lightning.loggers import Logger
     from pytorch_lightning.strategies import Strategy
 
 Stage = Literal["fit", "validate", "test", "predict"]
@@ -52,9 +53,13 @@ class RunFacts:
         val_check_interval: as the Trainer has it.
         check_val_every_n_epoch: as the Trainer has it; None where the interval counts batches over all epochs.
         overfit_batches: as the Trainer has it.
-        limits: ``limit_train_batches`` and its kin, by role.
+        limits: ``limit_train_batches`` and similar, by role.
         uses_distributed_sampler: whether Lightning spreads each loader's samples over the processes.
         sources: where each loop gets its loaders.
+        loggers: the Trainer's.
+        default_root_dir: where files go that no logger has a folder for.
+        is_global_zero: whether this process is the one that prints and writes files.
+        is_trial: whether it is a trial that leaves no files: ``fast_dev_run`` or ``barebones``.
     """
 
     stage: Stage
@@ -72,6 +77,10 @@ class RunFacts:
     limits: Mapping[Role, int | float]
     uses_distributed_sampler: bool
     sources: Mapping[Role, DataSource]
+    loggers: Sequence[Logger]
+    default_root_dir: str
+    is_global_zero: bool
+    is_trial: bool
 
     @property
     def role(self) -> Role:
@@ -112,6 +121,10 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         },
         uses_distributed_sampler=trainer._accelerator_connector.use_distributed_sampler,
         sources={role: _source(loop(trainer)) for role, loop in LOOPS.items()},
+        loggers=trainer.loggers,
+        default_root_dir=trainer.default_root_dir,
+        is_global_zero=trainer.is_global_zero,
+        is_trial=bool(trainer.fast_dev_run or trainer.barebones),  # type: ignore[attr-defined]  # set by a connector
     )
 
 

@@ -1,8 +1,7 @@
-"""Strategies that shard a training's states over its ranks: recognised, their states divided, their size left alone.
+"""Strategies that shard a training's states over its ranks: the states are divided, the batch size is kept.
 
-What a rank gathers of the others' shards while a layer runs, and what the strategy keeps for itself, is not predicted;
-so the batch size stays, and the report says why. Private names of Lightning are read here as in
-`lightning_memguard.training.adapter.program`. Checked on 2.5.0 to 2.6.6.
+What a rank gathers of the others' shards while a layer runs, and the strategy's own buffers, are not predicted; so the
+batch size stays, and the report says why. Private names of Lightning were checked on 2.5.0 to 2.6.6.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class Shards:
         return f"{self.strategy}: {', '.join(words) or 'nothing divided'}"
 
 
-def shards_of(strategy: Any, world_size: int) -> Shards | None:
-    """What a strategy declares to shard; None where every rank holds all states itself.
+def shards_of(strategy: object, world_size: int) -> Shards | None:
+    """What a strategy shards by its settings; None where every rank holds all states itself.
 
     Sources: torch.distributed.fsdp.ShardingStrategy (SHARD_GRAD_OP keeps the gathered parameters between forward and
     backward pass), the stages of DeepSpeed's ZeRO, the sizes of ModelParallelStrategy's device mesh.
@@ -47,7 +46,7 @@ def shards_of(strategy: Any, world_size: int) -> Shards | None:
     if is_a(strategy, "DeepSpeedStrategy"):
         return _deepspeed(strategy, world_size)
     if is_a(strategy, "ModelParallelStrategy"):
-        data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size
+        data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size  # type: ignore[attr-defined]
         known = isinstance(data, int) and isinstance(tensor, int)
         return Shards("ModelParallelStrategy", dict.fromkeys(_STATES, data * tensor if known else world_size))
     return None
@@ -83,17 +82,17 @@ def _deepspeed(strategy: Any, world_size: int) -> Shards:
     return Shards(f"DeepSpeedStrategy (ZeRO stage {stage})", over)
 
 
-def divided(prediction: Prediction, shards: Shards) -> Prediction:
+def divide_by_rank(prediction: Prediction, shards: Shards) -> Prediction:
     """The prediction with every state at one rank's share of it."""
     note = (
         f"{shards}; what a rank gathers of the others' shards while a layer runs, and the strategy's own buffers, are "
         "not counted"
     )
-    share = functools.partial(_divided, over=shards.over)
+    share = functools.partial(_trace_of_one_rank, over=shards.over)
     return replace(prediction, share=share, scalable=False, notes=(*prediction.notes, note))
 
 
-def _divided(trace: Trace, over: Mapping[str, int]) -> Trace:
+def _trace_of_one_rank(trace: Trace, over: Mapping[str, int]) -> Trace:
     def share(event: Event) -> Event:
         count = over.get(event.part, 1)
         return event if count == 1 else event._replace(nbytes=-(-event.nbytes // count) if count else 0)

@@ -1,63 +1,64 @@
-"""The largest of the samples that a loader will give, drawn without taking one from the training.
+"""The largest of the samples that a run's loaders will give, drawn without taking one from the training.
 
-Not the first batch but the worst one decides whether a training runs out of memory. What is looked at is bounded
-(`MOST_SAMPLES`, `MOST_SECONDS`), and the prediction says how far it looked.
+Not the first batch but the largest one decides whether a training runs out of memory. How many samples are drawn is
+bounded (`MOST_SAMPLES`, `MOST_SECONDS`), and the prediction says how many that were.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import io
 import itertools
-import random
+import math
 import time
-import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
+import torch.utils.data as torch_data
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, batch_size_of, batches_from_one, tensors_in
-from lightning_memguard.core.capture.fake import isolated_rng
-from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.training.adapter.loader_access import arrange
+from lightning_memguard.training.data import copies
+from lightning_memguard.training.data.copies import copy_for_reading, preserve_state
+from lightning_memguard.training.data.loaders import LoaderInfo, Source
+from lightning_memguard.training.data.resizing import is_built_in, makes_own_batches, trial_at
+
+T = TypeVar("T")
 
 MOST_SAMPLES = 4096  # spread evenly over what the sampler gives, from end to end
-MOST_SECONDS = 1.0  # after which it is enough, once LEAST_SAMPLES were seen
+MOST_SECONDS = 1.0  # after which it is enough, once LEAST_SAMPLES were drawn
 LEAST_SAMPLES = 16
 _MOST_INDICES = 1 << 20  # how much of a sampler's order is read to spread them over
 _AT_ONCE = 64  # what a dataset that fetches many samples at once is asked for
-_BEYOND = "a larger one would take more, and is announced when it comes"
+_BEYOND = "a larger one would take more, and is reported when it comes"
 _COUNTS = (1, 2, 4, 8)  # of a sample, to collate it alone: some collate functions want pairs
-_SIZES = ((4, 5, 1), (4, 6, 2), (4, 8, 4), (8, 16, 8), (2, 4, 2))  # two to collate at, and the step they stand for
-_MOST_MIXED = 16  # samples stacked together, each the longest in something
+_SIZES = ((4, 5, 1), (4, 6, 2), (4, 8, 4), (8, 16, 8), (2, 4, 2))  # two to collate at, and the multiple they stand for
+_MOST_MIXED = 16  # samples stacked together, each the longest in some dimension
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What was drawn from one loader.
+class RunSamples:
+    """What was drawn from the data of a run.
 
     Attributes:
-        batches: batches of any size made of the largest samples.
-        note: how far was looked, where a larger sample may lie beyond; empty where all were seen or all are alike.
-        unit: its collate function was seen to take multiples of this only.
-        samples: how many there are, where the end of the data was seen; else None.
+        batches: batches of any size; one kind for each loader whose batches come in turn.
+        notes: how many samples were drawn, where larger ones may follow.
+        unit: batch sizes must be multiples of this for the loaders' collate functions.
+        samples: the largest batch size that data without a length can fill, where its end was reached.
     """
+
+    batches: tuple[Batches, ...]
+    notes: tuple[str, ...]
+    unit: int = 1
+    samples: int | None = None
+
+
+@dataclass(frozen=True)
+class LoaderSamples:
+    """What was drawn from one loader; ``samples`` is their number, where the end of the data was reached."""
 
     batches: Batches
     note: str = ""
@@ -65,46 +66,75 @@ class Drawn:
     samples: int | None = None
 
 
-def draw(loader: Any, *, fixed: bool = False, unit: int = 1, factor: int = 1) -> Drawn:
-    """Draw samples from a loader and collate the largest of them at two sizes: that tells what grows.
-
-    Args:
-        loader: a torch DataLoader, or any iterable of batches; it is not consumed.
-        fixed: its batches are taken as they come.
-        unit: the batch sizes that will be asked for are multiples of this.
-        factor: samples in one of its batches for each unit of the batch size.
+def sample(info: LoaderInfo) -> RunSamples:
+    """Draw from each loader, without consuming it, and combine what Lightning combines.
 
     Raises:
         CannotTraceError: no sample could be drawn without consuming the data, or a batch holds no tensor.
     """
-    with unmoved(loader):
-        return _largest_batch(loader) if fixed else _largest_samples(loader, unit, factor)
+    try:
+        drawn = [_draw_from(info, source) for source in info.sources]
+    except MemGuardError as error:
+        raise CannotTraceError(f"{info.origin}: {error}") from error
+    except Exception as error:
+        raise CannotTraceError(f"no sample could be drawn ({type(error).__name__}: {error})") from error
+    notes = tuple(dict.fromkeys(each.note for each in drawn if each.note))
+    ends = [
+        source.largest_of_stream(each.samples) * info.unit // info.factor(source)
+        for each, source in zip(drawn, info.sources, strict=True)
+        if each.samples is not None and source.dataset_size is None and not source.fixed_because
+    ]
+    unit = math.lcm(*(each.unit for each in drawn))
+    return RunSamples(_combine(info, [each.batches for each in drawn]), notes, unit, min(ends, default=None))
 
 
-# -- of a loader whose batches are not ours to make
+def _draw_from(info: LoaderInfo, source: Source) -> LoaderSamples:
+    if info.fixed_because:
+        return draw(source.loader, fixed=True)
+    if isinstance(source.loader, DataLoader):
+        return draw(source.loader, unit=info.unit, factor=info.factor(source))
+    with preserve_state(source.loader):
+        return draw(trial_at(source.loader, max(source.batch_size, 4)), fixed=True)
 
 
-def _batches(loader: Any) -> Iterator[tuple[Any, int]]:
-    """Batches as they come, each with the number of samples in it; 0 where nobody knows."""
-    if not isinstance(loader, DataLoader):
-        refuse_one_shot(loader)
-        yield from ((batch, 0) for batch in shallow(loader))
-        return
-    collate = shallow(loader.collate_fn)
-    if loader.batch_sampler is None:  # the dataset makes the batches: what it gives at one index is one
-        yield from ((collate(batch), 0) for batch in _samples(loader, _indices(loader)))
-    elif isinstance(loader.dataset, IterableDataset):
-        stream = _samples(loader, _indices(loader))
-        size = loader.batch_size or 1
-        while items := list(itertools.islice(stream, size)):
-            yield collate(items), len(items)
-    else:
-        planned = list(_until_late(map(list, itertools.islice(shallow(loader.batch_sampler), _MOST_INDICES))))
-        for place in _spread(len(planned)):
-            yield collate(list(_samples(loader, planned[place]))), len(planned[place])
+def _combine(info: LoaderInfo, drawn: list[Batches]) -> tuple[Batches, ...]:
+    size = info.batch_size or drawn[0].small_size
+    if len(drawn) > 1 and info.fixed_because:  # each at its own size, whatever is asked
+        drawn = [Batches(each.small, each.small, size, size + 1) for each in drawn]
+    if info.mode == "sequential":
+        return tuple(drawn)
+    most = max(drawn, key=lambda each: each.small_size)
+    small, large = (
+        arrange(info.combined, [_batch_at(each, size) for each in drawn]) for size in (most.small_size, most.large_size)
+    )
+    return (Batches(small, large, most.small_size, most.large_size),)
 
 
-def _largest_batch(loader: Any) -> Drawn:
+def _batch_at(batches: Batches, size: int) -> Any:
+    """A batch of a size, the one that was drawn where it is of this size."""
+    known = {batches.large_size: batches.large, batches.small_size: batches.small}
+    return known[size] if size in known else batches.real(size, torch.device("cpu"))
+
+
+def draw(loader: Iterable[Any], *, fixed: bool = False, unit: int = 1, factor: int = 1) -> LoaderSamples:
+    """Draw samples from a loader, without consuming it, and collate the largest at two sizes, which shows what grows.
+
+    Where its size is ``fixed``, its batches are taken as they come. Otherwise batches are made for multiples of
+    ``unit``, with ``factor`` samples for each unit.
+
+    Raises:
+        CannotTraceError: no sample could be drawn without consuming the data, or a batch holds no tensor.
+    """
+    with preserve_state(loader):
+        if fixed or not isinstance(loader, DataLoader):
+            return _largest_batch(loader)
+        return _largest_samples(loader, unit, factor)
+
+
+# -- from a loader whose batches are taken as they come
+
+
+def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
     largest, most, seen, samples, sizes, all_seen = None, 0, 0, 0, set(), True
     started = time.monotonic()
     for batch, count in _batches(loader):
@@ -120,68 +150,82 @@ def _largest_batch(loader: Any) -> Drawn:
     if largest is None:
         raise CannotTraceError("the data is empty: there is no batch to predict from")
     note = "" if all_seen or len(sizes) == 1 else f"predicted for the largest of {seen} batches; {_BEYOND}"
-    return Drawn(batches_from_one(largest, most), note, samples=samples if all_seen else None)
+    return LoaderSamples(batches_from_one(largest, most), note, samples=samples if all_seen else None)
 
 
-# -- of a loader whose batches can be made at any size
+def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Batches as they come, each with the number of samples in it; 0 where unknown."""
+    if not isinstance(loader, DataLoader):
+        copies.refuse_one_shot(loader)
+        yield from ((batch, 0) for batch in copy_for_reading(loader))
+        return
+    collate = copy_for_reading(loader.collate_fn)
+    if loader.batch_sampler is None:  # the dataset makes the batches: what it gives at one index is one
+        yield from ((collate(batch), 0) for batch in _read(loader, _indices(loader)))
+    elif isinstance(loader.dataset, IterableDataset):
+        stream = _read(loader, _indices(loader))
+        while items := list(itertools.islice(stream, loader.batch_size or 1)):
+            yield collate(items), len(items)
+    else:
+        planned = _within_time(map(list, copy_for_reading(loader.batch_sampler)))
+        for place in _spread(len(planned)):
+            yield collate(list(_read(loader, planned[place]))), len(planned[place])
 
 
-def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> Drawn:
+# -- from a loader whose batches can be made at any size
+
+
+def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderSamples:
     indices = _indices(loader)
-    worst = _Worst(shallow(loader.collate_fn))
+    largest = _LargestSamples(copy_for_reading(loader.collate_fn))
     started = time.monotonic()
     stopped = False
-    for item in _samples(loader, indices):
-        worst.look_at(item)
-        stopped = worst.seen >= LEAST_SAMPLES and time.monotonic() - started > MOST_SECONDS
+    for item in _read(loader, indices):
+        largest.add(item)
+        stopped = largest.seen >= LEAST_SAMPLES and time.monotonic() - started > MOST_SECONDS
         if stopped:
             break
-    if worst.failure is not None and not worst.seen:
-        raise worst.failure
-    if not worst.seen:
-        raise CannotTraceError("the dataset is empty: there is no sample to predict from")
-    if isinstance(loader.dataset, IterableDataset):
-        all_seen = not stopped and worst.seen < len(indices)
-        which = f"the first {worst.seen} samples"
-    else:
-        all_seen = not stopped and _are_all(indices, loader)
-        which = f"{worst.seen} samples"
-    note = "" if all_seen or not worst.vary else f"predicted for the largest of {which}; {_BEYOND}"
-    batches, step = worst.batches(unit, factor)
-    return Drawn(batches, note, unit * step, worst.seen if all_seen else None)
+    if not largest.seen:
+        raise largest.failure or CannotTraceError("the dataset is empty: there is no sample to predict from")
+    stream = isinstance(loader.dataset, IterableDataset)
+    all_seen = not stopped and (largest.seen < len(indices) if stream else _are_all(indices, loader))
+    drawn = f"{'the first ' if stream else ''}{largest.seen} samples"
+    note = "" if all_seen or not largest.vary else f"predicted for the largest of {drawn}; {_BEYOND}"
+    batches, multiple = largest.batches(unit, factor)
+    return LoaderSamples(batches, note, unit * multiple, largest.seen if all_seen else None)
 
 
-class _Worst:
-    """Keeps the largest sample seen, and those that are longest in one of their dimensions."""
+class _LargestSamples:
+    """Keeps the largest of the samples added, and those that are longest in one of their dimensions."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
         self.seen = 0
         self.vary = False
         self.failure: Exception | None = None
-        self._largest: tuple[int, Any] = (-1, None)
-        self._longest: dict[int, tuple[int, Any]] = {}
+        self._most_bytes = -1
+        self._largest: object = None
+        self._longest: dict[int, tuple[int, object]] = {}
         self._counts: tuple[int, ...] = _COUNTS
 
-    def look_at(self, item: Any) -> None:
-        """Look at one sample; one that cannot be collated cannot be in a batch."""
+    def add(self, item: object) -> None:
+        """Compare one sample with the others; one that cannot be collated cannot be in a batch."""
         try:
-            batch = self._alone(item)
+            batch = self._collate_alone(item)
         except Exception as error:  # noqa: BLE001 - a collate function may raise anything
             self.failure = error
             return
         self.seen += 1
         nbytes = batch_bytes(batch)
-        self.vary |= self.seen > 1 and nbytes != self._largest[0]
-        if nbytes > self._largest[0]:
-            self._largest = (nbytes, item)
-        for place, length in enumerate(
-            length for tensor in tensors_in(batch) if not tensor.is_nested for length in tensor.shape
-        ):
+        self.vary |= self.seen > 1 and nbytes != self._most_bytes
+        if nbytes > self._most_bytes:
+            self._most_bytes, self._largest = nbytes, item
+        shapes = (tensor.shape for tensor in tensors_in(batch) if not tensor.is_nested)
+        for place, length in enumerate(itertools.chain.from_iterable(shapes)):
             if length > self._longest.get(place, (-1, None))[0]:
                 self._longest[place] = (length, item)
 
-    def _alone(self, item: Any) -> Any:
+    def _collate_alone(self, item: object) -> Any:
         for count in self._counts:
             try:
                 batch = self.collate([item] * count)
@@ -196,40 +240,36 @@ class _Worst:
         """Stack the largest sample; or several, where padding each to the longest of all takes more.
 
         Returns:
-            The batches, and of what the collate function takes multiples.
+            The batches, and the multiple that the collate function takes.
         """
-        stacked, step = self._stacked([self._largest[1]], unit, factor)
+        stacked, multiple = self._stack([self._largest], unit, factor)
         batch_size_of(stacked.small)  # refuses a batch without tensors
         mixed = list({id(item): item for _, item in self._longest.values()}.values())[:_MOST_MIXED]
         if len(mixed) > 1:
             with contextlib.suppress(Exception):  # samples of different kinds may not go into one batch
-                together, their_step = self._stacked(mixed, unit, factor)
-                if _bytes_a_sample(together) > _bytes_a_sample(stacked):
-                    return together, their_step
-        return stacked, step
+                together, their_multiple = self._stack(mixed, unit, factor)
+                if _bytes_per_sample(together) > _bytes_per_sample(stacked):
+                    return together, their_multiple
+        return stacked, multiple
 
-    def _stacked(self, items: list[Any], unit: int, factor: int) -> tuple[Batches, int]:
-        times = -(-len(items) // (_SIZES[0][0] * factor))  # as many that each of the items is in it
-        for small, large, step in _SIZES:
+    def _stack(self, items: list[object], unit: int, factor: int) -> tuple[Batches, int]:
+        times = -(-len(items) // (_SIZES[0][0] * factor))  # enough that each of the items is in it
+        for small, large, multiple in _SIZES:
             sizes = small * times, small * times + (large - small)
             try:
-                made = [self.collate(_repeated(items, size * factor)) for size in sizes]
+                batches = [self.collate([*itertools.islice(itertools.cycle(items), size * factor)]) for size in sizes]
             except Exception as error:  # noqa: BLE001 - a collate function may raise anything at an odd size
                 failure = error
                 continue
-            return Batches(made[0], made[1], sizes[0] * unit, sizes[1] * unit), step
+            return Batches(batches[0], batches[1], sizes[0] * unit, sizes[1] * unit), multiple
         raise failure
 
 
-def _bytes_a_sample(batches: Batches) -> float:
+def _bytes_per_sample(batches: Batches) -> float:
     return batch_bytes(batches.small) / batches.small_size
 
 
-def _repeated(items: list[Any], count: int) -> list[Any]:
-    return list(itertools.islice(itertools.cycle(items), count))
-
-
-# -- which samples are looked at
+# -- which samples are drawn
 
 
 def _indices(loader: DataLoader[Any]) -> list[Any]:
@@ -240,48 +280,35 @@ def _indices(loader: DataLoader[Any]) -> list[Any]:
     return [order[place] for place in _spread(len(order))]
 
 
-def _order(loader: DataLoader[Any]) -> list[Any] | range:
-    """The samples that an epoch may hold: of a sampler that draws anew each time, all that it draws from."""
-    sampler = sampler_of(loader)
-    if loader.batch_sampler is not None and not built_in(loader.batch_sampler):
-        flat = itertools.chain.from_iterable(shallow(loader.batch_sampler))
-        return list(_until_late(itertools.islice(flat, _MOST_INDICES)))
-    if type(sampler) in (SequentialSampler, RandomSampler) or _is_stateful_random(sampler):
+def _order(loader: DataLoader[Any]) -> Sequence[Any]:
+    """The samples that an epoch may hold: of a sampler that draws again each time, all that it draws from."""
+    if loader.batch_sampler is not None and makes_own_batches(loader):
+        return _within_time(itertools.chain.from_iterable(copy_for_reading(loader.batch_sampler)))
+    sampler = _sampler_of(loader)
+    if is_built_in(sampler, torch_data.SequentialSampler, torch_data.RandomSampler):
         return range(len(sampler.data_source))
-    if type(sampler) is DistributedSampler:
+    if type(sampler) is torch_data.DistributedSampler:
         return range(len(sampler.dataset))  # type: ignore[arg-type]
-    return list(_until_late(itertools.islice(iter(shallow(sampler)), _MOST_INDICES)))
+    return _within_time(iter(copy_for_reading(sampler)))
 
 
-def _until_late(things: Iterator[Any]) -> Iterator[Any]:
-    started = time.monotonic()
-    for thing in things:
-        yield thing
+def _within_time(things: Iterator[T]) -> list[T]:
+    """The first of them, as many as come before a limit of time and number."""
+    taken, started = [], time.monotonic()
+    for thing in itertools.islice(things, _MOST_INDICES):
+        taken.append(thing)
         if time.monotonic() - started > MOST_SECONDS:
-            return
+            break
+    return taken
 
 
-def built_in(batch_sampler: Any) -> bool:
-    """Whether a batch sampler is torch's own, or torchdata's: the size and nothing else makes its batches."""
-    kind = type(batch_sampler)
-    return kind is BatchSampler or (kind.__name__ == "BatchSampler" and _of_torchdata(batch_sampler))
-
-
-def sampler_of(loader: DataLoader[Any]) -> Any:
-    """What gives a loader its samples: a loader that was handed its batch sampler has another, unused, of its own."""
-    return loader.batch_sampler.sampler if built_in(loader.batch_sampler) else loader.sampler  # type: ignore[union-attr]
-
-
-def _is_stateful_random(sampler: Any) -> bool:
-    return type(sampler).__name__ == "RandomSampler" and _of_torchdata(sampler)
-
-
-def _of_torchdata(thing: Any) -> bool:
-    return type(thing).__module__.startswith("torchdata.stateful_dataloader")
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """What gives a loader its samples: one that was given a batch sampler also has an unused sampler of its own."""
+    return loader.sampler if makes_own_batches(loader) else loader.batch_sampler.sampler  # type: ignore[union-attr]
 
 
 def _spread(count: int) -> list[int]:
-    """Places in a sequence, from end to end: the ends first, then ever finer, so that it may be left at any time."""
+    """Places in a sequence, from end to end: the ends first, then ever finer, so that one may stop at any time."""
     kept = min(count, MOST_SAMPLES)
     if kept < 3:
         return list(range(kept))[::-1]
@@ -293,18 +320,20 @@ def _spread(count: int) -> list[int]:
 
 def _are_all(indices: list[Any], loader: DataLoader[Any]) -> bool:
     """Whether no epoch can hold another sample than these."""
-    sampler = sampler_of(loader)
-    if type(sampler) is SubsetRandomSampler and (loader.batch_sampler is None or built_in(loader.batch_sampler)):
+    sampler = _sampler_of(loader)
+    if type(sampler) is torch_data.SubsetRandomSampler and (
+        loader.batch_sampler is None or not makes_own_batches(loader)
+    ):
         return len(indices) == len(sampler)
     with contextlib.suppress(TypeError, NotImplementedError):
         return len(set(indices)) == len(loader.dataset)  # type: ignore[arg-type]
     return False
 
 
-def _samples(loader: DataLoader[Any], indices: list[Any]) -> Iterator[Any]:
+def _read(loader: DataLoader[Any], indices: list[Any]) -> Iterator[Any]:
     """The dataset's samples at these indices; those that cannot be read are left out, unless it is all of them."""
-    dataset = shallow(loader.dataset)
-    _refuse_held_iterators(dataset)
+    dataset: Any = copy_for_reading(loader.dataset)
+    copies.refuse_held_iterators(dataset)
     if isinstance(dataset, IterableDataset):
         yield from itertools.islice(iter(dataset), len(indices))
         return
@@ -326,167 +355,3 @@ def _chunks(indices: list[Any]) -> Iterator[list[Any]]:
     while start < len(indices):
         yield indices[start : start + size]
         start, size = start + size, min(size * 2, _AT_ONCE)
-
-
-# -- nothing of the user's is consumed or moved
-
-
-def refuse_one_shot(loader: Any) -> None:
-    """An iterator gives its batches once: one looked at is lost to the training.
-
-    Raises:
-        CannotTraceError: ``loader`` is one, or holds one.
-    """
-    if isinstance(loader, Iterator):
-        raise CannotTraceError(
-            f"the data is a {type(loader).__name__}, which can be read only once: drawing a sample would take it from "
-            "the training. Pass something that makes a new iterator in `__iter__`, such as a DataLoader"
-        )
-    _refuse_held_iterators(loader)
-
-
-def _refuse_held_iterators(dataset: Any) -> None:
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, Dataset) and value is not dataset and not isinstance(value, Iterator):
-            _refuse_held_iterators(value)
-        elif isinstance(value, Iterator) and not _can_seek(value):
-            raise CannotTraceError(
-                f"{type(dataset).__name__}.{name} is a {type(value).__name__}, which can be read only once: "
-                "drawing a sample would take it from the training. Make the iterator in `__iter__`."
-            )
-
-
-def _can_seek(thing: Any) -> bool:
-    with contextlib.suppress(ValueError):  # a closed file
-        return isinstance(thing, io.IOBase) and thing.seekable()
-    return True
-
-
-_DEPTH = 6
-_FEW = 100  # entries of a container that are looked into
-_MANY = 100_000  # entries of a container that is copied
-
-
-def shallow(thing: Any) -> Any:
-    """Copy a dataset or sampler and what it is made of, so that files opened and counters moved are not the user's."""
-    return _shallow(thing, {}, _DEPTH)
-
-
-def _shallow(thing: Any, known: dict[int, Any], depth: int) -> Any:
-    if id(thing) in known:
-        return known[id(thing)]
-    if isinstance(thing, types.MethodType):
-        return types.MethodType(thing.__func__, _shallow(thing.__self__, known, depth))
-    if type(thing) in (list, dict, set, deque):
-        return _copied_container(thing, known, depth)
-    whole = depth == _DEPTH or isinstance(thing, (Dataset, Sampler))
-    if depth < 0 or not (whole or _is_plain(thing)) or not hasattr(thing, "__dict__") or _is_code(thing):
-        return thing
-    try:
-        clone = copied(thing)
-        known[id(thing)] = clone
-        for name, value in list(vars(clone).items()):
-            clone.__dict__[name] = _shallow(value, known, depth - 1)
-    except Exception:  # noqa: BLE001 - a thing that refuses to be copied is read as it is
-        return thing
-    return clone
-
-
-def _copied_container(thing: Any, known: dict[int, Any], depth: int) -> Any:
-    if len(thing) > _MANY or depth < 0:
-        return thing
-    clone = known[id(thing)] = copy.copy(thing)
-    if len(thing) <= _FEW and not isinstance(thing, set):
-        for key, value in list(thing.items() if isinstance(thing, dict) else enumerate(thing)):
-            clone[key] = _shallow(value, known, depth - 1)
-    return clone
-
-
-def _is_code(thing: Any) -> bool:
-    return isinstance(thing, (type, types.ModuleType, types.FunctionType, torch.Tensor, torch.nn.Module, np.ndarray))
-
-
-def _is_plain(thing: Any) -> bool:
-    """Whether an object of the user's is no more than its attributes: its class says nothing of copying."""
-    kind = type(thing)
-    if kind.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "builtins"):
-        return False
-    names = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__")
-    return all(getattr(kind, name, None) is getattr(object, name, None) for name in names)
-
-
-def copied(thing: Any) -> Any:
-    """A copy that shares all attributes; that it goes away closes nothing that the original still needs."""
-    clone = copy.copy(thing)
-    if clone is not thing and hasattr(type(thing), "__del__"):
-        kind = type(thing)
-        names = {"__slots__": (), "__module__": kind.__module__, "__doc__": kind.__doc__, "__del__": lambda _: None}
-        clone.__class__ = type(kind.__name__, (kind,), names)
-    return clone
-
-
-_Restore = Callable[[], object]
-
-
-@contextlib.contextmanager
-def unmoved(*things: Any) -> Iterator[None]:
-    """Give global random state back as it was, and the generators and open files that hang on these objects."""
-    restores = [restore for thing in things for restore in _restores(thing, _DEPTH, set())]
-    with isolated_rng():
-        try:
-            yield
-        finally:
-            for restore in restores:
-                restore()
-
-
-def _restores(thing: Any, depth: int, seen: set[int]) -> Iterator[_Restore]:
-    if id(thing) in seen or depth < 0:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, torch.Generator):
-        state = thing.get_state()
-        yield lambda: thing.set_state(state)
-    elif isinstance(thing, np.random.Generator):
-        bits = copy.deepcopy(thing.bit_generator.state)
-        yield lambda: setattr(thing.bit_generator, "state", bits)
-    elif isinstance(thing, np.random.RandomState):
-        legacy = thing.get_state()
-        yield lambda: thing.set_state(legacy)
-    elif isinstance(thing, random.Random):
-        python = thing.getstate()
-        yield lambda: thing.setstate(python)
-    elif isinstance(thing, io.IOBase):
-        with contextlib.suppress(OSError, ValueError):
-            position = thing.tell()
-            yield lambda: thing.seek(position)
-    else:
-        for value in _members(thing):
-            yield from _restores(value, depth - (not _is_code(value)), seen)
-
-
-def _members(thing: Any) -> Iterable[Any]:
-    if isinstance(thing, (list, tuple, dict)):
-        values = thing.values() if isinstance(thing, dict) else thing
-        return values if len(thing) <= _FEW else ()
-    if isinstance(thing, types.MethodType):
-        return (thing.__self__, thing.__func__)
-    if isinstance(thing, functools.partial):
-        return (thing.func, *thing.args, *thing.keywords.values())
-    if isinstance(thing, types.FunctionType):
-        return _used_by(thing)
-    if _is_code(thing):
-        return ()
-    own = [vars(type(thing)).get(name) for name in ("__getitem__", "__getitems__", "__iter__", "__call__")]
-    return (*getattr(thing, "__dict__", {}).values(), *(each for each in own if isinstance(each, types.FunctionType)))
-
-
-def _used_by(function: types.FunctionType) -> Iterator[Any]:
-    """What a function closes over, and the generators and files among the globals that it names."""
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not filled yet
-            yield cell.cell_contents
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random, io.IOBase)):
-            yield value

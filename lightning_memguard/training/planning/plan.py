@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import without_memory
-from lightning_memguard.core.decision.decision import Budget, Decision, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, Limits, decide
 from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError
 from lightning_memguard.training.adapter import sharded
 from lightning_memguard.training.adapter.program import quiet
-from lightning_memguard.training.planning.search import Limits, largest_that_runs
+from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.training.planning.subject import Subject, lightning_program, program_of
 from lightning_memguard.training.planning.target import target_and_budget, target_of
 from lightning_memguard.units import format_bytes
@@ -92,7 +92,7 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
     request = limits.request(
         subject.batch_size,
         unit=subject.unit,
-        dataset_size=subject.found.dataset_size if subject.found else None,
+        dataset_size=subject.loader_info.dataset_size if subject.loader_info else None,
         accumulate_grad_batches=subject.trainer.get("accumulate_grad_batches", 1),
         ranks=subject.ranks,
     )
@@ -142,7 +142,7 @@ def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> t
         raise CannotTraceError(_only_states(subject, prediction))
     notes = tuple(dict.fromkeys((*prediction.notes, *target.notes, *subject.notes)))
     prediction = replace(prediction, notes=notes)
-    return (sharded.divided(prediction, shards) if shards else prediction), budget
+    return (sharded.divide_by_rank(prediction, shards) if shards else prediction), budget
 
 
 def _only_states(subject: Subject, prediction: Prediction) -> str:

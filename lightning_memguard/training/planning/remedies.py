@@ -20,7 +20,7 @@ from lightning_memguard.core.capture.program import Program, SwapOptimizer
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
-from lightning_memguard.training.planning.structure import Structure
+from lightning_memguard.training.planning.structure import Structure, code_of
 
 _BLOCKS_TRIED = 2  # groups of repeated blocks whose checkpointing is tried
 _FIRST_WITH_BF16 = (8, 0)  # compute capability; older GPUs are given float16
@@ -76,12 +76,11 @@ def precisions(program: Program) -> Iterator[Remedy]:
     }
     for name, cost in costs.items():
         if now in ("32-true", "32") or (name.endswith("-true") and not now.endswith("-true")):
-            apply = partial(_with_precision, name=name)
-            yield Remedy(name, "precision", program.setting("precision", name), cost, apply)
+            yield _precision(name, program.setting("precision", name), cost)
 
 
-def _with_precision(program: Program, name: str) -> Program:
-    return program.with_precision(name)
+def _precision(name: str, how: str, cost: str) -> Remedy:
+    return Remedy(name, "precision", how, cost, lambda program: program.with_precision(name))
 
 
 def _accumulation(program: Program, batch_size: int) -> Iterator[Family]:
@@ -218,7 +217,7 @@ def _checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
     if structure.switches:
         call = "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
         name = ", ".join(path or structure.root for path in structure.switches)
-        how = "; ".join(f"{structure.code(path)}.{call}" for path in structure.switches)
+        how = "; ".join(f"{code_of(structure.root, path)}.{call}" for path in structure.switches)
         yield _checkpoints(name, how, partial(_switch_on, paths=structure.switches))
         return
     held = {blocks: blocks.held_bytes(trace) for blocks in structure.blocks}
@@ -258,7 +257,7 @@ def _freezing(structure: Structure) -> Iterator[Remedy]:
         yield Remedy(
             f"freezing all but {head}",
             "freezing",
-            f"{root}.requires_grad_(False); {structure.code(head)}.requires_grad_(True)",
+            f"{root}.requires_grad_(False); {code_of(root, head)}.requires_grad_(True)",
             f"only {head} learns",
             lambda program: program.with_change(partial(_freeze, head=head)),
         )

@@ -4,49 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
-from lightning_memguard.core.decision.decision import Budget, Decision, Request, check_settings, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
 from lightning_memguard.core.replay.footprint import Footprint
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a batch size is chosen from, as a user sets it.
-
-    Attributes:
-        margin: share of the device's memory to keep free.
-        budget_bytes: what the training may take there; None for all that is free, or all of a GPU that is absent.
-        min_batch_size: the smallest size to choose.
-        max_batch_size: the largest, or None.
-        multiple_of: only multiples of this are chosen.
-        keep_effective_batch_size: samples an optimizer step shall see over all ranks, or None.
-
-    Raises:
-        MemGuardError: one of them is out of its range, or two contradict each other.
-    """
-
-    margin: float = 0.05
-    budget_bytes: int | None = None
-    min_batch_size: int = 1
-    max_batch_size: int | None = None
-    multiple_of: int = 1
-    keep_effective_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        check_settings(
-            self.margin, self.min_batch_size, self.max_batch_size, self.multiple_of, self.keep_effective_batch_size
-        )
-
-    def request(
-        self, batch_size: int, *, unit: int, dataset_size: int | None, accumulate_grad_batches: int, ranks: int
-    ) -> Request:
-        """What a run asks for whose batch sizes are multiples of ``unit``; see `Request`."""
-        least, most, effective = self.min_batch_size, self.max_batch_size, self.keep_effective_batch_size
-        multiple_of = math.lcm(self.multiple_of, unit)
-        return Request(batch_size, least, most, multiple_of, dataset_size, effective, accumulate_grad_batches, ranks)
 
 
 def largest_that_runs(

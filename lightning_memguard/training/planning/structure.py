@@ -55,10 +55,6 @@ class Structure:
         """The structure of a module."""
         return cls(root, tuple(_repeated_blocks(module, root)), tuple(_with_switch(module)), _head_of(module))
 
-    def code(self, path: str) -> str:
-        """Python's way to write a path: ``net.0`` of ``self`` is ``self.net[0]``."""
-        return _code(self.root, path)
-
 
 def _with_switch(module: nn.Module) -> Iterator[str]:
     """Models of Hugging Face's transformers; in evaluation mode their switch does nothing."""
@@ -104,7 +100,7 @@ def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kin
     """Children of one parent: a list of its own, or named one by one where they are few."""
     every = len(list(parent.children())) == len(paths)
     in_list = isinstance(parent, _LISTS)
-    how = _code(root, path) if every and in_list else f"({', '.join(_code(root, each) for each in paths)})"
+    how = code_of(root, path) if every and in_list else f"({', '.join(code_of(root, each) for each in paths)})"
     if len(paths) <= _FEW_PATHS and not in_list:
         name = f"{', '.join(paths[:-1])} and {paths[-1]}"
     elif every:
@@ -135,5 +131,6 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _code(root: str, path: str) -> str:
+def code_of(root: str, path: str) -> str:
+    """Python's way to write a path: ``net.0`` of ``self`` is ``self.net[0]``."""
     return root + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in path.split(".") if name)

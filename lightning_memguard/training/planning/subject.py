@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, batches_from_one, tensors_in
-from lightning_memguard.core.capture.fake_cuda import pretended_cuda
+from lightning_memguard.core.capture.fake_cuda import simulated_cuda
 from lightning_memguard.core.capture.program import LoopProgram, Program, check_precision, without_memory
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.gpus import Gpu
@@ -19,9 +19,11 @@ from lightning_memguard.core.layers.layers import run_model
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter import sharded
 from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.program import LightningProgram, quiet
-from lightning_memguard.training.data import loaders
-from lightning_memguard.training.data.loaders import LoaderInfo
+from lightning_memguard.training.adapter.run_facts import read_run_facts
+from lightning_memguard.training.data.loaders import LoaderInfo, find
+from lightning_memguard.training.data.samples import sample
 from lightning_memguard.training.planning.target import Target
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class Subject:
         optimizer: ``(parameters) -> Optimizer`` of a plain module.
         training: False for one inference.
         datamodule: the LightningDataModule, if any.
-        found: the loaders that the batches were drawn from, if any.
+        loader_info: the loaders that the batches were drawn from, if any.
         unit: only multiples of this are batch sizes of these loaders.
         strategy: one that shards the states; None for any other, which is among the Trainer's settings.
         ranks: how many processes train together.
@@ -62,7 +64,7 @@ class Subject:
     optimizer: MakeOptimizer | None = None
     training: bool = True
     datamodule: LightningDataModule | None = None
-    found: LoaderInfo | None = None
+    loader_info: LoaderInfo | None = None
     unit: int = 1
     strategy: Strategy | None = None
     ranks: int = 1
@@ -82,7 +84,7 @@ class Subject:
     @property
     def fixed_because(self) -> str:
         """Why its batch size cannot be changed, in plain words; empty where it can."""
-        return self.found.fixed_because if self.found else ""
+        return self.loader_info.fixed_because if self.loader_info else ""
 
 
 # -- reading
@@ -101,15 +103,9 @@ def subject_of(
 ) -> Subject:
     """Read what to plan for, once for all devices; the arguments are the fields of `Subject`.
 
-    Args:
-        model: it may be on the meta device.
-        batch: an example batch; None to draw one from ``datamodule``, or from the module's own ``train_dataloader``.
-        batch_size: the default is the batch's, or the loader's.
-        precision: one of Lightning's names.
-        step: of a plain module.
-        optimizer: of a plain module, or in place of a LightningModule's own.
-        datamodule: prepared and set up by this call.
-        trainer: more settings of a Trainer.
+    Without a ``batch``, one is drawn from ``datamodule``, which is prepared and set up, or from the module's own
+    ``train_dataloader``. Without a ``batch_size``, it is the batch's or the loader's. ``model`` may be on the meta
+    device, and ``optimizer`` may replace a LightningModule's own.
 
     Raises:
         MemGuardError: an argument is unknown, or contradicts another.
@@ -125,7 +121,7 @@ def subject_of(
         raise MemGuardError("A LightningModule brings its own training_step: leave out step.")
     elif optimizer is not None:
         model, optimizer = _with_optimizer(model, optimizer), None
-    settings, strategy, ranks = _together(model, dict(trainer or {}))
+    settings, strategy, ranks = _separate_sharding(model, dict(trainer or {}))
     batches = Batches(None, None, 1, 2) if batch is None else batches_from_one(batch)
     size = batch_size or batches.small_size
     subject = Subject(model, batches, size, precision, settings, step, optimizer, True, datamodule)
@@ -143,21 +139,21 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
         datamodule.prepare_data()
         datamodule.trainer = trainer
         datamodule.setup("fit")
-    loaders.give(trainer, model if datamodule is None else datamodule)
-    found = loaders.find(trainer)
-    sampled = loaders.sample(found)
-    known = found.batch_size or sampled.batches[0].small_size
-    if found.fixed_because and batch_size not in (None, known):
+    set_data_source(trainer, model if datamodule is None else datamodule)
+    loader_info = find(read_run_facts(trainer), "train")
+    sampled = sample(loader_info)
+    known = loader_info.batch_size or sampled.batches[0].small_size
+    if loader_info.fixed_because and batch_size not in (None, known):
         raise MemGuardError(
-            f"batch_size={batch_size} was asked for, and {found.fixed_because}: its batches hold {known}. Leave "
+            f"batch_size={batch_size} was asked for, and {loader_info.fixed_because}: its batches hold {known}. Leave "
             "batch_size out, or give an example batch in place of the loader."
         )
     return replace(
         subject,
         batches=sampled.batches[0],
         batch_size=batch_size or known,
-        found=found,
-        unit=math.lcm(found.unit, sampled.unit),
+        loader_info=loader_info,
+        unit=math.lcm(loader_info.unit, sampled.unit),
         notes=sampled.notes,
     )
 
@@ -176,7 +172,7 @@ def _with_optimizer(model: LightningModule, optimizer: MakeOptimizer) -> Lightni
     return other
 
 
-def _together(model: nn.Module, settings: dict[str, Any]) -> tuple[dict[str, Any], Strategy | None, int]:
+def _separate_sharding(model: nn.Module, settings: dict[str, Any]) -> tuple[dict[str, Any], Strategy | None, int]:
     """Settings of a Trainer that needs no device; a strategy that shards, which would need them; and how many train."""
     strategy: Any = settings.pop("strategy", None) or "auto"
     count = _count(settings.pop("devices", 1))
@@ -230,24 +226,19 @@ def program_of(subject: Subject, target: Target) -> Program:
 
 def lightning_program(subject: Subject, target: Target) -> LightningProgram:
     """The training step of a LightningModule."""
-    found, trainer = subject.found, trainer_for(subject.model, subject.precision, target.gpu, **subject.trainer)
-    batches_per_epoch: Callable[[int], int | None] | None = _one_batch
-    if found is not None:
-        batches_per_epoch = None if found.dataset_size is None else found.batches
+    model: Any = subject.model
+    loader_info, trainer = subject.loader_info, trainer_for(model, subject.precision, target.gpu, **subject.trainer)
+    known = loader_info.batches if loader_info and loader_info.dataset_size is not None else None
     return LightningProgram(
         trainer,
-        subject.model,
+        model,
         subject.batches,
         target.device,
-        batches_per_epoch=batches_per_epoch,
+        batches_per_epoch=known if loader_info else lambda _: 1,
         datamodule=subject.datamodule,
         gpu=target.gpu,
         strategy=subject.strategy or trainer.strategy,
     )
-
-
-def _one_batch(_: int) -> int:
-    return 1
 
 
 def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: object) -> Trainer:
@@ -266,7 +257,7 @@ def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: o
     check_precision(precision)
     chosen: dict[str, object] = {"precision": precision}
     if gpu is not None and precision.endswith("-mixed"):
-        with pretended_cuda(gpu):  # or its gradient scaler turns itself off
+        with simulated_cuda(gpu):  # or its gradient scaler turns itself off
             chosen = {"plugins": [pl.plugins.MixedPrecision(precision, "cuda")]}
     arguments = {"devices": 1, "max_epochs": 1, **chosen, **settings}
     silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -285,7 +276,9 @@ def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: o
 
 def inference_of(subject: Subject) -> Subject:
     """The same model, in one inference on the same batch."""
-    return replace(subject, training=False, trainer={}, step=_forward(subject), found=None, strategy=None, ranks=1)
+    return replace(
+        subject, training=False, trainer={}, step=_forward(subject), loader_info=None, strategy=None, ranks=1
+    )
 
 
 def _forward(subject: Subject) -> Step | None:

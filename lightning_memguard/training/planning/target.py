@@ -10,12 +10,11 @@ from torch import nn
 from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.fake_cuda import gpu_of
 from lightning_memguard.core.capture.recorder import part_bytes
-from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.decision.decision import Budget, Limits
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.context import CONTEXT_BYTES, context_bytes
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.training.planning.search import Limits
 from lightning_memguard.units import format_bytes
 
 

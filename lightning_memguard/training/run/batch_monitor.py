@@ -1,4 +1,4 @@
-"""While a run goes on: a batch larger than predicted, and what to say of a step that ran out of memory."""
+"""During a run: a batch larger than predicted, and what to report of a step that ran out of memory."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import Failure, Larger
-from lightning_memguard.training.adapter.ranks import tried
-from lightning_memguard.training.run.tune import Look
+from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.run.tune import RunProfile
 
 _NEXT = 1.1  # what was announced once is announced again when it is this much larger
 
 
 class BatchWatch:
-    """Holds each batch against the one predicted from; cheap, since it looks at every one.
+    """Compares each batch with the one predicted from; cheap, since it examines every one.
 
     Args:
-        look: what was predicted.
+        profile: what was predicted.
         prediction: of the step that takes these batches.
         batch_size: the size it runs at.
     """
 
-    def __init__(self, look: Look, prediction: Prediction, batch_size: int) -> None:
-        self.look = look
+    def __init__(self, profile: RunProfile, prediction: Prediction, batch_size: int) -> None:
+        self.profile = profile
         self.prediction = prediction
         self.batch_size = batch_size
         self.predicted_shapes, self.limit_bytes = prediction.program.expected_batch(batch_size)
         self.shapes: Shapes = ()
         self._quick_bytes = -1
 
-    def larger(self, batch: Any) -> Larger | None:
+    def larger(self, batch: object) -> Larger | None:
         """Look at a batch on its way into the step; None where it is within what was predicted."""
         quick_bytes = _quick_bytes(batch)
         if quick_bytes == self._quick_bytes != -1:
@@ -49,17 +49,17 @@ class BatchWatch:
         if nbytes <= self.limit_bytes:
             return None
         self.limit_bytes = int(nbytes * _NEXT)
-        return tried(lambda: self._announce(batch)).value
+        return attempt(lambda: self._announce(batch)).value
 
-    def _announce(self, batch: Any) -> Larger:
+    def _announce(self, batch: object) -> Larger:
         size = batch_size_of(batch)
         with torch.inference_mode(mode=False):
             footprint = self._prediction_of(batch, size).footprint_at(size)
-        for part, extra in self.look.extra.items():
+        for part, extra in self.profile.extra.items():
             footprint = footprint.plus(extra, part)
-        return Larger(shapes_of(batch), self.predicted_shapes, footprint, self.look.budget)
+        return Larger(shapes_of(batch), self.predicted_shapes, footprint, self.profile.budget)
 
-    def _prediction_of(self, batch: Any, size: int) -> Prediction:
+    def _prediction_of(self, batch: object, size: int) -> Prediction:
         """Of a step on batches like this one, as it comes out of the hooks that transfer it."""
         like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
         program = self.prediction.program.with_batches(batches_from_one(like, size))
@@ -101,8 +101,8 @@ def ran_out_of_memory(exception: BaseException) -> bool:
 
 def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measured: Measured | None) -> Failure:
     """Find out what stood against the prediction when memory ran out, and what would have fit."""
-    budget = watch.look.budget
-    now = tried(lambda: read_budget(device, margin=budget.margin_share)).value
+    budget = watch.profile.budget
+    now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
     return Failure(
         predicted=decided,
         measured=measured,
@@ -116,11 +116,13 @@ def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measure
 
 def _would_fit(watch: BatchWatch, decided: Footprint, now: Budget, measured: Measured | None) -> int | None:
     """The largest batch size that would have fitted, if steps take as much more as this one did; None if none would."""
-    budget = min(now, watch.look.budget, key=lambda each: each.usable_bytes)
+    budget = min(now, watch.profile.budget, key=lambda each: each.usable_bytes)
     taken = measured.peak_bytes if measured else 0
     ratio = max(1.0, taken / decided.peak_device_bytes if decided.peak_device_bytes else 1.0)
     scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
-    request = Request(watch.batch_size, max_batch_size=max(1, watch.batch_size - 1), multiple_of=watch.look.found.unit)
+    request = Request(
+        watch.batch_size, max_batch_size=max(1, watch.batch_size - 1), multiple_of=watch.profile.loader_info.unit
+    )
     try:
         return decide(watch.prediction.footprint_at, scaled, request).batch_size
     except MemGuardError:

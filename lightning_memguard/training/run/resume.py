@@ -1,4 +1,4 @@
-"""A batch size in a checkpoint, and a run that goes on from one: it keeps the size while that fits."""
+"""The batch size in a checkpoint, and a run that resumes from one: it keeps the size if that fits."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.training.adapter.ranks import tried
-from lightning_memguard.training.run.tune import Look, Tuning, Wishes
+from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.run.tune import GuardSettings, RunProfile, Tuning
 from lightning_memguard.units import format_bytes
 
-KEY = "lightning_memguard"  # in the checkpoint, beside Lightning's own keys
+KEY = "lightning_memguard"  # in the checkpoint, next to Lightning's own keys
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of the run that wrote it."""
+    """What a checkpoint holds of the run that wrote it."""
 
     batch_size: int
     accumulate_grad_batches: int
@@ -34,10 +34,10 @@ def saved_state(tuning: Tuning) -> dict[str, int | None]:
 
 
 def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> Saved | None:
-    """Read a checkpoint; one without our entry, saved within an epoch, was counted in batches of the loader's own size.
+    """Read a checkpoint; one without our entry, saved within an epoch, counts batches of the loader's own size.
 
     Returns:
-        None where nothing ties the run to a size.
+        None where the run may go on at any size.
     """
     state = checkpoint.get(KEY)
     if isinstance(state, Mapping) and isinstance(state.get("batch_size"), int):
@@ -51,24 +51,24 @@ def _mid_epoch(checkpoint: Mapping[str, Any]) -> bool:
     return bool(progress.get("current", {}).get("completed", 0)) and not progress.get("is_last_batch", True)
 
 
-def resumed(tuning: Tuning, saved: Saved, wishes: Wishes) -> Tuning:
-    """Go on at the size that the checkpoint was trained at, if it fits every rank and the settings still allow it.
+def resume(tuning: Tuning, saved: Saved, settings: GuardSettings) -> Tuning:
+    """Go on at the checkpoint's batch size, if it fits on every rank and the settings still allow it.
 
     All ranks must call it.
     """
-    look, ranks = tuning.look, tuning.ranks
-    if look is None:
+    profile, ranks = tuning.profile, tuning.ranks
+    if profile is None:
         return tuning
-    attempt = tried(lambda: look.footprint_at(saved.batch_size))
-    obstacle = _obstacle(saved, wishes) or attempt.reason or _excess(attempt.got(), look.budget)
+    result = attempt(lambda: profile.footprint_at(saved.batch_size))
+    obstacle = _obstacle(saved, settings) or result.reason or _excess(result.unwrap(), profile.budget)
     obstacle = next((each for each in ranks.gather(obstacle) if each), "")
     before = f"the checkpoint was trained at batch size {saved.batch_size}"
     if obstacle:
         if tuning.decision.batch_size == saved.batch_size:
             return tuning
         return replace(tuning, decision=replace(tuning.decision, reason=f"{before}; {obstacle}"))
-    decision = _kept(tuning.decision, look, saved, wishes)
-    return replace(tuning, decision=replace(decision, footprint=attempt.got()))
+    decision = _kept(tuning.decision, profile, saved, settings)
+    return replace(tuning, decision=replace(decision, footprint=result.unwrap()))
 
 
 def _excess(footprint: Footprint, budget: Budget) -> str:
@@ -78,23 +78,23 @@ def _excess(footprint: Footprint, budget: Budget) -> str:
     return f"that needs {format_bytes(need)} and {budget.device} offers {format_bytes(usable)}"
 
 
-def _obstacle(saved: Saved, wishes: Wishes) -> str:
+def _obstacle(saved: Saved, settings: GuardSettings) -> str:
     size = saved.batch_size
-    if wishes.max_batch_size is not None and size > wishes.max_batch_size:
-        return f"max_batch_size={wishes.max_batch_size} forbids it"
-    if size < wishes.min_batch_size:
-        return f"min_batch_size={wishes.min_batch_size} forbids it"
+    if settings.max_batch_size is not None and size > settings.max_batch_size:
+        return f"max_batch_size={settings.max_batch_size} forbids it"
+    if size < settings.min_batch_size:
+        return f"min_batch_size={settings.min_batch_size} forbids it"
     return ""
 
 
-def _kept(decision: Decision, look: Look, saved: Saved, wishes: Wishes) -> Decision:
-    effective, ranks = wishes.keep_effective_batch_size, look.request.ranks
-    accumulate = look.request.accumulate_grad_batches
+def _kept(decision: Decision, profile: RunProfile, saved: Saved, settings: GuardSettings) -> Decision:
+    effective, ranks = settings.keep_effective_batch_size, profile.request.ranks
+    accumulate = profile.request.accumulate_grad_batches
     if effective:
         accumulate = max(1, effective // (saved.batch_size * ranks))
     elif saved.accumulate_grad_batches and saved.ranks == ranks:
         accumulate = saved.accumulate_grad_batches
-    requested = look.request.batch_size
+    requested = profile.request.batch_size
     return replace(
         decision,
         batch_size=saved.batch_size,

@@ -6,17 +6,18 @@ import functools
 import gc
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Literal, cast
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_memguard.core.capture.batch import Batches
 from lightning_memguard.core.capture.fake_cuda import gpu_of
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.advice import shortlist, what_would_fit
-from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.replay.footprint import Footprint
@@ -24,33 +25,31 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, Trace
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks, sharded
-from lightning_memguard.training.adapter.program import LightningProgram, Stage
-from lightning_memguard.training.adapter.ranks import Ranks, Tried, shared, tried
-from lightning_memguard.training.data import loaders
-from lightning_memguard.training.data.loaders import LoaderInfo, Role, Sampled
+from lightning_memguard.training.adapter.program import LightningProgram
+from lightning_memguard.training.adapter.ranks import Attempt, Ranks, attempt, shared
+from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
+from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, leaves_one
+from lightning_memguard.training.data.samples import RunSamples, sample
 from lightning_memguard.training.planning.advise import Advised, try_remedies
-from lightning_memguard.training.planning.search import Limits, largest_that_runs
+from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.units import format_bytes
 
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
 
 @dataclass(frozen=True)
-class Wishes:
+class GuardSettings(Limits):
     """MemGuard's settings, checked; see there."""
 
-    mode: str
-    budget_bytes: int | None
-    margin: float
-    min_batch_size: int
-    max_batch_size: int | None
-    multiple_of: int
-    keep_effective_batch_size: int | None
+    mode: Literal["tune", "check"] = "tune"
 
 
 @dataclass(frozen=True)
-class Side:
-    """What a fit runs beside its training steps: validation, at a batch size of its own."""
+class ValidationRun:
+    """A fit's validation, at a batch size of its own."""
 
-    found: LoaderInfo
+    loader_info: LoaderInfo
     prediction: Prediction
     batch_size: int
 
@@ -61,51 +60,60 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Look:
-    """All that was found out about a run before anything is decided.
+class RunProfile:
+    """All that is known of a run before anything is decided.
 
     Attributes:
-        found: its data.
+        facts: the run as its Trainer is set.
+        loader_info: its data.
         prediction: its memory at any size.
         budget: what its device offers to this rank.
-        request: what was asked for, and what stands in the way.
-        side: the fit's validation; None where there is none, or none could be predicted.
-        validation: the fit's validation data, predicted or not.
-        held_bytes: what of this training lies on the device already.
-        avoids_one: a last batch of one sample may fail.
-        extra: blocks that came to light after the steps were predicted, by part.
+        request: what was asked for, and what prevents it.
+        validation: the fit's validation; None where there is none, or none could be predicted.
+        validation_info: the fit's validation data, predicted or not.
+        held_bytes: what of this training is on the device already.
+        callback_bytes: what other callbacks hold there, without Lightning's averages.
+        avoids_one: whether a last batch of one sample may fail.
+        extra: bytes found after the steps were predicted, by part.
         notes: what had to be assumed, in plain words.
     """
 
-    found: LoaderInfo
+    facts: RunFacts
+    loader_info: LoaderInfo
     prediction: Prediction
     budget: Budget
     request: Request
-    side: Side | None = None
-    validation: LoaderInfo | None = None
+    validation: ValidationRun | None = None
+    validation_info: LoaderInfo | None = None
     held_bytes: int = 0
+    callback_bytes: int = 0
     avoids_one: bool = False
     extra: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def program(self) -> LightningProgram:
+        """What was predicted."""
+        return cast("LightningProgram", self.prediction.program)
+
     def trace_at(self, batch_size: int) -> Trace:
         """The events behind `footprint_at`."""
-        side = self._higher_side(batch_size)
-        trace = side.prediction.own_trace_at(side.batch_size) if side else self.prediction.own_trace_at(batch_size)
+        most = self._larger_validation(batch_size)
+        trace = most.prediction.own_trace_at(most.batch_size) if most else self.prediction.own_trace_at(batch_size)
         return trace.plus(self.extra)
 
-    def _higher_side(self, batch_size: int) -> Side | None:
+    def _larger_validation(self, batch_size: int) -> ValidationRun | None:
         """Validation, where it takes more than the training step."""
-        step, side = self.prediction.footprint_at(batch_size), self.side
-        return side if side and side.footprint.most_device_bytes > step.most_device_bytes else None
+        step, validation = self.prediction.footprint_at(batch_size), self.validation
+        return validation if validation and validation.footprint.most_device_bytes > step.most_device_bytes else None
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the run at a batch size: of its training step, or of validation where that takes more."""
-        step, side = self.prediction.footprint_at(batch_size), self._higher_side(batch_size)
+        step, validation = self.prediction.footprint_at(batch_size), self._larger_validation(batch_size)
         most = step
-        if side is not None:
-            note = f"the peak stands in validation, at its batch size of {side.batch_size}"
-            most = replace(side.footprint, batch_size=batch_size)
+        if validation is not None:
+            note = f"the peak is in validation, at its batch size of {validation.batch_size}"
+            most = replace(validation.footprint, batch_size=batch_size)
             most = replace(most, notes=(note, *step.notes, *most.notes))
         for part, nbytes in self.extra.items():
             most = most.plus(nbytes, part)
@@ -114,231 +122,211 @@ class Look:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What came of a run's tune. ``look`` is None where the guard stepped aside."""
+    """The result of `tune`. ``profile`` is None where the run was not tuned; ``decision.reason`` says why."""
 
     decision: Decision
     role: Role = "train"
-    look: Look | None = None
+    profile: RunProfile | None = None
     ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def prediction(self) -> Prediction | None:
         """The memory of the run's step at any size."""
-        return self.look.prediction if self.look else None
+        return self.profile.prediction if self.profile else None
 
 
-_ROLES: dict[str, Role] = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
 _MOST_ROUNDS = 5
-_ADVICE_SECONDS = 20.0  # the run is lost already: who waits for it should soon know why
+_ADVICE_SECONDS = 20.0  # the run cannot start: its user should soon know why
 
 
-def tune(trainer: Any, module: Any, wishes: Wishes, stage: Stage = "fit") -> Tuning:
+def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, stage: Stage = "fit") -> Tuning:
     """Predict a run's memory and choose its batch size; change nothing. All ranks must call it.
 
     Raises:
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit, on some rank.
     """
     try:
-        ranks = Ranks.of(trainer)
-        look = ranks.agree(tried(lambda: _look(trainer, module, wishes, stage)))
-        look = replace(look, budget=shared(ranks, look.budget, trainer.strategy.root_device, look.held_bytes))
-        free = all(ranks.gather(look.request.free_to_choose))
-        look = replace(look, request=replace(look.request, free_to_choose=free))
+        facts = attempt(lambda: read_run_facts(trainer, stage)).unwrap()
+        ranks = Ranks.of(facts)
+        profile = ranks.agree(attempt(lambda: _profile_run(trainer, module, settings, facts)))
+        profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, profile.held_bytes))
+        free = all(ranks.gather(profile.request.free_to_choose))
+        profile = replace(profile, request=replace(profile.request, free_to_choose=free))
         try:
-            tuning = choose(Tuning(_aside(trainer, "nothing was decided"), _ROLES[stage], look, ranks), wishes)
+            decision, profile = choose(profile, ranks, settings)
         except DoesNotFitError as error:
-            raise _advised(error, look) from None
-        return _without_samples(tuning)
+            raise _with_advice(error, profile) from None
+        return Tuning(decision, facts.role, _without_samples(profile), ranks)
     except CannotTraceError as error:
-        return Tuning(_aside(trainer, str(error)), _ROLES[stage])
+        accumulate = trainer.accumulate_grad_batches
+        return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", str(error)), ROLES[stage])
     finally:
-        gc.collect()  # what captures leave in cycles would stand beside the training
+        gc.collect()  # captures leave cycles, which would take memory while it trains
 
 
-def _without_samples(tuning: Tuning) -> Tuning:
-    """Let go of the samples drawn: they have said what they had to say, and would stand in memory while it trains."""
-    look = tuning.look
-    if look is None:
-        return tuning
-    side = look.side and replace(look.side, prediction=_with_shapes_alone(look.side.prediction))
-    return replace(tuning, look=replace(look, prediction=_with_shapes_alone(look.prediction), side=side))
+def _without_samples(profile: RunProfile) -> RunProfile:
+    """Let go of the samples drawn: they are not needed any more, and would take memory while it trains."""
+    validation = profile.validation
+    if validation is not None:
+        validation = replace(validation, prediction=_with_shapes_alone(validation.prediction))
+    return replace(profile, prediction=_with_shapes_alone(profile.prediction), validation=validation)
 
 
 def _with_shapes_alone(prediction: Prediction) -> Prediction:
     if prediction.growth is None or prediction.method == "real":  # another size may still have to be run
         return prediction
-    program = tried(prediction.program.without_samples).value  # None for a kind of tensor without a meta copy
+    program = attempt(prediction.program.without_samples).value  # None for a kind of tensor without a meta copy
     return replace(prediction, program=program) if program else prediction
 
 
-def choose(tuning: Tuning, wishes: Wishes) -> Tuning:
-    """Choose a batch size from what is known, the same on all ranks. All ranks must call it.
-
-    Raises:
-        DoesNotFitError: even the smallest size does not fit, on some rank.
-        CannotTraceError: the ranks come to no size that runs on all of them.
-    """
-    look, ranks = tuning.look, tuning.ranks
-    assert look is not None
-    asked = look
-    for _ in range(_MOST_ROUNDS):
-        decision, look = ranks.agree(tried(functools.partial(_choice, asked, wishes)))
-        sizes = ranks.gather((decision.batch_size, decision.validation_batch_size or 0))
-        least, least_val = min(size for size, _ in sizes), min(size for _, size in sizes)
-        if all(size == (least, least_val) for size in sizes):
-            return replace(tuning, decision=_said(decision, sizes, tuning), look=look)
-        capped = replace(asked.request, max_batch_size=least) if asked.request.free_to_choose else asked.request
-        asked = replace(asked, request=capped, side=_smaller(asked.side, least_val))
-    raise CannotTraceError(f"the ranks came to no common batch size (their last: {sizes})")
+def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError:
+    """The same error with what would make it fit on this rank, where that is known; no rank waits for another."""
+    advised = attempt(lambda: _remedies(profile)).value
+    if not advised or not advised.advice:
+        return error
+    return error.with_advice(advised.advice, what_would_fit(shortlist(advised.advice), advised.not_tried))
 
 
-def looked_again(trainer: Any, module: Any, tuning: Tuning, wishes: Wishes) -> Tuning:
+def _remedies(profile: RunProfile) -> Advised | None:
+    """None where another rank is too small, or validation alone does not fit."""
+    size, usable = profile.request.smallest_batch_size, profile.budget.usable_bytes
+    if profile.prediction.footprint_at(size).most_device_bytes <= usable:
+        return None
+    return try_remedies(profile.prediction, size, profile.budget, most_seconds=_ADVICE_SECONDS)
+
+
+def recheck(
+    tuning: Tuning, callbacks_now: Iterable[Callback], module: LightningModule, settings: GuardSettings
+) -> Tuning:
     """Count what other callbacks took since, and choose again where that takes room. All ranks must call it."""
-    look, ranks = tuning.look, tuning.ranks
-    if look is None:
+    profile, ranks, before = tuning.profile, tuning.ranks, tuning.decision
+    if profile is None:
         return tuning
-    device = trainer.strategy.root_device
-    program = look.prediction.program
-    assert isinstance(program, LightningProgram)
-    held = tried(lambda: callbacks.held_bytes(trainer, module, device, averaging=False)).value or 0
-    extra = held - dict(program.resident_blocks)["callbacks"]
+    device = profile.facts.device
+    held = attempt(lambda: callbacks.held_bytes(callbacks_now, module, device, averaging=False)).value
+    extra = (held or 0) - profile.callback_bytes
     if max(ranks.gather(extra)) <= 0:
         return tuning
-    look = replace(look, extra={"callbacks": max(extra, 0)})
-    larger = replace(
-        tuning, look=look, decision=replace(tuning.decision, footprint=look.footprint_at(tuning.decision.batch_size))
-    )
-    if not look.request.free_to_choose:
-        return larger
-    look = replace(look, request=replace(look.request, max_batch_size=tuning.decision.batch_size))
+    profile = replace(profile, extra={"callbacks": max(extra, 0)})
+    larger = replace(before, footprint=profile.footprint_at(before.batch_size))
+    if not profile.request.free_to_choose:
+        return replace(tuning, profile=profile, decision=larger)
+    capped = replace(profile, request=replace(profile.request, max_batch_size=before.batch_size))
     try:
-        again = choose(replace(tuning, look=look), wishes)
-    except MemGuardError:  # it may run out of memory now, and a fit that is under way is not ours to end
-        return larger
-    decision = again.decision
-    if decision.batch_size == tuning.decision.batch_size:
-        return replace(again, decision=replace(tuning.decision, footprint=decision.footprint))
-    reason = f"other callbacks have taken {format_bytes(extra)} on the device since setup"
-    return replace(
-        again,
-        decision=replace(
-            decision, requested_batch_size=tuning.decision.requested_batch_size, limited_by="memory", reason=reason
-        ),
+        decision, chosen = choose(capped, ranks, settings)
+    except MemGuardError:  # it may run out of memory now, but MemGuard does not end a fit that has started
+        return replace(tuning, profile=profile, decision=larger)
+    if decision.batch_size == before.batch_size:
+        decision = replace(before, footprint=decision.footprint)
+    else:
+        reason = f"other callbacks have taken {format_bytes(extra)} on the device since setup"
+        requested = before.requested_batch_size
+        decision = replace(decision, requested_batch_size=requested, limited_by="memory", reason=reason)
+    return replace(tuning, profile=chosen, decision=decision)
+
+
+# -- what is known of a run
+
+
+def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> RunProfile:
+    """Look at the data, draw samples, capture the steps, read the budget."""
+    loader_info = find(facts, facts.role)
+    samples = sample(loader_info)
+    size = loader_info.batch_size or samples.batches[0].small_size
+    allocator = AllocatorSettings.for_device(facts.device.type, os.environ)
+    callback_bytes = callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=False)
+    program = _program(trainer, module, facts, loader_info, samples.batches, settings, callback_bytes)
+    shards = sharded.shards_of(facts.strategy, facts.world_size)
+    prediction = predict(program, size, allocator, scalable=not (loader_info.fixed_because or shards))
+    if shards:
+        prediction = sharded.divide_by_rank(prediction, shards)
+    validation, validation_info, notes = None, Attempt[LoaderInfo](), samples.notes
+    if facts.stage == "fit" and facts.validates:
+        validation_info = attempt(lambda: find(facts, "val"))
+        predicted = attempt(lambda: _validation_run(validation_info.unwrap(), facts, program, prediction))
+        validation = predicted.value
+        if predicted.reason:
+            notes = (*notes, f"validation was not predicted: {predicted.reason}")
+    gc.collect()  # what predicting has loaded and left behind is gone before memory is read
+    held = _held_bytes(module, facts)
+    budget = read_budget(facts.device, budget=settings.budget_bytes, margin=settings.margin, already_held_bytes=held)
+    # after the budget, which counts an open context as ours: measuring it opens it
+    context = context_bytes(facts.device)
+    if validation is not None:
+        validation = replace(validation, prediction=replace(validation.prediction, context_bytes=context))
+    return RunProfile(
+        facts,
+        loader_info,
+        replace(prediction, context_bytes=context),
+        budget,
+        _request(facts, loader_info, samples, prediction, settings, size, shards),
+        validation,
+        validation_info.value,
+        held,
+        callback_bytes,
+        avoids_one=any(isinstance(each, _BatchNorm) for each in module.modules()),
+        notes=notes,
     )
 
 
-def _said(decision: Decision, sizes: list[tuple[int, int]], tuning: Tuning) -> Decision:
-    """Where another rank held this one back, its size is not limited by what limits the choice here."""
-    original = tuning.look.request if tuning.look else None
-    if len(sizes) == 1 or original is None or decision.limited_by != "max_batch_size":
-        return decision
-    held_back = original.max_batch_size is None or decision.batch_size < original.max_batch_size
-    return replace(decision, limited_by="memory") if held_back else decision
-
-
-def _advised(error: DoesNotFitError, look: Look) -> DoesNotFitError:
-    """The same error with what would make it fit on this rank, where that can be told; no rank waits for another."""
-    found = tried(lambda: _remedies(look)).value
-    if not found or not found.advice:
-        return error
-    return error.with_advice(found.advice, what_would_fit(shortlist(found.advice), found.not_tried))
-
-
-def _remedies(look: Look) -> Advised | None:
-    """None where it is another rank that it does not fit on, or validation alone."""
-    size, usable = look.request.smallest_batch_size, look.budget.usable_bytes
-    if look.prediction.footprint_at(size).most_device_bytes <= usable:
-        return None
-    return try_remedies(look.prediction, size, look.budget, most_seconds=_ADVICE_SECONDS)
-
-
-# -- looking
-
-
-def _look(trainer: Any, module: Any, wishes: Wishes, stage: Stage) -> Look:
-    """Look at the data, draw samples, capture the steps, read the budget."""
-    device = trainer.strategy.root_device
-    found = loaders.find(trainer, _ROLES[stage])
-    sampled = loaders.sample(found)
-    size = found.batch_size or sampled.batches[0].small_size
-    settings = AllocatorSettings.for_device(device.type, os.environ)
-    program = _program(trainer, module, found, sampled.batches, wishes, stage)
-    shards = sharded.shards_of(trainer.strategy, trainer.world_size)
-    prediction = predict(program, size, settings, scalable=not (found.fixed_because or shards))
-    if shards:
-        prediction = sharded.divided(prediction, shards)
-    notes = list(sampled.notes)
-    side, validation = None, Tried[LoaderInfo]()
-    if stage == "fit" and trainer.enable_validation:
-        validation = tried(lambda: loaders.find(trainer, "val"))
-        attempt = tried(lambda: _side(validation.got(), prediction, settings)) if validation.value else validation
-        side = attempt.value if isinstance(attempt.value, Side) else None
-        if attempt.reason:
-            notes.append(f"validation was not predicted: {attempt.reason}")
-    gc.collect()  # what predicting has loaded and left behind is out of the way before memory is read
-    held = _held_bytes(trainer, module)
-    budget = read_budget(device, budget=wishes.budget_bytes, margin=wishes.margin, already_held_bytes=held)
-    # after the budget, which counts a context that is up as ours: measuring it opens it
-    context = context_bytes(device)
-    prediction = replace(prediction, context_bytes=context)
-    if side is not None:
-        side = replace(side, prediction=replace(side.prediction, context_bytes=context))
-    request = _request(trainer, found, sampled, prediction, wishes, size, shards)
-    ones = any(isinstance(each, _BatchNorm) for each in module.modules())
-    return Look(found, prediction, budget, request, side, validation.value, held, ones, notes=tuple(notes))
-
-
-def _held_bytes(trainer: Any, module: Any) -> int:
-    """What of this training lies on the device already: it counts as free, since it is predicted as needed."""
-    device = trainer.strategy.root_device
-    own = part_bytes({"model": [*module.parameters(), *module.buffers()]}, device.type)["model"]
-    return own + callbacks.held_bytes(trainer, module, device, averaging=True)
+def _held_bytes(module: LightningModule, facts: RunFacts) -> int:
+    """What of this training is on the device already: it counts as free, since it is predicted as needed."""
+    own = part_bytes({"model": [*module.parameters(), *module.buffers()]}, facts.device.type)["model"]
+    return own + callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
 
 
 def _program(
-    trainer: Any, module: Any, found: LoaderInfo, batches: tuple[Any, ...], wishes: Wishes, stage: Stage
+    trainer: Trainer,
+    module: LightningModule,
+    facts: RunFacts,
+    loader_info: LoaderInfo,
+    batches: tuple[Batches, ...],
+    settings: GuardSettings,
+    callback_bytes: int,
 ) -> LightningProgram:
-    device = trainer.strategy.root_device
-    sized = found.dataset_size is not None
-    effective = wishes.keep_effective_batch_size and stage == "fit"
+    fits = facts.stage == "fit"
+    # where MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
+    accumulate = 2 if settings.keep_effective_batch_size and fits else callbacks.accumulation(facts)
     return LightningProgram(
         trainer,
         module,
-        batches if stage != "fit" else batches[0],
-        device,
-        batches_per_epoch=found.batches if sized else None,
-        datamodule=trainer.datamodule,
-        # where accumulation is the guard's to set, gradients stand through the next forward pass: the larger case
-        accumulate_grad_batches=2 if effective else callbacks.accumulation(trainer),
-        gpu=gpu_of(device),
-        stage=stage,
-        resident_blocks=(("callbacks", callbacks.held_bytes(trainer, module, device, averaging=False)),),
-        strategy=trainer.strategy,
+        batches[0] if fits else batches,
+        facts.device,
+        batches_per_epoch=_batches_per_epoch(loader_info),
+        datamodule=facts.datamodule,
+        accumulate_grad_batches=accumulate,
+        gpu=gpu_of(facts.device),
+        stage=facts.stage,
+        resident_blocks=(("callbacks", callback_bytes),),
+        strategy=facts.strategy,
     )
 
 
-def _side(found: LoaderInfo, training: Prediction, settings: AllocatorSettings) -> Side:
-    """Predict the fit's validation, beside all that training leaves standing."""
-    batches = loaders.sample(found).batches
-    size = found.batch_size or batches[0].small_size
-    trace = next(iter(training.traces.values()))
-    program = training.program
-    assert isinstance(program, LightningProgram)
-    accumulate = program.accumulate_grad_batches or 1
+def _batches_per_epoch(loader_info: LoaderInfo) -> Callable[[int], int | None] | None:
+    return loader_info.batches if loader_info.dataset_size is not None else None
+
+
+def _validation_run(
+    loader_info: LoaderInfo, facts: RunFacts, program: LightningProgram, training: Prediction
+) -> ValidationRun:
+    """Predict the fit's validation, next to everything that training keeps."""
+    batches = sample(loader_info).batches
+    size = loader_info.batch_size or batches[0].small_size
+    gradients = callbacks.validates_mid_step(facts, program.accumulate_grad_batches or 1)
     program = replace(
         program,
         batches=batches,
-        batches_per_epoch=found.batches if found.dataset_size is not None else None,
+        batches_per_epoch=_batches_per_epoch(loader_info),
         stage="validate",
         setup_stage="fit",
-        resident_blocks=tuple(_standing(trace, gradients=callbacks.validates_mid_step(program.trainer, accumulate))),
+        resident_blocks=tuple(_alive_between_steps(next(iter(training.traces.values())), gradients=gradients)),
     )
-    prediction = predict(program, size, settings, scalable=False)
-    return Side(found, replace(prediction, share=training.share), size)
+    prediction = predict(program, size, training.settings, scalable=False)
+    return ValidationRun(loader_info, replace(prediction, share=training.share), size)
 
 
-def _standing(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
-    """What is on the device between two training steps beside the module, by part; validation clears the gradients."""
+def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
+    """What is on the device between two training steps besides the module, by part; validation clears the gradients."""
     parts = {"optimizer_state", *OPTIONAL_PARTS, *(["gradients"] if gradients else [])}
     alive = {event.block: event for event in trace.events if event.action == "alloc" and event.part in parts}
     for event in trace.events:
@@ -348,34 +336,27 @@ def _standing(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
 
 
 def _request(
-    trainer: Any,
-    found: LoaderInfo,
-    sampled: Sampled,
+    facts: RunFacts,
+    loader_info: LoaderInfo,
+    samples: RunSamples,
     prediction: Prediction,
-    wishes: Wishes,
+    settings: GuardSettings,
     size: int,
     shards: sharded.Shards | None,
 ) -> Request:
-    limits = Limits(
-        wishes.margin,
-        wishes.budget_bytes,
-        wishes.min_batch_size,
-        wishes.max_batch_size,
-        wishes.multiple_of,
-        wishes.keep_effective_batch_size if found.role == "train" else None,
-    )
-    largest = loaders.largest_for(trainer, found)
+    limits = settings if facts.stage == "fit" else replace(settings, keep_effective_batch_size=None)
+    largest = largest_for(facts, loader_info)
     request = limits.request(
         size,
-        unit=math.lcm(found.unit, sampled.unit),
-        dataset_size=sampled.samples if largest is None else largest,
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        ranks=trainer.world_size,
+        unit=math.lcm(loader_info.unit, samples.unit),
+        dataset_size=samples.samples if largest is None else largest,
+        accumulate_grad_batches=facts.accumulate_grad_batches,
+        ranks=facts.world_size,
     )
-    fixed = found.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
+    fixed = loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
     return replace(
         request,
-        free_to_choose=wishes.mode == "tune" and prediction.scalable and not fixed,
+        free_to_choose=settings.mode == "tune" and prediction.scalable and not fixed,
         fixed_because=fixed or ("" if prediction.scalable else "the memory of other batch sizes is not known"),
     )
 
@@ -383,50 +364,73 @@ def _request(
 # -- choosing
 
 
-def _choice(look: Look, wishes: Wishes) -> tuple[Decision, Look]:
+def choose(profile: RunProfile, ranks: Ranks, settings: GuardSettings) -> tuple[Decision, RunProfile]:
+    """Choose a batch size from what is known, the same on all ranks. All ranks must call it.
+
+    Raises:
+        DoesNotFitError: even the smallest size does not fit, on some rank.
+        CannotTraceError: the ranks come to no size that runs on all of them.
+    """
+    asked = profile
+    for _ in range(_MOST_ROUNDS):
+        decision, chosen = ranks.agree(attempt(functools.partial(_choice, asked, settings)))
+        sizes = ranks.gather((decision.batch_size, decision.validation_batch_size or 0))
+        least, least_val = min(size for size, _ in sizes), min(size for _, size in sizes)
+        if all(size == (least, least_val) for size in sizes):
+            return _with_common_limit(decision, sizes, profile.request), chosen
+        capped = replace(asked.request, max_batch_size=least) if asked.request.free_to_choose else asked.request
+        asked = replace(asked, request=capped, validation=_capped(asked.validation, least_val))
+    raise CannotTraceError(f"the ranks came to no common batch size (their last: {sizes})")
+
+
+def _with_common_limit(decision: Decision, sizes: list[tuple[int, int]], request: Request) -> Decision:
+    """Where another rank set the size, that rank's memory limits it, not ``max_batch_size``."""
+    if len(sizes) == 1 or decision.limited_by != "max_batch_size":
+        return decision
+    held_back = request.max_batch_size is None or decision.batch_size < request.max_batch_size
+    return replace(decision, limited_by="memory") if held_back else decision
+
+
+def _choice(profile: RunProfile, settings: GuardSettings) -> tuple[Decision, RunProfile]:
     """This rank's choice, and what it is made from once the step was captured at its size."""
-    side = _fitting(look)
-    look = replace(look, side=side)
+    validation = _fitting(profile)
+    profile = replace(profile, validation=validation)
     decision, proven = largest_that_runs(
-        look.prediction,
-        look.budget,
-        look.request,
-        footprint_at=lambda prediction, size: replace(look, prediction=prediction).footprint_at(size),
+        profile.prediction,
+        profile.budget,
+        profile.request,
+        footprint_at=lambda prediction, size: replace(profile, prediction=prediction).footprint_at(size),
         # a last batch of one sample, which batch norm refuses
-        is_refused=lambda size: look.avoids_one and loaders.leaves_one(look.found, size),
+        is_refused=lambda size: profile.avoids_one and leaves_one(profile.loader_info, size),
     )
-    if side is not None:
-        decision = replace(decision, validation_batch_size=side.batch_size)
-    if wishes.mode == "tune" and not look.request.free_to_choose:
-        decision = replace(decision, outcome="kept", reason=look.request.fixed_because)
-    return decision, replace(look, prediction=proven)
+    if validation is not None:
+        decision = replace(decision, validation_batch_size=validation.batch_size)
+    if settings.mode == "tune" and not profile.request.free_to_choose:
+        decision = replace(decision, outcome="kept", reason=profile.request.fixed_because)
+    return decision, replace(profile, prediction=proven)
 
 
-def _fitting(look: Look) -> Side | None:
+def _fitting(profile: RunProfile) -> ValidationRun | None:
     """Validation at its own batch size, or where that does not fit, at the largest that does."""
-    side = look.side
-    if side is None or not look.request.free_to_choose or side.found.fixed_because:
-        return side
-    if side.footprint.most_device_bytes <= look.budget.usable_bytes:
-        return side
-    known = side.prediction
-    scaled = predict(known.program, side.batch_size, known.settings, context_bytes=known.context_bytes)
+    validation, usable = profile.validation, profile.budget.usable_bytes
+    if validation is None or not profile.request.free_to_choose or validation.loader_info.fixed_because:
+        return validation
+    if validation.footprint.most_device_bytes <= usable:
+        return validation
+    known, size, unit = validation.prediction, validation.batch_size, validation.loader_info.unit
+    scaled = predict(known.program, size, known.settings, context_bytes=known.context_bytes)
     scaled = replace(scaled, share=known.share)
-    request = Request(side.batch_size, max_batch_size=side.batch_size, multiple_of=side.found.unit)
     if not scaled.scalable:
-        return side
+        return validation
     try:
-        size = decide(scaled.footprint_at, look.budget, request).batch_size
-    except MemGuardError:  # not even one sample, of training neither
-        size = side.found.unit
-    return replace(side, prediction=scaled, batch_size=size)
+        request = Request(size, max_batch_size=size, multiple_of=unit)
+        size = decide(scaled.footprint_at, profile.budget, request).batch_size
+    except MemGuardError:  # not even one sample fits, so training does not either
+        size = unit
+    return replace(validation, prediction=scaled, batch_size=size)
 
 
-def _smaller(side: Side | None, batch_size: int) -> Side | None:
-    if side is None or side.batch_size <= batch_size or not batch_size:
-        return side
-    return replace(side, batch_size=batch_size)
-
-
-def _aside(trainer: Any, reason: str) -> Decision:
-    return Decision(0, 0, trainer.accumulate_grad_batches, "stepped aside", None, None, "request", reason)
+def _capped(validation: ValidationRun | None, batch_size: int) -> ValidationRun | None:
+    if validation is None or validation.batch_size <= batch_size or not batch_size:
+        return validation
+    return replace(validation, batch_size=batch_size)

@@ -41,7 +41,7 @@ Scenario = Callable[[], Any]
 
 # The zoo, event by event
 
-ZOO = Path(__file__).parents[3] / "benchmarks" / "zoo.py"
+ZOO = Path(__file__).parents[3] / "benchmarks" / "shared" / "zoo.py"
 
 
 def zoo_cases() -> list[Any]:
@@ -75,7 +75,7 @@ def traced_case(case: Any, *, walked: bool) -> Trace:
         recorder.module, recorder.source = metadata.get("memguard", (recorder.module, recorder.source))
         entered.append(recorder.module)
 
-    engine_alone = mock.patch.object(fake_cuda, "can_pretend", return_value=False)  # a capture would walk by itself
+    engine_alone = mock.patch.object(fake_cuda, "can_simulate_cuda", return_value=False)  # else it walks
     with engine_alone, walking(enter, adds_in_place=False) if walked else contextlib.nullcontext():
         program.run(recorder, size, fake=True)
     assert bool(entered) == walked
@@ -117,7 +117,7 @@ def mixed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def failure(function: Callable[[], Any], message: str) -> str:
-    """The type of the error, and whether it says what it should."""
+    """The type of the error, and whether its message is right."""
     try:
         function()
     except Exception as error:  # noqa: BLE001
@@ -1034,7 +1034,7 @@ def saved_tensors_packed_inside_a_checkpoint() -> Any:
     return grads(x)
 
 
-@pytest.mark.parametrize("adds_in_place", [True, False], ids=["adding_in_place", "adding_anew"])
+@pytest.mark.parametrize("adds_in_place", [True, False], ids=["adding_in_place", "adding_out_of_place"])
 @pytest.mark.parametrize("function", SCENARIOS, ids=lambda function: function.__name__)
 def test_a_walk_gives_what_the_engine_gives(function: Scenario, adds_in_place: bool) -> None:
     check_both(function, adds_in_place)
@@ -1081,7 +1081,7 @@ def watched(loss: torch.Tensor, **kwargs: Any) -> Log:
     return log
 
 
-def test_a_gradient_that_nobody_else_holds_is_taken_over(fake: None) -> None:
+def test_a_gradient_that_only_the_walk_holds_is_moved(fake: None) -> None:
     with walking():
         w, x = leaf(4), torch.randn(4)
         log = watched((w * x).sum())
@@ -1090,7 +1090,7 @@ def test_a_gradient_that_nobody_else_holds_is_taken_over(fake: None) -> None:
 
 
 @pytest.mark.parametrize("hold", [list.append, lambda held, grad: held.append(grad.detach())], ids=["tensor", "alias"])
-def test_a_gradient_that_somebody_holds_is_treated_as_by_the_engine(
+def test_a_gradient_that_others_hold_is_treated_as_by_the_engine(
     fake: None, hold: Callable[[list[Any], torch.Tensor], None]
 ) -> None:
     shared = []
@@ -1146,14 +1146,14 @@ def test_a_second_gradient_is_added_in_place_where_the_first_is_alone(fake: None
     assert (log.count("add_.Tensor"), log.count("add.Tensor")) == (1, 0)
 
 
-def test_a_second_gradient_is_added_anew_where_that_is_asked_for(fake: None) -> None:
+def test_a_second_gradient_is_added_out_of_place_on_request(fake: None) -> None:
     with walking(adds_in_place=False):
         log = watched(residual())
     assert (log.count("add_.Tensor"), log.count("add.Tensor")) == (0, 1)
 
 
 @pytest.mark.parametrize("alias", [False, True], ids=["tensor", "alias"])
-def test_a_second_gradient_is_added_anew_where_the_first_is_held(fake: None, alias: bool) -> None:
+def test_a_second_gradient_is_added_out_of_place_where_the_first_is_held(fake: None, alias: bool) -> None:
     held = []
     with walking():
         w = leaf(4)
@@ -1165,7 +1165,7 @@ def test_a_second_gradient_is_added_anew_where_the_first_is_held(fake: None, ali
     assert (log.count("add_.Tensor"), log.count("add.Tensor")) == (0, 1)
 
 
-def test_a_second_gradient_is_added_anew_where_a_graph_is_made(fake: None) -> None:
+def test_a_second_gradient_is_added_out_of_place_where_a_graph_is_made(fake: None) -> None:
     with walking(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         log = watched(residual(), create_graph=True)
@@ -1497,7 +1497,7 @@ def test_a_walk_inside_a_walk_puts_the_outer_one_back() -> None:
     assert x.grad is not None
 
 
-def test_the_number_of_the_pass_is_told_while_it_runs() -> None:
+def test_the_number_of_the_pass_is_known_while_it_runs() -> None:
     seen = []
 
     def hook(grad: torch.Tensor) -> None:
@@ -1511,7 +1511,7 @@ def test_the_number_of_the_pass_is_told_while_it_runs() -> None:
         assert graph_task() == -1
     numbers = [number for number, _ in seen]
     assert len(set(numbers)) == 2
-    assert all(number >= 0 and number == told for number, told in seen)
+    assert all(number >= 0 and number == expected for number, expected in seen)
 
 
 def test_a_pass_of_the_engines_own_has_its_number() -> None:
@@ -1527,7 +1527,7 @@ def test_a_pass_of_the_engines_own_has_its_number() -> None:
 
 
 def moved(what: str, use: str) -> str:
-    return f"torch moved {what}; core/backward.py reads it {use}"
+    return f"torch moved {what}; core/capture/backward.py reads it {use}"
 
 
 def test_canary_next_functions() -> None:

@@ -1,4 +1,4 @@
-"""What of a batch grows with the number of samples, and a batch of any number of them."""
+"""What grows in a batch with the number of samples, and a batch of any number of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Slots:
 
 
 class Deep:
-    """Called to iterate, as a graph of torch_geometric; its tensors lie deeper than its attributes."""
+    """Called to iterate, as a graph of torch_geometric; its tensors are deeper than its attributes."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.fields = {"x": [x]}
@@ -108,7 +108,7 @@ def test_a_tensor_in_any_container_grows_and_the_container_keeps_its_type(name):
     assert [tuple(tensor.shape) for tensor in tensors_in(batch)] == [(4, 3)], "the example was changed"
 
 
-def test_what_is_no_tensor_passes_through():
+def test_what_is_not_a_tensor_passes_through():
     item = Item(torch.zeros(4, 3), label={"cat": 1, "when": None, "flag": True})
     grown = fake_of(item, 10)
     assert grown.label == {"cat": 1, "when": None, "flag": True}
@@ -154,7 +154,7 @@ def test_the_first_dimension_of_the_first_tensor_is_the_batch_size():
         ((torch.tensor(1.0), 2), "it is a tuple of Tensor, int"),
     ],
 )
-def test_a_batch_without_a_dimension_is_refused_in_words(batch, words):
+def test_a_batch_without_a_dimension_is_refused_with_a_reason(batch, words):
     with pytest.raises(CannotTraceError) as error:
         batches_from_one(batch)
     assert str(error.value) == (
@@ -163,7 +163,7 @@ def test_a_batch_without_a_dimension_is_refused_in_words(batch, words):
     )
 
 
-# What grows, told from one batch
+# What grows, from one batch
 
 
 def test_a_dimension_of_the_batchs_size_grows_and_others_stay():
@@ -180,7 +180,7 @@ def test_of_two_such_dimensions_the_first_grows():
 
 
 def test_sequence_first_tensors_grow_in_their_second_dimension():
-    """Told the batch size, since the first dimension of the first tensor is the length here."""
+    """The batch size is passed, since the first dimension of the first tensor is the length here."""
     assert shape_at(torch.zeros(50, 4, 8), 10, batch_size=4) == (50, 10, 8)
 
 
@@ -212,26 +212,26 @@ def test_a_batch_can_shrink():
     assert grown["caption"] == ["a", "b"]
 
 
-# What grows, told from two batches
+# What grows, from two batches
 
 
 def of(small: Any, large: Any, n: int) -> Any:
-    """Samples collated in twos and in threes tell what a batch of n looks like."""
+    """Samples collated in twos and in threes show what a batch of n looks like."""
     with FakeTensorMode():
         return Batches(small, large, 2, 3).fake(n)
 
 
-def test_two_sizes_tell_what_grows_and_how_fast():
+def test_two_sizes_show_what_grows_and_how_fast():
     """Five rows a sample and one more: 11, 16, so 51 at ten."""
     assert tuple(of(torch.zeros(11, 2), torch.zeros(16, 2), 10).shape) == (51, 2)
 
 
-def test_two_sizes_tell_apart_what_one_could_not():
+def test_two_sizes_distinguish_what_one_could_not():
     """2 features in a batch of 2 look like samples; in a batch of 3 they do not."""
     assert tuple(of(torch.zeros(2, 2), torch.zeros(2, 3), 10).shape) == (2, 10)
 
 
-def test_an_int_that_counts_samples_counts_on():
+def test_an_int_that_counts_samples_goes_on_counting():
     assert (
         of({"x": torch.zeros(2), "count": 2, "seed": 7}, {"x": torch.zeros(3), "count": 3, "seed": 7}, 10)["count"]
         == 10
@@ -257,20 +257,20 @@ def test_text_may_differ_between_the_two(small, large):
     assert of({"x": torch.zeros(2), "ids": small}, {"x": torch.zeros(3), "ids": large}, 10)["ids"] == small
 
 
-def test_flags_are_no_counts():
+def test_flags_are_not_counts():
     assert of({"x": torch.zeros(2), "padded": False}, {"x": torch.zeros(3), "padded": True}, 10)["padded"] is False
 
 
 def test_keys_that_come_and_go_are_refused():
     with pytest.raises(CannotTraceError) as error:
         of({"x": torch.zeros(2)}, {"x": torch.zeros(3), "mask": torch.zeros(3)}, 10)
-    assert str(error.value) == "A batch of 2 and one of 3 samples have different keys: ['x'] against ['mask', 'x']."
+    assert str(error.value) == "A batch of 2 and one of 3 samples have different keys: ['x'] versus ['mask', 'x']."
 
 
-def test_a_dimension_that_grows_in_no_straight_line_is_refused():
+def test_a_dimension_that_does_not_grow_linearly_is_refused():
     with FakeTensorMode(), pytest.raises(CannotTraceError) as error:
         Batches(torch.zeros(2), torch.zeros(5), 2, 4).fake(11)
-    assert str(error.value) == "A dimension is 2 at 2 samples and 5 at 4: it grows in no straight line."
+    assert str(error.value) == "A dimension is 2 at 2 samples and 5 at 4: it does not grow linearly."
 
 
 # Fake batches
@@ -291,7 +291,7 @@ def test_channels_last_stays_channels_last():
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_real_meta_and_fake_examples_tell_the_same(device):
+def test_real_meta_and_fake_examples_give_the_same(device):
     example = torch.zeros(4, 3, device=device)
     with FakeTensorMode():
         fake = torch.zeros(4, 3)
@@ -305,17 +305,17 @@ def test_a_fake_batch_can_be_on_a_device_the_example_is_not_on():
 
 
 def test_tensors_may_come_from_elsewhere():
-    """A callable that is given shapes and examples: here it tells them."""
+    """A callable that is given shapes and examples: here it records them."""
     batch = {"x": torch.zeros(4, 3), "images": [torch.zeros(2)] * 4}
-    told: list[Any] = []
+    calls: list[Any] = []
 
     def build(shape: tuple[int, ...], example: torch.Tensor) -> torch.Tensor:
-        told.append((shape, example.dtype))
+        calls.append((shape, example.dtype))
         return torch.empty(shape, device="meta")
 
-    made = batches_from_one(batch).of(10, build)
-    assert [tuple(tensor.shape) for tensor in tensors_in(made)] == [(10, 3)] + [(2,)] * 10
-    assert {shape for shape, _ in told} >= {(10, 3)}
+    grown = batches_from_one(batch).of(10, build)
+    assert [tuple(tensor.shape) for tensor in tensors_in(grown)] == [(10, 3)] + [(2,)] * 10
+    assert {shape for shape, _ in calls} >= {(10, 3)}
 
 
 # Real batches
@@ -362,7 +362,7 @@ def test_a_real_batch_of_fake_tensors_is_zeros():
     assert batches_from_one(example).real(4, CPU).tolist() == [[0, 0, 0]] * 4
 
 
-# Where tensors lie in memory
+# How tensors share memory
 
 
 def storage_bytes(*tensors: torch.Tensor) -> int:
@@ -442,7 +442,7 @@ def graphs(n: int) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_real_batch_counts_on_where_the_values_count_samples():
+def test_a_real_batch_goes_on_counting_where_the_values_count_samples():
     real, wanted = Batches(graphs(2), graphs(3), 2, 3).real(6, CPU), graphs(6)
     assert {name: real[name].tolist() for name in wanted} == {name: wanted[name].tolist() for name in wanted}
 
@@ -453,7 +453,7 @@ def test_values_that_count_samples_are_known_in_a_fake_batch_and_no_others_are()
         found = family.fake(10)
         count = found["batch"].max() + 1
         assert (int(count), found["ptr"].tolist()[-1], found["nodes"].item()) == (10, 20, 20)
-        assert isinstance(found["label"], FakeTensor), "a class is no count"
+        assert isinstance(found["label"], FakeTensor), "a class is not a count"
         assert isinstance(torch.zeros(count, 3), FakeTensor), "a size that is known makes a tensor that is fake"
         pooled = found["x"].new_zeros(count, 3).index_add(0, found["batch"], found["x"])
     assert (type(pooled), pooled.shape) == (FakeTensor, (10, 3))
@@ -492,9 +492,9 @@ def test_a_packed_batch_is_padded_as_torch_does_it():
     batch = pack(5, 3, 3)
     real, lengths = pad_packed_sequence(batch)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake, told = pad_packed_sequence(batches_from_one(batch).fake(3))
+        fake, fake_lengths = pad_packed_sequence(batches_from_one(batch).fake(3))
     assert (fake.shape, fake.stride()) == (real.shape, real.stride())
-    assert told.tolist() == lengths.tolist()
+    assert fake_lengths.tolist() == lengths.tolist()
 
 
 @pytest.mark.parametrize(("n", "rows"), [(2, [2, 2, 1]), (5, [5, 5, 4]), (1, [1, 1, 1])])

@@ -1,4 +1,4 @@
-"""A CUDA that is not there: what `torch.cuda` says of it, which kernels it takes, and that nothing of it stays."""
+"""A simulated CUDA: what `torch.cuda` reports for it, which kernels it uses, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_memguard import estimate
 from lightning_memguard.core import gpus
 from lightning_memguard.core.capture import fake_cuda
 from lightning_memguard.core.capture.batch import batches_from_one
-from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, gpu_of_now, pretended_cuda
+from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda, simulated_gpu
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram, tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
@@ -48,7 +48,7 @@ class Operators(TorchDispatchMode):
 
 
 @contextmanager
-def pretending(gpu: Gpu = H200) -> Iterator[Operators]:
+def simulating(gpu: Gpu = H200) -> Iterator[Operators]:
     """Inside, a step runs as it does while it is captured."""
     recorder = Recorder("cuda", kernel_target=gpu.kernel_target)
     with tensors(fake=True, gpu=gpu), watching(recorder, nn.Identity()), Operators() as seen:
@@ -63,7 +63,7 @@ def captured(
     gpu: Gpu = H200,
     **options: Any,
 ) -> Trace:
-    """Two steps of a plain module on a pretended GPU."""
+    """Two steps of a plain module on a simulated GPU."""
     program = LoopProgram(model, batches_from_one(batch), step, optimizer, torch.device("cuda"), gpu=gpu, **options)
     return capture(program, 4, "fake")
 
@@ -72,22 +72,22 @@ def operators_of(trace: Trace) -> set[str]:
     return {event.operator.removeprefix("aten.").partition(".")[0] for event in trace if event.operator}
 
 
-# What torch.cuda says
+# What torch.cuda reports
 
 
 @pytest.mark.parametrize("gpu", [H200, gpus.find("RTX 4090"), V100], ids=lambda gpu: gpu.name)
 def test_torch_speaks_of_one_device_like_the_gpu(gpu: Gpu) -> None:
-    with pretended_cuda(gpu):
+    with simulated_cuda(gpu):
         assert torch.cuda.is_available()
         assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
         assert torch.cuda.get_device_capability() == torch.cuda.get_device_capability(0) == gpu.compute_capability
         assert torch.cuda.get_device_name("cuda:0") == gpu.name
-        says = torch.cuda.get_device_properties(0)
-        assert (says.name, (says.major, says.minor)) == (gpu.name, gpu.compute_capability)
-        assert (says.total_memory, says.multi_processor_count) == (gpu.memory_bytes, gpu.multiprocessors)
+        facts = torch.cuda.get_device_properties(0)
+        assert (facts.name, (facts.major, facts.minor)) == (gpu.name, gpu.compute_capability)
+        assert (facts.total_memory, facts.multi_processor_count) == (gpu.memory_bytes, gpu.multiprocessors)
         assert torch.cuda.mem_get_info() == (gpu.memory_bytes, gpu.memory_bytes)
         assert torch.cuda.memory_allocated() == torch.cuda.max_memory_reserved("cuda") == 0
-        assert gpu_of_now() is gpu
+        assert simulated_gpu() is gpu
 
 
 def patched_names() -> dict[str, Any]:
@@ -114,8 +114,8 @@ def patched_names() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    """What torch imports with the first fake step changes it, too, whoever takes it."""
-    with pretending():
+    """The first fake step makes torch import more, which changes it too."""
+    with simulating():
         torch.ones(3, device="cuda")
 
 
@@ -126,20 +126,20 @@ def differing(before: dict[str, Any]) -> list[str]:
 
 def test_afterwards_torch_is_as_it_was() -> None:
     before = patched_names()
-    with pretended_cuda(H200):
+    with simulated_cuda(H200):
         assert "cuda.is_available" in differing(before), "the comparison sees nothing"
     assert differing(before) == []
-    assert gpu_of_now() is None
+    assert simulated_gpu() is None
 
 
 def test_afterwards_torch_is_as_it_was_though_the_step_failed() -> None:
     before = patched_names()
-    with pytest.raises(KeyError), pretending():
+    with pytest.raises(KeyError), simulating():
         raise KeyError("image")
     with pytest.raises(CannotTraceError, match="KeyError: 'image'"):
         estimate(nn.Linear(4, 4), {"x": torch.ones(4, 4)}, step=lambda m, x: x["image"], device="NVIDIA H200")
     assert differing(before) == []
-    assert gpu_of_now() is None
+    assert simulated_gpu() is None
 
 
 def test_a_whole_estimate_leaves_nothing_patched_or_initialized() -> None:
@@ -149,16 +149,16 @@ def test_a_whole_estimate_leaves_nothing_patched_or_initialized() -> None:
 
 
 def test_one_gpu_inside_another_gives_way_to_it_again() -> None:
-    with pretended_cuda(H200):
-        with pretended_cuda(V100):
-            assert (torch.cuda.get_device_capability(), gpu_of_now()) == ((7, 0), V100)
-        assert (torch.cuda.get_device_capability(), gpu_of_now()) == ((9, 0), H200)
+    with simulated_cuda(H200):
+        with simulated_cuda(V100):
+            assert (torch.cuda.get_device_capability(), simulated_gpu()) == ((7, 0), V100)
+        assert (torch.cuda.get_device_capability(), simulated_gpu()) == ((9, 0), H200)
 
 
 def test_a_cuda_tensor_that_is_no_fake_one_is_not_to_be_had() -> None:
     if torch.cuda.is_available():
         pytest.skip("here it is to be had")
-    with pretended_cuda(H200), pytest.raises((RuntimeError, AssertionError, NotImplementedError)):
+    with simulated_cuda(H200), pytest.raises((RuntimeError, AssertionError, NotImplementedError)):
         torch.zeros(3, device="cuda")
 
 
@@ -167,7 +167,7 @@ def test_a_cuda_tensor_that_is_no_fake_one_is_not_to_be_had() -> None:
 
 def test_this_build_can_be_given_a_guard_for_cuda() -> None:
     """Without one, an index of a device is asked of a driver that is not there."""
-    with pretended_cuda(H200), FakeCudaMode():
+    with simulated_cuda(H200), FakeCudaMode():
         made = torch.empty(3, device="cuda")
         moved = torch.empty(3).to(FAKE_DEVICE)
         assert made.device == moved.device == (made + moved).device == FAKE_DEVICE
@@ -182,20 +182,20 @@ def test_a_build_that_hides_its_registry_is_refused_in_words(monkeypatch: pytest
     try:
         with (
             pytest.raises(CannotTraceError, match=rf"^This build of torch \({re.escape(torch.__version__)}\) has no"),
-            pretended_cuda(H200),
+            simulated_cuda(H200),
         ):
             pass
     finally:
         monkeypatch.undo()
         fake_cuda._guard_cuda.cache_clear()
-    assert gpu_of_now() is None
+    assert simulated_gpu() is None
 
 
 # Moving things there
 
 
 def test_tensors_and_modules_move_there() -> None:
-    with pretending():
+    with simulating():
         x = torch.ones(2, 3)
         assert x.to("cuda").device == x.cuda().device == x.to("cuda:0").device == FAKE_DEVICE
         assert x.to("cuda", torch.bfloat16, non_blocking=True).dtype == torch.bfloat16
@@ -209,7 +209,7 @@ def test_tensors_and_modules_move_there() -> None:
 
 def test_a_number_made_there_keeps_its_value() -> None:
     """Lightning sends a loader's length to the device, and asks for it there."""
-    with pretending():
+    with simulating():
         count = torch.tensor(3, device="cuda")
         assert isinstance(count, FakeTensor)
         assert count.device == FAKE_DEVICE
@@ -239,7 +239,7 @@ def test_a_step_may_ask_for_cuda_and_wait_for_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts(dtype: torch.dtype) -> None:
-    with pretending(), torch.autocast("cuda", dtype):
+    with simulating(), torch.autocast("cuda", dtype):
         assert torch.is_autocast_enabled("cuda")
         x = torch.ones(2, 3, device="cuda")
         out = nn.Linear(3, 4, device="cuda")(x)
@@ -248,7 +248,7 @@ def test_autocast_casts(dtype: torch.dtype) -> None:
 
 
 def test_a_gradient_scaler_stays_enabled_and_scales() -> None:
-    with pretending():
+    with simulating():
         scaler = torch.amp.GradScaler("cuda")
         assert scaler.is_enabled()
         model = nn.Linear(3, 4, device="cuda")
@@ -268,7 +268,7 @@ def batch_norms(seen: Operators) -> set[str]:
 
 
 def test_batch_norm_of_images_is_cudnns() -> None:
-    with pretending() as seen:
+    with simulating() as seen:
         nn.BatchNorm2d(3, device="cuda")(torch.ones(2, 3, 4, 4, device="cuda")).sum().backward()
         assert batch_norms(seen) == {"cudnn_batch_norm", "cudnn_batch_norm_backward"}
 
@@ -286,20 +286,20 @@ def test_batch_norm_that_cudnn_does_not_take_is_torchs_own(
     shape: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     kind = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
-    with pretending() as seen:
+    with simulating() as seen:
         norm = kind(3, device="cuda", **options)
         norm(torch.ones(shape, device="cuda", dtype=dtype, requires_grad=True)).sum().backward()
         assert batch_norms(seen) == {"native_batch_norm", "native_batch_norm_backward"}
 
 
 def test_batch_norm_obeys_the_users_switch_for_cudnn() -> None:
-    with pretending() as seen, torch.backends.cudnn.flags(enabled=False):
+    with simulating() as seen, torch.backends.cudnn.flags(enabled=False):
         nn.BatchNorm2d(3, device="cuda")(torch.ones(2, 3, 4, 4, device="cuda"))
         assert batch_norms(seen) == {"native_batch_norm"}
 
 
 def test_root_mean_square_norm_is_one_kernel() -> None:
-    with pretending() as seen:
+    with simulating() as seen:
         nn.RMSNorm(8, device="cuda")(torch.ones(2, 8, device="cuda")).sum().backward()
         assert "_fused_rms_norm" in seen
         assert "_fused_rms_norm_backward" in seen
@@ -316,7 +316,7 @@ def test_root_mean_square_norm_keeps_its_input_and_one_float_a_row(affine: bool)
 
 
 def test_a_gradient_of_a_root_mean_square_norms_gradient_can_be_had() -> None:
-    with pretending():
+    with simulating():
         norm, x = nn.RMSNorm(8, device="cuda"), torch.ones(2, 8, device="cuda", requires_grad=True)
         (slope,) = torch.autograd.grad(norm(x).sum(), x, create_graph=True)
         slope.square().sum().backward()

@@ -154,7 +154,7 @@ def raises(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_a_mask_is_given_its_worst_case_and_a_note_says_so():
     prediction = predicted(keeps_by_mask)
     assert prediction.method == "worst-case"
-    assert prediction.footprint_at(100).notes == ("aten.index.Tensor was taken to give its largest result",)
+    assert prediction.footprint_at(100).notes == ("aten.index.Tensor was assumed to return its largest result",)
 
 
 def test_the_worst_case_of_a_mask_is_what_a_mask_of_ones_really_takes():
@@ -436,7 +436,7 @@ def test_states_alone_are_made_on_a_gpu_that_is_not_there():
 def test_a_worst_case_is_known_on_a_gpu_that_is_not_there():
     prediction = predict(on_an_h200(keeps_by_mask), 16, CUDA)
     assert prediction.method == "worst-case"
-    assert prediction.footprint_at(16).notes == ("aten.index.Tensor was taken to give its largest result",)
+    assert prediction.footprint_at(16).notes == ("aten.index.Tensor was assumed to return its largest result",)
 
 
 def test_a_context_that_was_not_measured_gives_bounds():

@@ -156,7 +156,7 @@ def test_real_tensors_leave_the_same_events_as_fake_ones():
     assert real.events == fake.events
 
 
-def test_a_trace_says_of_what_it_is():
+def test_a_trace_names_its_batch_size_device_and_method():
     trace = traced(TwoLayers(), empty_batch)
     assert (trace.batch_size, trace.device, trace.method, trace.notes) == (2, "cpu", "fake", ())
 
@@ -186,13 +186,13 @@ def test_all_that_an_optimizer_keeps_is_its_state():
     assert sorted(state) == [4, 4, 64, 64, 128, 128]
 
 
-def test_buffers_are_told_from_parameters():
+def test_buffers_are_separated_from_parameters():
     trace = traced(nn.BatchNorm1d(4, affine=False), lambda: torch.empty(2, 4, requires_grad=True))
     setup = [line for line in lines(trace) if line.endswith("setup")]
     assert setup == ["+16 buffers in setup", "+16 buffers in setup", "+8 buffers in setup"]
 
 
-# Where a step stands
+# The phases of a step
 
 
 def test_an_operator_knows_the_module_it_ran_for_forward_and_backward():
@@ -282,7 +282,7 @@ def test_a_module_whose_operators_give_several_tensors_is_known_in_backward_too(
     assert [event.module for event in trace if event.operator == "aten.cat.default"] == ["halves"]
 
 
-def test_a_backward_pass_that_nobody_announced_is_seen():
+def test_a_backward_pass_without_a_mark_is_seen():
     """A module that steps by hand calls backward in the middle of its forward pass."""
     with recording() as recorder:
         x = torch.empty(4, requires_grad=True)
@@ -361,7 +361,7 @@ def test_writing_in_place_takes_nothing():
         assert len([event for event in recorder.trace(1, "fake") if event.nbytes == 16]) == before
 
 
-def test_a_storage_resized_in_place_is_given_back_and_taken_anew():
+def test_a_storage_resized_in_place_is_freed_and_allocated_again():
     with recording() as recorder:
         x = torch.empty(4)
         x.resize_(100)
@@ -406,7 +406,7 @@ def test_only_the_devices_own_storages_are_recorded():
     assert {event.nbytes for event in recorder.trace(1, "fake")} == {32}
 
 
-# Values that nobody knows
+# Unknown values
 
 
 def test_where_a_result_depends_on_values_the_recorder_gives_up():
@@ -414,12 +414,12 @@ def test_where_a_result_depends_on_values_the_recorder_gives_up():
         torch.empty(4).nonzero()
 
 
-def test_in_the_worst_case_a_mask_keeps_everything_and_a_note_says_so():
+def test_in_the_worst_case_a_mask_keeps_everything_and_a_note_states_it():
     with recording(worst_case=True) as recorder:
         kept = torch.empty(6, 2)[torch.empty(6, dtype=torch.bool)]
     trace = recorder.trace(1, "worst-case")
     assert tuple(kept.shape) == (6, 2)
-    assert trace.notes == ("aten.index.Tensor was taken to give its largest result",)
+    assert trace.notes == ("aten.index.Tensor was assumed to return its largest result",)
 
 
 def test_reading_a_loss_to_log_it_does_not_end_the_run():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_memguard.core.decision.decision import Budget, Decision, Request, check_settings, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import GIB
@@ -270,8 +270,6 @@ def test_it_can_be_caught_as_any_error_of_ours():
 
 # Settings
 
-GOOD = {"margin": 0.05, "min_batch_size": 1, "max_batch_size": None, "multiple_of": 1, "effective": None}
-
 
 @pytest.mark.parametrize(
     "settings",
@@ -281,18 +279,18 @@ GOOD = {"margin": 0.05, "min_batch_size": 1, "max_batch_size": None, "multiple_o
         {"margin": 0.999},
         {"min_batch_size": 8, "max_batch_size": 8},
         {"min_batch_size": 5, "multiple_of": 8, "max_batch_size": 8},
-        {"effective": 1},
+        {"keep_effective_batch_size": 1},
     ],
 )
 def test_settings_at_the_edge_of_their_range_are_taken(settings):
-    check_settings(**{**GOOD, **settings})
+    assert Limits(**settings)
 
 
 @pytest.mark.parametrize("margin", [-0.01, 1, 1.5, float("nan"), "0.05", None])
 def test_a_margin_is_a_share(margin):
     expected = f"margin={margin!r} is outside [0, 1); it is the share of the budget to keep free, such as 0.05."
     with pytest.raises(MemGuardError, match=f"^{re.escape(expected)}$"):
-        check_settings(**{**GOOD, "margin": margin})
+        Limits(margin=margin)
 
 
 @pytest.mark.parametrize("name", ["min_batch_size", "max_batch_size", "multiple_of", "keep_effective_batch_size"])
@@ -301,13 +299,13 @@ def test_a_count_is_an_int_of_one_or_more_and_is_named_as_it_was_typed(name, val
     with pytest.raises(
         MemGuardError, match=f"^{re.escape(f'{name}={value!r} is not a count; pass an int of 1 or more.')}$"
     ):
-        check_settings(**{**GOOD, name.replace("keep_effective_batch_size", "effective"): value})
+        Limits(**{name: value})
 
 
-def test_bounds_that_leave_no_size_are_refused_at_the_door():
+def test_bounds_that_leave_no_size_are_refused_at_once():
     expected = "min_batch_size=5 (in multiples of 8) is above max_batch_size=7: no batch size is left to choose."
     with pytest.raises(MemGuardError, match=f"^{re.escape(expected)}$"):
-        check_settings(**{**GOOD, "min_batch_size": 5, "multiple_of": 8, "max_batch_size": 7})
+        Limits(min_batch_size=5, multiple_of=8, max_batch_size=7)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.device import context
 from lightning_memguard.core.kernels import table
+from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.units import MIB
@@ -108,7 +109,8 @@ def test_what_each_thread_takes_grows_with_the_threads() -> None:
     grad, x = torch.zeros(4, 8), torch.zeros(4, 8)
     rule = table.rule("native_layer_norm_backward", CpuTarget(threads=1))
     assert rule is not None
-    one, three = (rule((grad, x, [8]), {}, [x], CpuTarget(n)) for n in (1, 3))
+    arguments = {"grad_out": grad, "input": x, "normalized_shape": [8]}
+    one, three = (rule(Call(arguments, [x], CpuTarget(n))) for n in (1, 3))
     assert (one.after, three.after) == ((2 * 8 * 4,), (3 * 2 * 8 * 4,))
 
 

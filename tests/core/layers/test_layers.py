@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.batch import batches_from_one
-from lightning_memguard.core.capture.fake_cuda import can_pretend
+from lightning_memguard.core.capture.fake_cuda import can_simulate_cuda
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.layers.layers import Layer, LayerTable, Weight, layer_table
@@ -101,8 +101,8 @@ def test_four_branches_layer_by_layer():
     assert table["block1.five"].depth == 2
 
 
-# -- what thop 0.1.1.post2209072238, torchstat 0.0.7 and torchinfo 1.8.0 say of the same networks, in that order.
-# Recorded on torch 2.13; `test_the_libraries_still_say_so` asks those that are installed.
+# -- what thop 0.1.1.post2209072238, torchstat 0.0.7 and torchinfo 1.8.0 report for the same networks, in that order.
+# Recorded on torch 2.13; `test_the_libraries_still_report_this` asks those that are installed.
 
 
 def networks():
@@ -225,7 +225,7 @@ def test_multiply_adds_are_thops_where_thop_is_right(name):
 
 
 def test_thop_counts_a_transposed_convolution_at_its_outputs():
-    """Each of 8 x 8 inputs meets 5 x 3 kernels of nine: what really runs, and what torchstat says too."""
+    """Each of 8 x 8 inputs meets 5 x 3 kernels of nine: what really runs, and what torchstat reports too."""
     model, shape = networks()["transposed"]
     assert layer_table(model, torch.zeros(shape)).multiply_adds == 8 * 8 * 3 * 5 * 9 == 8_640
     assert THOP["transposed"]["0"] == 17 * 17 * 3 * 5 * 9
@@ -275,7 +275,7 @@ LIVE = """
 import contextlib, importlib.util, io, json, runpy, sys
 import torch
 
-def thop_says(model, shape):
+def thop_reports(model, shape):
     import thop
     def flat(rows, path):
         for child, (operations, _, below) in rows.items():
@@ -283,11 +283,11 @@ def thop_says(model, shape):
     *_, rows = thop.profile(model, (torch.zeros(shape),), verbose=False, ret_layer_info=True)
     return dict(flat(rows, ""))
 
-def torchinfo_says(model, shape):
+def torchinfo_reports(model, shape):
     import torchinfo
     return torchinfo.summary(model, input_data=torch.zeros(shape), verbose=0).total_mult_adds
 
-def torchstat_says(model, shape):
+def torchstat_reports(model, shape):
     from torchstat.statistics import ModelStat  # its report needs pandas < 2, its figures do not
     if len(shape) != 4:
         return None
@@ -296,20 +296,21 @@ def torchstat_says(model, shape):
 
 answers = {}
 with contextlib.redirect_stdout(io.StringIO()):
-    for say in (thop_says, torchinfo_says, torchstat_says):  # the last one writes over torch's classes
+    for report in (thop_reports, torchinfo_reports, torchstat_reports):  # the last one writes over torch's classes
         try:
-            __import__(say.__name__.removesuffix("_says"))
+            __import__(report.__name__.removesuffix("_reports"))
         except ImportError:
             continue
-        found = {name: say(*each) for name, each in runpy.run_path(sys.argv[1])["networks"]().items()}
-        answers[say.__name__.removesuffix("_says")] = {name: each for name, each in found.items() if each is not None}
+        found = {name: report(*each) for name, each in runpy.run_path(sys.argv[1])["networks"]().items()}
+        library = report.__name__.removesuffix("_reports")
+        answers[library] = {name: each for name, each in found.items() if each is not None}
 print(json.dumps(answers))
 """
 
 
 @pytest.fixture(scope="module")
-def said():
-    """What the libraries that are installed say, asked in a process of their own: torchstat never tidies up."""
+def reported():
+    """What the installed libraries report, in a process of their own: torchstat does not clean up."""
     asked = [sys.executable, "-W", "ignore", "-c", LIVE, str(Path(__file__))]
     done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -317,9 +318,9 @@ def said():
 
 
 @pytest.mark.parametrize(("library", "recorded"), [("thop", THOP), ("torchstat", TORCHSTAT), ("torchinfo", TORCHINFO)])
-def test_the_libraries_still_say_so(library, recorded, request):
+def test_the_libraries_still_report_this(library, recorded, request):
     pytest.importorskip(library)
-    assert request.getfixturevalue("said")[library] == recorded
+    assert request.getfixturevalue("reported")[library] == recorded
 
 
 # -- what autograd keeps: the same step with real tensors
@@ -382,7 +383,7 @@ def test_the_trace_of_the_step_holds_the_same_activations():
 
 
 def test_a_storage_counts_where_it_is_kept_first():
-    """The rectifier keeps its result, so the layer after it has nothing to add; the batch stands there anyway."""
+    """The rectifier keeps its result, so the layer after it has nothing to add; the batch exists anyway."""
     table = layer_table(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), nn.Sigmoid()), torch.zeros(3, 4))
     assert [layer.activation_bytes for layer in table] == [0, 0, 3 * 8 * 4, 0, 3 * 2 * 4]
     assert table.batch_bytes == 3 * 4 * 4
@@ -424,10 +425,10 @@ def test_a_frozen_backbone_keeps_nothing():
     table = layer_table(model, torch.zeros(3, 4))
     assert [layer.activation_bytes for layer in table] == [0, 0, 0, 3 * 8 * 4]
     assert (table.parameters, table.trainable_parameters) == (58, 18)
-    assert table.trainable_parameter_bytes == 18 * 4
+    assert sum(weight.nbytes for weight in table.weights if weight.trainable) == 18 * 4
 
 
-@pytest.mark.skipif(not can_pretend(), reason="this torch does not show what pretending a GPU takes")
+@pytest.mark.skipif(not can_simulate_cuda(), reason="this torch cannot simulate CUDA")
 def test_a_gpu_keeps_other_tensors_than_the_cpu():
     model, batch = nn.Sequential(nn.Linear(4, 8), nn.Dropout()), torch.zeros(3, 4)
     on_gpu = layer_table(model, batch, gpu=gpus.find("NVIDIA H200"))
@@ -668,7 +669,7 @@ def test_batches_are_passed_as_they_suggest():
     assert layer_table(Whole(), (x, y)).multiply_adds == 4 * 2 * 3 * 5
 
 
-def test_a_step_says_how_to_call_the_model():
+def test_a_step_decides_how_to_call_the_model():
     model, batch = nn.Linear(4, 2), {"image": torch.zeros(3, 4), "label": torch.zeros(3, dtype=torch.long)}
     table = layer_table(model, batch, step=lambda m, b: F.cross_entropy(m(b["image"]), b["label"]))
     assert table.multiply_adds == 3 * 4 * 2
@@ -685,7 +686,7 @@ def test_the_batch_size_scales_what_it_should():
     assert large.parameters == small.parameters
 
 
-def test_a_step_that_runs_its_own_backward_pass_says_so():
+def test_a_step_that_runs_its_own_backward_pass_adds_a_note():
     def step(model, x):
         model(x).sum().backward()
 
@@ -694,7 +695,7 @@ def test_a_step_that_runs_its_own_backward_pass_says_so():
     assert any("own backward pass" in note for note in table.notes)
 
 
-def test_a_mask_keeps_everything_and_the_table_says_so():
+def test_a_mask_keeps_everything_and_a_note_states_it():
     table = layer_table(nn.Linear(4, 2), torch.zeros(3, 4), step=lambda m, x: m(x[x.sum(1) > 0]).sum())
     assert table.multiply_adds == 3 * 4 * 2
     assert any("largest result" in note for note in table.notes)
@@ -703,7 +704,7 @@ def test_a_mask_keeps_everything_and_the_table_says_so():
 # -- what is refused
 
 
-def test_a_model_that_needs_values_cannot_be_told():
+def test_a_model_that_needs_values_is_refused():
     class Branches(nn.Module):
         def forward(self, x):
             return x if x.sum() > 0 else -x

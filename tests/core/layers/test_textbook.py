@@ -39,7 +39,7 @@ OUTPUTS = [
 ]
 LECTURE_MB = [34.12, 993.74, 122.38, 230.41, 51.50, 49.25, 5.50, 8.32, 0.86, 4e-6]
 LECTURE_PARAMETERS = [840, 24_330, 48_660, 97_260, 194_520, 388_920, 777_840, 1_555_440, 213_841]
-CONVOLUTIONS = ["0", "1", "3", "4", "6", "7", "9", "10"]  # where they stand in the real networks
+CONVOLUTIONS = ["0", "1", "3", "4", "6", "7", "9", "10"]  # their places in the real networks
 FILTERS = [30, 30, 60, 60, 120, 120, 240, 240]
 DENSE_INPUTS = 9 * 11 * 9 * 240
 

@@ -30,8 +30,8 @@ def averaging(name: str) -> Any:
     return cls
 
 
-def decided(trainer: Any, module: Any, data: TensorDataset, *callbacks: Any, **wishes: Any) -> Decision:
-    guard = MemGuard(**wishes)
+def decided(trainer: Any, module: Any, data: TensorDataset, *callbacks: Any, **settings: Any) -> Decision:
+    guard = MemGuard(**settings)
     trainer(guard, *callbacks).fit(module, DataLoader(data, batch_size=64))
     assert guard.decision is not None
     assert guard.decision.footprint is not None
@@ -62,7 +62,7 @@ def test_stochastic_averaging_between_epochs(wide: Any, wide_data: Any, as_measu
 @pytest.mark.parametrize("name", ["WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"])
 def test_an_average_on_another_device_takes_nothing_here(trainer: Any, name: str) -> None:
     def copies(run: Any, device: torch.device) -> int:
-        return len(averages(run, device, nn.Linear(1, 1)))
+        return len(averages(run.callbacks, device, nn.Linear(1, 1)))
 
     first = [0.01] if name == "StochasticWeightAveraging" else []
     run = trainer(averaging(name)(*first, device="cpu"))
@@ -133,8 +133,8 @@ def test_an_average_of_the_users_own_is_counted_once(
 
 def test_an_average_that_comes_late_makes_the_batch_smaller(trainer: Any, wide: Any, wide_data: TensorDataset) -> None:
     """By when it copies, the size was chosen and told: a warning says that it has changed, and why."""
-    wishes = {"budget": 5_900_000, "margin": 0.05}
-    alone = decided(trainer, wide(), wide_data, **wishes)
+    settings = {"budget": 5_900_000, "margin": 0.05}
+    alone = decided(trainer, wide(), wide_data, **settings)
 
     class Sized(wide):  # type: ignore[misc]
         first_size = 0
@@ -145,7 +145,7 @@ def test_an_average_that_comes_late_makes_the_batch_smaller(trainer: Any, wide: 
 
     module = Sized()
     with pytest.warns(UserWarning, match="other callbacks have taken 1.3 MiB on the device since setup"):
-        late = decided(trainer, module, wide_data, Ema("on_fit_start"), **wishes)
+        late = decided(trainer, module, wide_data, Ema("on_fit_start"), **settings)
     assert late.batch_size < alone.batch_size
     assert module.first_size == late.batch_size
     assert late.limited_by == "memory"

@@ -15,7 +15,7 @@ import torch
 from lightning_memguard import CannotTraceError, DoesNotFitError
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.training.adapter import ranks as ranks_module
-from lightning_memguard.training.adapter.ranks import Ranks, Tried
+from lightning_memguard.training.adapter.ranks import Attempt, Ranks
 
 PROGRAM = Path(__file__).with_name("two_ranks.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
@@ -128,7 +128,7 @@ def test_spawned_ranks_choose_alike(tmp_path: Path) -> None:
 
 def test_a_team_of_one_asks_nobody() -> None:
     assert Ranks().gather("mine") == ["mine"]
-    assert Ranks().agree(Tried(5)) == 5
+    assert Ranks().agree(Attempt(5)) == 5
 
 
 class Others(Ranks):
@@ -148,9 +148,9 @@ def ranks(*said: Any) -> Ranks:
 
 def test_what_does_not_fit_elsewhere_outweighs_what_failed_elsewhere() -> None:
     with pytest.raises(DoesNotFitError, match="rank 2: too large"):
-        ranks(("broken", None), ("too large", DoesNotFitError("too large"))).agree(Tried(5))
+        ranks(("broken", None), ("too large", DoesNotFitError("too large"))).agree(Attempt(5))
     with pytest.raises(CannotTraceError, match="rank 1: broken"):
-        ranks(("broken", None)).agree(Tried(5))
+        ranks(("broken", None)).agree(Attempt(5))
 
 
 def test_a_shared_device_is_divided_and_what_is_ones_own_stays() -> None:

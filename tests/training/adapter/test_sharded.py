@@ -67,8 +67,8 @@ def test_the_states_of_a_fit_are_divided_at_any_size(
     trainer: Any, small: Any, dataset: TensorDataset, tuned: Any
 ) -> None:
     """Eight ranks: an eighth of each state stands beside all of the activations."""
-    whole = tuned(trainer(), small(), dataset, mode="check").look.prediction
-    split = sharded.divided(whole, Shards("a strategy", EIGHT))
+    whole = tuned(trainer(), small(), dataset, mode="check").profile.prediction
+    split = sharded.divide_by_rank(whole, Shards("a strategy", EIGHT))
     for size in (10, 50):
         parts, of_one = whole.footprint_at(size).parts, split.footprint_at(size).parts
         for state in EIGHT:

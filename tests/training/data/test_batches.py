@@ -1,4 +1,4 @@
-"""Every kind of batch that people train on: the size is chosen, and trained, and its memory was predicted."""
+"""Every kind of batch that people train on: the size is chosen and trained, and its memory was predicted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Item:
 
 @dataclass(frozen=True)
 class FrozenItem:
-    """Lightning leaves the moving of a frozen dataclass to its own ``to``."""
+    """Lightning moves a frozen dataclass by its own ``to``."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -70,7 +70,7 @@ class Encoding(UserDict):
 
 
 class Store(Mapping):
-    """A mapping that is no dict, with a number beside what it maps."""
+    """A mapping that is not a dict, with a number next to what it maps."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.mapping = tensors
@@ -135,7 +135,7 @@ class Slots:
 
 
 class Boxed:
-    """An object whose tensors lie deeper than its attributes."""
+    """An object whose tensors are deeper than its attributes."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.fields = {"x": [x]}
@@ -301,7 +301,7 @@ def of_images(net: nn.Module, batch: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """A dataset's samples, how they are collated, a network, its loss, and the rung that must carry."""
+    """A dataset's samples, how they are collated, a network, its loss, and the method that must work."""
 
     sample: Callable[[int], Any]
     collate: Callable[[list[Any]], Any]
@@ -327,13 +327,13 @@ KINDS = {
     "a UserDict": flat(into(lambda x, y: Encoding(x=x, y=y)), lambda b: (b.x, b["y"])),
     "an object with slots": flat(into(Slots), lambda b: (b.x, b.y)),
     "an object with nested tensors": flat(into(Boxed), lambda b: (b.fields["x"][0], b.label[0])),
-    "text, numbers and None beside": Kind(x_and_y, mixed, of_mixed),
+    "with text, numbers and None": Kind(x_and_y, mixed, of_mixed),
     "arrays": Kind(
         x_and_y,
         lambda s: {"x": np.stack([x.numpy() for x, _ in s]), "scale": np.float32(2), "y": stacked(s)[1]},
         of_numpy,
     ),
-    "constants and scalars beside": Kind(x_and_y, constants, of_constants),
+    "with constants and scalars": Kind(x_and_y, constants, of_constants),
     "one tensor": Kind(lambda i: torch.randn(FEATURES), torch.stack, lambda net, x: net(x).square().mean()),
     "one tensor twice": flat(
         lambda s: {"x": (x := stacked(s)[0]), "target": x}, lambda b: (b["x"], b["target"][:, :CLASSES])
@@ -462,7 +462,7 @@ def measured_peak(kind: Kind, batch_size: int, **options: Any) -> int:
 
 # The peak is exact to the byte; what a real training adds to it at most is a scalar or two of the Trainer's own.
 EXACT = (
-    "text, numbers and None beside",
+    "with text, numbers and None",
     "views of one tensor",
     "time first, transposed",
     "images and targets in lists",
@@ -474,7 +474,7 @@ EXACT = (
 
 
 def measured(kind: Kind, batch_size: int, **options: Any) -> int:
-    """All samples as large as the first, and made before the profile begins: they are no part of the training."""
+    """All samples as large as the first, and made before the profile begins: they are not a part of the training."""
     torch.manual_seed(0)
     samples = [kind.sample(0) for _ in range(SAMPLES)]
     return measured_peak(replace(kind, sample=samples.__getitem__), batch_size, **options)
@@ -501,7 +501,7 @@ def doubled(batch: Any) -> Any:
 
 
 class Hooks:
-    """Each hook makes the batch larger in its own way; module and datamodule take them alike."""
+    """Each hook makes the batch larger in its own way; modules and datamodules have the same hooks."""
 
     class Before:
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -577,7 +577,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_depends_on_values_is_refused_in_words_and_trains_as_it_was(name):
+def test_what_depends_on_values_is_refused_with_a_reason_and_trains_unchanged(name):
     kind, words = REFUSED[name]
     decision, collate = guarded(kind)
     assert (decision.outcome, decision.footprint.method) == ("kept", "states")

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.war
 
 
 def numbered(count: int = 100) -> TensorDataset:
-    """Samples that carry their index, so that one sees which came when."""
+    """Samples that carry their index, to show the order in which they came."""
     return TensorDataset(torch.arange(float(count)).unsqueeze(1).expand(count, 4).contiguous())
 
 
@@ -49,7 +49,7 @@ def module_of(package: str = "pytorch_lightning") -> Any:
     theirs = importlib.import_module(package)
 
     class Noting(theirs.LightningModule):  # type: ignore[misc,name-defined]
-        """Notes the samples of every batch it is given."""
+        """Records the samples of every batch it is given."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -132,7 +132,7 @@ class Forgetful(DataLoader[Any]):
 
 
 class Strides(Sampler[list[int]]):
-    """A batch sampler of the user's own that makes batches of its size as it goes; its epoch moves their start."""
+    """A batch sampler of the user's own that makes batches of its size lazily; its epoch shifts their start."""
 
     def __init__(self, count: int, batch_size: int) -> None:
         self.count = count
@@ -257,7 +257,7 @@ def test_a_stream_shared_by_workers(kind: Any) -> None:
 
 
 def test_an_epoch_set_on_the_users_own_batch_sampler_counts() -> None:
-    """Users keep their batch sampler and tell it the epoch themselves."""
+    """Users keep their batch sampler and set its epoch themselves."""
 
     class Setting(pl.Callback):
         def __init__(self, sampler: Strides) -> None:
@@ -341,7 +341,7 @@ class Counted(Sampler[list[int]]):
 
 
 class Feed:
-    """No torch loader; follows its `batch_size`."""
+    """Not a torch loader; follows its `batch_size`."""
 
     def __init__(self, batch_size: int, count: int = 60) -> None:
         self.batch_size = batch_size
@@ -363,7 +363,7 @@ class Plain:
 
 
 class Readable(Feed):
-    """An iterator itself."""
+    """A loader that is itself an iterator."""
 
     def __init__(self) -> None:
         super().__init__(6)
@@ -393,7 +393,7 @@ FIXED: dict[str, tuple[Any, str, list[int]]] = {
 
 @pytest.mark.parametrize("kind", FIXED)
 def test_what_cannot_be_sized_is_kept_with_a_reason(kind: str) -> None:
-    """Every batch of the epoch arrives: none was taken to look at."""
+    """Every batch of the epoch arrives: none was consumed by sampling."""
     make, reason, sizes = FIXED[kind]
     module, guard = module_of(), MemGuard()
     with pytest.warns(UserWarning, match=reason):
@@ -411,7 +411,7 @@ def test_a_batch_sampler_of_variable_size_is_predicted_on_its_largest_batch() ->
     assert guard.decision.footprint.parts["batch"] >= 7 * 4 * 4
 
 
-def test_what_is_no_torch_loader_but_follows_its_attribute_is_sized() -> None:
+def test_a_loader_that_is_not_torchs_but_follows_its_attribute_is_sized() -> None:
     feed = Feed(6)
     assert [shape[0] for shape in fitted(feed, 20).shapes] == [20, 20, 20]
     assert feed.batch_size == 6
@@ -495,7 +495,7 @@ def test_a_loader_made_again_that_cannot_be_resized_trains_as_it_is() -> None:
 
 
 def test_a_loader_that_lightning_makes_again_keeps_the_size() -> None:
-    """`overfit_batches` and predict rebuild loaders from the arguments that Lightning noted in the hook."""
+    """`overfit_batches` and predict rebuild loaders from the arguments that Lightning recorded in the hook."""
 
     class Data(pl.LightningDataModule):
         def train_dataloader(self) -> Any:
@@ -519,7 +519,7 @@ def test_a_subclass_that_names_its_size_otherwise_is_left_alone_where_it_is_made
         def train_dataloader(self) -> Any:
             return Short(numbered(), 4, shuffle=True)
 
-    with pytest.warns(UserWarning, match="takes no `batch_size`"):
+    with pytest.warns(UserWarning, match="does not take `batch_size`"):
         module = fitted(Data(), 30, overfit_batches=2)
     assert [shape[0] for shape in module.shapes] == [4, 4]
     assert [shape[0] for shape in fitted(Data(), 30).shapes] == [30, 30, 30, 10]

@@ -20,11 +20,18 @@ from torch.utils.data import (
 )
 
 from lightning_memguard import CannotResizeLoaderError, CannotTraceError
-from lightning_memguard.training.data import loaders, samples
+from lightning_memguard.training.adapter.loader_access import set_data_source
+from lightning_memguard.training.adapter.run_facts import read_run_facts
+from lightning_memguard.training.data import loaders, rewrite, samples
+from lightning_memguard.training.data.resizing import resize
 
 
 def described(loader: Any) -> loaders.Source:
-    return loaders._source(loader, "the loader")
+    return loaders.source_of(loader, "the loader")
+
+
+def resized(loader: Any, batch_size: int) -> Any:
+    return resize(loader, batch_size, described(loader).fixed_because)
 
 
 def drawn(loader: Any) -> Any:
@@ -61,7 +68,7 @@ def test_sampling_moves_nothing_of_the_users() -> None:
     assert dataset.random.bit_generator.state == before[2]
 
 
-def test_the_largest_of_the_samples_seen_stands_for_all() -> None:
+def test_the_largest_of_the_samples_drawn_stands_for_all() -> None:
     """Sixteen sequences of 1 to 16 tokens: the batch predicted from holds the one of 16."""
     sequences = [torch.zeros(length, dtype=torch.long) for length in range(1, 17)]
 
@@ -75,9 +82,9 @@ def test_the_largest_of_the_samples_seen_stands_for_all() -> None:
 def test_a_sampler_decides_what_is_drawn_and_how_much_there_is() -> None:
     dataset = TensorDataset(torch.arange(100.0).unsqueeze(1))
     loader = DataLoader(dataset, batch_size=4, sampler=SubsetRandomSampler([7, 8, 9]))
-    found = described(loader)
-    assert found.dataset_size == 3
-    assert set(drawn(found.loader).small[0].flatten().tolist()) <= {7.0, 8.0, 9.0}
+    source = described(loader)
+    assert source.dataset_size == 3
+    assert set(drawn(source.loader).small[0].flatten().tolist()) <= {7.0, 8.0, 9.0}
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -86,10 +93,10 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 def test_an_iterable_dataset_is_sampled_by_a_fresh_iterator() -> None:
-    found = described(DataLoader(Stream(), batch_size=4))
-    assert found.dataset_size is None
-    assert drawn(found.loader).fake(7).shape == (7, 5)
-    assert len(next(iter(loaders.resized(found.loader, 6)))) == 6
+    source = described(DataLoader(Stream(), batch_size=4))
+    assert source.dataset_size is None
+    assert drawn(source.loader).fake(7).shape == (7, 5)
+    assert len(next(iter(resized(source.loader, 6)))) == 6
 
 
 def test_an_iterator_that_can_be_read_once_is_left_alone() -> None:
@@ -117,7 +124,7 @@ class Named(DataLoader[Any]):
 
 def test_a_resized_loader_keeps_everything_but_its_size(dataset: TensorDataset) -> None:
     loader = Named(dataset, "once", batch_size=8, shuffle=True, drop_last=True)
-    larger = loaders.resized(loader, 30)
+    larger = resized(loader, 30)
     assert type(larger) is Named
     assert (larger.mood, larger.sampler, larger.drop_last) == ("fine", loader.sampler, True)
     assert [len(x) for x, _ in larger] == [30, 30, 30]
@@ -127,7 +134,7 @@ def test_a_resized_loader_keeps_everything_but_its_size(dataset: TensorDataset) 
 
 def test_a_resized_loader_shuffles_as_one_made_by_hand(dataset: TensorDataset) -> None:
     torch.manual_seed(0)
-    mine = [x for x, _ in loaders.resized(DataLoader(dataset, batch_size=8, shuffle=True), 25)]
+    mine = [x for x, _ in resized(DataLoader(dataset, batch_size=8, shuffle=True), 25)]
     torch.manual_seed(0)
     theirs = [x for x, _ in DataLoader(dataset, batch_size=25, shuffle=True)]
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -145,7 +152,7 @@ class Planned(Sampler[list[int]]):
 
 
 class Pairs(Sampler[list[int]]):
-    """A batch sampler of the user's own that makes its batches as it goes: neighbours from both ends."""
+    """A batch sampler of the user's own that makes its batches lazily."""
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -160,21 +167,21 @@ def test_loaders_without_a_size_of_their_own_say_so(dataset: TensorDataset) -> N
     for loader, why in ((DataLoader(dataset, batch_size=None), "batch_size=None"), (planned, "Planned")):
         assert why in described(loader).fixed_because
         with pytest.raises(CannotResizeLoaderError, match="pass a DataLoader with `batch_size=`"):
-            loaders.resized(loader, 4)
+            resized(loader, 4)
     assert "not a torch DataLoader" in described([torch.zeros(2, 16)]).fixed_because
 
 
 def test_a_batch_sampler_with_a_plan_is_predicted_at_its_own_size(dataset: TensorDataset) -> None:
-    found = described(DataLoader(dataset, batch_sampler=Planned(5)))
-    assert found.batch_size == 5
-    assert drawn(found.loader).small[0].shape == (5, 16)
+    source = described(DataLoader(dataset, batch_sampler=Planned(5)))
+    assert source.batch_size == 5
+    assert drawn(source.loader).small[0].shape == (5, 16)
 
 
 def test_a_batch_sampler_that_follows_its_attribute_is_resized(dataset: TensorDataset) -> None:
     sampler = Pairs(5)
     loader = DataLoader(dataset, batch_sampler=sampler)
     assert described(loader).fixed_because == ""
-    assert [len(x) for x, _ in loaders.resized(loader, 25)] == [25, 25]
+    assert [len(x) for x, _ in resized(loader, 25)] == [25, 25]
     assert (sampler.batch_size, len(next(iter(loader))[0])) == (5, 5)
 
 
@@ -203,28 +210,26 @@ class Data(pl.LightningDataModule):
         return DataLoader(self.train, batch_size=self.hparams["batch_size"])
 
 
-def test_a_size_is_set_wherever_it_is_kept(small: Any, trainer: Any) -> None:
+def test_a_size_is_set_wherever_it_is_kept(small: Any) -> None:
     """Module attribute, datamodule hyperparameter, and the copy of it that loggers get."""
     module, data = small(batch_size=8), Data()
-    fit = trainer()
-    fit.datamodule = data
-    loaders.set_batch_size(fit, module, 48)
+    rewrite.set_batch_size(module, data, 48)
     assert module.batch_size == 48
     assert data.hparams["batch_size"] == data.hparams_initial["batch_size"] == 48
 
 
-def test_a_loader_hook_is_asked_on_a_copy(trainer: Any) -> None:
+def test_a_loader_hook_is_called_on_a_copy(trainer: Any) -> None:
     data = Data()
     data.setup("fit")
     fit = trainer()
     fit.fit_loop._data_source.instance = data
-    found = loaders.find(fit)
-    assert (found.batch_size, found.origin) == (8, "the datamodule's train_dataloader()")
+    info = loaders.find(read_run_facts(fit), "train")
+    assert (info.batch_size, info.origin) == (8, "the datamodule's train_dataloader()")
     assert not hasattr(data, "asked")
 
 
 def test_a_loader_hook_that_fails_leaves_torchs_classes_as_they_were(trainer: Any, small: Any) -> None:
-    """Lightning notes a loader's arguments by patches that it takes back only where nothing was raised."""
+    """Lightning records a loader's arguments with patches that it removes only if nothing was raised."""
 
     class Fails(small):  # type: ignore[misc]
         def train_dataloader(self) -> Any:
@@ -233,7 +238,7 @@ def test_a_loader_hook_that_fails_leaves_torchs_classes_as_they_were(trainer: An
     before = DataLoader.__init__, BatchSampler.__init__
     run = trainer()
     run.strategy.connect(Fails())
-    loaders.give(run, run.lightning_module)
+    set_data_source(run, run.lightning_module)
     with pytest.raises(ValueError, match="no data today"):
-        loaders.find(run)
+        loaders.find(read_run_facts(run), "train")
     assert (DataLoader.__init__, BatchSampler.__init__) == before

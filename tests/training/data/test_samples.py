@@ -1,4 +1,4 @@
-"""The worst batch, not the first: what the prediction stands on, how far it looked, and what is said later."""
+"""The largest batch, not the first: what is predicted from, how many samples were drawn, and the later warnings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 from lightning_memguard import CannotTraceError, MemGuard
-from lightning_memguard.training.data import loaders, samples
+from lightning_memguard.training.data import samples
+from lightning_memguard.training.data.copies import copy_for_reading
+from lightning_memguard.training.data.loaders import source_of
 
 
-def draw(loader: Any) -> samples.Drawn:
-    fixed = bool(loaders._source(loader, "the loader").fixed_because)
+def draw(loader: Any) -> samples.LoaderSamples:
+    fixed = bool(source_of(loader, "the loader").fixed_because)
     return samples.draw(loader, fixed=fixed)
 
 
@@ -34,7 +36,7 @@ def pad(items: Any) -> torch.Tensor:
     return pad_sequence(list(items), batch_first=True)
 
 
-# -- the worst of the samples
+# -- the largest of the samples
 
 
 def test_the_longest_sample_fills_the_whole_batch() -> None:
@@ -65,7 +67,7 @@ def test_padding_gives_the_longest_of_each_dimension() -> None:
 
 
 def test_more_longest_samples_than_a_small_batch_holds() -> None:
-    """Ten tensors a sample, each longest in another one: none is forgotten."""
+    """Ten tensors a sample, each sample longest in another one: all of them count."""
 
     def sample(longest: int) -> Any:
         return [torch.zeros(30 if place == longest else 2) for place in range(10)]
@@ -79,7 +81,7 @@ def test_more_longest_samples_than_a_small_batch_holds() -> None:
 
 
 class Lengths(Dataset[torch.Tensor]):
-    """As long as its place, so sorted by length; may take its time."""
+    """Each sample is as long as its index, so they are sorted by length; reading one may take time."""
 
     def __init__(self, count: int, seconds: float = 0.0) -> None:
         self.count = count
@@ -95,14 +97,14 @@ class Lengths(Dataset[torch.Tensor]):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_data_sorted_by_length_shows_its_longest(shuffle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More samples than are looked at: both ends of the data are among them, and the note says that it is a part."""
+    """More samples than are drawn: both ends of the data are among them, and the note says that they are a part."""
     monkeypatch.setattr(samples, "MOST_SECONDS", 60.0)  # on a machine that does other work too
     drawn = draw(DataLoader(Lengths(20_000), batch_size=2, collate_fn=pad, shuffle=shuffle))
     assert drawn.batches.fake(2).shape == (2, 20_000)
     assert drawn.note.startswith("predicted for the largest of 4096 samples; a larger one would take more")
 
 
-def test_slow_data_is_looked_at_from_end_to_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_data_is_drawn_from_end_to_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "MOST_SECONDS", 0.05)
     started = time.monotonic()
     drawn = draw(DataLoader(Lengths(1000, seconds=0.005), batch_size=2, collate_fn=pad))
@@ -111,8 +113,8 @@ def test_slow_data_is_looked_at_from_end_to_end_too(monkeypatch: pytest.MonkeyPa
     assert "samples; a larger one" in drawn.note
 
 
-def test_a_sampler_that_draws_anew_is_predicted_on_all_it_draws_from() -> None:
-    """Ten of a thousand an epoch: other epochs hold others."""
+def test_a_sampler_that_draws_again_each_epoch_is_predicted_on_all_it_draws_from() -> None:
+    """Ten of a thousand an epoch: other epochs have other samples."""
     data = Lengths(1000)
     drawn = draw(DataLoader(data, 2, sampler=RandomSampler(data, num_samples=10), collate_fn=pad))
     assert drawn.batches.fake(2).shape == (2, 1000)
@@ -128,7 +130,7 @@ def test_a_stream_says_that_it_saw_the_first_samples() -> None:
     assert drawn.batches.fake(2).shape == (2, 5)
 
 
-def test_of_batches_made_by_others_the_largest_is_taken_wherever_it_stands() -> None:
+def test_of_batches_made_by_the_user_the_largest_is_taken_wherever_it_is() -> None:
     class Sorted(Sampler[list[int]]):
         def __iter__(self) -> Iterator[list[int]]:
             return iter([[start, start + 1] for start in range(0, 20_000, 2)])
@@ -139,14 +141,14 @@ def test_of_batches_made_by_others_the_largest_is_taken_wherever_it_stands() -> 
     assert "batches; a larger one" in drawn.note
 
 
-# -- collate functions with wishes
+# -- collate functions with requirements
 
 
 @pytest.mark.parametrize(("of", "unit"), [(2, 2), (4, 4), (8, 8)])
 def test_a_collate_function_that_wants_multiples(of: int, unit: int) -> None:
     def groups(items: Any) -> torch.Tensor:
         if not items or len(items) % of:
-            raise ValueError(f"{len(items)} is no multiple of {of}")
+            raise ValueError(f"{len(items)} is not a multiple of {of}")
         return torch.stack(items)
 
     drawn = draw(DataLoader(of_lengths(3, 3, 3), batch_size=8, collate_fn=groups))
@@ -199,7 +201,7 @@ SHARED = np.random.default_rng(5)
 
 
 class Touchy(Dataset[torch.Tensor]):
-    """All that reading can move: an open file, counters, lists, generators of its own, in globals and in others."""
+    """Everything that reading can move: an open file, counters, lists, and generators, also global ones."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open()
@@ -244,7 +246,7 @@ class Collating:
 
 
 def test_nothing_that_reading_could_move_has_moved() -> None:
-    """Files keep their place and stay open although the copy that was read from closes them when it goes away."""
+    """Files keep their place and stay open although the copy that was read from closes its own when it is deleted."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "lines")
         path.write_text("\n".join(map(str, range(1000))))
@@ -303,7 +305,7 @@ def test_datasets_that_refer_to_each_other() -> None:
 
     one, two = Paired(5), Paired(5)
     one.other, two.other = two, one
-    clone = samples.shallow(one)
+    clone = copy_for_reading(one)
     assert clone is not one
     assert clone.other.other is clone
 
@@ -348,17 +350,17 @@ class Begin(pl.Callback):
         self.data.trains = True
 
 
-def announced(trainer: Any, lengths: tuple[int, ...], **wishes: Any) -> tuple[list[str], Tagger]:
+def announced(trainer: Any, lengths: tuple[int, ...], **settings: Any) -> tuple[list[str], Tagger]:
     data, module = Later(*lengths), Tagger()
     loader = DataLoader(data, batch_size=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pl.seed_everything(1)
-        trainer(MemGuard("check", **wishes), Begin(data)).fit(module, loader)
+        trainer(MemGuard("check", **settings), Begin(data)).fit(module, loader)
     return [str(each.message) for each in caught if "larger than the" in str(each.message)], module
 
 
-def test_a_larger_batch_is_announced_once_and_again_only_when_a_tenth_larger(trainer: Any) -> None:
+def test_a_larger_batch_is_reported_once_and_again_only_when_a_tenth_larger(trainer: Any) -> None:
     said, _ = announced(trainer, (10, 30, 30, 32, 33, 34, 20, 50))
     assert [text.split(" larger")[0] for text in said] == [
         "Training batch 1 has [1, 30],",
@@ -375,7 +377,7 @@ def test_a_larger_batch_that_may_not_fit(trainer: Any) -> None:
     assert said[0].endswith("It may run out of memory: lower the batch size or truncate long samples.")
 
 
-def test_an_announcement_moves_no_random_state(trainer: Any) -> None:
+def test_a_warning_moves_no_random_state(trainer: Any) -> None:
     _, loud = announced(trainer, (10, 30, 90, 300))
     module = Tagger()
     pl.seed_everything(1)
@@ -383,7 +385,7 @@ def test_an_announcement_moves_no_random_state(trainer: Any) -> None:
     assert loud.randoms == module.randoms
 
 
-def test_an_announcement_that_fails_leaves_the_training_alone(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_that_fails_leaves_the_training_alone(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no prediction today")
 

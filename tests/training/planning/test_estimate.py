@@ -134,7 +134,7 @@ def test_precision_is_lightnings_word():
 
 @pytest.mark.parametrize("n", [16, 100])
 def test_a_lightning_module_is_stepped_in_lightnings_order(pl, n):
-    """The last step's gradients are still there at the end of the next forward pass: 128 bytes that a plain loop drops."""
+    """The last step's gradients are alive until the end of the next forward pass: 128 bytes that a plain loop drops."""
     footprint = estimate(lightning_module(pl), BATCH, batch_size=n, device="cpu")
     assert nonzero(footprint.parts) == {
         "parameters": 128,
@@ -237,8 +237,8 @@ def test_a_batch_size_is_a_count(batch_size):
 
 def test_an_unknown_device_is_refused_by_name():
     message = (
-        "The catalogue has no GPU called 'warp drive'. Nothing in it is near. "
-        "Write it as nvidia-smi prints it, or plan for one of the same memory and architecture."
+        "The catalogue has no GPU called 'warp drive'. No name in it is similar. "
+        "Write it as nvidia-smi prints it, or plan for one with the same memory and architecture."
     )
     with refused(MemGuardError, message):
         estimate(one_weight(), BATCH, step=sum_of_outputs, device="warp drive")
@@ -252,7 +252,7 @@ def test_a_device_that_trains_nothing_is_refused():
 @pytest.mark.parametrize(("name", "near"), [("RTX 4099", "RTX 4090"), ("H20000", "NVIDIA H200")])
 def test_an_unknown_gpu_is_refused_with_those_near_it(name, near):
     with pytest.raises(
-        MemGuardError, match=rf"^The catalogue has no GPU called '{name}'. Near it: .*{near} \("
+        MemGuardError, match=rf"^The catalogue has no GPU called '{name}'. Similar names: .*{near} \("
     ) as error:
         estimate(one_weight(), BATCH, step=sum_of_outputs, device=name)
     assert "GiB)" in str(error.value)

@@ -53,8 +53,8 @@ class Growing(IterableDataset[torch.Tensor]):
         return (torch.zeros(length, dtype=torch.long) for length in self.lengths)
 
 
-def told(trainer: Any, data: Any, **wishes: Any) -> list[str]:
-    guard = MemGuard(**{"max_batch_size": 100, **wishes})
+def told(trainer: Any, data: Any, **settings: Any) -> list[str]:
+    guard = MemGuard(**{"max_batch_size": 100, **settings})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(guard).fit(Tokens(), DataLoader(data, batch_size=100, collate_fn=pad))
@@ -96,14 +96,14 @@ def test_a_smaller_last_batch_is_no_larger_one(trainer: Any, dataset: TensorData
 # -- out of memory
 
 
-def fails(trainer: Any, error: Any, data: Any = None, at: int = 2, **wishes: Any) -> BaseException:
+def fails(trainer: Any, error: Any, data: Any = None, at: int = 2, **settings: Any) -> BaseException:
     module = Tokens(at, error)
     texts = data or [torch.zeros(10, dtype=torch.long) for _ in range(400)]
     loader = DataLoader(texts, batch_size=100, collate_fn=pad)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises((RuntimeError, MemoryError, ValueError)) as caught:
-            trainer(MemGuard(**{"max_batch_size": 100, **wishes})).fit(module, loader)
+            trainer(MemGuard(**{"max_batch_size": 100, **settings})).fit(module, loader)
     return caught.value
 
 

@@ -342,7 +342,7 @@ def test_a_loss_that_is_not_a_number(trainer: Any, dataset: TensorDataset) -> No
 
 
 @pytest.mark.parametrize(
-    ("wishes", "returned"),
+    ("settings", "returned"),
     [
         ({"budget": 60 * KIB, "margin": 0.0}, True),
         ({"budget": 60 * KIB, "margin": 0.0, "keep_effective_batch_size": 90}, True),
@@ -356,7 +356,7 @@ def test_freed_memory_is_returned_only_where_what_is_kept_could_pass_the_budget(
     small: Any,
     dataset: TensorDataset,
     monkeypatch: pytest.MonkeyPatch,
-    wishes: dict[str, Any],
+    settings: dict[str, Any],
     returned: bool,
 ) -> None:
     """Each time it is turned on it is turned off again when the fit is over."""
@@ -366,6 +366,6 @@ def test_freed_memory_is_returned_only_where_what_is_kept_could_pass_the_budget(
         calls.append("on")
         return lambda: calls.append("off")
 
-    monkeypatch.setattr("lightning_memguard.training.run.callback.return_freed_memory", turn_on)
-    trainer(MemGuard(**wishes)).fit(small(), train_dataloaders=DataLoader(dataset, batch_size=4))
+    monkeypatch.setattr("lightning_memguard.training.run.guarded_run.return_freed_memory", turn_on)
+    trainer(MemGuard(**settings)).fit(small(), train_dataloaders=DataLoader(dataset, batch_size=4))
     assert calls == (["on", "off"] if returned else [])

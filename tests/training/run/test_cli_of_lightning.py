@@ -91,13 +91,13 @@ def test_an_optimizer_from_the_command_line_is_predicted_and_none_of_the_copys_b
 @pytest.mark.parametrize("package", PACKAGES)
 def test_beside_another_callback(package: str) -> None:
     arguments = ["--trainer.callbacks+=ModelSummary", "--trainer.callbacks+=MemGuard", "--trainer.callbacks.margin=0.2"]
-    assert guard_of(cli(package, *arguments, run=False))._wishes.margin == 0.2
+    assert guard_of(cli(package, *arguments, run=False))._settings.margin == 0.2
 
 
 def test_bytes_and_mode_are_told_apart_from_text() -> None:
     arguments = ["--trainer.callbacks=MemGuard", "--trainer.callbacks.mode=check", "--trainer.callbacks.budget=1000000"]
-    wishes = guard_of(cli("pytorch_lightning", *arguments, run=False))._wishes
-    assert (wishes.mode, wishes.budget_bytes) == ("check", 1_000_000)
+    settings = guard_of(cli("pytorch_lightning", *arguments, run=False))._settings
+    assert (settings.mode, settings.budget_bytes) == ("check", 1_000_000)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -124,8 +124,8 @@ def test_a_config_round_trip(package: str, tmp_path: Path, capsys: pytest.Captur
     config.write_text(capsys.readouterr().out)
     assert "MemGuard" in config.read_text()
     made = cli(package, "--config", str(config))
-    wishes = guard_of(made)._wishes
-    assert (wishes.budget_bytes, wishes.multiple_of, wishes.mode) == (24 * 2**30, 8, "tune")
+    settings = guard_of(made)._settings
+    assert (settings.budget_bytes, settings.multiple_of, settings.mode) == (24 * 2**30, 8, "tune")
     assert guard_of(made).decision is not None
 
 

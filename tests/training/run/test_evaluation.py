@@ -270,13 +270,13 @@ def test_a_validation_step_that_reads_values_drags_nothing_down(trainer: Any, ma
 
     guard = MemGuard("check")
     trainer(guard).fit(Branching(), DataLoader(many, batch_size=64), DataLoader(many, batch_size=1024))
-    assert guard._tuning is not None
-    look = guard._tuning.look
-    assert look is not None
-    assert look.side is not None
-    assert look.prediction.method == "fake"
-    assert look.side.prediction.method == "real"
-    assert look.side.footprint.parts["batch"] == 1024 * (128 * 4 + 8), "and is known at its own size"
+    assert guard._last_run is not None
+    profile = guard._last_run.tuning.profile
+    assert profile is not None
+    assert profile.validation is not None
+    assert profile.prediction.method == "fake"
+    assert profile.validation.prediction.method == "real"
+    assert profile.validation.footprint.parts["batch"] == 1024 * (128 * 4 + 8), "and is known at its own size"
 
 
 # -- runs of their own, in both packages

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.training.run import resume
-from lightning_memguard.training.run.tune import Wishes
+from lightning_memguard.training.run.tune import GuardSettings
 from lightning_memguard.units import KIB
 
 SMALL, LARGE = 60 * KIB, 400 * KIB
@@ -151,7 +151,7 @@ def test_a_resume_under_a_guard_that_only_checks_changes_nothing(trainer: Any, t
     assert set(module.sizes) == {4}
 
 
-WISHES = Wishes("tune", None, 0.05, 1, None, 1, None)
+SETTINGS = GuardSettings()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard, MemGuardError, estimate
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.report.page import DATA_NAME, PAGE_NAME
-from lightning_memguard.training.run import callback
+from lightning_memguard.training.run import guarded_run
 from lightning_memguard.training.run.run_report import FOLDER, folder_of
 
 
@@ -105,9 +105,7 @@ def test_a_validation_alone_leaves_one_too(trainer: Any, loader: DataLoader[Any]
     ],
 )
 def test_the_folder_is_the_first_loggers_that_has_one(loggers: list[Any], folder: str | None) -> None:
-    run = SimpleNamespace(
-        fast_dev_run=False, barebones=False, is_global_zero=True, loggers=loggers, default_root_dir="root"
-    )
+    run = SimpleNamespace(is_trial=False, is_global_zero=True, loggers=loggers, default_root_dir="root")
     assert folder_of(run) == (None if folder is None else Path(folder))
 
 
@@ -141,7 +139,7 @@ def test_a_guard_that_stepped_aside_has_no_step_to_write(
             return super().training_step((torch.ones(2, 16), torch.zeros(2, dtype=torch.long)), batch_idx)
 
     guard = MemGuard("check")
-    with pytest.warns(UserWarning, match="changed nothing"):
+    with pytest.warns(UserWarning, match="did not tune this run"):
         trainer(guard).fit(Texts(), DataLoader(["some", "text"], batch_size=2))  # type: ignore[arg-type]
     with pytest.raises(MemGuardError, match=r"no predicted step to write down: .*no tensor"):
         guard.save_snapshot(tmp_path / "step.pickle")
@@ -152,16 +150,16 @@ def test_on_cuda_the_actual_step_is_recorded_for_two_optimizer_steps(
 ) -> None:
     """What the hook does with a Trainer on a GPU; what torch does then is a GPU test's."""
     saved: list[Path] = []
-    monkeypatch.setattr(callback, "ActualSnapshot", lambda device: SimpleNamespace(save=saved.append))
+    monkeypatch.setattr(guarded_run, "ActualSnapshot", lambda device: SimpleNamespace(save=saved.append))
     run = SimpleNamespace(
         strategy=SimpleNamespace(root_device=torch.device("cuda")), is_global_zero=True, global_step=0, optimizers=[0]
     )
-    guard = MemGuard()
-    guard.save_snapshot(tmp_path / "step.pickle")
+    recorder: Any = guarded_run.SnapshotRecorder(run, tmp_path / "step.pickle")  # type: ignore[arg-type]
     seen = []
     for step in (0, 0, 1, 1, 2, 2, 3):
         run.global_step = step
-        guard.on_train_batch_start(run, None, None, 0)
+        if recorder and not recorder.goes_on():
+            recorder = recorder.close()
         seen.append(len(saved))
     assert seen == [0, 0, 0, 0, 1, 1, 1]
     assert saved == [tmp_path / "step_actual.pickle"]

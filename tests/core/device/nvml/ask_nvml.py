@@ -1,13 +1,14 @@
-"""Answer, a line for a line on standard input, what `nvml_room` says of a GPU: facts as JSON in, room as JSON out."""
+"""Answer each line on standard input with what `nvml_memory` reports for a GPU: JSON in, JSON out."""
 
 import json
 import sys
 from dataclasses import asdict
 
-from lightning_memguard.core.device.nvml import GpuFacts, nvml_room
+from lightning_memguard.core.device.nvml import GpuFacts, nvml_memory
 
-print("ready", flush=True)
-for line in sys.stdin:
-    facts = json.loads(line)
-    room = nvml_room(GpuFacts(**facts | {"uuids": tuple(facts["uuids"])}))
-    print(json.dumps(room and asdict(room)), flush=True)
+if __name__ == "__main__":
+    print("ready", flush=True)
+    for line in sys.stdin:
+        facts = json.loads(line)
+        memory = nvml_memory(GpuFacts(**facts | {"uuids": tuple(facts["uuids"])}))
+        print(json.dumps(memory and asdict(memory)), flush=True)

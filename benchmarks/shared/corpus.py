@@ -1,16 +1,15 @@
 """What `record.py` records on a GPU: whole trainings, which `accuracy.py` predicts, and single operators.
 
 Trainings: families, optimizers, precisions, sizes. Networks are the zoo's, in realistic shapes. Every training steps
-four times on synthetic data and needs no download. Probes: one call of an operator each, to learn what its kernel takes
-beside its results.
+four times on synthetic data and needs no download. Probes: one call of an operator each, to learn what its kernel
+allocates in addition to its results.
 
-    python benchmarks/corpus.py               # list the trainings
-    python benchmarks/corpus.py --probes      # list the probes
+`python benchmarks/record.py --list` and `--list-probes` print them.
 """
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,17 +17,18 @@ from typing import Any
 
 try:
     import pytorch_lightning as pl
-except ModuleNotFoundError:  # the other package holds the same classes; the zoo asks for them by this name
+except ModuleNotFoundError:  # the other package has the same classes; the zoo imports them by this name
     import lightning.pytorch as pl
 
     sys.modules["pytorch_lightning"] = pl
 
 import torch
-import zoo
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
+
+from shared import zoo
 
 OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
@@ -47,18 +47,18 @@ class Training:
     """One training of the corpus.
 
     Attributes:
-        name: tells it apart from all others.
+        name: unique in the corpus.
         family: such as ``"cnn"``.
         network: the network and its loss.
-        dataset: samples, by their number.
-        batch_size: samples a batch.
+        dataset: a function from a number of samples to a dataset.
+        batch_size: samples per batch.
         optimizer: a key of `OPTIMIZERS`.
         precision: Lightning's name.
         trainer_kwargs: other settings of the Trainer.
         channels_last: whether model and images are channels last.
         compiled: whether the network goes through ``torch.compile``.
         tf32: whether float32 matrix products may run on TF32 tensor cores.
-        cap_gib: memory PyTorch may take, so that its allocator has to give its cache back; None for all there is.
+        cap_gib: memory PyTorch may take, so that its allocator has to release its cache; None for all of it.
         history: whether every event of the allocator is recorded.
     """
 
@@ -82,9 +82,9 @@ class Training:
         return {"gan": Gan, "contrastive": Contrastive}.get(self.family, Supervised)(self)
 
     def settings(self) -> dict[str, Any]:
-        """What was trained, in words that a recording keeps."""
-        told = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        return {name: value for name, value in told.items() if name not in ("name", "network", "dataset", "loss")}
+        """What was trained, as a recording keeps it."""
+        settings = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        return {name: value for name, value in settings.items() if name not in ("name", "network", "dataset", "loss")}
 
 
 class Supervised(pl.LightningModule):
@@ -244,7 +244,7 @@ class ConvNextBlock(nn.Module):
 
 
 def convnext() -> nn.Module:
-    """ConvNeXt-Tiny but for its norms between stages, which are group norms of one group here."""
+    """ConvNeXt-Tiny, except that the norms between stages are group norms of one group."""
     layers: list[nn.Module] = [nn.Conv2d(3, 96, 4, 4), nn.GroupNorm(1, 96)]
     before = 96
     for width, depth in ((96, 3), (192, 3), (384, 9), (768, 3)):
@@ -373,7 +373,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Probe:
-    """One call to look into.
+    """One call to record.
 
     Attributes:
         name: the operator, as ``aten.sort.default``, where it is one; else what is called, as ``lstm backward``.
@@ -388,7 +388,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Sample:
-    """A tensor to be made.
+    """A tensor to create.
 
     Attributes:
         shape: its sizes.
@@ -430,7 +430,7 @@ def made(argument: Any, device: str) -> Any:
 
 
 def operator(name: str, *arguments: Any, flags: Mapping[str, bool] | None = None, **keywords: Any) -> Probe:
-    """A call of ``torch.ops.aten``; `Sample` stands for a tensor, also within lists."""
+    """A call of ``torch.ops.aten``; a `Sample` becomes a tensor, also within lists."""
     packet, _, overload = name.partition(".")
     called = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
@@ -441,13 +441,13 @@ def operator(name: str, *arguments: Any, flags: Mapping[str, bool] | None = None
 
 
 def both_ways(name: str, function: Callable[..., Any], *samples: Sample, within: Any = None) -> Iterator[Probe]:
-    """A function or a module, forward, and then backward through all that came out of it.
+    """A function or a module, forward, and then backward through all its results.
 
     Args:
         name: what is called.
         function: of the tensors; where it is a class or a partial of one, the module is made first.
         samples: its arguments; gradients are asked for all that are real numbers, and for the module's parameters.
-        within: a context to call it in, made anew each time.
+        within: a context to call it in, created for each call.
     """
 
     def forward(device: str) -> tuple[partial, list[Tensor]]:
@@ -698,7 +698,7 @@ def parameters(device: str) -> list[nn.Parameter]:
 
 
 def optimizer_probes() -> Iterator[Probe]:
-    """The first of the two calls makes the optimizer's state."""
+    """The first of the two calls creates the optimizer's state."""
     kinds = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
     for kind in (*kinds, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adadelta):
         for way in ({"foreach": True}, {"foreach": False}, {"fused": True}):
@@ -784,7 +784,7 @@ CONVOLUTIONS = (
 
 
 def convolution_probes() -> Iterator[Probe]:
-    """Middle batches first, so that time that is up leaves out the outer ones; searching takes longest."""
+    """Middle batches first, so that a time limit leaves out the outer ones; searching takes longest."""
     for benchmark, batch in ((False, 64), (False, 8), (False, 256), (True, 64)):
         for dtype, tf32 in (("float32", True), ("bfloat16", False), ("float16", False), ("float32", False)):
             for layout in ("contiguous", "channels_last"):
@@ -814,16 +814,3 @@ def described(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         return [described(part) for part in argument]
     return argument if isinstance(argument, (bool, int, float, str, type(None))) else type(argument).__name__
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    if "--probes" in (sys.argv[1:] if arguments is None else arguments):
-        for probe in probes():
-            print(probe.name, *(f"{name}={value}" for name, value in probe.flags.items()))
-        return
-    for case in corpus():
-        print(f"{case.name:<32}{case.family:<13}{case.batch_size:>6}  {case.optimizer:<15}{case.precision}")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 Every case is plain torch and synthetic data, needs no download, and steps in well under a second on two cores.
 `CASES` is the zoo. `LARGE` holds a ResNet-50 and a GPT-2 small in their true shapes, for timing the prediction.
 
-    python benchmarks/zoo.py                  # list the cases with their parameters
+`python benchmarks/cpu_truth.py --list` prints the cases with their parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,11 +38,11 @@ class Case:
     batch_sizes: tuple[int, int, int]
     optimizers: tuple[str, ...] = ("sgd", "adam")
     trainer_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    period: int = 1  # batches after which the training repeats itself
+    period: int = 1  # batches after which the training repeats
 
 
 class Repeating(Dataset):
-    """A dataset of any length that owns only a few samples and hands out views of them."""
+    """A dataset of any length that owns only a few samples and returns views of them."""
 
     def __init__(self, length: int, *columns: Tensor) -> None:
         self.length = length
@@ -228,7 +228,7 @@ def double_conv(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Three scales down and up again; the skips live from forward into backward."""
+    """Three scales down and up again; the skips are alive from forward to backward."""
 
     def __init__(self, width: int = 16, classes: int = 4) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class EncoderClassifier(nn.Module):
 
 
 class Block(nn.Module):
-    """A GPT block: causal attention and an MLP, each normalised before and added after."""
+    """A GPT block: causal attention and an MLP, each normalized before and added after."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -521,14 +521,3 @@ def case_named(name: str) -> Case:
         if case.name == name:
             return case
     raise SystemExit(f"No case is named {name!r}. The cases are: {', '.join(c.name for c in (*CASES, *LARGE))}.")
-
-
-def main() -> None:
-    for case in CASES:
-        parameters = sum(p.numel() for p in case.build(case.optimizers[0]).parameters())
-        sizes = ", ".join(map(str, case.batch_sizes))
-        print(f"{case.name:24} {parameters / 1e6:7.2f} M parameters   sizes {sizes:14}  {', '.join(case.optimizers)}")
-
-
-if __name__ == "__main__":
-    main()

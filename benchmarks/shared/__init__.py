@@ -1,0 +1,1 @@
+"""What the benchmark scripts share: the cases, the measurement and the prediction."""

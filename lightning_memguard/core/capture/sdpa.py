@@ -1,0 +1,367 @@
+"""Scaled dot product attention on a pretended CUDA GPU: which kernel it takes, and the call of it.
+
+The reason to change is PyTorch's choice among its attention kernels. Without a GPU torch falls back to plain matrix
+products, whose memory grows with the square of the sequence's length; a GPU usually takes another kernel. Each rule
+names the function it was read from; paths are below aten/src/ATen/native/transformers unless they say otherwise. Read
+for torch 2.9 to 2.13; the operators' fake kernels were run on 2.11 and 2.13. What the kernels allocate inside is in
+`lightning_memguard.core.kernels.attention`.
+
+Nested tensors do not come here: they have a `scaled_dot_product_attention` of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memguard.core.kernels.attention import is_strictly_deterministic
+from lightning_memguard.errors import CannotTraceError
+
+_aten = torch.ops.aten
+
+_HALF = (torch.float16, torch.bfloat16)
+_NEWEST = (12, 1)  # `check_sm_version` in cuda/sdp_utils.cpp: no fused kernel takes a newer GPU
+
+
+# -- the choice
+
+_MAJOR, _MINOR = torch.__version__.split(".")[:2]
+_TORCH = int(_MAJOR), int(_MINOR)
+
+_BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # `at::SDPBackend` in aten/src/ATen/SDPBackend.h
+_DEFAULT_ORDER = ["flash", "efficient", "math", "cudnn"]
+_CUDNN_FIRST = ["cudnn", "flash", "efficient", "math"]
+
+# What the wheels on PyPI require for Linux: `nvidia-cudnn-cu12` up to 2.10, `nvidia-cudnn-cu13` from 2.11 on.
+_CUDNN_OF_WHEELS = {(2, 9): 91_002, (2, 10): 91_002, (2, 11): 91_900, (2, 12): 92_000, (2, 13): 92_000}
+
+
+@functools.cache
+def cudnn_version() -> int:
+    """The cuDNN a training here would run with: this build's own, else that of torch's wheels of the same version."""
+    return torch.backends.cudnn.version() or _CUDNN_OF_WHEELS.get(_TORCH, max(_CUDNN_OF_WHEELS.values()))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What the choice depends on: `sdp_params` in sdp_utils_cpp.h, the GPU's compute capability, and its cuDNN.
+
+    All but the last two are the arguments of `torch.nn.functional.scaled_dot_product_attention`, in its order. The
+    choice reads only shapes, strides and dtypes of tensors. ``cudnn`` is a version such as ``91900``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    capability: tuple[int, int] = field(kw_only=True)
+    cudnn: int = field(kw_only=True, default_factory=cudnn_version)
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def trains(self) -> bool:
+        """`input_requires_grad`."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Of the query and of the key."""
+        return self.query.shape[-2], self.key.shape[-2]
+
+    def is_dense_4d(self) -> bool:
+        """`check_tensor_shapes` and `check_nonzero_sequence_lengths_dense`."""
+        return all(tensor.dim() == 4 for tensor in self.inputs) and all(self.lengths)
+
+    def has_dtype(self, *allowed: torch.dtype) -> bool:
+        """`check_tensor_dtype`."""
+        return self.query.dtype in allowed and self.query.dtype == self.key.dtype == self.value.dtype
+
+    def has_unit_strides(self, *, ignore_single: bool) -> bool:
+        """`check_last_dim_stride_equals_1_dense`."""
+        unit = all(tensor.stride(-1) == 1 for tensor in self.inputs)
+        unit = unit or (ignore_single and self.query.shape[-1] == 1)
+        return unit and (self.attn_mask is None or self.attn_mask.stride(-1) == 1)
+
+    def has_heads(self, *, grouped: bool, same_heads: bool = True) -> bool:
+        """`check_batch_size_and_num_heads_dense` and `check_grouped_query_attention`."""
+        if len({tensor.shape[0] for tensor in self.inputs}) > 1:
+            return False
+        heads, of_key, of_value = (tensor.shape[-3] for tensor in self.inputs)
+        if self.enable_gqa and grouped:
+            return heads % of_key == 0 and (of_key == of_value if same_heads else heads % of_value == 0)
+        return heads == of_key == of_value
+
+
+def choose(call: Attention) -> str:
+    """The kernel a GPU takes: ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"math"``.
+
+    `select_sdp_backend` in cuda/sdp_utils.cpp, with the backends that are enabled now, in their order of now.
+
+    Raises:
+        CannotTraceError: no enabled backend takes these tensors; a real run would fail as well.
+    """
+    for name in _order(call.capability, call.cudnn):
+        if _KERNELS[name].enabled() and _KERNELS[name].takes(call):
+            return name
+    major, minor = call.capability
+    raise CannotTraceError(
+        f"No attention backend that is enabled takes a query of shape {tuple(call.query.shape)} and dtype "
+        f"{call.query.dtype} on compute capability {major}.{minor}: `scaled_dot_product_attention` would fail there, "
+        "too. Enable another one (`torch.nn.attention.sdpa_kernel`)."
+    )
+
+
+def _order(capability: tuple[int, int], cudnn: int) -> list[str]:
+    """`priority_order`: what the user set (`sdpa_kernel(..., set_priority=True)`), else the GPU's default.
+
+    The default is set once in a process, for the GPU that is there. On Hopper it looks as if a user had put cuDNN
+    first, but a user who does that usually disables other backends too.
+    """
+    ids = torch._C._get_sdp_priority_order()
+    order = [_BACKENDS[i] for i in ids if i in _BACKENDS]
+    if order == _DEFAULT_ORDER or (order == _CUDNN_FIRST and all(kernel.enabled() for kernel in _KERNELS.values())):
+        return _CUDNN_FIRST if _prefers_cudnn(capability, cudnn) else _DEFAULT_ORDER
+    return order
+
+
+def _prefers_cudnn(capability: tuple[int, int], cudnn: int) -> bool:
+    """`check_prefer_cudnn_attention`: on by default in 2.9; from 2.10 on only with a cuDNN that 2.11's wheels bring."""
+    if _TORCH < (2, 10):
+        wanted = os.environ.get("TORCH_CUDNN_SDPA_PREFERRED") != "0"
+        return wanted and cudnn >= 90_900 and capability in ((9, 0), (10, 0))
+    wanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    return wanted and cudnn > 91_500 and capability[0] in (9, 10) and capability[1] in (0, 3)
+
+
+def _takes_flash(call: Attention) -> bool:
+    """`can_use_flash_attention`."""
+    width = call.query.shape[-1]
+    return (
+        call.attn_mask is None
+        and call.is_dense_4d()
+        and width == call.key.shape[-1] == call.value.shape[-1]
+        and width <= 256
+        and (8, 0) <= call.capability <= _NEWEST
+        and _flash_has_backward(call)
+        and not (call.is_causal and call.lengths[0] != call.lengths[1])
+        and call.has_dtype(*_HALF)
+        and call.has_heads(grouped=True)
+        and call.has_unit_strides(ignore_single=True)
+    )
+
+
+def _flash_has_backward(call: Attention) -> bool:
+    """`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`."""
+    width, capability = call.query.shape[-1], call.capability
+    if not call.trains or not ((8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)):
+        return True
+    return width <= 192 or (width > 224 and call.dropout_p == 0)
+
+
+def _takes_efficient(call: Attention) -> bool:
+    """`can_use_mem_efficient_attention`. Grouped queries came with 2.14."""
+    if not call.is_dense_4d():
+        return False
+    dtypes = (torch.float16, torch.float32) if call.capability < (8, 0) else (*_HALF, torch.float32)
+    alignment = _gemm_alignment(call.query.dtype, call.capability)
+    widths = call.query.shape[-1], call.key.shape[-1], call.value.shape[-1]
+    return (
+        (5, 0) <= call.capability <= _NEWEST
+        and widths[0] == widths[1]
+        and all(width > 0 and width % alignment == 0 for width in widths)
+        and _is_aligned(call, alignment)
+        and call.has_unit_strides(ignore_single=False)
+        and call.has_heads(grouped=False)
+        and call.has_dtype(*dtypes)
+    )
+
+
+def _gemm_alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
+    """`minimum_gemm_alignment`, in elements."""
+    bits = 16 if dtype in _HALF else 32
+    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and bits == 16)
+    return 128 // bits if tensor_cores else 1
+
+
+def _is_aligned(call: Attention, alignment: int) -> bool:
+    """`check_data_ptr_alignment_mem_efficient`, from pull request 184258: merged in May 2026, so in 2.13."""
+    if _TORCH < (2, 13) or call.capability < (8, 0):
+        return True
+    return all(tensor.storage_offset() % alignment == 0 for tensor in call.inputs)
+
+
+def _takes_cudnn(call: Attention) -> bool:
+    """`can_use_cudnn_attention`."""
+    return (
+        not is_strictly_deterministic()
+        and call.cudnn >= 90_000
+        and call.is_dense_4d()
+        and (8, 0) <= call.capability <= _NEWEST
+        and call.has_dtype(*_HALF)
+        and _cudnn_takes_mask(call)
+        and _cudnn_takes_dropout(call)
+        and _cudnn_takes_widths(call)
+        and call.lengths[1] != 1
+        and call.has_unit_strides(ignore_single=True)
+        and call.has_heads(grouped=True, same_heads=False)
+    )
+
+
+def _cudnn_takes_mask(call: Attention) -> bool:
+    """`check_attn_mask_shape`."""
+    mask = call.attn_mask
+    if mask is None:
+        return True
+    if mask.requires_grad or mask.dim() not in (2, 4):
+        return False
+    full = (*call.query.shape[:2], *call.lengths)[-mask.dim() :]
+    return all(size in (1, whole) for size, whole in zip(mask.shape, full, strict=True))
+
+
+def _cudnn_takes_dropout(call: Attention) -> bool:
+    """The head of `can_use_cudnn_attention`, `check_cudnn_dropout` (from 2.12 on) and `check_cudnn_tensor_shapes`."""
+    if call.dropout_p == 0:
+        return True
+    coarse = _TORCH >= (2, 12) and not (call.dropout_p * 16).is_integer()
+    return not (91_100 < call.cudnn < 91_400 or coarse or call.lengths[0] == 1)
+
+
+def _cudnn_takes_widths(call: Attention) -> bool:
+    """`check_cudnn_tensor_shapes`; 192 with 128 on Blackwell is from pull request 172621, in 2.11."""
+    widths = call.query.shape[-1], call.value.shape[-1]
+    limit = 128
+    if call.capability == (9, 0) and call.cudnn >= 91_000:
+        limit = 256
+    elif call.capability[0] == 10 and call.cudnn >= 91_100 and widths == (192, 128) and _TORCH >= (2, 11):
+        limit = 192
+    return all(width <= limit and width % 8 == 0 for width in widths)
+
+
+# -- the call
+
+
+def attend(call: Attention) -> Tensor:
+    """Attention of fake ``cuda`` tensors by the kernel that a GPU takes, so that autograd keeps what it keeps there.
+
+    What happens before and after the kernel is `scaled_dot_product_attention` in attention.cpp, and the casts of
+    autocast.
+    """
+    if not torch.is_autocast_enabled("cuda"):
+        return _KERNELS[choose(call)].run(call)
+    query, key, value = map(_autocast, call.inputs)
+    mask = None if call.attn_mask is None else _autocast(call.attn_mask)
+    call = replace(call, query=query, key=key, value=value, attn_mask=mask)
+    with torch.autocast("cuda", enabled=False):
+        return _KERNELS[choose(call)].run(call)
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """`cached_cast` in aten/src/ATen/autocast_mode.cpp: this function is on its list for lower precision."""
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64 or not tensor.is_cuda:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype("cuda"))
+
+
+def _run(operator: str, *args: Any, **kwargs: Any) -> Tensor:
+    """The first result; the others are autograd's."""
+    return getattr(_aten, operator)(*args, **kwargs)[0]  # type: ignore[no-any-return]
+
+
+def _flash(call: Attention) -> Tensor:
+    """Heads are padded to a multiple of eight (`pad_last_dim`), and cut back after (`post_process_flash_output`)."""
+    width = call.query.shape[-1]
+    scale = 1 / math.sqrt(width) if call.scale is None else call.scale
+    padded = [_aten.pad(tensor, [0, -width % 8]) if width % 8 else tensor for tensor in call.inputs]
+    out = _run("_scaled_dot_product_flash_attention", *padded, call.dropout_p, call.is_causal, False, scale=scale)
+    return _aten.slice(out, -1, 0, width) if width % 8 else out
+
+
+def _efficient(call: Attention) -> Tensor:
+    bias = _additive(call)
+    if bias is not None:
+        bias = _aligned_bias(bias).expand(*call.query.shape[:3], call.key.shape[2])
+    with _SeedsOnHost():  # type: ignore[no-untyped-call]
+        return _run(_EFFICIENT, *call.inputs, bias, call.trains, call.dropout_p, call.is_causal, scale=call.scale)
+
+
+def _aligned_bias(mask: Tensor) -> Tensor:
+    """`preprocess_mask`: rows of the mask start at multiples of eight elements, or it is padded and cut."""
+    if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
+        return mask
+    width = mask.shape[-1]
+    return _aten.slice(_aten.pad(mask, [0, 8 - width % 8]), -1, 0, width)  # type: ignore[no-any-return]
+
+
+_EFFICIENT = "_scaled_dot_product_efficient_attention"
+
+
+class _SeedsOnHost(TorchDispatchMode):
+    """Gives the efficient kernel's random seed and offset where it has them: on the host, unless a graph is captured.
+
+    Note [Seed and Offset Device] in cuda/attention.cu; torch's fake kernel puts them on the GPU.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not getattr(_aten, _EFFICIENT).default:
+            return out
+        return *out[:2], *(torch.empty((), dtype=torch.long, device="cpu") for _ in out[2:])
+
+
+def _cudnn(call: Attention) -> Tensor:
+    bias = _additive(call, hidden=-65504.0, device="cpu")
+    options = (bias, call.trains, call.dropout_p, call.is_causal, False)
+    return _run("_scaled_dot_product_cudnn_attention", *call.inputs, *options, scale=call.scale)
+
+
+def _math(call: Attention) -> Tensor:
+    """Torch's own, in plain operators.
+
+    One differs under a dispatch mode: the mask is added to a new tensor, not in place
+    (`areAnyTensorSubclassLike` in attention.cpp). The peak, in the softmax that follows, is the same.
+    """
+    options = (_additive(call), call.dropout_p, call.is_causal, None)
+    return _run(
+        "_scaled_dot_product_attention_math", *call.inputs, *options, scale=call.scale, enable_gqa=call.enable_gqa
+    )
+
+
+def _additive(call: Attention, hidden: float = -math.inf, device: str | None = None) -> Tensor | None:
+    """`convert_boolean_attn_mask`, and `convert_boolean_attn_mask_cudnn` with its finite number from the host."""
+    mask = call.attn_mask
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    number = torch.scalar_tensor(hidden, dtype=call.query.dtype, device=device or mask.device)
+    return _aten.where.ScalarSelf(mask, 0.0, number)  # type: ignore[no-any-return]
+
+
+class _Kernel(NamedTuple):
+    enabled: Callable[[], bool]
+    takes: Callable[[Attention], bool]
+    run: Callable[[Attention], Tensor]
+
+
+_KERNELS = {
+    "flash": _Kernel(torch.backends.cuda.flash_sdp_enabled, _takes_flash, _flash),
+    "efficient": _Kernel(torch.backends.cuda.mem_efficient_sdp_enabled, _takes_efficient, _efficient),
+    "cudnn": _Kernel(torch.backends.cuda.cudnn_sdp_enabled, _takes_cudnn, _cudnn),
+    "math": _Kernel(torch.backends.cuda.math_sdp_enabled, lambda _: True, _math),
+}

@@ -1,0 +1,132 @@
+"""What a rule is given, one call of an operator with its arguments by name, and how a rule answers.
+
+A rule tells what a kernel takes from PyTorch's allocator inside one operator. The operator's schema names its
+arguments, in every overload alike and in torch 2.9 to 2.13, so no rule depends on their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from lightning_memguard.core.trace.scratch import NONE, Block, CpuTarget, CudaTarget, Moment, Scratch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Target = TypeVar("Target", bound=CpuTarget | CudaTarget)
+_Target_co = TypeVar("_Target_co", bound=CpuTarget | CudaTarget, covariant=True)
+
+
+@dataclass(frozen=True)
+class Call(Generic[_Target_co]):
+    """One call of an operator, as its rule sees it.
+
+    Attributes:
+        arguments: by their names in the operator's schema, in its order, defaults filled in.
+        results: those of its results that are tensors.
+        target: what it runs on.
+    """
+
+    arguments: Mapping[str, Any]
+    results: Sequence[Tensor]
+    target: _Target_co
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str) -> Any:
+        """An argument that not all operators of the rule have; None where it is missing."""
+        return self.arguments.get(name)
+
+    @property
+    def first(self) -> Tensor:
+        """The first argument, of operators that agree on its meaning but not on its name."""
+        return next(iter(self.arguments.values()))  # type: ignore[no-any-return]
+
+    @property
+    def result(self) -> Tensor:
+        """The first result."""
+        return self.results[0]
+
+
+CpuCall = Call[CpuTarget]
+CudaCall = Call[CudaTarget]
+Rule = Callable[[Call[Target]], Scratch]
+
+
+class Rules(dict[str, Rule[Target]]):
+    """Rules by operator, as ``aten`` names it; each operator has one at most."""
+
+    def of(self, *operators: str) -> Callable[[Rule[Target]], Rule[Target]]:
+        """Decorator: register a rule for these operators."""
+
+        def register(rule: Rule[Target]) -> Rule[Target]:
+            self.join(dict.fromkeys(operators, rule))
+            return rule
+
+        return register
+
+    def join(self, *families: Mapping[str, Rule[Target]]) -> Rules[Target]:
+        """Add the rules of these families.
+
+        Raises:
+            ValueError: an operator has a rule already.
+        """
+        for family in families:
+            if twice := sorted(self.keys() & family.keys()):
+                raise ValueError(f"More than one rule for {', '.join(twice)}.")
+            self.update(family)
+        return self
+
+
+def checked(rule: Rule[Target]) -> Rule[Target]:
+    """A rule that answers `NONE` for tensors without strides or with unknown sizes: no rule knows their scratch."""
+
+    def ask(call: Call[Target]) -> Scratch:
+        tensors = tensors_in((*call.arguments.values(), *call.results))
+        return rule(call) if call.results and all(map(_is_plain, tensors)) else NONE
+
+    return ask
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        not tensor.is_nested
+        and str(tensor.layout) == "torch.strided"
+        and all(isinstance(size, int) for size in tensor.shape)
+    )
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among these values and in their lists."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+        elif hasattr(value, "untyped_storage") and hasattr(value, "element_size"):
+            yield value
+
+
+def dimension(dim: int, tensor: Tensor) -> int:
+    """A dimension counted from the front."""
+    return dim % tensor.dim() if tensor.dim() else 0
+
+
+def dimensions(dim: int | Sequence[int] | None, tensor: Tensor) -> frozenset[int]:
+    """The dimensions that are reduced: all, where none is named."""
+    count = tensor.dim()
+    named = [dim] if isinstance(dim, int) else dim or range(count)
+    return frozenset(each % count for each in named) if count else frozenset()
+
+
+def moments(blocks: Iterable[Iterable[Block]]) -> tuple[Moment, ...]:
+    """What is alive together, moment by moment; empty blocks are left out, and moments without any."""
+    alive = (tuple(block for block in moment if block) for moment in blocks)
+    return tuple(moment for moment in alive if moment)
+
+
+def after(*blocks: Iterable[Block], kept: int = 0) -> Scratch:
+    """Scratch taken while all results are alive, moment by moment."""
+    taken = moments(blocks)
+    return Scratch(after=taken, kept=kept) if taken or kept else NONE

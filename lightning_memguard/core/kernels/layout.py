@@ -1,0 +1,140 @@
+"""How tensors lie in memory: their order of dimensions, and the copies that kernels make to change it.
+
+Memory formats are those of c10/core/MemoryFormat.h and c10/core/Contiguity.h in PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_memguard.core.kernels.arguments import CudaCall, Rule, after
+from lightning_memguard.core.trace.scratch import FLOAT, CudaTarget, Scratch, nbytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LONG = 8  # bytes of an int64, the type of indices
+
+
+def is_ordered(shape: Sequence[int], stride: Sequence[int], *, channels_last: bool = False) -> bool:
+    """Whether elements are contiguous in this memory format; channels last is one of 4 or 5 dimensions."""
+    count = len(shape)
+    if channels_last and count in (4, 5):
+        return _is_in_order(shape, stride, _channels_last_order(count))
+    return _is_in_order(shape, stride, range(count - 1, -1, -1))
+
+
+def _channels_last_order(count: int) -> tuple[int, ...]:
+    return (1, *range(count - 1, 1, -1), 0)
+
+
+def _is_in_order(shape: Sequence[int], stride: Sequence[int], order: Iterable[int]) -> bool:
+    """Whether elements are contiguous in this order of dimensions, the fastest first."""
+    expected = 1
+    for dimension in order:
+        if shape[dimension] == 1:
+            continue
+        if stride[dimension] != expected:
+            return False
+        expected *= shape[dimension]
+    return True
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """`is_non_overlapping_and_dense` (c10/core/Contiguity.h): contiguous in some order of its dimensions."""
+    shape, stride = tensor.shape, tensor.stride()
+    if tensor.numel() < 2:
+        return True
+    return _is_in_order(shape, stride, sorted(range(len(shape)), key=lambda each: (stride[each], shape[each])))
+
+
+def suggests_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """`is_channels_last_strides_2d` and `..._3d` (c10/core/MemoryFormat.h), which `suggest_memory_format` follows."""
+    if len(shape) not in (4, 5) or stride[1] == 0:
+        return False
+    least = 0
+    for dimension in _channels_last_order(len(shape)):
+        if shape[dimension] == 0 or stride[dimension] < least or (dimension == 0 and least == stride[1]):
+            return False
+        least = stride[dimension] * max(shape[dimension], 1)
+    return True
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether ``suggest_memory_format`` is channels last."""
+    return suggests_channels_last(tensor.shape, tensor.stride())
+
+
+def copy_bytes(tensor: Tensor | None, *, channels_last: bool = False) -> int:
+    """Bytes of what ``contiguous(memory_format)`` allocates: none where the tensor has that format."""
+    if tensor is None or not tensor.numel() or is_ordered(tensor.shape, tensor.stride(), channels_last=channels_last):
+        return 0
+    return nbytes(tensor)
+
+
+def copies_of(*names: str, like: str | None = None) -> Rule[CudaTarget]:
+    """The rule of kernels that begin with ``contiguous()`` of these arguments, where they have them.
+
+    Args:
+        names: of the arguments.
+        like: an argument that suggests the memory format; contiguous if left out.
+    """
+
+    def rule(call: CudaCall) -> Scratch:
+        channels_last = like is not None and is_channels_last(call[like])
+        return after([copy_bytes(call.get(name), channels_last=channels_last) for name in names])
+
+    return rule
+
+
+def is_half(tensor: Tensor) -> bool:
+    """Whether numbers are float16 or bfloat16."""
+    return tensor.is_floating_point() and tensor.element_size() == 2
+
+
+def accumulator_bytes(tensor: Tensor) -> int:
+    """`acc_type` (aten/src/ATen/AccumulateType.h): bytes of the type that sums are kept in."""
+    return max(FLOAT, tensor.element_size()) if tensor.is_floating_point() else tensor.element_size()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor to reduce: strides in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+    offset: int = 0
+
+    @staticmethod
+    def of(tensor: Tensor, itemsize: int | None = None) -> Layout:
+        """A tensor's layout, or that of its copy in another type, which keeps the order where it is dense."""
+        if itemsize is not None and not is_dense(tensor):
+            return Layout.contiguous(tensor.shape, itemsize)
+        offset = 0 if itemsize is not None else int(tensor.storage_offset())
+        return Layout(tuple(tensor.shape), tensor.stride(), itemsize or tensor.element_size(), offset)
+
+    @staticmethod
+    def contiguous(shape: Sequence[int], itemsize: int) -> Layout:
+        """The layout of a new tensor of this shape."""
+        return Layout(tuple(shape), contiguous_strides(shape), itemsize)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    strides = [1]
+    for size in reversed(shape[1:] if shape else ()):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))[: len(shape)]
+
+
+def broadcast_numel(*tensors: Tensor) -> int:
+    """Elements of what these tensors are broadcast to; 0 without any."""
+    depth = max((tensor.dim() for tensor in tensors), default=0)
+    sizes = ([1] * (depth - tensor.dim()) + list(tensor.shape) for tensor in tensors)
+    count = 1 if tensors else 0
+    for column in zip(*sizes, strict=True):
+        count *= 0 if 0 in column else max(column)
+    return count

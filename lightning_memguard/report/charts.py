@@ -1,0 +1,291 @@
+"""Report -> its pictures: the peak versus the batch size, and live memory through the step, as SVG in HTML.
+
+The pictures stretch to any width. Words are placed over them as HTML, so text stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+
+from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.timeline import PhaseSpan, Timeline
+from lightning_memguard.report.colors import COLORS
+from lightning_memguard.report.page_data import CurvePoint, drawn_parts
+from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
+
+_Point = tuple[int, int]  # a batch size and bytes
+
+
+def swatch(part: str) -> str:
+    """A square in the color of a part."""
+    return f'<i class="swatch" style="background:{_color(part)}"></i>'
+
+
+def row(head: object, *cells: object) -> str:
+    """A row of a table."""
+    return f'<tr><th scope="row">{head}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+
+
+def _color(part: str) -> str:
+    return COLORS.get(part, "#8a8f98")
+
+
+# The peak versus the batch size
+
+
+def curve(points: Sequence[CurvePoint], decision: Decision, footprint: Footprint, budget: Budget) -> str:
+    """The peak versus the batch size, as a section of the page; empty if there are not two points."""
+    if len(points) < 2:
+        return ""
+    points = sorted(points, key=lambda point: point.batch_size)
+    peaks = [(point.batch_size, point.peak_device_bytes) for point in points]
+    bounds = [(point.batch_size, point.most_device_bytes) for point in points]
+    highest = max(nbytes for _, nbytes in bounds)
+    is_far = budget.usable_bytes > 3 * highest  # a budget far above would flatten the curve
+    axis = _Axis.up_to(highest if is_far else max(highest, budget.free_bytes))
+    chosen = decision.batch_size, footprint.peak_device_bytes
+    requested = [point for point in peaks if point[0] == decision.requested_batch_size != decision.batch_size][:1]
+    plot = _CurvePlot(peaks, bounds, max(peaks[-1][0], chosen[0]), axis)
+    legend = [
+        ('<i class="key dot chosen"></i>', "chosen"),
+        *(('<i class="key dot asked"></i>', f"requested ({size})") for size, _ in requested),
+        *([('<i class="key area"></i>', "up to the upper bound")] if peaks != bounds else []),
+        *([("", f"usable: {format_bytes(budget.usable_bytes)}, far above")] if is_far else []),
+    ]
+    of_what = "allocated memory" if footprint.device == "cpu" else "total on device"
+    said = (
+        f"Predicted peak on the device by batch size, from {peaks[0][0]} to {peaks[-1][0]}; "
+        f"{format_bytes(chosen[1])} at the chosen {chosen[0]}; {format_bytes(budget.usable_bytes)} are usable."
+    )
+    lines = plot.lines(chosen, None if is_far else budget)
+    marks = ("" if is_far else _limit_label(budget, axis)) + plot.marks(chosen, requested)
+    rows = "".join(
+        row(size, format_bytes(peak), format_bytes(most)) for (size, peak), (_, most) in zip(peaks, bounds, strict=True)
+    )
+    return f"""<section><h2>Peak by batch size</h2><p class="sub">Predicted peak: {of_what}.</p>
+<figure><div class="plot curve-plot">{axis.labels()}<div class="area"><svg viewBox="0 0 1000 1000"
+preserveAspectRatio="none" role="img" aria-label="{escape(said)}">{lines}</svg>{marks}</div>
+{plot.size_axis()}</div>{_legend(legend)}</figure>
+<details><summary>As a table</summary><div class="scroll"><table><thead><tr><th scope="col">Batch size</th>
+<th scope="col">Peak on the device</th><th scope="col">At most</th></tr></thead><tbody>{rows}</tbody></table></div>
+</details></section>"""
+
+
+@dataclass(frozen=True)
+class _CurvePlot:
+    """Peaks and their upper bounds by batch size, on a picture of 1000 by 1000."""
+
+    peaks: list[_Point]
+    bounds: list[_Point]
+    last: int
+    axis: _Axis
+
+    def lines(self, chosen: _Point, limits: Budget | None) -> str:
+        band = edge = ""
+        if self.peaks != self.bounds:
+            band = f'<polygon class="band" points="{self._path(self.bounds)} {self._path(self.peaks[::-1])}"/>'
+            edge = f'<polyline class="curve thin" points="{self._path(self.bounds)}"/>'
+        drop = f'<path class="drop" d="M{1000 * chosen[0] / self.last:.1f} 0V1000"/>'
+        return f"""{self.axis.lines()}{band}{drop}{_limits(limits, self.axis) if limits else ""}{edge}
+<polyline class="curve" points="{self._path(self.peaks)}"/>"""
+
+    def marks(self, chosen: _Point, requested: Sequence[_Point]) -> str:
+        """Dots, and the words next to the chosen one: below the curve, where nothing else is."""
+        words = f"{chosen[0]}: {format_bytes(chosen[1])}"
+        dots = [self._dot(point, "asked") for point in requested]
+        return self._dot(chosen, "chosen") + _label(chosen[0] / self.last, 0.06, words, "chosen") + "".join(dots)
+
+    def size_axis(self) -> str:
+        ticks = range(0, self.last + 1, math.ceil(_nice(self.last / 4)))
+        marks = "".join(f'<span style="left:{100 * tick / self.last:.2f}%">{tick}</span>' for tick in ticks)
+        return f'<div class="x-axis" aria-hidden="true">{marks}</div><div class="x-name">batch size</div>'
+
+    def _path(self, points: Sequence[_Point]) -> str:
+        top = self.axis.top
+        return " ".join(f"{1000 * size / self.last:.1f},{1000 * (1 - nbytes / top):.1f}" for size, nbytes in points)
+
+    def _dot(self, point: _Point, kind: str) -> str:
+        x, y = point[0] / self.last, point[1] / self.axis.top
+        return f'<span class="dot {kind}" style="left:{100 * x:.2f}%;bottom:{100 * y:.2f}%"></span>'
+
+
+def _limits(budget: Budget, axis: _Axis) -> str:
+    free, usable = (1000 * (1 - nbytes / axis.top) for nbytes in (budget.free_bytes, budget.usable_bytes))
+    return (
+        f'<rect class="margin" x="0" width="1000" y="{free:.1f}" height="{max(usable - free, 0):.1f}"/>'
+        f'<path class="limit" d="M0 {usable:.1f}H1000"/><path class="limit thin" d="M0 {free:.1f}H1000"/>'
+    )
+
+
+def _limit_label(budget: Budget, axis: _Axis) -> str:
+    usable = f", usable {format_bytes(budget.usable_bytes)}" if budget.usable_bytes < budget.free_bytes else ""
+    text = f"budget {format_bytes(budget.free_bytes)}{usable}"
+    return f'<span class="label limit" style="bottom:{100 * budget.free_bytes / axis.top:.1f}%">{text}</span>'
+
+
+# What both pictures need
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Bytes upwards from 0: the top of the picture, and the lines with a label."""
+
+    top: float
+    ticks: tuple[tuple[float, str], ...]
+
+    @classmethod
+    def up_to(cls, nbytes: int) -> _Axis:
+        units = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+        unit, name = next(((unit, name) for unit, name in units if nbytes >= unit), (1, "B"))
+        top = max(nbytes, 1) * 1.1
+        step = _nice(top / unit / 5)
+        count = int(top / unit / step)
+        return cls(top, tuple((index * step * unit, f"{index * step:g} {name}") for index in range(count + 1)))
+
+    def lines(self) -> str:
+        places = (f"M0 {1000 * (1 - nbytes / self.top):.1f}H1000" for nbytes, _ in self.ticks)
+        return f'<path class="grid" d="{"".join(places)}"/>'
+
+    def labels(self) -> str:
+        marks = (
+            f'<span style="bottom:{100 * nbytes / self.top:.2f}%">{text if nbytes else "0"}</span>'
+            for nbytes, text in self.ticks
+        )
+        return f'<div class="y-axis" aria-hidden="true">{"".join(marks)}</div>'
+
+
+def _nice(step: float) -> float:
+    """The next of 1, 2, 2.5, 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(max(step, 1e-9)))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * 0.999)
+
+
+def _label(x: float, y: float, text: str, kind: str) -> str:
+    """Words next to a point, on the side with more room."""
+    side = "left" if x > 0.5 else "right"
+    return f'<span class="label {kind} {side}" style="left:{100 * x:.2f}%;bottom:{100 * y:.2f}%">{escape(text)}</span>'
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    return f'<ul class="legend">{"".join(f"<li>{key}{escape(text)}</li>" for key, text in entries)}</ul>'
+
+
+# Live memory through the step
+
+
+def timeline(shown: Timeline, batch_size: int) -> str:
+    """Live memory through the step, as a section of the page; empty if there is no timeline."""
+    if not shown.parts:
+        return ""
+    totals, peak, count = shown.totals, shown.peak_column, shown.event_count
+    axis = _Axis.up_to(max(*totals, *shown.reserved))
+    highest = format_bytes(totals[peak])
+    legend = [(swatch(part), part.replace("_", " ")) for part in drawn_parts(shown)]
+    if shown.reserved:
+        legend.append(('<i class="key line"></i>', "reserved by the allocator"))
+    steps = len({span.step for span in shown.spans})
+    many = {1: "one step", 2: "two steps"}.get(steps, f"{steps} steps")
+    said = (
+        f"Live bytes by part over {count} allocations and frees of {many}. The peak, {highest}, is in step "
+        f"{shown.events[peak].step + 1}, {shown.events[peak].phase}."
+    )
+    grouped = f" Each column shows the highest moment of about {count / len(totals):.0f} events."
+    order = f"{count} allocations and frees in order, not in time.{grouped if count > len(totals) else ''}"
+    return f"""<section><h2>Live memory through {many}, batch size {batch_size}</h2>
+<p class="sub">From left to right: {order}</p>
+<figure id="timeline"><div class="plot">{axis.labels()}<div class="area" tabindex="0" role="group"
+aria-label="Timeline; left and right arrow keys show its values"><svg viewBox="0 0 {len(totals)} 1000"
+preserveAspectRatio="none" role="img" aria-label="{escape(said)}">{_stack(shown, axis)}</svg>
+{_label((peak + 0.5) / len(totals), totals[peak] / axis.top, f"peak {highest}", "peak")}
+<span class="cursor" hidden></span></div>{_lanes(shown)}</div>{_legend(legend)}
+<p class="readout" aria-live="polite">Point at the picture to see its values.</p></figure>{_phase_table(shown)}
+<script type="application/json" id="timeline-data">{_script_data(shown)}</script></section>"""
+
+
+def _stack(shown: Timeline, axis: _Axis) -> str:
+    """The parts on top of each other, the borders of phases, and the reserved bytes."""
+    columns, count = len(shown.positions), shown.event_count
+    # Each part is drawn together with all below it, the whole stack first, so that it covers all but its own stripe.
+    heights = [0] * columns
+    layers: list[str] = []
+    for part in drawn_parts(shown):
+        heights = [height + nbytes for height, nbytes in zip(heights, shown.parts[part], strict=True)]
+        layers.insert(0, f'<path fill="{_color(part)}" d="M0 1000V{_step_path(heights, axis.top)}V1000Z"/>')
+    borders = "".join(
+        f"M{columns * span.first / count:.2f} 0V1000"
+        for span in shown.spans[1:]
+        if span.event_count > count / 60  # moving a batch is over in a moment
+    )
+    reserved = f'<path class="reserved" d="M0 {_step_path(shown.reserved, axis.top)}"/>' if shown.reserved else ""
+    return f"""<g transform="scale({columns / 1000:.4f} 1)">{axis.lines()}</g>
+<g class="stack">{"".join(layers)}</g><path class="border" d="{borders}"/>{reserved}"""
+
+
+def _step_path(values: Sequence[int], top: float) -> str:
+    """Steps one unit wide: a height, then right for each run of equal ones, and up or down to the next."""
+    runs = [(height, len(list(run))) for height, run in groupby(f"{1000 * (1 - value / top):.0f}" for value in values)]
+    return "V".join(f"{height}h{length}" for height, length in runs)
+
+
+def _lanes(shown: Timeline) -> str:
+    """Under the picture, a lane of phases and below it one of steps; a name without room is not shown."""
+    phases = _lane("phase", shown, lambda span: (span.step, span.first), lambda span: span.phase.replace("_", " "))
+    steps = _lane("step", shown, lambda span: span.step, lambda span: f"step {span.step + 1}")
+    return f'<div class="lanes" aria-hidden="true">{phases}{steps}</div>'
+
+
+def _lane(kind: str, shown: Timeline, key: Callable[[PhaseSpan], object], name_of: Callable[[PhaseSpan], str]) -> str:
+    cells = []
+    for _, group in groupby(shown.spans, key=key):
+        spans = list(group)
+        name = escape(name_of(spans[0]))
+        left, width = (n / shown.event_count for n in (spans[0].first, spans[-1].last + 1 - spans[0].first))
+        if width >= 0.003:  # else narrower than the gap between two
+            place = f"left:{100 * left:.2f}%;width:{100 * width:.2f}%"
+            cells.append(f'<div class="cell" style="{place}" title="{name}"><span>{name}</span></div>')
+    return f'<div class="lane {kind}">{"".join(cells)}</div>'
+
+
+def _phase_table(shown: Timeline) -> str:
+    phases: dict[tuple[int, str], list[PhaseSpan]] = {}
+    for span in shown.spans:
+        phases.setdefault((span.step, span.phase), []).append(span)
+    rows = "".join(
+        row(
+            f"step {step + 1}, {escape(phase.replace('_', ' '))}",
+            sum(span.event_count for span in spans),
+            format_bytes(max(span.peak_bytes for span in spans)),
+        )
+        for (step, phase), spans in phases.items()
+    )
+    return f"""<details><summary>As a table</summary><div class="scroll"><table><thead><tr><th scope="col">Phase</th>
+<th scope="col">Allocations and frees</th><th scope="col">Peak</th></tr></thead><tbody>{rows}</tbody></table>
+</div></details>"""
+
+
+def _script_data(shown: Timeline) -> str:
+    """What the script reads out, with each name once; ``<`` is escaped so that no name can end the script."""
+    places, place_names = _numbered([" ".join(filter(None, (e.module, e.operator))) for e in shown.events])
+    phases, phase_names = _numbered([f"step {e.step + 1}, {e.phase}".replace("_", " ") for e in shown.events])
+    content = {
+        "count": shown.event_count,
+        "events": shown.positions,
+        "parts": {part.replace("_", " "): shown.parts[part] for part in drawn_parts(shown)},
+        "reserved": shown.reserved,
+        "phases": phases,
+        "phase_names": phase_names,
+        "places": places,
+        "place_names": place_names,
+    }
+    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _numbered(words: Sequence[str]) -> tuple[list[int], list[str]]:
+    number = {word: index for index, word in enumerate(dict.fromkeys(words))}
+    return [number[word] for word in words], list(number)

@@ -1,0 +1,156 @@
+"""A run -> the Report that its page shows, and all of its data for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.replay.timeline import Timeline, timeline_of
+from lightning_memguard.core.trace.trace import Trace
+from lightning_memguard.errors import MemGuardError
+from lightning_memguard.report.colors import COLORS
+from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
+
+if TYPE_CHECKING:
+    from lightning_memguard.core.layers.layers import LayerTable
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The peak at one batch size.
+
+    Attributes:
+        batch_size: number of samples in the batch.
+        peak_device_bytes: see `Footprint`.
+        most_device_bytes: the upper bound of the peak, which is compared with the budget.
+    """
+
+    batch_size: int
+    peak_device_bytes: int
+    most_device_bytes: int
+
+    @classmethod
+    def of(cls, footprint: Footprint) -> CurvePoint:
+        """The point of a footprint."""
+        return cls(footprint.batch_size, footprint.peak_device_bytes, footprint.most_device_bytes)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the page shows; it leaves out what is empty or None.
+
+    Attributes:
+        title: what the page is about, such as the name of the model.
+        decision: the batch size, and why.
+        trace: the events of the step at that size.
+        settings: the rules of the allocator to replay it by; goes with ``trace``.
+        curve: peaks at several batch sizes, see `curve_of`.
+        records: predicted versus measured, by epoch.
+        layers: the table by layer.
+    """
+
+    title: str
+    decision: Decision
+    trace: Trace | None = None
+    settings: AllocatorSettings | None = None
+    curve: Sequence[CurvePoint] = ()
+    records: Sequence[EpochRecord] = ()
+    layers: LayerTable | None = None
+
+    def __post_init__(self) -> None:
+        if (self.trace is None) != (self.settings is None):
+            raise MemGuardError("A report takes a trace together with the allocator's settings to replay it by.")
+        for point in self.curve:
+            if point.batch_size < 1 or not 0 <= point.peak_device_bytes <= point.most_device_bytes:
+                raise MemGuardError(
+                    f"{point} is not a point of a curve: a batch size is 1 or more, and bytes are 0 or more and at "
+                    "most `most_device_bytes`."
+                )
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Live bytes while the step runs; without columns if there is no trace."""
+        return timeline_of(self.trace, self.settings) if self.trace and self.settings else Timeline(0)
+
+
+def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, points: int = 16) -> tuple[CurvePoint, ...]:
+    """Peaks around the chosen batch size: from small ones to a third beyond it, and the requested size.
+
+    Args:
+        footprint_at: batch size -> footprint; it is called about ``points`` times.
+        decision: the batch size.
+        points: how many sizes.
+    """
+    if decision.footprint is None:
+        return ()
+    last = max(math.ceil(decision.batch_size * 4 / 3), decision.requested_batch_size, 2)
+    sizes = {max(1, round(last * place / points)) for place in range(1, points + 1)}
+    sizes |= {1, decision.batch_size, decision.requested_batch_size} - {0}
+    return tuple(CurvePoint.of(footprint_at(size)) for size in sorted(sizes))
+
+
+def drawn_parts(timeline: Timeline) -> list[str]:
+    """The parts of a timeline from the bottom of its picture to the top."""
+    return [*(part for part in COLORS if part in timeline.parts), *(set(timeline.parts) - set(COLORS))]
+
+
+def report_data(report: Report) -> dict[str, Any]:
+    """What the page shows, as plain data with the unit of every quantity in its name."""
+    decision = report.decision
+    sizes = ("batch_size", "requested_batch_size", "accumulate_grad_batches", "validation_batch_size")
+    return {
+        "title": report.title,
+        "decision": picked(decision, *sizes, "outcome", "limited_by", "reason", "fits"),
+        "footprint": footprint_data(decision.footprint) if decision.footprint else None,
+        "budget": budget_data(decision.budget) if decision.budget else None,
+        "timeline": _timeline_data(report.timeline) if report.timeline.parts else None,
+        "curve": [vars(point) for point in report.curve],
+        "epochs": [_record_data(record) for record in report.records],
+        "layers": [layer_data(layer) for layer in report.layers or ()],
+        "layers_batch_size": report.layers.batch_size if report.layers else None,
+    }
+
+
+def _timeline_data(timeline: Timeline) -> dict[str, Any]:
+    return {
+        "event_count": timeline.event_count,
+        "event_positions": timeline.positions,
+        "parts_bytes": {part: timeline.parts[part] for part in drawn_parts(timeline)},
+        "reserved_bytes": timeline.reserved or None,
+        "modules": [event.module for event in timeline.events],
+        "operators": [event.operator for event in timeline.events],
+        "phases": [
+            {
+                "step": span.step,
+                "phase": span.phase,
+                "first_event": span.first,
+                "last_event": span.last,
+                "peak_bytes": span.peak_bytes,
+            }
+            for span in timeline.spans
+        ],
+    }
+
+
+def _record_data(record: EpochRecord) -> dict[str, Any]:
+    measured = record.measured
+    return {
+        "epoch": record.epoch,
+        "batch_size": record.batch_size,
+        "predicted_peak_device_bytes": record.predicted.peak_device_bytes,
+        "predicted_parts_bytes": dict(record.predicted.parts),
+        "measured_peak_bytes": measured.peak_bytes,
+        "measured_source": measured.source,
+        "measured_parts_bytes": dict(measured.parts),
+        "measured_peak_allocated_bytes": measured.peak_allocated_bytes,
+        "measured_peak_reserved_bytes": measured.peak_reserved_bytes,
+        "error_ratio": record.error_ratio if measured.peak_bytes else None,
+        "headroom_bytes": record.headroom_bytes,
+    }

@@ -1,0 +1,131 @@
+"""Lightning's private names around loaders: where a loop gets them, and how several are combined.
+
+Each function was checked on Lightning 2.5.0 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.adapter.run_facts import LOOPS, Role
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+    from pytorch_lightning.utilities import CombinedLoader
+
+
+def call_loader_hook(owner: LightningModule | LightningDataModule, hook: str) -> Any:
+    """Call ``train_dataloader`` or a similar hook as Lightning would: it records how the loader was constructed."""
+    connector = importlib.import_module(f"{lightning_of(owner).__name__}.trainer.connectors.data_connector")
+    record = connector._replace_dunder_methods
+    with preserve_loader_classes(), record(DataLoader, "dataset"), record(BatchSampler):
+        return getattr(owner, hook)()
+
+
+_PATCHED = [f"__{old}{name}__" for old in ("", "old__") for name in ("init", "setattr", "delattr")]
+
+
+@contextmanager
+def preserve_loader_classes() -> Iterator[None]:
+    """Leave torch's loader classes as they were.
+
+    Lightning patches them while it calls a hook (`_replace_dunder_methods`). Its patches stay if it does so again
+    inside such a call, as a capture may, and if an exception is raised in between.
+    """
+    classes = [cls for base in (DataLoader, BatchSampler) for cls in _with_subclasses(base)]
+    before = [{name: vars(cls)[name] for name in _PATCHED if name in vars(cls)} for cls in classes]
+    try:
+        yield
+    finally:
+        for cls, names in zip(classes, before, strict=True):
+            for name in _PATCHED:
+                if name in names and vars(cls).get(name) is not names[name]:
+                    setattr(cls, name, names[name])
+                elif name not in names and name in vars(cls):
+                    delattr(cls, name)
+
+
+def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    yield cls
+    for each in cls.__subclasses__():
+        yield from _with_subclasses(each)
+
+
+def set_data_source(trainer: Trainer, owner: object) -> None:
+    """Set, on a Trainer that never runs, whose ``train_dataloader`` a fit would call."""
+    trainer.fit_loop._data_source.instance = owner
+
+
+def intercept_loaders(
+    trainer: Trainer, role: Role, change: Callable[[Callable[[], object]], object]
+) -> Callable[[], None]:
+    """Have a loop use the loaders that ``change`` returns, given the function that makes the loop's own.
+
+    Returns:
+        A function that gives the loop its own data source back.
+    """
+    loop = LOOPS[role](trainer)
+    original = loop._data_source
+
+    class Changed(type(original)):  # type: ignore[misc]
+        def dataloader(self) -> object:
+            return change(super().dataloader)
+
+    def undo() -> None:
+        if type(loop._data_source) is Changed:
+            loop._data_source = type(original)(loop._data_source.instance, original.name)
+
+    loop._data_source = Changed(original.instance, original.name)
+    return undo
+
+
+def combine(loaders: object, mode: str, package: ModuleType) -> CombinedLoader:
+    """The CombinedLoader that Lightning makes of a loader or a nesting of them; a copy if it is one already."""
+    cls: type[CombinedLoader] = importlib.import_module(f"{package.__name__}.utilities.combined_loader").CombinedLoader
+    return copy.copy(loaders) if isinstance(loaders, cls) else cls(loaders, mode)  # type: ignore[arg-type]
+
+
+def mode_of(combined: CombinedLoader) -> str:
+    """How several loaders are combined."""
+    return combined._mode
+
+
+def arrange(combined: CombinedLoader, items: Iterable[object]) -> Any:
+    """One item for each loader, in the nesting of the loaders."""
+    return tree_unflatten(items, combined._spec)
+
+
+def recorded_arguments(made: object) -> set[str] | None:
+    """Names of the arguments that Lightning recorded when a hook constructed a loader; None where it recorded none.
+
+    From these it constructs the loader again, with another sampler.
+    """
+    kwargs = vars(made).get("__pl_saved_kwargs")
+    return None if kwargs is None else {*kwargs, *vars(made).get("__pl_saved_arg_names", ())}
+
+
+def change_recorded_argument(made: object, name: str, value: object) -> None:
+    """Have Lightning construct a loader again with another value for one argument."""
+    saved = vars(made)
+    names = saved.get("__pl_saved_arg_names", ())
+    if name in names:
+        args = list(saved["__pl_saved_args"])
+        args[names.index(name)] = value
+        saved["__pl_saved_args"] = tuple(args)
+    else:
+        saved["__pl_saved_kwargs"] = {**saved["__pl_saved_kwargs"], name: value}
+
+
+def hyperparameters_of(owner: object) -> list[MutableMapping[str, Any]]:
+    """What ``save_hyperparameters`` stored, and the copy of it that loggers get; empty if it was not called."""
+    both = (getattr(owner, name, None) for name in ("_hparams", "_hparams_initial"))
+    return [hparams for hparams in both if hparams is not None]

@@ -1,0 +1,361 @@
+"""The shadow Trainer: it runs a copy of a module through Lightning's own loops for a few batches, under a recorder.
+
+It has the user's settings and none of the user's loggers, callbacks, checkpoints or data. Lightning comes as two
+unrelated packages, so its classes are made from the mixins here and the package of the user's module.
+
+Private names of Lightning were checked on 2.5.0 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memguard.core.capture.batch import Batches, batch_bytes, shapes_of, tensors_in
+from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of
+from lightning_memguard.core.trace.trace import Shapes
+from lightning_memguard.training.adapter.callbacks import Average
+from lightning_memguard.training.adapter.run_facts import Stage
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+    from pytorch_lightning.plugins import Precision
+    from pytorch_lightning.strategies import SingleDeviceStrategy
+
+    _Strategy = SingleDeviceStrategy
+else:
+    _Strategy = object
+
+STEPS = 2
+"""Each optimizer's first step makes its state, and its second runs with it."""
+_MOST_BATCHES = 16  # optimizers stepped by hand may step rarely
+# What a step without a backward pass leaves behind is known after the second: the third runs next to all of it.
+_EVALUATED = 3
+_PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}
+
+
+class StepsDone(Exception):  # noqa: N818 - not an error: it ends a loop
+    """Ends the shadow Trainer's run after the last step worth recording."""
+
+
+@dataclass(frozen=True)
+class ShadowSettings:
+    """What the shadow Trainer is to run.
+
+    Attributes:
+        user: the user's Trainer; its settings are read, nothing is changed.
+        stage: what runs.
+        accumulate_grad_batches: micro-batches a step.
+        steps: how many steps of each optimizer are recorded.
+        precision: its precision plugin.
+        datamodule: a copy of the user's, for the hooks around the transfer of batches.
+        batches_per_epoch: how many batches the loader holds at a size; None where it has no length.
+        limit_batches: how much of the data is evaluated: ``limit_val_batches`` or similar.
+        seen: filled by batch size with the shapes and bytes of the largest batch that a step was given.
+    """
+
+    user: Trainer
+    stage: Stage
+    accumulate_grad_batches: int
+    steps: int
+    precision: Precision
+    datamodule: LightningDataModule | None
+    batches_per_epoch: Callable[[int], int | None] | None
+    limit_batches: int | float
+    seen: dict[int, tuple[Shapes, int]]
+
+
+class Shadow:
+    """A shadow Trainer of one package, and the callback in it that marks the phases of its steps.
+
+    ``start`` is called with the module's copy when that is on its device and has no optimizers yet.
+    """
+
+    def __init__(
+        self,
+        pl: ModuleType,
+        settings: ShadowSettings,
+        device: torch.device,
+        recorder: Recorder,
+        start: Callable[[nn.Module], None],
+    ) -> None:
+        self.settings = settings
+        self.recorder = recorder
+        self.marker: PhaseMarkerMixin = type("PhaseMarker", (PhaseMarkerMixin, pl.Callback), {})(settings, recorder)
+        self.trainer = self._make_trainer(pl, device, start)
+
+    def _make_trainer(self, pl: ModuleType, device: torch.device, start: Callable[[nn.Module], None]) -> Trainer:
+        user, settings = self.settings.user, self.settings
+        environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
+        dummy_logger = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
+        strategy = type("InPlaceStrategy", (InPlaceStrategyMixin, pl.strategies.SingleDeviceStrategy), {})
+        trainer: Trainer = type("ShadowTrainer", (ShadowTrainerMixin, pl.Trainer), {})(
+            accelerator="cpu",
+            strategy=strategy(device, start, user.world_size),
+            plugins=[environments.LightningEnvironment(), settings.precision],
+            logger=dummy_logger() if user.loggers else False,
+            callbacks=[self.marker],
+            max_epochs=user.max_epochs if user.max_epochs and user.max_epochs > 0 else 1000,
+            max_steps=max(user.max_steps, 2) if user.max_steps > 0 else -1,
+            # a third micro-batch would run exactly as the second does
+            accumulate_grad_batches=min(settings.accumulate_grad_batches, 2),
+            gradient_clip_val=user.gradient_clip_val,
+            gradient_clip_algorithm=user.gradient_clip_algorithm,
+            limit_val_batches=0 if settings.stage == "fit" else 1.0,
+            num_sanity_val_steps=0,
+            inference_mode=False,  # takes as much as no_grad, under which operators come to the recorder taken apart
+            detect_anomaly=user._detect_anomaly,
+            log_every_n_steps=1 << 30,  # turning metrics into numbers needs values
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            default_root_dir=user.default_root_dir,
+        )
+        trainer.memguard_user = user  # type: ignore[attr-defined]
+        trainer.datamodule = settings.datamodule  # type: ignore[attr-defined]
+        return trainer
+
+    def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], batch_size: int, *, fake: bool) -> None:
+        """Run batches of a size; of one loader, or of several that are evaluated one after the other."""
+        kind = SizedLoader if self.settings.batches_per_epoch else EndlessLoader
+        loaders = [kind(self, each, batch_size, fake) for each in batches]
+        self.marker.batch_size = batch_size
+        if self.settings.stage == "fit":
+            self.trainer.fit(module_copy, train_dataloaders=loaders[0])
+        else:
+            self.evaluate(module_copy, loaders)
+
+    def evaluate(self, module_copy: LightningModule, loaders: list[EndlessLoader]) -> None:
+        """Run validation, test or prediction."""
+        trainer, stage = self.trainer, self.settings.stage
+        self.marker.loaders = len(loaders)
+        # turning metrics into numbers, at the end of each loader, needs values
+        trainer._logger_connector.update_eval_epoch_metrics = dict  # type: ignore[method-assign]
+        if stage == "predict":
+            returned = self.settings.user.predict_loop.return_predictions
+            trainer.predict(module_copy, loaders, return_predictions=returned)
+        else:
+            getattr(trainer, stage)(module_copy, loaders, verbose=False)
+
+
+def _read_from_user(name: str) -> property:
+    def read(trainer: ShadowTrainerMixin) -> object:
+        user = vars(trainer).get("memguard_user")
+        return getattr(super(ShadowTrainerMixin, trainer) if user is None else user, name)
+
+    return property(read)
+
+
+class ShadowTrainerMixin:
+    """Answers reads of the user's callbacks and own attributes as the user's Trainer does, once it has that Trainer."""
+
+    checkpoint_callback = _read_from_user("checkpoint_callback")
+    checkpoint_callbacks = _read_from_user("checkpoint_callbacks")
+    early_stopping_callback = _read_from_user("early_stopping_callback")
+    early_stopping_callbacks = _read_from_user("early_stopping_callbacks")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "memguard_user" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(vars(self)["memguard_user"], name)
+
+
+class InPlaceStrategyMixin(_Strategy):
+    """One device, which is never touched: the model is there already, or is fake."""
+
+    def __init__(self, device: torch.device, start: Callable[[nn.Module], None], ranks: int) -> None:
+        super().__init__(device=device)
+        self.start = start
+        self.ranks = ranks
+
+    def all_gather(self, tensor: torch.Tensor, group: object = None, sync_grads: bool = False) -> torch.Tensor:
+        """What all ranks would give is as large as this for each of them."""
+        return tensor if self.ranks == 1 else torch.stack([tensor] * self.ranks)
+
+    def setup_environment(self) -> None:
+        pass  # asks an accelerator for the device, or sets it
+
+    def model_to_device(self) -> None:
+        super().model_to_device()
+        if self.model is not None:
+            self.start(self.model)  # from here on storages are recorded, and can no longer be moved
+
+    def teardown(self) -> None:
+        pass  # moves the model to the CPU
+
+
+class PhaseMarkerMixin:
+    """The callback that tells the recorder which phase of the step begins, and which part a tensor belongs to."""
+
+    def __init__(self, settings: ShadowSettings, recorder: Recorder) -> None:
+        self.settings = settings
+        self.recorder = recorder
+        self.on_ready: Callable[[], object] = lambda: None
+        self.averages: list[Average] = []
+        self.batch_size = 0
+        self.loaders = 1
+        self.steps: dict[int, int] = {}  # by optimizer
+        self.alive_bytes: list[int] = []  # before each batch that is evaluated
+
+    # -- training
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _use_hooks_of_datamodule(trainer)
+        for optimizer in trainer.optimizers:
+            self.steps[id(optimizer)] = 0
+            optimizer.register_step_post_hook(self.after_optimizer)
+        self.recorder.label(states_of(trainer.optimizers), "optimizer_state")
+        _let_scaler_step(trainer.precision_plugin)
+        self.on_ready()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        if min(self.steps.values(), default=batch_idx) >= self.settings.steps or batch_idx >= _MOST_BATCHES:
+            raise StepsDone
+        self.note_batch(batch)
+        self.recorder.mark("forward", step=batch_idx)
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.label_gradients(trainer, pl_module)
+        self.recorder.mark("zero_grad")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        self.recorder.mark("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.label_gradients(trainer, pl_module)
+        self.recorder.mark("forward")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.label_gradients(trainer, pl_module)
+        self.recorder.mark("optimizer")
+
+    def after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        self.steps[id(optimizer)] += 1
+        self.recorder.label(states_of([optimizer]), "optimizer_state")
+        self.recorder.mark("forward")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        self.average(between_epochs=False)
+
+    def average(self, *, between_epochs: bool) -> None:
+        for average in self.averages:
+            if average.between_epochs == between_epochs:
+                self.recorder.mark("averaging")
+                average.update()
+
+    def label_gradients(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        gradients = gradients_of(trainer.optimizers, pl_module)
+        refuse_sparse(gradients)
+        self.recorder.label(gradients, "gradients")
+
+    # -- evaluation
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _use_hooks_of_datamodule(trainer)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.note_batch(batch)
+        self.recorder.mark(_PHASES[self.settings.stage], step=batch_idx)
+        if dataloader_idx == 0:
+            self.alive_bytes.append(self.recorder.alive_bytes)
+            if batch_idx == _EVALUATED - 1:
+                self.keep_for_the_rest()
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        raise StepsDone  # metrics over everything that was evaluated are not part of a step
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+    def keep_for_the_rest(self) -> None:
+        """Keep what each batch leaves behind (outputs kept for later) once for every batch that would still come."""
+        count, limit, size = self.settings.batches_per_epoch, self.settings.limit_batches, self.batch_size
+        left, in_all = self.alive_bytes[-1] - self.alive_bytes[-2], (count(1) if count else None) or 0
+        samples = in_all * (limit if type(limit) is float else 1)
+        if left <= 0 or not samples:
+            return
+        if type(limit) is int and limit * size * self.loaders < samples:
+            self.recorder.keep(left * max(0, limit - _EVALUATED) * self.loaders, "activations")
+        else:  # rounded up by the sample, so that the same is kept at every batch size
+            rest = max(0, int(samples) - _EVALUATED * size * self.loaders)
+            self.recorder.keep(-(-left // size) * rest, "activations")
+
+    # -- both
+
+    def note_batch(self, batch: object) -> None:
+        self.recorder.label(tensors_in(batch), "batch")
+        seen = shapes_of(batch), batch_bytes(batch)
+        known = self.settings.seen.get(self.batch_size, seen)
+        self.settings.seen[self.batch_size] = max(seen, known, key=operator.itemgetter(1))
+
+    def ends_before(self, index: int) -> bool:
+        """Average between two batches; whether the loader ends here, since what its batches leave behind piles up."""
+        if self.settings.stage == "fit":
+            if index:
+                self.average(between_epochs=True)
+            return False
+        count, limit = self.settings.batches_per_epoch, self.settings.limit_batches
+        batches = (count(self.batch_size) if count and self.loaders == 1 else None) or 0  # 0 where unknown
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        return 0 < batches <= index and self.recorder.alive_bytes > self.alive_bytes[-1]
+
+
+class EndlessLoader:
+    """What the shadow Trainer iterates over: batches without end, each made when it is asked for."""
+
+    def __init__(self, shadow: Shadow, batches: Batches, batch_size: int, fake: bool) -> None:
+        self.settings, self.marker, self.recorder = shadow.settings, shadow.marker, shadow.recorder
+        self.make = batches.fake if fake else batches.real
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[object]:
+        for index in range(_EVALUATED) if self.settings.stage != "fit" else itertools.count():
+            if self.marker.ends_before(index):
+                return
+            yield self._batch()
+
+    def _batch(self) -> object:
+        self.recorder.mark("transfer")
+        with self.recorder.paused():
+            batch = self.make(self.batch_size, torch.device("cpu"))
+        self.recorder.label(tensors_in(batch), "batch")
+        return batch
+
+
+class SizedLoader(EndlessLoader):
+    """The same with a length, where the user's loader has one: Lightning prefetches where there is none."""
+
+    def __len__(self) -> int:
+        if self.settings.stage != "fit":
+            return _EVALUATED
+        count = self.settings.batches_per_epoch
+        return max(_MOST_BATCHES + 1, (count(self.batch_size) if count else None) or 0)
+
+
+def _use_hooks_of_datamodule(trainer: Trainer) -> None:
+    datamodule, selector = trainer.datamodule, trainer._data_connector._datahook_selector  # type: ignore[attr-defined]
+    if datamodule is not None and selector is not None:
+        selector.datamodule = datamodule
+
+
+def _let_scaler_step(precision: Precision) -> None:
+    """A GradScaler asks the device whether any gradient overflowed; here none did. Checked on torch 2.9 to 2.13."""
+    scaler = getattr(precision, "scaler", None)
+    if scaler is not None:
+        scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)

@@ -1,0 +1,178 @@
+"""Copies of the user's datasets, samplers and loaders to read from, so that nothing of the user's is consumed or moved.
+
+What is read: files are opened, generators draw, counters advance. All of that happens to copies, or is set back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from lightning_memguard.core.capture.fake import isolated_rng
+from lightning_memguard.errors import CannotTraceError
+
+T = TypeVar("T")
+
+_MAX_DEPTH = 6
+_MAX_SEARCHED = 100  # entries of a container that are looked into
+_MAX_COPIED = 100_000  # entries of a container that is copied
+
+
+def refuse_one_shot(loader: object) -> None:
+    """Refuse an iterator, which gives its batches once: one drawn here would be lost to the training.
+
+    Raises:
+        CannotTraceError: ``loader`` is one, or holds one.
+    """
+    if isinstance(loader, Iterator):
+        raise CannotTraceError(
+            f"the data is a {type(loader).__name__}, which can be read only once: drawing a sample would take it from "
+            "the training. Pass something that makes a new iterator in `__iter__`, such as a DataLoader"
+        )
+    refuse_held_iterators(loader)
+
+
+def refuse_held_iterators(dataset: object) -> None:
+    """Refuse a dataset that holds an iterator which cannot be set back, or a dataset with one."""
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if isinstance(value, Dataset) and value is not dataset and not isinstance(value, Iterator):
+            refuse_held_iterators(value)
+        elif isinstance(value, Iterator) and not _can_seek(value):
+            raise CannotTraceError(
+                f"{type(dataset).__name__}.{name} is a {type(value).__name__}, which can be read only once: "
+                "drawing a sample would take it from the training. Make the iterator in `__iter__`."
+            )
+
+
+def _can_seek(iterator: object) -> bool:
+    with contextlib.suppress(ValueError):  # a closed file
+        return isinstance(iterator, io.IOBase) and iterator.seekable()
+    return True
+
+
+def shallow_copy(thing: T) -> T:
+    """A copy that shares all attributes; when it is deleted, nothing is closed that the original still needs."""
+    clone = copy.copy(thing)
+    if clone is not thing and hasattr(type(thing), "__del__"):
+        kind = type(thing)
+        names = {"__slots__": (), "__module__": kind.__module__, "__doc__": kind.__doc__, "__del__": lambda _: None}
+        clone.__class__ = type(kind.__name__, (kind,), names)
+    return clone
+
+
+def copy_for_reading(thing: T) -> T:
+    """Copy a dataset or sampler and what it is made of: files are opened and counters advance in the copy alone."""
+    clone: T = _copy_for_reading(thing, {}, _MAX_DEPTH)
+    return clone
+
+
+def _copy_for_reading(thing: object, copies: dict[int, Any], depth: int) -> Any:
+    if id(thing) in copies:
+        return copies[id(thing)]
+    if isinstance(thing, types.MethodType):
+        return types.MethodType(thing.__func__, _copy_for_reading(thing.__self__, copies, depth))
+    if type(thing) in (list, dict, set, deque):
+        return _copy_container(thing, copies, depth)
+    wanted = depth == _MAX_DEPTH or isinstance(thing, (Dataset, Sampler)) or _is_plain(thing)
+    if depth < 0 or not wanted or not hasattr(thing, "__dict__") or _is_code(thing):
+        return thing
+    try:
+        clone = shallow_copy(thing)
+        copies[id(thing)] = clone
+        for name, value in list(vars(clone).items()):
+            clone.__dict__[name] = _copy_for_reading(value, copies, depth - 1)
+    except Exception:  # noqa: BLE001 - a thing that refuses to be copied is read as it is
+        return thing
+    return clone
+
+
+def _copy_container(thing: Any, copies: dict[int, Any], depth: int) -> Any:
+    if len(thing) > _MAX_COPIED or depth < 0:
+        return thing
+    clone = copies[id(thing)] = copy.copy(thing)
+    if len(thing) <= _MAX_SEARCHED and not isinstance(thing, set):
+        for key, value in list(thing.items() if isinstance(thing, dict) else enumerate(thing)):
+            clone[key] = _copy_for_reading(value, copies, depth - 1)
+    return clone
+
+
+def _is_code(thing: object) -> bool:
+    return isinstance(thing, (type, types.ModuleType, types.FunctionType, torch.Tensor, torch.nn.Module, np.ndarray))
+
+
+def _is_plain(thing: object) -> bool:
+    """Whether an object of the user's is just its attributes: its class does not define how it is copied."""
+    kind = type(thing)
+    if kind.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "builtins"):
+        return False
+    names = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__")
+    return all(getattr(kind, name, None) is getattr(object, name, None) for name in names)
+
+
+@contextlib.contextmanager
+def preserve_state(thing: object) -> Iterator[None]:
+    """Afterwards, set back the global random state, and the generators and open files that an object refers to."""
+    restores = list(_restores(thing, _MAX_DEPTH, set()))
+    with isolated_rng():
+        try:
+            yield
+        finally:
+            for restore in restores:
+                restore()
+
+
+def _restores(thing: object, depth: int, seen: set[int]) -> Iterator[Callable[[], object]]:
+    if id(thing) in seen or depth < 0:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, (torch.Generator, np.random.RandomState)):
+        yield functools.partial(thing.set_state, thing.get_state())  # type: ignore[arg-type]
+    elif isinstance(thing, np.random.Generator):
+        yield functools.partial(setattr, thing.bit_generator, "state", copy.deepcopy(thing.bit_generator.state))
+    elif isinstance(thing, random.Random):
+        yield functools.partial(thing.setstate, thing.getstate())
+    elif isinstance(thing, io.IOBase):
+        with contextlib.suppress(OSError, ValueError):
+            yield functools.partial(thing.seek, thing.tell())
+    else:
+        for value in _members(thing):
+            yield from _restores(value, depth - (not _is_code(value)), seen)
+
+
+def _members(thing: object) -> Iterable[object]:
+    if isinstance(thing, (list, tuple, dict)):
+        values = thing.values() if isinstance(thing, dict) else thing
+        return values if len(thing) <= _MAX_SEARCHED else ()
+    if isinstance(thing, types.MethodType):
+        return (thing.__self__, thing.__func__)
+    if isinstance(thing, functools.partial):
+        return (thing.func, *thing.args, *thing.keywords.values())
+    if isinstance(thing, types.FunctionType):
+        return _used_by(thing)
+    if _is_code(thing):
+        return ()
+    methods = [vars(type(thing)).get(name) for name in ("__getitem__", "__getitems__", "__iter__", "__call__")]
+    functions = (method for method in methods if isinstance(method, types.FunctionType))
+    return (*getattr(thing, "__dict__", {}).values(), *functions)
+
+
+def _used_by(function: types.FunctionType) -> Iterator[object]:
+    """What a function closes over, and the generators and files among the globals that it names."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random, io.IOBase)):
+            yield value

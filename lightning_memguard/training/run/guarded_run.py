@@ -1,0 +1,379 @@
+"""One run under MemGuard, from its setup until it is over: what is open while it goes on, and what it records."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from lightning_memguard.core.capture.predict import Prediction
+from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
+from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.core.decision.record import EpochRecord, Measured
+from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, return_freed_memory
+from lightning_memguard.core.device.meter import PeakMeter
+from lightning_memguard.core.device.recording import ActualSnapshot
+from lightning_memguard.core.replay.snapshot import save_snapshot
+from lightning_memguard.errors import MemGuardError
+from lightning_memguard.report.failure import announcement, note
+from lightning_memguard.report.loggers import Boards
+from lightning_memguard.report.table import last_line, print_decision, why
+from lightning_memguard.training.adapter.program import logging_step
+from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.adapter.run_facts import Stage
+from lightning_memguard.training.data.rewrite import rewrite_loaders, set_batch_size
+from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
+from lightning_memguard.training.run.resume import resume, saved_in
+from lightning_memguard.training.run.run_report import Page, boards_of, page_of
+from lightning_memguard.training.run.tune import GuardSettings, RunProfile, recheck, tune
+from lightning_memguard.units import format_bytes
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+T = TypeVar("T")
+
+_STEPS_MEASURED = 4  # optimizers stepped in turn each have a step of their own
+
+
+class GuardedRun:
+    """A run that MemGuard tunes, checks and measures. All ranks must make one.
+
+    Args:
+        trainer: the user's, whose run is being set up.
+        module: what it runs.
+        settings: MemGuard's.
+        stage: what runs.
+        records: gets predicted and measured memory, epoch by epoch.
+        snapshot_path: where to write the step's memory snapshot, if anywhere.
+
+    Raises:
+        DoesNotFitError: see `tune`.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        settings: GuardSettings,
+        stage: Stage,
+        records: list[EpochRecord],
+        snapshot_path: Path | None = None,
+    ) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.settings = settings
+        self.records = records
+        self.device = trainer.strategy.root_device
+        self._meter = PeakMeter(self.device)
+        self.tuning = tune(trainer, module, settings, stage)
+        self._sized = False
+        self._undo: list[Callable[[], None]] = []
+        self._gradient_bytes: list[int] = []
+        self._watches: dict[str, BatchWatch] = {}
+        self._page: Page | None = None
+        self._boards: Boards | None = None
+        self._recorder = SnapshotRecorder(trainer, snapshot_path) if snapshot_path else None
+
+    @property
+    def decision(self) -> Decision:
+        """The batch size and why."""
+        return self.tuning.decision
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a fit."""
+        return self.tuning.role == "train"
+
+    # -- before the first step
+
+    def apply(self) -> None:
+        """Have the run follow the decision; its loaders are made later, and may be made several times."""
+        profile = self.tuning.profile
+        if profile is None or self.settings.mode != "tune":
+            return
+        if profile.request.free_to_choose:
+            trainer, facts, validation = self.trainer, profile.facts, profile.validation_info
+            self._undo.append(rewrite_loaders(trainer, facts, self.tuning.role, self._batch_size))
+            if validation is not None and not validation.fixed_because:
+                own_size = validation.batch_size
+                self._undo.append(
+                    rewrite_loaders(trainer, facts, "val", lambda: self.decision.validation_batch_size or own_size)
+                )
+        if self.decision.would_overrun(KEPT_FREED_RATIO):
+            self._undo.append(return_freed_memory(self.device))
+        self._follow()
+
+    def _follow(self) -> None:
+        """Set what schedules and loggers read."""
+        decision = self.decision
+        if decision.outcome == "tuned" or self._sized:
+            set_batch_size(self.module, self.trainer.datamodule, decision.batch_size)  # type: ignore[attr-defined]
+            self._sized = True
+        if self.trains and decision.accumulate_grad_batches != self.trainer.accumulate_grad_batches:
+            self.trainer.accumulate_grad_batches = decision.accumulate_grad_batches
+
+    def _batch_size(self) -> int:
+        """Asked for when the loaders are made: by then the other callbacks hold what they will hold."""
+        before = self.decision.batch_size
+        if self.trains:
+            self._recheck()
+        if self.decision.batch_size != before:
+            self._follow()
+            self._warn(why(self.decision))
+        return self.decision.batch_size
+
+    def _recheck(self) -> None:
+        self.tuning = recheck(self.tuning, self.trainer.callbacks, self.module, self.settings)  # type: ignore[attr-defined]
+
+    def recheck_fixed_size(self) -> None:
+        """Count what the other callbacks hold by now, where no loader of ours has asked before."""
+        profile, before = self.tuning.profile, self.decision
+        if not self.trains or profile is None or (self.settings.mode == "tune" and profile.request.free_to_choose):
+            return
+        self._recheck()
+        if before.fits and not self.decision.fits:
+            self._warn(why(self.decision))
+
+    def load(self, checkpoint: dict[str, object]) -> None:
+        """Go on at the checkpoint's batch size while it fits; no optimizer and no loader exists yet."""
+        profile = self.tuning.profile
+        if profile is None or not profile.request.free_to_choose:
+            return
+        saved = saved_in(checkpoint, profile.request.batch_size)
+        if saved is not None:
+            self.tuning = resume(self.tuning, saved, self.settings)
+            self._follow()
+
+    def announce(self) -> None:
+        """Print the table; warn where MemGuard could not do what was asked, or the training will not fit."""
+        decision = self.decision
+        if not self.trainer.is_global_zero:
+            return
+        print_decision(decision)
+        if decision.footprint is None or decision.budget is None:
+            self._warn(f"MemGuard did not tune this run: {decision.reason}")
+        elif not decision.fits:
+            self._warn(
+                f"{why(decision)} It is predicted to need {format_bytes(decision.footprint.peak_device_bytes)}; "
+                f"{decision.budget.device} offers {format_bytes(decision.budget.usable_bytes)} after the margin "
+                f"({decision.budget.source})."
+            )
+        elif decision.reason:
+            self._warn(" ".join([why(decision), *decision.footprint.notes]))
+
+    def start(self) -> None:
+        """Start measuring, now that the model is on its device."""
+        profile = self.tuning.profile
+        if profile is None:
+            return
+        self._show(profile)  # first: on the CPU, what drawing loads would be measured as the training's
+        model = {"model": [*self.module.parameters(), *self.module.buffers()]}
+        self._meter.start(part_bytes(model, self.device.type)["model"])
+        self._watch("train" if self.trains else "val", profile, profile.prediction, self.decision.batch_size)
+        if profile.validation is not None:
+            self._watch("val", profile, profile.validation.prediction, profile.validation.batch_size)
+
+    def _show(self, profile: RunProfile) -> None:
+        """Show what is known before the first step, which may be the last."""
+        self._boards = boards_of(profile.facts)
+        if self._boards is not None:
+            self._boards.log_setup(self.decision, self.trainer.global_step)
+        title = type(self.module).__name__
+        self._page = self._try_writing("report", lambda: page_of(title, profile, self.decision))
+        self._write_page()
+
+    def _watch(self, role: str, profile: RunProfile, prediction: Prediction, batch_size: int) -> None:
+        watch = attempt(lambda: BatchWatch(profile, prediction, batch_size)).value
+        if watch is not None:
+            self._watches[role] = watch
+
+    # -- at each batch
+
+    def record_step(self) -> None:
+        """Record the actual step where a snapshot of it was asked for; a batch of training begins."""
+        if self._recorder is not None and not self._recorder.goes_on():
+            self._end_recording()
+
+    def _end_recording(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            self._try_writing("snapshot", recorder.close)
+
+    def check_batch(self, role: str, batch: object, batch_idx: int) -> None:
+        """Warn of a batch that is larger than predicted."""
+        watch = self._watches.get(role)
+        if watch is None:
+            return
+        try:
+            larger = watch.larger(batch)
+        except Exception:  # noqa: BLE001 - a batch that cannot be examined is trained on all the same
+            del self._watches[role]
+            return
+        if larger is not None:
+            self._warn(announcement(larger, role, batch_idx))
+
+    def measure_gradients(self) -> bool:
+        """Measure the gradients while they are there: validation clears them. False once a few steps were measured."""
+        if len(self._gradient_bytes) == _STEPS_MEASURED:
+            return False
+        gradients = {"gradients": gradients_of(self.trainer.optimizers, self.module)}
+        self._gradient_bytes.append(part_bytes(gradients, self.device.type)["gradients"])
+        return True
+
+    # -- at each epoch
+
+    def start_epoch(self) -> None:
+        """Measure each epoch by itself."""
+        self._gradient_bytes.clear()
+        self._meter.restart()
+
+    def end_epoch(self) -> None:
+        """Record and log predicted next to measured."""
+        record = self._record()
+        if record is None:
+            return
+        self.records.append(record)
+        self._log(record)
+        if len(self.records).bit_count() == 1:  # after 1, 2, 4, 8, ... epochs: some take no time
+            self._write_page()
+
+    def end_evaluation(self) -> None:
+        """The same where only validation (or test, or prediction) runs."""
+        record = self._record()
+        self.records[:] = [record] if record is not None else []
+        self.summarize()
+
+    def _record(self) -> EpochRecord | None:
+        decision = self.decision
+        if decision.footprint is None or decision.budget is None:
+            return None
+        measured, budget = self._measure(), decision.budget
+        epoch, size = self.trainer.current_epoch, decision.batch_size
+        return EpochRecord(epoch, size, decision.footprint, measured, budget.free_bytes, budget.margin_bytes)
+
+    def _measure(self) -> Measured:
+        parts = {
+            "parameters": self.module.parameters(),
+            "buffers": self.module.buffers(),
+            "optimizer_state": states_of(self.trainer.optimizers),
+        }
+        nbytes = part_bytes(parts, self.device.type)
+        return self._meter.read({**nbytes, "gradients": max(self._gradient_bytes, default=0)})
+
+    def _log(self, record: EpochRecord) -> None:
+        metrics, step = record.as_metrics(), logging_step(self.trainer)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        if self._boards is not None:
+            self._boards.log_epoch(record, step)
+        if not self.trainer.barebones:
+            watched = {name: metrics[name] for name in ("memguard/predicted_peak_gib", "memguard/actual_peak_gib")}
+            self.module.log_dict(watched, logger=False, on_step=False, on_epoch=True)
+
+    def summarize(self) -> None:
+        """Print how close the prediction came."""
+        if self.records and self.trainer.is_global_zero:
+            print(last_line(self.records))  # noqa: T201 - the one line the design asks for
+            page = self._write_page()
+            if page is not None:
+                print(f"MemGuard: full report in {page}")  # noqa: T201
+
+    # -- files
+
+    def write_snapshot(self) -> None:
+        """Write the snapshot of the predicted step that was asked for before the run."""
+        recorder = self._recorder
+        if recorder is not None and self.trainer.is_global_zero:
+            self._try_writing("snapshot", lambda: self.save_snapshot(recorder.path))
+
+    def record_to(self, path: Path) -> None:
+        """Record the actual steps from the next batch on, next to the snapshot of the predicted one."""
+        if self._recorder is None:
+            self._recorder = SnapshotRecorder(self.trainer, path)
+        self._recorder.path = path
+
+    def save_snapshot(self, path: Path) -> Path:
+        """Write the predicted step; on ranks other than zero, nothing.
+
+        Raises:
+            MemGuardError: nothing was predicted, or the file cannot be written.
+        """
+        profile, decision = self.tuning.profile, self.decision
+        if self.tuning.ranks.rank:
+            return path
+        if profile is None:
+            raise MemGuardError(f"There is no predicted step to write down: {decision.reason}.")
+        return save_snapshot(profile.trace_at(decision.batch_size), profile.prediction.settings, path)
+
+    def _write_page(self) -> Path | None:
+        page = self._page
+        if page is None:
+            return None
+        path = self._try_writing("report", lambda: page.write(self.decision, self.records))
+        self._page = page if path else None  # what failed once is not tried again
+        return path
+
+    def _try_writing(self, what: str, write: Callable[[], T]) -> T | None:
+        written = attempt(write)
+        if written.reason:
+            warnings.warn(f"MemGuard's {what} was not written: {written.reason}", stacklevel=3)
+        return written.value
+
+    def _warn(self, text: str) -> None:
+        if self.trainer.is_global_zero:
+            warnings.warn(text, stacklevel=3)
+
+    # -- when it is over
+
+    def out_of_memory_note(self) -> str:
+        """What was predicted of a run that ran out of memory, and what would have fit."""
+        profile, footprint = self.tuning.profile, self.decision.footprint
+        if profile is None or footprint is None:
+            return f"MemGuard had made no prediction: {self.decision.reason}."
+        trainer = self.trainer
+        role = "val" if trainer.evaluating or trainer.predicting or trainer.validating else "train"
+        watch = self._watches.get(role) or next(iter(self._watches.values()), None)
+        watch = watch or BatchWatch(profile, profile.prediction, self.decision.batch_size)
+        return note(failure(watch, footprint, self.device, attempt(self._measure).value))
+
+    def close(self) -> None:
+        """Stop measuring and recording, and leave the Trainer as it was."""
+        self._end_recording()
+        self._page = self._boards = None
+        self._meter.close()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._watches.clear()
+
+
+class SnapshotRecorder:
+    """Records what the allocator of a CUDA device does, from a batch on until two optimizer steps are over.
+
+    Args:
+        trainer: the user's.
+        path: of the predicted step's snapshot; the actual one is written next to it.
+    """
+
+    def __init__(self, trainer: Trainer, path: Path) -> None:
+        self.path = path
+        self._trainer = trainer
+        self._snapshot: ActualSnapshot | None = None
+        self._first_step = 0
+
+    def goes_on(self) -> bool:
+        """Start with the first batch; whether steps are still to be recorded."""
+        trainer = self._trainer
+        if self._snapshot is None:
+            self._first_step = trainer.global_step
+            if trainer.strategy.root_device.type == "cuda" and trainer.is_global_zero:
+                self._snapshot = attempt(lambda: ActualSnapshot(trainer.strategy.root_device)).value
+        return self._snapshot is not None and trainer.global_step < self._first_step + 2 * len(trainer.optimizers)
+
+    def close(self) -> None:
+        """Stop recording, and write the file."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.save(self.path.with_name(f"{self.path.stem}_actual{self.path.suffix}"))

@@ -1,0 +1,118 @@
+"""Machines that report what a test wants: a host, a CUDA GPU, a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_memguard.core.device import budget as budget_module
+from lightning_memguard.core.device import nvml as nvml_module
+from lightning_memguard.core.device.memory_info import MemoryInfo
+from lightning_memguard.units import GIB, MIB
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="session")
+def run_program() -> Callable[..., object]:
+    """A function that runs a program in a process of its own; the program prints its result as JSON last."""
+
+    def run(program: str) -> object:
+        done = subprocess.run(
+            [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(program)],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A host that reports what a test wants."""
+
+    def report(**memories: MemoryInfo | None) -> None:
+        for source in ("host", "cgroup", "rlimit"):
+            monkeypatch.setattr(budget_module, f"{source}_memory", lambda source=source: memories.get(source))
+
+    report(host=MemoryInfo(16 * GIB, 10 * GIB, "host"))
+    return report
+
+
+class Gpu:
+    """What torch.cuda and NVML report for one GPU; 8 GiB, 6 of them free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.context_is_up, self.reserved, self.allocated, self.fraction = False, 0, 0, 1.0
+        self.nvml: MemoryInfo | None = MemoryInfo(8 * GIB, 6 * GIB, "nvml", used_bytes=2 * GIB)
+        self.info: tuple[int, int] | None = (5 * GIB, 8 * GIB)
+        self.peak_allocated = self.peak_reserved = 0
+        self.properties = types.SimpleNamespace(total_memory=8 * GIB, is_integrated=0, uuid="aaaa")
+        answers = {
+            "is_initialized": lambda: True,
+            "current_device": lambda: 0,
+            "synchronize": self.open_context,
+            "get_device_name": lambda where: "NVIDIA H200",
+            "get_device_properties": lambda where: self.properties,
+            "get_per_process_memory_fraction": lambda where: self.fraction,
+            "mem_get_info": self.mem_get_info,
+            "memory_reserved": lambda where: self.reserved,
+            "memory_allocated": lambda where: self.allocated,
+            "max_memory_reserved": lambda where: self.peak_reserved,
+            "max_memory_allocated": lambda where: self.peak_allocated,
+            "reset_peak_memory_stats": self.reset_peak,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: self.context_is_up, raising=False)
+        for module in (budget_module, nvml_module):
+            monkeypatch.setattr(module, "nvml_memory", lambda gpu: self.nvml)
+        self.context = 300 * MIB
+
+    def take(self, nbytes: int) -> None:
+        """Some process takes memory, and NVML's free memory shrinks."""
+        free, used = self.nvml.free_bytes - nbytes, self.nvml.used_bytes + nbytes
+        self.nvml = MemoryInfo(self.nvml.total_bytes, free, "nvml", used)
+
+    def open_context(self, where: torch.device) -> None:
+        if not self.context_is_up and self.nvml:
+            self.take(self.context)
+        self.context_is_up = True
+
+    def reserve(self, nbytes: int) -> None:
+        self.take(nbytes)
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def mem_get_info(self, where: torch.device) -> tuple[int, int]:
+        if self.info is None:
+            raise RuntimeError("CUDA error: unknown error")
+        self.open_context(where)
+        return self.info
+
+    def reset_peak(self, where: torch.device) -> None:
+        self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def simulated_gpu() -> type[Gpu]:
+    """For tests that need another GPU for each example."""
+    return Gpu

@@ -1,0 +1,239 @@
+"""How much a training took of its device."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_memguard.core.device import meter as meter_module
+from lightning_memguard.core.device.meter import PeakMeter
+from lightning_memguard.units import GIB, KIB, MIB
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which only Linux has")
+
+# The meter on the CPU
+
+METER = """
+    import json, torch
+    from lightning_memguard.core.device import meter as meter_module
+    from lightning_memguard.core.device.meter import PeakMeter
+    MIB = 1 << 20
+    def touched(mib): return torch.ones(mib * MIB, dtype=torch.uint8)
+    torch.set_num_threads(1)
+    meter = PeakMeter(torch.device("cpu"))
+"""
+RSS_TOLERANCE = 6 * MIB
+"""How far resident memory may stray from the tensors' bytes: the interpreter's pages, the kernel's own counters."""
+
+
+@pytest.fixture
+def metered(run_program: Callable[..., object]) -> Callable[[str], object]:
+    """A function that runs a program with a meter in a process of its own."""
+    return lambda program: run_program(textwrap.dedent(METER) + textwrap.dedent(program))
+
+
+@linux_only
+def test_a_peak_that_has_gone_by_is_measured(metered):
+    peak, source, parts = metered("""
+        meter.start(already_held_bytes=0)
+        tensor = touched(200)
+        del tensor
+        measured = meter.read({"parameters": 5})
+        print(json.dumps([measured.peak_bytes, measured.source, measured.parts]))
+    """)
+    assert peak == pytest.approx(200 * MIB, abs=RSS_TOLERANCE)
+    assert (source, parts) == ("peak resident memory (VmHWM)", {"parameters": 5})
+
+
+@linux_only
+def test_the_model_that_was_there_before_counts_and_every_epoch_is_measured_for_itself(metered):
+    peaks = metered("""
+        model, peaks = touched(100), []
+        meter.start(already_held_bytes=100 * MIB)
+        for mib in (200, 300, 100):
+            meter.restart()
+            tensor = touched(mib)
+            del tensor
+            peaks.append(meter.read({}).peak_bytes)
+            assert meter.read({}).peak_bytes >= peaks[-1]
+        meter.close()
+        print(json.dumps(peaks))
+    """)
+    assert peaks == [pytest.approx(mib * MIB, abs=RSS_TOLERANCE) for mib in (300, 400, 200)]
+
+
+@linux_only
+def test_memory_that_was_freed_before_and_kept_by_the_c_library_does_not_hide_a_peak(metered):
+    """Small tensors come and go, and the last one keeps the heap from shrinking by itself."""
+    if os.confstr("CS_GNU_LIBC_VERSION") is None:
+        pytest.skip("only glibc is asked to give freed memory back")
+    (peak,) = metered("""
+        past = [torch.ones(MIB // 16, dtype=torch.uint8) for _ in range(4800)]
+        kept = past[-1]
+        del past
+        meter.start(already_held_bytes=0)
+        tensor = touched(200)
+        print(json.dumps([meter.read({}).peak_bytes]))
+    """)
+    assert peak == pytest.approx(200 * MIB, abs=RSS_TOLERANCE)
+
+
+@linux_only
+def test_where_the_peak_may_not_be_reset_resident_memory_is_sampled_and_the_source_shows_it(metered):
+    peak, later, source, alive = metered("""
+        import threading, time
+        def refused(*_): raise PermissionError("clear_refs")
+        meter_module._HighWaterGauge.__init__ = refused
+        meter.start(already_held_bytes=10 * MIB)
+        tensor = touched(200)
+        while meter._gauge._peak_bytes < meter._gauge._ask():  # until the thread has looked
+            time.sleep(0.001)
+        del tensor
+        measured = meter.read({})
+        meter.restart()
+        later = meter.read({})
+        meter.close()
+        alive = [thread.name for thread in threading.enumerate()]
+        print(json.dumps([measured.peak_bytes, later.peak_bytes, measured.source, alive]))
+    """)
+    assert peak == pytest.approx(210 * MIB, abs=RSS_TOLERANCE)
+    assert later == pytest.approx(10 * MIB, abs=RSS_TOLERANCE)
+    assert source == "resident memory, sampled every 10 ms"
+    assert alive == ["MainThread"]
+
+
+def test_pages_of_mapped_files_do_not_count(tmp_path):
+    def process(resident: int, files: int, peak: int) -> Path:
+        status = f"VmHWM: {peak} kB\nVmRSS: {resident} kB\nRssFile: {files} kB\nThreads: 1\n"
+        (tmp_path / "status").write_text(status)
+        return tmp_path
+
+    gauge = meter_module._HighWaterGauge(held_bytes=50 * KIB, process=process(resident=1000, files=300, peak=5000))
+    assert (tmp_path / "clear_refs").read_text() == "5"
+    process(resident=1200, files=420, peak=1700)
+    assert gauge.read().peak_bytes == (50 + 1700 - 1000 - 120) * KIB
+    process(resident=800, files=100, peak=900)
+    assert gauge.read().peak_bytes == 50 * KIB
+
+
+def test_a_meter_that_loses_its_counter_reports_unknown_and_lets_the_training_go_on(monkeypatch):
+    meter = PeakMeter(CPU)
+    assert meter.read({"buffers": 1}) == meter_module.Measured(0, "unknown", {"buffers": 1})
+    meter.start(already_held_bytes=0)
+    for name in ("read", "restart"):
+        monkeypatch.setattr(type(meter._gauge), name, lambda self: 1 / 0)
+    assert meter.read({}).source == "unknown"
+    meter.restart()
+    meter.close()
+    assert meter.read({}).source == "unknown"
+
+
+def test_a_closed_meter_can_start_again():
+    meter = PeakMeter(CPU)
+    meter.start(already_held_bytes=7 * MIB)
+    meter.close()
+    meter.start(already_held_bytes=5 * GIB)
+    assert meter.read({}).peak_bytes >= 5 * GIB
+    meter.close()
+    assert "memguard-peak-meter" not in [thread.name for thread in threading.enumerate()]
+
+
+# The meter on other devices
+
+
+def test_on_cuda_the_peak_is_what_was_reserved_plus_the_context(gpu):
+    meter = PeakMeter(CUDA)
+    gpu.open_context(CUDA)
+    meter.start(already_held_bytes=0)
+    gpu.reserve(GIB)
+    gpu.peak_allocated = 900 * MIB
+    measured = meter.read({"gradients": 3})
+    assert (measured.peak_bytes, measured.source) == (GIB + 300 * MIB, "torch.cuda + nvml")
+    assert (measured.peak_reserved_bytes, measured.peak_allocated_bytes) == (GIB, 900 * MIB)
+    assert measured.parts == {"gradients": 3}
+
+
+def test_on_cuda_libraries_that_load_later_are_seen_at_the_next_reading(gpu):
+    meter = PeakMeter(CUDA)
+    gpu.open_context(CUDA)
+    meter.start(already_held_bytes=0)
+    gpu.take(50 * MIB)
+    assert meter.read({}).peak_bytes == 350 * MIB
+
+
+def test_on_cuda_every_epoch_is_measured_for_itself(gpu):
+    meter = PeakMeter(CUDA)
+    gpu.open_context(CUDA)
+    meter.start(already_held_bytes=0)
+    gpu.peak_reserved = 2 * GIB
+    assert meter.read({}).peak_reserved_bytes == 2 * GIB
+    meter.restart()
+    assert meter.read({}).peak_reserved_bytes == 0
+
+
+def test_on_cuda_a_context_that_cannot_be_separated_from_other_processes_is_left_out_and_the_source_shows_it(gpu):
+    gpu.open_context(CUDA)
+    gpu.take(4 * GIB)
+    meter = PeakMeter(CUDA)
+    meter.start(already_held_bytes=0)
+    gpu.reserve(GIB)
+    measured = meter.read({})
+    assert (measured.peak_bytes, measured.source) == (GIB, "torch.cuda, context not seen")
+
+
+def test_on_apple_gpus_the_drivers_figure_is_sampled(monkeypatch):
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 3 * GIB)
+    meter = PeakMeter(torch.device("mps"))
+    meter.start(already_held_bytes=GIB)
+    measured = meter.read({})
+    meter.close()
+    assert (measured.peak_bytes, measured.source) == (3 * GIB, "torch.mps driver memory, sampled every 10 ms")
+
+
+@pytest.mark.parametrize("kind", ["hpu", "meta"])
+def test_a_device_that_keeps_no_peak_is_unknown(kind):
+    meter = PeakMeter(torch.device(kind))
+    meter.start(already_held_bytes=0)
+    meter.restart()
+    assert meter.read({}).source == "unknown"
+    meter.close()
+
+
+# A real GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu_is_found_and_its_reserved_memory_measured(run_program):
+    answer = run_program("""
+        import json, torch
+        from lightning_memguard.core.device.budget import read_budget
+        from lightning_memguard.core.device.context import context_bytes
+        from lightning_memguard.core.device.meter import PeakMeter
+        gpu = torch.device("cuda", 0)
+        before = read_budget(gpu, margin=0)
+        meter = PeakMeter(gpu)
+        context = context_bytes(gpu)
+        after = read_budget(gpu, margin=0)
+        meter.start(already_held_bytes=0)
+        tensor = torch.ones(1 << 30, dtype=torch.uint8, device=gpu)
+        measured = meter.read({})
+        later = read_budget(gpu, margin=0, already_held_bytes=1 << 30)
+        figures = [before.free_bytes, after.free_bytes, later.free_bytes, context, measured.peak_bytes]
+        print(json.dumps([[before.source, measured.source], figures]))
+    """)
+    (source, measured_by), (before, after, later, context, peak) = answer
+    assert (source, measured_by) == ("nvml", "torch.cuda + nvml")
+    assert 50 * MIB < context < 2 * GIB
+    assert peak == pytest.approx(GIB + context, abs=256 * MIB)
+    # the same to within what libraries took meanwhile, whether the context is up and the model there or not
+    assert after == pytest.approx(before, abs=256 * MIB)
+    assert later == pytest.approx(before, abs=256 * MIB)
