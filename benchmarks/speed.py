@@ -101,8 +101,9 @@ def measure(case: Case) -> None:
         decided.append(
             seconds(lambda trainer=trainer, result=result: result.append(tune(trainer, module, guard._settings)))
         )
-        prediction = result[0].prediction
-        assert prediction is not None
+        profile = result[0].profile
+        assert profile is not None
+        prediction = profile.prediction
         one_size.append(seconds(lambda p=prediction: footprint(capture(p.program, 4, p.method), p.settings)))
         chosen = result[0].decision.batch_size
         replayed.append(seconds(lambda p=prediction, n=chosen: [p.footprint_at(10 * n + i) for i in range(30)]))

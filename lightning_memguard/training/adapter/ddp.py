@@ -50,6 +50,7 @@ _COMPRESSED_BYTES = {
     "bf16_compress_wrapper": 2,
 }
 _UNCOMPRESSED = ("allreduce_hook", "noop_hook")
+_SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "batched_grad_copy")
 _NOT_COUNTED = ("mixed_precision", "delay_all_reduce_named_params")
 # Children of DDPStrategy that do not wrap the module in DistributedDataParallel.
 _OTHER_WRAPPERS = ("DeepSpeedStrategy", "XLAStrategy")
@@ -166,10 +167,7 @@ class Arguments:
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=_FIRST_BUCKET_BYTES if most_mb is None else bucket_bytes,
             bucket_bytes_list=tuple(int(mb * _MIB) for mb in caps_mb),
-            find_unused_parameters=bool(given.get("find_unused_parameters", False)),
-            gradient_as_bucket_view=bool(given.get("gradient_as_bucket_view", False)),
-            static_graph=bool(given.get("static_graph", False)),
-            batched_grad_copy=bool(given.get("batched_grad_copy", False)),
+            **{name: bool(given.get(name, False)) for name in _SWITCHES},
             sync_buffers=old if forward_sync is None else bool(forward_sync),
             init_sync=bool(given.get("init_sync", True)),
             init_sync_buffers=old if forward_sync is None else True,

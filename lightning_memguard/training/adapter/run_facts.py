@@ -58,8 +58,7 @@ class RunFacts:
         sources: where each loop gets its loaders.
         loggers: the Trainer's.
         default_root_dir: where files go that no logger has a folder for.
-        is_global_zero: whether this process is the one that prints and writes files.
-        is_trial: whether it is a trial that leaves no files: ``fast_dev_run`` or ``barebones``.
+        leaves_files: False for a trial (``fast_dev_run``, ``barebones``), and on ranks other than zero.
     """
 
     stage: Stage
@@ -79,8 +78,7 @@ class RunFacts:
     sources: Mapping[Role, DataSource]
     loggers: Sequence[Logger]
     default_root_dir: str
-    is_global_zero: bool
-    is_trial: bool
+    leaves_files: bool
 
     @property
     def role(self) -> Role:
@@ -123,8 +121,8 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         sources={role: _source(loop(trainer)) for role, loop in LOOPS.items()},
         loggers=trainer.loggers,
         default_root_dir=trainer.default_root_dir,
-        is_global_zero=trainer.is_global_zero,
-        is_trial=bool(trainer.fast_dev_run or trainer.barebones),  # type: ignore[attr-defined]  # set by a connector
+        # fast_dev_run is set by a connector
+        leaves_files=trainer.is_global_zero and not (trainer.fast_dev_run or trainer.barebones),  # type: ignore[attr-defined]
     )
 
 

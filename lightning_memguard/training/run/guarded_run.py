@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from lightning_memguard.core.capture.predict import Prediction
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
@@ -38,15 +38,9 @@ _STEPS_MEASURED = 4  # optimizers stepped in turn each have a step of their own
 
 
 class GuardedRun:
-    """A run that MemGuard tunes, checks and measures. All ranks must make one.
+    """A run that MemGuard tunes or checks, as soon as this is made, and then measures. All ranks must make one.
 
-    Args:
-        trainer: the user's, whose run is being set up.
-        module: what it runs.
-        settings: MemGuard's.
-        stage: what runs.
-        records: gets predicted and measured memory, epoch by epoch.
-        snapshot_path: where to write the step's memory snapshot, if anywhere.
+    ``records`` gets predicted and measured memory, epoch by epoch; ``snapshot_path`` the step's memory snapshot.
 
     Raises:
         DoesNotFitError: see `tune`.
@@ -94,13 +88,12 @@ class GuardedRun:
         if profile is None or self.settings.mode != "tune":
             return
         if profile.request.free_to_choose:
-            trainer, facts, validation = self.trainer, profile.facts, profile.validation_info
-            self._undo.append(rewrite_loaders(trainer, facts, self.tuning.role, self._batch_size))
+            rewrite = partial(rewrite_loaders, self.trainer, profile.facts)
+            self._undo.append(rewrite(self.tuning.role, self._batch_size))
+            validation = profile.validation_info
             if validation is not None and not validation.fixed_because:
                 own_size = validation.batch_size
-                self._undo.append(
-                    rewrite_loaders(trainer, facts, "val", lambda: self.decision.validation_batch_size or own_size)
-                )
+                self._undo.append(rewrite("val", lambda: self.decision.validation_batch_size or own_size))
         if self.decision.would_overrun(KEPT_FREED_RATIO):
             self._undo.append(return_freed_memory(self.device))
         self._follow()
@@ -171,9 +164,13 @@ class GuardedRun:
         self._show(profile)  # first: on the CPU, what drawing loads would be measured as the training's
         model = {"model": [*self.module.parameters(), *self.module.buffers()]}
         self._meter.start(part_bytes(model, self.device.type)["model"])
-        self._watch("train" if self.trains else "val", profile, profile.prediction, self.decision.batch_size)
+        runs = [("train" if self.trains else "val", profile.prediction, self.decision.batch_size)]
         if profile.validation is not None:
-            self._watch("val", profile, profile.validation.prediction, profile.validation.batch_size)
+            runs.append(("val", profile.validation.prediction, profile.validation.batch_size))
+        for role, prediction, size in runs:
+            watch = attempt(partial(BatchWatch, profile, prediction, size)).value
+            if watch is not None:
+                self._watches[role] = watch
 
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
@@ -183,11 +180,6 @@ class GuardedRun:
         title = type(self.module).__name__
         self._page = self._try_writing("report", lambda: page_of(title, profile, self.decision))
         self._write_page()
-
-    def _watch(self, role: str, profile: RunProfile, prediction: Prediction, batch_size: int) -> None:
-        watch = attempt(lambda: BatchWatch(profile, prediction, batch_size)).value
-        if watch is not None:
-            self._watches[role] = watch
 
     # -- at each batch
 

@@ -50,9 +50,9 @@ def page_of(title: str, profile: RunProfile, decision: Decision) -> Page | None:
 def folder_of(facts: RunFacts) -> Path | None:
     """Where a run's files go: next to its first logger's, as checkpoints do; without a logger, a folder of their own.
 
-    None for a trial run (``fast_dev_run``, ``barebones``), on ranks other than zero, and where the folder is not local.
+    None where it leaves no files, and where the folder is not local.
     """
-    if not _leaves_files(facts):
+    if not facts.leaves_files:
         return None
     for logger in facts.loggers:
         folder = attempt(functools.partial(_folder_of_logger, logger)).value
@@ -62,12 +62,8 @@ def folder_of(facts: RunFacts) -> Path | None:
 
 
 def boards_of(facts: RunFacts) -> Boards | None:
-    """What the loggers of a run show besides scalars; None for a trial run and on ranks other than zero."""
-    return Boards(facts.loggers, folder_of(facts)) if _leaves_files(facts) else None
-
-
-def _leaves_files(facts: RunFacts) -> bool:
-    return facts.is_global_zero and not facts.is_trial
+    """What the loggers of a run show besides scalars; None where it leaves no files."""
+    return Boards(facts.loggers, folder_of(facts)) if facts.leaves_files else None
 
 
 def _folder_of_logger(logger: Logger) -> str:

@@ -129,11 +129,6 @@ class Tuning:
     profile: RunProfile | None = None
     ranks: Ranks = field(default_factory=Ranks)
 
-    @property
-    def prediction(self) -> Prediction | None:
-        """The memory of the run's step at any size."""
-        return self.profile.prediction if self.profile else None
-
 
 _MOST_ROUNDS = 5
 _ADVICE_SECONDS = 20.0  # the run cannot start: its user should soon know why
@@ -379,7 +374,10 @@ def choose(profile: RunProfile, ranks: Ranks, settings: GuardSettings) -> tuple[
         if all(size == (least, least_val) for size in sizes):
             return _with_common_limit(decision, sizes, profile.request), chosen
         capped = replace(asked.request, max_batch_size=least) if asked.request.free_to_choose else asked.request
-        asked = replace(asked, request=capped, validation=_capped(asked.validation, least_val))
+        validation = asked.validation
+        if validation is not None and validation.batch_size > least_val > 0:
+            validation = replace(validation, batch_size=least_val)
+        asked = replace(asked, request=capped, validation=validation)
     raise CannotTraceError(f"the ranks came to no common batch size (their last: {sizes})")
 
 
@@ -428,9 +426,3 @@ def _fitting(profile: RunProfile) -> ValidationRun | None:
     except MemGuardError:  # not even one sample fits, so training does not either
         size = unit
     return replace(validation, prediction=scaled, batch_size=size)
-
-
-def _capped(validation: ValidationRun | None, batch_size: int) -> ValidationRun | None:
-    if validation is None or validation.batch_size <= batch_size or not batch_size:
-        return validation
-    return replace(validation, batch_size=batch_size)

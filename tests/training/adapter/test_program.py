@@ -21,8 +21,8 @@ def phases(trace: Trace) -> list[str]:
 
 
 def trace_of(tuning: Tuning) -> Trace:
-    assert tuning.prediction is not None
-    return tuning.prediction.trace_at(10)
+    assert tuning.profile is not None
+    return tuning.profile.prediction.trace_at(10)
 
 
 def test_forward_comes_before_zero_grad(trainer: Any, small: Any, dataset: TensorDataset, tuned: Any) -> None:

@@ -105,7 +105,7 @@ def test_a_validation_alone_leaves_one_too(trainer: Any, loader: DataLoader[Any]
     ],
 )
 def test_the_folder_is_the_first_loggers_that_has_one(loggers: list[Any], folder: str | None) -> None:
-    run = SimpleNamespace(is_trial=False, is_global_zero=True, loggers=loggers, default_root_dir="root")
+    run = SimpleNamespace(leaves_files=True, loggers=loggers, default_root_dir="root")
     assert folder_of(run) == (None if folder is None else Path(folder))
 
 
