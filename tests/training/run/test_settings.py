@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,7 +81,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
+CPU_INFO = Path("/proc/cpuinfo")
+AVX512_FP16 = pytest.mark.skipif(
+    CPU_INFO.exists() and "avx512_fp16" in CPU_INFO.read_text(),
+    reason="with AVX512-FP16, oneDNN's float16 products take scratch that is not predicted (docs/coverage.md)",
+)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["32-true", "64-true", "bf16-true", pytest.param("16-true", marks=AVX512_FP16), "bf16-mixed", "16-mixed"],
+)
 @pytest.mark.usefixtures("one_thread")
 def test_each_precision_of_a_cpu(wide: Any, wide_data: Any, as_measured: Any, precision: str) -> None:
     # a bfloat16 or float16 product takes scratch of oneDNN's on some processors
