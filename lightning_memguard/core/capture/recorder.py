@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,8 +171,8 @@ class Recorder(TorchDispatchMode):
             self.assumptions[cudnn_rnn.NOTE] = None
         return out
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Write down what an operator took: scratch, results, and scratch beside the results."""
+    def _note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
+        """Record what an operator took: scratch before its results, the results, and scratch while they are alive."""
         name = str(func)
         results = list(_tensors(out))
         if isinstance(self._on, CudaTarget) and table.takes_cublas(name):
@@ -318,7 +319,7 @@ def _line() -> str:
     return ""
 
 
-def _tensors(out: Any) -> Iterator[torch.Tensor]:
+def _tensors(out: object) -> Iterator[torch.Tensor]:
     if isinstance(out, torch.Tensor):
         inside = getattr(out, "__tensor_flatten__", None)  # a jagged tensor's values and offsets
         if inside is None:
