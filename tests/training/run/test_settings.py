@@ -53,14 +53,14 @@ def fit(make: Callable[[], Any], data: TensorDataset, batch_size: int = 64) -> C
     return lambda trainer: trainer.fit(make(), DataLoader(data, batch_size=batch_size))
 
 
-def test_accumulated_gradients_stand_beside_the_backward_pass(wide: Any, wide_data: Any, as_measured: Any) -> None:
+def test_accumulated_gradients_are_there_during_the_backward_pass(wide: Any, wide_data: Any, as_measured: Any) -> None:
     decision = as_measured(fit(wide, wide_data), accumulate_grad_batches=2)
     assert decision.footprint.phase == "backward"
     assert decision.footprint.parts["gradients"] > 1_300_000
 
 
 def test_a_schedule_of_accumulation_is_predicted_at_its_largest(wide: Any, wide_data: Any, as_measured: Any) -> None:
-    """The second epoch accumulates; the peak stands there, and the first epoch alone would not show it."""
+    """The second epoch accumulates; the peak is there, and the first epoch alone would not show it."""
     scheduler = pl.callbacks.GradientAccumulationScheduler
     alone = as_measured(fit(wide, wide_data), lambda: scheduler({0: 1}), max_epochs=2)
     later = as_measured(fit(wide, wide_data), lambda: scheduler({0: 1, 1: 4}), max_epochs=2)
