@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule
     from pytorch_lightning.cli import LightningCLI
 
+_STEP = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "inference_mode")
+_LENGTH = ("max_epochs", "max_steps", "max_time", "overfit_batches", "limit_train_batches")
+_RANKS = ("devices", "num_nodes", "strategy", "sync_batchnorm", "use_distributed_sampler")
+_SETTINGS = (*_STEP, *_LENGTH, *_RANKS, "reload_dataloaders_every_n_epochs")
+# Of the subcommand that saved the file, and what memory does not depend on.
+_NOT_OURS = ("seed_everything", "ckpt_path", "weights_only", "return_predictions", "verbose")
+_NOT_OF_THE_TRAINER = ("logger", "callbacks", "profiler", "plugins", "default_root_dir", "accelerator")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -29,15 +37,6 @@ class Config:
     datamodule: LightningDataModule | None
     precision: str
     trainer: Mapping[str, Any]
-
-
-_STEP = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "inference_mode")
-_LENGTH = ("max_epochs", "max_steps", "max_time", "overfit_batches", "limit_train_batches")
-_RANKS = ("devices", "num_nodes", "strategy", "sync_batchnorm", "use_distributed_sampler")
-_SETTINGS = (*_STEP, *_LENGTH, *_RANKS, "reload_dataloaders_every_n_epochs")
-# Of the subcommand that saved the file, and what memory does not depend on.
-_NOT_OURS = ("seed_everything", "ckpt_path", "weights_only", "return_predictions", "verbose")
-_NOT_OF_THE_TRAINER = ("logger", "callbacks", "profiler", "plugins", "default_root_dir", "accelerator")
 
 
 def read_config(

@@ -53,9 +53,6 @@ def _attributes(record: object, *names: str) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
-# -- plan
-
-
 def print_plan(plan: Plan, console: Console, kind: str, advice: Sequence[Advice] = ()) -> None:
     """One device: the table by part, whether it fits, and the largest batch size for a ``kind`` of step."""
     print_decision(plan.asked, console, kind)
@@ -121,9 +118,6 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-# -- advice
-
-
 def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
     """What would make it fit, or need less: the most saved first."""
     size, device = on.footprint.batch_size, on.budget.device
@@ -147,9 +141,6 @@ def advice_data(each: Advice) -> dict[str, Any]:
     """One remedy for programs."""
     known = _attributes(each, "remedies", "how", "costs", "saved_bytes", "fits")
     return {**known, "footprint": footprint_data(each.footprint)}
-
-
-# -- layers
 
 
 def print_layers(table: LayerTable, console: Console, depth: int | None = None) -> None:
@@ -227,9 +218,6 @@ def sum_data(each: TextbookSum, training: Footprint) -> dict[str, Any]:
     """A classical sum for programs."""
     known = _attributes(each, "name", "formula", "total_bytes", "assumptions")
     return {**known, "terms": dict(each.terms), "ratio_to_peak": ratio_to_peak(training, each.total_bytes)}
-
-
-# -- gpus and devices
 
 
 def print_gpus(gpus: Iterable[Gpu], console: Console) -> None:

@@ -31,7 +31,13 @@ from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.adapter.program import quiet
 from lightning_memguard.training.planning.subject import MakeOptimizer, Step
 
-# -- names of classes
+PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+"""The current names of the precisions for which Lightning accepts older names."""
+_INSTALLED = re.compile(r"site-packages|dist-packages|[/\\]lib[/\\]python")
+_CALL = re.compile(r"([\w.]+(?:/[\w./-]+)?:[\w.]+)(\(.*\))", re.DOTALL)
+_SHAPE = re.compile(r"(?P<shape>\d+(?:,\d+)*)(?::(?P<dtype>[a-zA-Z]\w*))?(?::(?P<bound>\d+))?")
+_DTYPES = {"int": "int64", "bf16": "bfloat16"}  # not as torch has them
+_MOST_BYTES = 1 << 26  # larger examples have shapes and no values
 
 
 def load(name: str) -> Any:
@@ -124,9 +130,6 @@ def users_code(doing: str) -> Iterator[None]:
         raise MemGuardError(f"{doing} raised {type(error).__name__}: {text}{_where(error)}") from error
 
 
-_INSTALLED = re.compile(r"site-packages|dist-packages|[/\\]lib[/\\]python")
-
-
 def _where(error: BaseException) -> str:
     """The last line of the user's own code in the traceback, and the line that raised it if that is another."""
     ours = ("<frozen", str(Path(__file__).parents[1]), contextlib.__file__, importlib.__file__)
@@ -135,9 +138,6 @@ def _where(error: BaseException) -> str:
     shown = (*own[-1:], *frames[-1:])
     lines = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in shown]
     return "".join(dict.fromkeys(lines))
-
-
-# -- arguments
 
 
 def arguments(pairs: Iterable[str]) -> dict[str, Any]:
@@ -152,9 +152,6 @@ def arguments(pairs: Iterable[str]) -> dict[str, Any]:
             raise MemGuardError(f"{pair!r} is not an argument; write name=value, such as width=128.")
         given[key] = _value(value)
     return given
-
-
-_CALL = re.compile(r"([\w.]+(?:/[\w./-]+)?:[\w.]+)(\(.*\))", re.DOTALL)
 
 
 def _value(text: str) -> Any:
@@ -199,9 +196,6 @@ def _check_arguments(thing: Callable[..., Any], given: Mapping[str, Any], name: 
         raise MemGuardError(f"{name} needs {', '.join(missing)}: pass {example} ({where}).")
 
 
-# -- the model
-
-
 def make(thing: object, given: Mapping[str, Any], name: str, *, meta: bool = True) -> nn.Module:
     """Make the model that the class or function ``name`` returns, on the meta device if that works."""
     model = None
@@ -220,14 +214,6 @@ def could_have_memory(module: nn.Module) -> bool:
         return False
     needed = part_bytes({"model": [*module.parameters(), *module.buffers()]}, "meta")["model"]
     return 2 * needed < read_budget(torch.device("cpu")).usable_bytes
-
-
-# -- batches
-
-
-_SHAPE = re.compile(r"(?P<shape>\d+(?:,\d+)*)(?::(?P<dtype>[a-zA-Z]\w*))?(?::(?P<bound>\d+))?")
-_DTYPES = {"int": "int64", "bf16": "bfloat16"}  # not as torch has them
-_MOST_BYTES = 1 << 26  # larger examples have shapes and no values
 
 
 def tensor(text: str, option: str = "--input-shape", dtype: str = "float32") -> torch.Tensor:
@@ -284,13 +270,6 @@ def _named(text: str) -> tuple[str, torch.Tensor]:
     if not equals or not key:
         raise MemGuardError(f"--input {text!r} has no name: write name=shape, such as input_ids=8,512:int64.")
     return key, tensor(shape, f"--input {key}=")
-
-
-# -- precision, optimizers and losses
-
-
-PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-"""The current names of the precisions for which Lightning accepts older names."""
 
 
 def optimizer(text: str) -> MakeOptimizer:
