@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_memguard.cli.target import load, precision, users_code
+from lightning_memguard.cli.target import load, users_code
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.adapter.lightning_types import lightning_of
 from lightning_memguard.training.adapter.program import quiet
@@ -21,6 +19,14 @@ from lightning_memguard.training.adapter.program import quiet
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule
     from pytorch_lightning.cli import LightningCLI
+
+_STEP = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "inference_mode")
+_LENGTH = ("max_epochs", "max_steps", "max_time", "overfit_batches", "limit_train_batches")
+_RANKS = ("devices", "num_nodes", "strategy", "sync_batchnorm", "use_distributed_sampler")
+_SETTINGS = (*_STEP, *_LENGTH, *_RANKS, "reload_dataloaders_every_n_epochs")
+# Of the subcommand that saved the file, and what memory does not depend on.
+_NOT_OURS = ("seed_everything", "ckpt_path", "weights_only", "return_predictions", "verbose")
+_NOT_OF_THE_TRAINER = ("logger", "callbacks", "profiler", "plugins", "default_root_dir", "accelerator")
 
 
 @dataclass(frozen=True)
@@ -31,29 +37,6 @@ class Config:
     datamodule: LightningDataModule | None
     precision: str
     trainer: Mapping[str, Any]
-
-
-_SETTINGS = (
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "max_epochs",
-    "max_steps",
-    "max_time",
-    "overfit_batches",
-    "limit_train_batches",
-    "detect_anomaly",
-    "inference_mode",
-    "devices",
-    "num_nodes",
-    "strategy",
-    "sync_batchnorm",
-    "use_distributed_sampler",
-    "reload_dataloaders_every_n_epochs",
-)
-# Of the subcommand that saved the file, and what memory does not depend on.
-_NOT_OURS = ("seed_everything", "ckpt_path", "weights_only", "return_predictions", "verbose")
-_NOT_OF_THE_TRAINER = ("logger", "callbacks", "profiler", "plugins", "default_root_dir", "accelerator")
 
 
 def read_config(
@@ -81,22 +64,16 @@ def read_config(
     content = dict(content.get("fit") or content)
     trainer = {key: value for key, value in (content.get("trainer") or {}).items() if key not in _NOT_OF_THE_TRAINER}
     settings = {key: trainer[key] for key in _SETTINGS if trainer.get(key) is not None}
-    wanted = str(trainer.get("precision") or "32-true")
     plain = {key: value for key, value in content.items() if key not in (*_NOT_OURS, "trainer")}
     plain["trainer"] = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
-    with users_code(f"--config {path}"), _argument_errors(jsonargparse, path):
-        cli = _read(plain, content, model_class, data_class, meta=meta)
+    with users_code(f"--config {path}"):
+        try:
+            cli = _read(plain, content, model_class, data_class, meta=meta)
+        except jsonargparse.ArgumentError as error:
+            raise MemGuardError(f"--config {path}: {str(error).strip()}") from error
     read = cli.config_init.get("trainer") or {}
     settings |= {key: read[key] for key in plain["trainer"]}
-    return Config(cli.model, cli.datamodule, precision(wanted), settings)
-
-
-@contextmanager
-def _argument_errors(jsonargparse: ModuleType, path: str) -> Iterator[None]:
-    try:
-        yield
-    except jsonargparse.ArgumentError as error:
-        raise MemGuardError(f"--config {path}: {str(error).strip()}") from error
+    return Config(cli.model, cli.datamodule, str(trainer.get("precision") or "32-true"), settings)
 
 
 def _read(
@@ -138,8 +115,7 @@ def _without_memory(kind: type, *args: object, **given: object) -> object:
 
 def _package(content: Mapping[str, Any], model_class: type | None) -> Any:
     """The Lightning package that the model comes from."""
-    kind = model_class
-    if kind is None:
+    if model_class is None:
         section = content.get("model")
         name = section.get("class_path") if isinstance(section, Mapping) else section
         if not isinstance(name, str) or "." not in name:
@@ -147,8 +123,7 @@ def _package(content: Mapping[str, Any], model_class: type | None) -> Any:
                 "The configuration names no model: write `class_path: module.Class` under `model:`, or pass the class "
                 "that your LightningCLI is made with as TARGET."
             )
-        place, _, last = name.rpartition(".")
-        kind = load(f"{place}:{last}")
-    if not inspect.isclass(kind):
+        model_class = load(":".join(name.rsplit(".", 1)))
+    if not inspect.isclass(model_class):
         raise MemGuardError("With --config, TARGET must be a class, as for LightningCLI itself, not a function.")
-    return lightning_of(kind.__new__(kind))
+    return lightning_of(model_class.__new__(model_class))

@@ -8,35 +8,23 @@ from typing import Any
 
 from lightning_memguard.errors import MemGuardError
 
-COMMON_GPUS = ("T4", "RTX 3090", "RTX 4090", "A100 80GB", "H100")
-"""Planned for if this machine has no GPU and none is named."""
-
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Describe the model and its batch; read by `lightning_memguard.cli.subject.read_subject`."""
-    parser.add_argument(
-        "target",
-        nargs="?",
-        metavar="TARGET",
-        help="module:Class or path/to/file.py:Class of a LightningModule or any torch.nn.Module, or a function that "
-        "returns one; not needed if --config names it",
+    text = (
+        "module:Class or path/to/file.py:Class of a LightningModule or any torch.nn.Module, or a function that returns "
+        "one; not needed if --config names it"
     )
+    parser.add_argument("target", nargs="?", metavar="TARGET", help=text)
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     repeated: dict[str, Any] = {"action": "append", "default": []}
     add = parser.add_argument_group("the model").add_argument
     add("--args", **several, metavar="NAME=VALUE", help="arguments of TARGET: width=128 'sizes=[1, 2]'")
-    add(
-        "--config",
-        metavar="FILE",
-        help="a LightningCLI YAML file: model, data, optimizer, and the Trainer's precision, accumulation, clipping, "
-        "devices and strategy",
-    )
+    text = "model, data, optimizer, and the Trainer's precision, accumulation, clipping, devices and strategy"
+    add("--config", metavar="FILE", help=f"a LightningCLI YAML file: {text}")
     add("--precision", metavar="NAME", help="as in a Trainer: 32-true, bf16-mixed, 16-mixed, bf16-true")
-    add(
-        "--optimizer",
-        metavar="NAME[,K=V]",
-        help="replaces the model's own: torch.optim.SGD,momentum=0.9, or adamw (default for a plain module: AdamW)",
-    )
+    text = "replaces the model's own: torch.optim.SGD,momentum=0.9, or adamw (default for a plain module: AdamW)"
+    add("--optimizer", metavar="NAME[,K=V]", help=text)
     add("--loss", metavar="NAME", help="for a plain module: torch.nn.functional:mse_loss (default: by type of target)")
     add("--accumulate", type=whole_number(1), metavar="N", help="batches per optimizer step (accumulate_grad_batches)")
     title = "the batch (default: the module's example_input_array or train_dataloader)"
@@ -51,13 +39,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 def add_device(parser: argparse.ArgumentParser, note: str) -> None:
     """Describe the devices; ``note`` says how this command uses them."""
-    parser.add_argument(
-        "--device",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help=f"cpu, cuda, or a GPU by name, such as 'RTX 4090', even one this machine does not have; {note}",
-    )
+    text = f"cpu, cuda, or a GPU by name, such as 'RTX 4090', even one this machine does not have; {note}"
+    parser.add_argument("--device", action="append", default=[], metavar="NAME", help=text)
 
 
 def devices_here() -> list[str]:
@@ -73,7 +56,7 @@ def devices_here() -> list[str]:
 
 def default_devices() -> list[str]:
     """The accelerators of this machine, or else some common ones."""
-    return devices_here()[1:] or list(COMMON_GPUS)
+    return devices_here()[1:] or ["T4", "RTX 3090", "RTX 4090", "A100 80GB", "H100"]
 
 
 def one_device(named: Sequence[str], default: str | None = None) -> str:

@@ -41,7 +41,7 @@ def read_subject(options: argparse.Namespace, say: Say, *, meta: bool = True) ->
             model,
             batch,
             batch_size=options.batch_size,
-            precision=typed.precision(precision),
+            precision=typed.PRECISIONS.get(precision, precision),
             step=step,
             optimizer=optimizer,
             datamodule=datamodule,
@@ -52,18 +52,17 @@ def read_subject(options: argparse.Namespace, say: Say, *, meta: bool = True) ->
 
 def _model_of(options: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, Any, dict[str, Any], str]:
     """The model, the datamodule, the Trainer's settings and precision."""
+    target = typed.load(options.target) if options.target else None
+    data = typed.load(options.datamodule) if options.datamodule else None
     if options.config:
-        target = typed.load(options.target) if options.target else None
-        data = typed.load(options.datamodule) if options.datamodule else None
         if options.args or options.data_args:
             raise MemGuardError("--args and --data-args cannot be combined with --config: change them in that file.")
         config = read_config(options.config, target, data, meta=meta)
         return config.model, config.datamodule, dict(config.trainer), options.precision or config.precision
-    model = typed.make(typed.load(options.target), typed.arguments(options.args), options.target, meta=meta)
-    datamodule = None
-    if options.datamodule:
-        data = typed.load(options.datamodule)
-        datamodule = typed.build(data, typed.arguments(options.data_args), options.datamodule)
+    model = typed.make(target, typed.arguments(options.args), options.target, meta=meta)
+    datamodule = (
+        typed.build(data, typed.arguments(options.data_args), options.datamodule) if options.datamodule else None
+    )
     return model, datamodule, {}, options.precision or "32-true"
 
 
@@ -88,7 +87,7 @@ def with_memory_if_needed(
     try:
         return subject, run(subject)
     except CannotTraceError:
-        if not typed.is_without_memory(subject.model) or not typed.has_room_for(subject.model):
+        if not typed.could_have_memory(subject.model):
             raise
     say("the step needs values: making the model again, with memory")
     subject = read_subject(options, say, meta=False)

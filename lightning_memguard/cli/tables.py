@@ -53,13 +53,10 @@ def _attributes(record: object, *names: str) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
-# -- plan
-
-
 def print_plan(plan: Plan, console: Console, kind: str, advice: Sequence[Advice] = ()) -> None:
     """One device: the table by part, whether it fits, and the largest batch size for a ``kind`` of step."""
     print_decision(plan.asked, console, kind)
-    console.print(_largest_words(plan, advice), markup=False)
+    console.print(_largest_words(plan, advice))
 
 
 def print_plans(plans: Sequence[Plan], console: Console, advice: Sequence[Advice] = ()) -> None:
@@ -69,22 +66,16 @@ def print_plans(plans: Sequence[Plan], console: Console, advice: Sequence[Advice
     title = f"MemGuard: batch size {size} on {len(plans)} devices"
     table = new_table(title, "Device", *(f">{heading}" for heading in headings))
     for plan in plans:
-        table.add_row(
-            plan.budget.device,
-            format_bytes(plan.budget.total_bytes),
-            _in_cell(plan.footprint),
-            f"{plan.share:.0%}",
-            "yes" if plan.fits else "NO",
-            _largest(plan.largest),
-            format_bytes(plan.largest.footprint.peak_device_bytes) if plan.largest and plan.largest.footprint else "",
-        )
+        memory, fits = format_bytes(plan.budget.total_bytes), "yes" if plan.fits else "NO"
+        predicted = peak_range(plan.footprint).replace(" (", "\n").removesuffix(")")  # a terminal may be 80 wide
+        table.add_row(plan.budget.device, memory, predicted, f"{plan.share:.0%}", fits, *_largest(plan.largest))
     console.print(table)
     share = plans[0].budget.margin_share
     console.print(f"Fits: the prediction's upper bound is within the device's memory minus a {share:.0%} margin.")
     for line in dict.fromkeys(_largest_words(plan, advice) for plan in plans if plan.reason):
-        console.print(line, markup=False)
+        console.print(line)
     for note in dict.fromkeys(note for plan in plans for note in plan.footprint.notes):
-        console.print(f"Note: {note}.", markup=False)
+        console.print(f"Note: {note}.")
 
 
 def _largest_words(plan: Plan, advice: Sequence[Advice]) -> str:
@@ -102,15 +93,11 @@ def _largest_words(plan: Plan, advice: Sequence[Advice]) -> str:
     return f"Largest batch size: {plan.largest.batch_size}, which needs {peak_range(plan.largest.footprint)}. {why}."
 
 
-def _largest(decision: Decision | None) -> str:
+def _largest(decision: Decision | None) -> tuple[str, str]:
     if decision is None:
-        return "none"
-    return f"{decision.batch_size}{'' if decision.limited_by == 'memory' else '+'}"
-
-
-def _in_cell(footprint: Footprint) -> str:
-    """The range on two short lines: a terminal may be 80 wide."""
-    return peak_range(footprint).replace(" (", "\n").removesuffix(")")
+        return "none", ""
+    peak = format_bytes(decision.footprint.peak_device_bytes) if decision.footprint else ""
+    return f"{decision.batch_size}{'' if decision.limited_by == 'memory' else '+'}", peak
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -131,31 +118,22 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-# -- advice
-
-
 def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
     """What would make it fit, or need less: the most saved first."""
     size, device = on.footprint.batch_size, on.budget.device
     if not advice:
-        console.print(f"No remedy needs less than {peak_range(on.footprint)} on {device}.", markup=False)
+        console.print(f"No remedy needs less than {peak_range(on.footprint)} on {device}.")
         return
     title = f"What would need less memory at batch size {size} on {device} (each predicted by tracing it)"
     table = new_table(title, "Remedy", ">Predicted", ">Saves", ">Fits", "Costs", no_wrap=True)
     for each in advice:
-        table.add_row(
-            " + ".join(each.remedies),
-            format_bytes(each.footprint.peak_device_bytes),
-            format_bytes(each.saved_bytes),
-            "yes" if each.fits else "NO",
-            "; ".join(each.costs),
-        )
+        peak, saved = format_bytes(each.footprint.peak_device_bytes), format_bytes(each.saved_bytes)
+        table.add_row(" + ".join(each.remedies), peak, saved, "yes" if each.fits else "NO", "; ".join(each.costs))
     console.print(table)
     if not any(each.fits for each in advice):
-        console.print(f"None of these makes it fit on {device}.", markup=False)
+        console.print(f"None of these makes it fit on {device}.")
     console.print("How to apply them:")
-    known = {name: how for each in advice for name, how in zip(each.remedies, each.how, strict=True)}
-    for name, how in known.items():
+    for name, how in dict(pair for each in advice for pair in zip(each.remedies, each.how, strict=True)).items():
         console.print(f"  {name}: {how}", soft_wrap=True)  # to be copied
 
 
@@ -163,9 +141,6 @@ def advice_data(each: Advice) -> dict[str, Any]:
     """One remedy for programs."""
     known = _attributes(each, "remedies", "how", "costs", "saved_bytes", "fits")
     return {**known, "footprint": footprint_data(each.footprint)}
-
-
-# -- layers
 
 
 def print_layers(table: LayerTable, console: Console, depth: int | None = None) -> None:
@@ -178,20 +153,10 @@ def print_layers(table: LayerTable, console: Console, depth: int | None = None) 
         if depth is None or layer.depth <= depth:
             shown.add_row(*_layer(layer, table.within(layer.name) if layer.depth == depth else None))
     shown.add_section()
-    shown.add_row(
-        "Total",
-        "",
-        "",
-        f"{table.parameters:,}",
-        f"{table.trainable_parameters:,}",
-        format_bytes(table.parameter_bytes),
-        format_bytes(table.activation_bytes),
-        format_count(table.flops),
-        format_count(table.multiply_adds),
-    )
+    shown.add_row("Total", "", "", *_figures(table))
     console.print(shown)
     for note in table.notes:
-        console.print(f"Note: {note}.", markup=False)
+        console.print(f"Note: {note}.")
 
 
 def _layer(layer: Layer, below: LayerTable | None) -> tuple[str, ...]:
@@ -201,17 +166,14 @@ def _layer(layer: Layer, below: LayerTable | None) -> tuple[str, ...]:
     if layer.shared_with:
         return name, layer.type, f"as {layer.shared_with}", "", "", "", "", "", ""
     counted = below or layer
-    return (
-        name,
-        layer.type,
-        output,
-        f"{counted.parameters:,}" if counted.parameters else "",
-        f"{counted.trainable_parameters:,}" if counted.parameters else "",
-        format_bytes(counted.parameter_bytes) if counted.parameters else "",
-        format_bytes(counted.activation_bytes) if counted.activation_bytes else "",
-        format_count(counted.flops),
-        format_count(counted.multiply_adds),
-    )
+    *weights, saved, flops, multiply_adds = _figures(counted)
+    weights = weights if counted.parameters else ["", "", ""]
+    return name, layer.type, output, *weights, saved if counted.activation_bytes else "", flops, multiply_adds
+
+
+def _figures(of: Layer | LayerTable) -> tuple[str, ...]:
+    weights = (f"{of.parameters:,}", f"{of.trainable_parameters:,}", format_bytes(of.parameter_bytes))
+    return *weights, format_bytes(of.activation_bytes), format_count(of.flops), format_count(of.multiply_adds)
 
 
 def print_textbook(
@@ -230,9 +192,9 @@ def print_textbook(
         table.add_row(name, formula, format_bytes(nbytes), f"{ratio:.2f}", end_section=name == sums[-1].name)
     console.print(table)
     for each in sums:
-        console.print(f"{each.name} assumes: {'; '.join(each.assumptions)}.", markup=False)
+        console.print(f"{each.name} assumes: {'; '.join(each.assumptions)}.")
     if why_not:
-        console.print(f"Inference was not predicted: {why_not.rstrip('.')}.", markup=False)
+        console.print(f"Inference was not predicted: {why_not.rstrip('.')}.")
 
 
 def print_weights(memory: Iterable[WeightMemory], console: Console) -> None:
@@ -258,17 +220,12 @@ def sum_data(each: TextbookSum, training: Footprint) -> dict[str, Any]:
     return {**known, "terms": dict(each.terms), "ratio_to_peak": ratio_to_peak(training, each.total_bytes)}
 
 
-# -- gpus and devices
-
-
 def print_gpus(gpus: Iterable[Gpu], console: Console) -> None:
     """The catalogue, or part of it."""
     table = new_table("GPUs to plan for", "Name", ">Memory", ">Compute capability", ">Multiprocessors", "Aliases")
     for gpu in gpus:
-        capability = ".".join(map(str, gpu.compute_capability))
-        table.add_row(
-            gpu.name, format_bytes(gpu.memory_bytes), capability, str(gpu.multiprocessors), ", ".join(gpu.aliases)
-        )
+        memory, capability = format_bytes(gpu.memory_bytes), ".".join(map(str, gpu.compute_capability))
+        table.add_row(gpu.name, memory, capability, str(gpu.multiprocessors), ", ".join(gpu.aliases))
     console.print(table)
 
 

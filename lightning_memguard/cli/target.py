@@ -31,7 +31,13 @@ from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.adapter.program import quiet
 from lightning_memguard.training.planning.subject import MakeOptimizer, Step
 
-# -- names of classes
+PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+"""The current names of the precisions for which Lightning accepts older names."""
+_INSTALLED = re.compile(r"site-packages|dist-packages|[/\\]lib[/\\]python")
+_CALL = re.compile(r"([\w.]+(?:/[\w./-]+)?:[\w.]+)(\(.*\))", re.DOTALL)
+_SHAPE = re.compile(r"(?P<shape>\d+(?:,\d+)*)(?::(?P<dtype>[a-zA-Z]\w*))?(?::(?P<bound>\d+))?")
+_DTYPES = {"int": "int64", "bf16": "bfloat16"}  # not as torch has them
+_MOST_BYTES = 1 << 26  # larger examples have shapes and no values
 
 
 def load(name: str) -> Any:
@@ -107,8 +113,7 @@ def _public(thing: object) -> list[str]:
 
 def _similar(name: str, names: Sequence[str]) -> str:
     lower = {each.lower(): each for each in names}
-    similar = [lower[each] for each in get_close_matches(name.lower(), lower, n=4)]
-    if similar:
+    if similar := [lower[each] for each in get_close_matches(name.lower(), lower, n=4)]:
         return f"Did you mean {' or '.join(similar)}?"
     return f"It has {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}." if names else "It defines nothing."
 
@@ -125,23 +130,14 @@ def users_code(doing: str) -> Iterator[None]:
         raise MemGuardError(f"{doing} raised {type(error).__name__}: {text}{_where(error)}") from error
 
 
-_INSTALLED = re.compile(r"site-packages|dist-packages|[/\\]lib[/\\]python")
-
-
 def _where(error: BaseException) -> str:
     """The last line of the user's own code in the traceback, and the line that raised it if that is another."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+    ours = ("<frozen", str(Path(__file__).parents[1]), contextlib.__file__, importlib.__file__)
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
     own = [frame for frame in frames if not _INSTALLED.search(frame.filename)]
     shown = (*own[-1:], *frames[-1:])
     lines = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in shown]
     return "".join(dict.fromkeys(lines))
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(("<frozen", str(Path(__file__).parents[1]), contextlib.__file__, importlib.__file__))
-
-
-# -- arguments
 
 
 def arguments(pairs: Iterable[str]) -> dict[str, Any]:
@@ -158,12 +154,8 @@ def arguments(pairs: Iterable[str]) -> dict[str, Any]:
     return given
 
 
-_CALL = re.compile(r"([\w.]+(?:/[\w./-]+)?:[\w.]+)(\(.*\))", re.DOTALL)
-
-
 def _value(text: str) -> Any:
-    called = _CALL.fullmatch(text)
-    if called:
+    if called := _CALL.fullmatch(text):
         return build(load(called[1]), _keywords(called[2], text), called[1])
     try:
         return ast.literal_eval(text)
@@ -195,19 +187,13 @@ def _check_arguments(thing: Callable[..., Any], given: Mapping[str, Any], name: 
         return
     free = any(each.kind is each.VAR_KEYWORD for each in parameters)
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    unknown = [key for key in given if key not in names and not free]
-    if unknown:
+    if unknown := [key for key in given if key not in names and not free]:
         raise MemGuardError(f"{name} takes no argument {unknown[0]!r}. {_similar(unknown[0], names)}")
     required = [each.name for each in parameters if each.default is each.empty and each.name in names]
-    missing = [key for key in required if key not in given]
-    if missing:
+    if missing := [key for key in required if key not in given]:
         example = " ".join(f"{key}=..." for key in missing)
-        raise MemGuardError(
-            f"{name} needs {', '.join(missing)}: pass {example} (--args, or --data-args for a datamodule)."
-        )
-
-
-# -- the model
+        where = "--args, or --data-args for a datamodule"
+        raise MemGuardError(f"{name} needs {', '.join(missing)}: pass {example} ({where}).")
 
 
 def make(thing: object, given: Mapping[str, Any], name: str, *, meta: bool = True) -> nn.Module:
@@ -216,30 +202,18 @@ def make(thing: object, given: Mapping[str, Any], name: str, *, meta: bool = Tru
     if meta:
         with contextlib.suppress(MemGuardError), quiet(), torch.device("meta"):
             model = build(thing, given, name)
-    if model is None:
-        model = build(thing, given, name)
+    model = build(thing, given, name) if model is None else model
     if not isinstance(model, nn.Module):
         raise MemGuardError(f"{name} returned a {type(model).__name__}, which is not a torch.nn.Module.")
     return model
 
 
-def is_without_memory(module: nn.Module) -> bool:
-    """Whether a model's parameters are on the meta device."""
-    return any(parameter.is_meta for parameter in module.parameters())
-
-
-def has_room_for(module: nn.Module) -> bool:
-    """Whether this machine can hold the model twice: to make it, and to copy it."""
+def could_have_memory(module: nn.Module) -> bool:
+    """Whether a model on the meta device fits twice in this machine's memory: to make it, and to copy it."""
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        return False
     needed = part_bytes({"model": [*module.parameters(), *module.buffers()]}, "meta")["model"]
     return 2 * needed < read_budget(torch.device("cpu")).usable_bytes
-
-
-# -- batches
-
-
-_SHAPE = re.compile(r"(?P<shape>\d+(?:,\d+)*)(?::(?P<dtype>[a-zA-Z]\w*))?(?::(?P<bound>\d+))?")
-_DTYPES = {"int": "int64", "bf16": "bfloat16"}  # not as torch has them
-_MOST_BYTES = 1 << 26  # larger examples have shapes and no values
 
 
 def tensor(text: str, option: str = "--input-shape", dtype: str = "float32") -> torch.Tensor:
@@ -271,17 +245,16 @@ def batch(inputs: Sequence[str], targets: Sequence[str], named: Sequence[str]) -
         return dict(map(_named, named))
     if not inputs:
         return None
-    first = [tensor(text) for text in inputs]
-    size = first[0].shape[0]
+    tensors = [tensor(text) for text in inputs]
+    size = tensors[0].shape[0]
     for text in targets:
-        target = tensor(text, "--target-shape", "int64")
-        if not any(length % size == 0 for length in target.shape):
+        tensors.append(tensor(text, "--target-shape", "int64"))
+        if not any(length % size == 0 for length in tensors[-1].shape):
             raise MemGuardError(
                 f"--target-shape {text} does not match the {size} samples of --input-shape {inputs[0]}: start it with "
                 f"{size} too."
             )
-        first.append(target)
-    return first[0] if len(first) == 1 else tuple(first)
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def with_targets(example: object, targets: Sequence[str]) -> object:
@@ -299,17 +272,6 @@ def _named(text: str) -> tuple[str, torch.Tensor]:
     return key, tensor(shape, f"--input {key}=")
 
 
-# -- precision, optimizers and losses
-
-
-_PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-
-
-def precision(text: str) -> str:
-    """The current name of a precision, also for the older names that Lightning accepts."""
-    return _PRECISIONS.get(text, text)
-
-
 def optimizer(text: str) -> MakeOptimizer:
     """``torch.optim.SGD,momentum=0.9``, ``adamw`` or ``module:Class,name=value`` as a function of the parameters."""
     name, *pairs = re.split(r",(?=\s*[A-Za-z_]\w*=)", text)  # commas inside a tuple are not before name=
@@ -324,11 +286,9 @@ def optimizer(text: str) -> MakeOptimizer:
 
 
 def _optimizer_class(name: str) -> Any:
-    if ":" in name:
-        return load(name)
     place, _, last = name.rpartition(".")
-    if place and place != "torch.optim":
-        return load(f"{place}:{last}")
+    if ":" in name or place not in ("", "torch.optim"):
+        return load(name if ":" in name else f"{place}:{last}")
     known = {each.lower(): each for each in dir(torch.optim) if inspect.isclass(getattr(torch.optim, each))}
     known.pop("optimizer", None)
     if last.lower() not in known:
@@ -348,13 +308,11 @@ def step(loss: str | None, *, has_target: bool) -> Step:
 
     def run(module: nn.Module, given: Any) -> Any:
         if isinstance(given, Mapping) or hasattr(given, "keys"):
-            result, target = module(**given), None
-        elif isinstance(given, (list, tuple)):
-            inputs, target = (given[:-1], given[-1]) if has_target and len(given) > 1 else (given, None)
-            result = module(*inputs)
-        else:
-            result, target = module(given), None
-        return _loss(result, target, compare)
+            return _loss(module(**given), None, compare)
+        if not isinstance(given, (list, tuple)):
+            return _loss(module(given), None, compare)
+        inputs, target = (given[:-1], given[-1]) if has_target and len(given) > 1 else (given, None)
+        return _loss(module(*inputs), target, compare)
 
     return run
 

@@ -19,15 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add_target(parser)
     add_device(parser, "whose kernels to use (default: cpu)")
-    parser.add_argument(
-        "--depth", type=whole_number(0), metavar="N", help="rows nested no deeper than this (default: all)"
-    )
-    parser.add_argument(
-        "--textbook",
-        metavar="NAME",
-        help="the optimizer of the textbook estimates: sgd, momentum, adagrad, rmsprop, adam, adamw (default: that of "
-        "--optimizer, or adam)",
-    )
+    text = "rows nested no deeper than this (default: all)"
+    parser.add_argument("--depth", type=whole_number(0), metavar="N", help=text)
+    text = "sgd, momentum, adagrad, rmsprop, adam, adamw (default: that of --optimizer, or adam)"
+    parser.add_argument("--textbook", metavar="NAME", help=f"the optimizer of the textbook estimates: {text}")
 
 
 def run(options: argparse.Namespace) -> bool:
@@ -59,8 +54,7 @@ def run(options: argparse.Namespace) -> bool:
         weights = weight_memory(table.parameters, table.trainable_parameters)
     if options.json:
         answer = tables.layers_data(table, options.depth)
-        answer["model"] = type(subject.model).__name__
-        answer["device"] = device
+        answer |= {"model": type(subject.model).__name__, "device": device}
         answer["textbook"] = [tables.sum_data(each, training) for each in sums]
         answer["training"] = footprint_data(training)
         answer["inference"] = footprint_data(inference) if inference else None
@@ -68,7 +62,7 @@ def run(options: argparse.Namespace) -> bool:
         tables.print_json(answer)
         return True
     console = tables.terminal()
-    console.print(tables.headline(subject), markup=False)
+    console.print(tables.headline(subject))
     tables.print_layers(table, console, options.depth)
     tables.print_textbook(sums, training, inference, why_not, console)
     tables.print_weights(weights, console)

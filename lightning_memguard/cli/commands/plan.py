@@ -33,23 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add_target(parser)
     add_device(parser, "repeatable (default: the GPUs of this machine, or some common ones)")
-    group = parser.add_argument_group("limits")
-    group.add_argument("--margin", type=float, default=0.05, help="share of the memory to keep free (default: 0.05)")
-    group.add_argument("--budget", metavar="BYTES", help="memory the run may use on each device, such as 20GiB")
-    group.add_argument(
-        "--min-batch-size", type=whole_number(1), default=1, metavar="N", help="smallest to choose (default: 1)"
-    )
-    group.add_argument(
-        "--max-batch-size", type=whole_number(1), metavar="N", help="largest to choose (default: whatever fits)"
-    )
-    group = parser.add_argument_group("prediction and output")
-    group.add_argument(
-        "--inference", action="store_true", help="predict a forward pass under no_grad instead of a training step"
-    )
-    group.add_argument(
-        "--advise", action="store_true", help="suggest changes that save memory, each with its predicted peak"
-    )
-    group.add_argument("--report", metavar="DIR", help="write memguard_report.html, for the first device, to DIR")
+    add = parser.add_argument_group("limits").add_argument
+    add("--margin", type=float, default=0.05, help="share of the memory to keep free (default: 0.05)")
+    add("--budget", metavar="BYTES", help="memory the run may use on each device, such as 20GiB")
+    add("--min-batch-size", type=whole_number(1), default=1, metavar="N", help="smallest to choose (default: 1)")
+    add("--max-batch-size", type=whole_number(1), metavar="N", help="largest to choose (default: whatever fits)")
+    add = parser.add_argument_group("prediction and output").add_argument
+    add("--inference", action="store_true", help="predict a forward pass under no_grad instead of a training step")
+    add("--advise", action="store_true", help="suggest changes that save memory, each with its predicted peak")
+    add("--report", metavar="DIR", help="write memguard_report.html, for the first device, to DIR")
 
 
 def run(options: argparse.Namespace) -> bool:
@@ -61,7 +53,8 @@ def run(options: argparse.Namespace) -> bool:
         from lightning_memguard.training.planning.plan import plan_on
         from lightning_memguard.training.planning.target import check_device
 
-        _check_folder(options.report)
+        if options.report is not None:
+            _check_folder(options.report)
         budget = None if options.budget is None else parse_bytes(options.budget)
         limits = Limits(options.margin, budget, options.min_batch_size, options.max_batch_size)
         devices = options.device or default_devices()
@@ -74,8 +67,7 @@ def run(options: argparse.Namespace) -> bool:
             plan_it = partial(plan_on, device=device, limits=limits)
             subject, plan = with_memory_if_needed(options, subject, say, plan_it)
             plans.append(plan)
-        adviser = _worst(plans) if options.advise else None
-        advice = _advice(adviser, say) if adviser else ()
+        adviser, advice = _advise(plans, say) if options.advise else (None, ())
         files = _report(options, subject, plans[0], say) if options.report else ()
     if options.json:
         _print_json(subject, plans, adviser, advice)
@@ -84,25 +76,21 @@ def run(options: argparse.Namespace) -> bool:
     return any(plan.fits for plan in plans)
 
 
-def _check_folder(path: str | None) -> None:
+def _check_folder(path: str) -> None:
     """Refuse a report that could not be written, before minutes are spent on it."""
-    if path is None:
-        return
     existing = next(each for each in (Path(path).absolute(), *Path(path).absolute().parents) if each.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise MemGuardError(f"--report {path} cannot be written: {existing} is not a folder that you may write to.")
 
 
-def _worst(plans: Sequence[Plan]) -> Plan:
-    """The device to advise on: the first that it does not fit, else the smallest."""
-    return next((plan for plan in plans if not plan.fits), min(plans, key=lambda plan: plan.budget.usable_bytes))
-
-
-def _advice(plan: Plan, say: Say) -> Sequence[Advice]:
+def _advise(plans: Sequence[Plan], say: Say) -> tuple[Plan, Sequence[Advice]]:
+    """Advice on the first device that the step does not fit, else on the smallest."""
     from lightning_memguard.training.planning.advise import try_remedies
 
+    smallest = min(plans, key=lambda plan: plan.budget.usable_bytes)
+    plan = next((plan for plan in plans if not plan.fits), smallest)
     say(f"tracing remedies on {plan.budget.device}")
-    return try_remedies(plan.prediction, plan.footprint.batch_size, plan.budget, progress=say).advice
+    return plan, try_remedies(plan.prediction, plan.footprint.batch_size, plan.budget, progress=say).advice
 
 
 def _report(options: argparse.Namespace, subject: Subject, plan: Plan, say: Say) -> tuple[Path, ...]:
@@ -114,22 +102,16 @@ def _report(options: argparse.Namespace, subject: Subject, plan: Plan, say: Say)
     with suppress(CannotTraceError):
         shown = replace(subject, batch_size=decision.batch_size)
         layers = layers_on(shown, options.device[0] if options.device else plan.budget.device)
-    report = Report(
-        type(subject.model).__name__,
-        decision,
-        prediction.own_trace_at(decision.batch_size),
-        prediction.settings,
-        curve_of(prediction.footprint_at, decision),
-        layers=layers,
-    )
-    return write_report(options.report, report)
+    name, trace = type(subject.model).__name__, prediction.own_trace_at(decision.batch_size)
+    curve = curve_of(prediction.footprint_at, decision)
+    return write_report(options.report, Report(name, decision, trace, prediction.settings, curve, layers=layers))
 
 
 def _print(
     subject: Subject, plans: Sequence[Plan], adviser: Plan | None, advice: Sequence[Advice], files: Sequence[Path]
 ) -> None:
     console = tables.terminal()
-    console.print(tables.headline(subject), markup=False)
+    console.print(tables.headline(subject))
     if len(plans) == 1:
         tables.print_plan(plans[0], console, "training" if subject.training else "inference", advice)
     else:
@@ -137,7 +119,7 @@ def _print(
     if adviser is not None:
         tables.print_advice(advice, adviser, console)
     for path in files:
-        console.print(f"Wrote {path}", markup=False, soft_wrap=True)
+        console.print(f"Wrote {path}", soft_wrap=True)
     console.print(f"{sum(plan.seconds for plan in plans):.1f} s for {counted(len(plans), 'device')}.")
 
 

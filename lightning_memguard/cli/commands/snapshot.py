@@ -44,12 +44,11 @@ def run(options: argparse.Namespace) -> bool:
         tables.print_json({"path": str(path), "events": len(trace), "batch_size": subject.batch_size})
         return True
     console = tables.terminal()
-    console.print(tables.headline(subject), markup=False)
+    console.print(tables.headline(subject))
     console.print(
         f"Wrote {path}: {len(trace):,} events, the predicted step at batch size {subject.batch_size} on {device}.\n"
         f"To open it, drop it on https://pytorch.org/memory_viz, or run\n"
         f"  python -m torch.cuda._memory_viz trace_plot {path} -o {path.with_suffix('.html')}",
-        markup=False,
         soft_wrap=True,
     )
     return True

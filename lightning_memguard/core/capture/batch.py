@@ -30,6 +30,12 @@ from lightning_memguard.errors import CannotTraceError
 Build = Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]
 """(shape, example) -> a tensor of that shape, like the example in everything else."""
 
+_LISTS = (list, tuple, UserList, deque)
+_LEAVES = (str, bytes, int, float, complex, type, FunctionType, nn.Module, np.ndarray, type(None))
+_FACTORY_NAMES = ("arange", "empty", "eye", "full", "ones", "rand", "randn", "randperm", "zeros")
+_FACTORIES = frozenset(getattr(torch, name) for name in _FACTORY_NAMES)  # their numbers are sizes: the result is fake
+_pad_packed = torch._VF._pad_packed_sequence  # what `pad_packed_sequence` calls, in torch 2.9 to 2.13
+
 
 def map_tensors(tree: object, function: Callable[[torch.Tensor], object]) -> Any:
     """Rebuild a nesting with each of its tensors replaced; everything that is not a container passes through."""
@@ -77,8 +83,11 @@ def batch_size_of(batch: object) -> int:
     for tensor in tensors_in(batch):
         if tensor.dim():
             return int(tensor.size(0))  # a nested tensor has no shape
+    children, kind = _children(batch), type(batch).__name__
+    names = ", ".join(sorted({type(value).__name__ for value in (children or {}).values()}))
+    what = f"of type {kind}" if children is None else f"a {kind} of {names or 'nothing'}"
     raise CannotTraceError(
-        f"The batch holds no tensor to size it by: it is {_describe(batch)}. "
+        f"The batch holds no tensor to size it by: it is {what}. "
         "Return tensors from the dataset or the collate function to have the step predicted."
     )
 
@@ -104,15 +113,6 @@ class KnownValues(torch.Tensor):
                 return func(*args, **kwargs)
             with unset_fake_temporarily():
                 return tree_map(_as_known, func(*args, **kwargs))
-
-
-# These use numbers as sizes: what they create is fake.
-_FACTORIES = frozenset(
-    getattr(torch, name) for name in ("arange", "empty", "eye", "full", "ones", "rand", "randn", "randperm", "zeros")
-)
-
-
-_pad_packed = torch._VF._pad_packed_sequence  # what `pad_packed_sequence` calls, in torch 2.9 to 2.13
 
 
 def _moves(func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> bool:
@@ -239,8 +239,6 @@ class _Scaler:
     def _shape(self, small: Sequence[int], large: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._length(a, b) for a, b in zip(small, large, strict=True))
 
-    # -- tensors
-
     def _tensor(self, small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
         if self.build is not None and not _is_dense(small):
             return small
@@ -284,8 +282,6 @@ class _Scaler:
             self.storages[key] = empty(numel)
         return self.storages[key].as_strided(shape, stride, offset)
 
-    # -- other kinds
-
     def _array(self, small: np.ndarray, large: np.ndarray) -> np.ndarray:
         array = small
         for dim, size in enumerate(self._shape(small.shape, large.shape)):
@@ -322,7 +318,8 @@ class _Scaler:
             map_tensors(example, partial(self._stack, len(range(place, count, kinds))))
             for place, example in enumerate(examples)
         ]
-        return [_entry(stacked[index % kinds], index // kinds) for index in range(count)]
+        entries = (map_tensors(stacked[index % kinds], itemgetter(index // kinds)) for index in range(count))
+        return [entry if isinstance(entry, torch.Tensor) else copy.copy(entry) for entry in entries]
 
     def _stack(self, rows: int, example: torch.Tensor) -> torch.Tensor:
         _refuse_unknown_size(example)
@@ -469,9 +466,8 @@ def _with_one_more(tree: object, size: int) -> Any:
 
 def _grown_shape(shape: Sequence[int], size: int) -> list[int]:
     grown = list(shape)
-    growing = next((dim for dim, length in enumerate(grown) if length == size), None)
-    if growing is not None:
-        grown[growing] += 1
+    if size in grown:
+        grown[grown.index(size)] += 1
     elif grown and size and grown[0] % size == 0:  # several rows a sample
         grown[0] += grown[0] // size
     return grown
@@ -495,26 +491,11 @@ def _holds_batch(tree: object, size: int) -> bool:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata  # unlike `data_ptr`, fake storages have one too
-    return address
+    return int(tensor.untyped_storage()._cdata)  # unlike `data_ptr`, fake storages have one too
 
 
 def _device_of(tensor: torch.Tensor) -> torch.device:
     return torch.device("cpu") if tensor.is_meta else tensor.device
-
-
-def _describe(batch: object) -> str:
-    children = _children(batch)
-    if children is None:
-        return f"of type {type(batch).__name__}"
-    kinds = ", ".join(sorted({type(value).__name__ for value in children.values()}))
-    return f"a {type(batch).__name__} of {kinds or 'nothing'}"
-
-
-# -- containers
-
-_LISTS = (list, tuple, UserList, deque)
-_LEAVES = (str, bytes, int, float, complex, type, FunctionType, nn.Module, np.ndarray, type(None))
 
 
 def _children(tree: object) -> dict[Any, Any] | None:
@@ -583,8 +564,3 @@ def _rebuild(tree: object, children: dict[Any, Any]) -> Any:
         for name, value in children.items():
             object.__setattr__(clone, name, value)
     return clone
-
-
-def _entry(stacked: object, row: int) -> Any:
-    entry = map_tensors(stacked, itemgetter(row))
-    return entry if isinstance(entry, torch.Tensor) else copy.copy(entry)

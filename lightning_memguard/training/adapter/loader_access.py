@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.utilities import CombinedLoader
 
+_PATCHED = [f"__{old}{name}__" for old in ("", "old__") for name in ("init", "setattr", "delattr")]
+
 
 def call_loader_hook(owner: LightningModule | LightningDataModule, hook: str) -> Any:
     """Call ``train_dataloader`` or a similar hook as Lightning would: it records how the loader was constructed."""
@@ -29,9 +31,6 @@ def call_loader_hook(owner: LightningModule | LightningDataModule, hook: str) ->
     record = connector._replace_dunder_methods
     with preserve_loader_classes(), record(DataLoader, "dataset"), record(BatchSampler):
         return getattr(owner, hook)()
-
-
-_PATCHED = [f"__{old}{name}__" for old in ("", "old__") for name in ("init", "setattr", "delattr")]
 
 
 @contextmanager
@@ -54,10 +53,8 @@ def preserve_loader_classes() -> Iterator[None]:
                     delattr(cls, name)
 
 
-def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
-    yield cls
-    for each in cls.__subclasses__():
-        yield from _with_subclasses(each)
+def _with_subclasses(cls: type[Any]) -> list[type[Any]]:
+    return [cls, *(below for each in cls.__subclasses__() for below in _with_subclasses(each))]
 
 
 def set_data_source(trainer: Trainer, owner: object) -> None:

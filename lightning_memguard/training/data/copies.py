@@ -63,9 +63,8 @@ def _can_seek(iterator: object) -> bool:
 
 def shallow_copy(thing: T) -> T:
     """A copy that shares all attributes; when it is deleted, nothing is closed that the original still needs."""
-    clone = copy.copy(thing)
-    if clone is not thing and hasattr(type(thing), "__del__"):
-        kind = type(thing)
+    clone, kind = copy.copy(thing), type(thing)
+    if clone is not thing and hasattr(kind, "__del__"):
         names = {"__slots__": (), "__module__": kind.__module__, "__doc__": kind.__doc__, "__del__": lambda _: None}
         clone.__class__ = type(kind.__name__, (kind,), names)
     return clone

@@ -24,7 +24,6 @@ from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import preserve_state
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule
     from pytorch_lightning.utilities import CombinedLoader
 
 
@@ -159,26 +158,23 @@ class LoaderInfo:
         return min(counts) if self.mode == "min_size" else sum(counts) if self.mode == "sequential" else max(counts)
 
 
-# -- which loaders a run has
-
-
 def find(facts: RunFacts, role: Role) -> LoaderInfo:
     """Look up the loaders of a run that has not started.
 
     Raises:
         CannotTraceError: there is none, its hook cannot run on a copy, or its dataset is empty.
     """
-    data, package = facts.sources[role], lightning_of(facts.strategy)
-    with preserve_state(data.instance):
-        if isinstance(data.instance, package.LightningDataModule):
-            loader, origin = call_loader_hook(copy.copy(data.instance), data.hook), f"the datamodule's {data.hook}()"
-        elif isinstance(data.instance, package.LightningModule):
-            loader, origin = (
-                call_loader_hook(_module_copy(data.instance, role), data.hook),
-                f"the module's {data.hook}()",
-            )
+    owner, hook, package = facts.sources[role].instance, facts.sources[role].hook, lightning_of(facts.strategy)
+    with preserve_state(owner):
+        if isinstance(owner, package.LightningDataModule):
+            loader, origin = call_loader_hook(copy.copy(owner), hook), f"the datamodule's {hook}()"
+        elif isinstance(owner, package.LightningModule):
+            # the parameters of the copy have no memory
+            module: Any = fake_copy(owner, FakeTensorMode(), torch.device("cpu"))
+            module.setup("fit" if role in ("train", "val") else role)
+            loader, origin = call_loader_hook(module, hook), f"the module's {hook}()"
         else:
-            loader = data.instance
+            loader = owner
             origin = f"fit({role}_dataloaders=...)" if role in ("train", "val") else f"{role}(dataloaders=...)"
     if loader is None:
         raise CannotTraceError(f"{origin} returned no loader: there is no batch to predict from.")
@@ -188,17 +184,9 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
     return info
 
 
-def _module_copy(module: LightningModule, role: Role) -> Any:
-    """A copy of a module that makes its own loaders, set up for the run, its parameters without memory."""
-    module_copy: Any = fake_copy(module, FakeTensorMode(), torch.device("cpu"))
-    module_copy.setup("fit" if role in ("train", "val") else role)
-    return module_copy
-
-
 def info_of(facts: RunFacts, loaders: object, origin: str, role: Role) -> LoaderInfo:
     """Look at a loader or a nesting of loaders that a run was given."""
-    mode = "max_size_cycle" if role == "train" else "sequential"
-    combined = combine(loaders, mode, lightning_of(facts.strategy))
+    combined = combine(loaders, "max_size_cycle" if role == "train" else "sequential", lightning_of(facts.strategy))
     ranks = facts.world_size if facts.uses_distributed_sampler else 1
     recreated = ranks > 1 or role == "predict" or facts.overfit_batches > 0
     sources = (source_of(loader, origin, ranks, recreated=recreated) for loader in combined.flattened)
@@ -208,12 +196,8 @@ def info_of(facts: RunFacts, loaders: object, origin: str, role: Role) -> Loader
 def source_of(loader: Iterable[Any], origin: str, ranks: int = 1, *, recreated: bool = False) -> Source:
     """Look at one loader; Lightning spreads its samples over ``ranks``, or constructs it again for another reason."""
     with preserve_state(loader):
-        fixed = resizing.why_fixed(loader, origin, recreated=recreated)
-        ranks = ranks if isinstance(loader, DataLoader) else 1
-        return Source(loader, resizing.batch_size_setting(loader), fixed, ranks)
-
-
-# -- which batch sizes suit them
+        fixed, size = resizing.why_fixed(loader, origin, recreated=recreated), resizing.batch_size_setting(loader)
+        return Source(loader, size, fixed, ranks if isinstance(loader, DataLoader) else 1)
 
 
 def largest_for(facts: RunFacts, info: LoaderInfo) -> int | None:

@@ -43,9 +43,6 @@ def drops_last(loader: object) -> bool:
     return bool(getattr(loader if batch_sampler is None else batch_sampler, "drop_last", False))
 
 
-# -- whether a size can be changed
-
-
 def why_fixed(loader: object, origin: str, *, recreated: bool = False) -> str:
     """Why a loader's batch size cannot be changed; empty if it can. ``recreated``: Lightning constructs it again."""
     if not isinstance(loader, DataLoader):
@@ -98,9 +95,6 @@ def _takes_batch_size(made: object) -> bool:
     """Whether Lightning can pass a batch size when it constructs a loader again."""
     recorded = recorded_arguments(made) or ()
     return "batch_size" in recorded or "batch_size" in inspect.signature(type(made).__init__).parameters
-
-
-# -- how
 
 
 def trial_at(loader: Iterable[Any], batch_size: int) -> Any:

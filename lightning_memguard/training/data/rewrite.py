@@ -34,10 +34,8 @@ def _resize_all(facts: RunFacts, loaders: object, role: Role, batch_size: int) -
     """The loaders at a size; unchanged where a hook now gives others, that cannot be resized."""
     try:
         info = info_of(facts, loaders, "the loader", role)
-        sizes = [info.size_of(source, batch_size) for source in info.sources]
-        resized = [
-            resize(source.loader, size, info.fixed_because) for source, size in zip(info.sources, sizes, strict=True)
-        ]
+        sized = [(source.loader, info.size_of(source, batch_size)) for source in info.sources]
+        resized = [resize(loader, size, info.fixed_because) for loader, size in sized]
     except Exception as error:  # noqa: BLE001 - what the user's hook gave is trained with as it is
         warnings.warn(f"MemGuard left the {role} loader as it is: {error}", stacklevel=2)
         return loaders

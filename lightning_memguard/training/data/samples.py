@@ -141,8 +141,7 @@ def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
         if seen and (samples >= MOST_SAMPLES or time.monotonic() - started > MOST_SECONDS):
             all_seen = False
             break
-        nbytes = batch_bytes(batch)
-        size = count or batch_size_of(batch)
+        nbytes, size = batch_bytes(batch), count or batch_size_of(batch)
         if largest is None or nbytes > batch_bytes(largest):
             largest, most = batch, size
         sizes.add(nbytes)
@@ -178,12 +177,10 @@ def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderSamples:
     indices = _indices(loader)
     largest = _LargestSamples(copy_for_reading(loader.collate_fn))
-    started = time.monotonic()
-    stopped = False
+    stopped, started = False, time.monotonic()
     for item in _read(loader, indices):
         largest.add(item)
-        stopped = largest.seen >= LEAST_SAMPLES and time.monotonic() - started > MOST_SECONDS
-        if stopped:
+        if stopped := largest.seen >= LEAST_SAMPLES and time.monotonic() - started > MOST_SECONDS:
             break
     if not largest.seen:
         raise largest.failure or CannotTraceError("the dataset is empty: there is no sample to predict from")
@@ -321,9 +318,8 @@ def _spread(count: int) -> list[int]:
 def _are_all(indices: list[Any], loader: DataLoader[Any]) -> bool:
     """Whether no epoch can hold another sample than these."""
     sampler = _sampler_of(loader)
-    if type(sampler) is torch_data.SubsetRandomSampler and (
-        loader.batch_sampler is None or not makes_own_batches(loader)
-    ):
+    own_batches = loader.batch_sampler is not None and makes_own_batches(loader)
+    if type(sampler) is torch_data.SubsetRandomSampler and not own_batches:
         return len(indices) == len(sampler)
     with contextlib.suppress(TypeError, NotImplementedError):
         return len(set(indices)) == len(loader.dataset)  # type: ignore[arg-type]
