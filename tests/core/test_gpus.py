@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from lightning_memguard.core.gpus import CATALOGUE, Gpu, find
+from lightning_memguard.core.gpus import Gpu, catalogue, find
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import GIB, MIB
 
+CATALOGUE = catalogue()
 EVERY = pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
 
 

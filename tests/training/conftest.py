@@ -120,7 +120,7 @@ def tuned() -> Callable[..., Tuning]:
 def as_measured(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Decision]:
     """A run is predicted; then it runs unguarded, and PyTorch's profiler sees the same peak within 0.1 %.
 
-    ``run`` takes a Trainer; ``callbacks`` and ``plugins`` are made anew for each of the two.
+    ``run`` takes a Trainer; ``callbacks`` and ``plugins`` are made for each of the two.
     """
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     truth = importlib.import_module("shared.truth")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from lightning_memguard.cli import tables
-from lightning_memguard.core.gpus import CATALOGUE, find
+from lightning_memguard.core.gpus import catalogue, find
 
 HELP = "list the GPUs that can be planned for"
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> bool:
     """Print the GPUs whose names contain all words of the filter."""
     words = options.filter.lower().replace("-", " ").split()
-    names = {gpu: " ".join((gpu.name, *gpu.aliases)).lower().replace("-", " ") for gpu in CATALOGUE}
+    names = {gpu: " ".join((gpu.name, *gpu.aliases)).lower().replace("-", " ") for gpu in catalogue()}
     matching = [gpu for gpu, name in names.items() if all(word in name for word in words)]
     matching = matching or [find(options.filter)]  # raises an error that names similar ones
     if options.json:

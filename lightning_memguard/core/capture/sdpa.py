@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memguard.core.kernels.attention import is_strictly_deterministic
@@ -278,7 +279,7 @@ def _autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype("cuda"))
 
 
-def _run(operator: str, *args: Any, **kwargs: Any) -> Tensor:
+def _run(operator: str, *args: object, **kwargs: object) -> Tensor:
     """The first result; the others are autograd's."""
     return getattr(_aten, operator)(*args, **kwargs)[0]  # type: ignore[no-any-return]
 
@@ -318,7 +319,7 @@ class _SeedsOnHost(TorchDispatchMode):
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is not getattr(_aten, _EFFICIENT).default:

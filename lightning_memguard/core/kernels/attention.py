@@ -121,7 +121,7 @@ class _Tile:
 def _tile(half: bool, width: int, dropout: bool, capability: tuple[int, int]) -> _Tile:
     """The first kernel of cuda/mem_eff_attention/kernels/cutlassB.h that takes these heads and fits shared memory.
 
-    The list is made by `generate_kernels.py` beside it. What shared memory the large tiles need was not computed, but
+    The list is made by `generate_kernels.py` next to it. What shared memory the large tiles need was not computed, but
     taken from the comments there: they fit the data center's GPUs, not 7.5, 8.6 and 8.9; 12.0 has no more than those.
     """
     little_memory = capability in ((7, 5), (8, 6), (8, 9)) or capability >= (12, 0)

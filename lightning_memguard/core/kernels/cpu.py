@@ -24,7 +24,7 @@ RULES = Rules[CpuTarget]()
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether an image batch has its channels innermost, and is not contiguous besides."""
+    """Whether an image batch has its channels innermost, and is not contiguous."""
     if tensor.dim() != 4 or tensor.is_contiguous():
         return False
     _, channels, height, width = tensor.shape

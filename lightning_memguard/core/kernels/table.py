@@ -1,7 +1,7 @@
 """One named table of the bytes that no trace of operators sees. Every figure has a source or a recorded measurement.
 
-The rules of all families of operators are joined here by target. cuBLAS' workspace, which outlives its operator, is
-here too.
+The rules of all families of operators are joined here, for the CPU and for CUDA. cuBLAS' workspace, which outlives its
+operator, is here too.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def takes_cublas(operator: str) -> bool:
 def cublas_workspace_bytes(compute_capability: tuple[int, int], environ: Mapping[str, str]) -> int:
     """What cuBLAS takes from the caching allocator for each handle, and keeps; each thread and stream has its own.
 
-    32 MiB on compute capability 9, 10 and 12, else 8,519,680 bytes, or what ``CUBLAS_WORKSPACE_CONFIG`` asks for as
+    32 MiB on compute capability 9, 10 and 12, else 8,519,680 bytes, or what ``CUBLAS_WORKSPACE_CONFIG`` sets as
     ``:[KiB]:[count]`` pairs: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp.
     """
-    asked = re.findall(r":(\d+):(\d+)", environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if asked:
-        return sum(int(kib) * int(count) for kib, count in asked) << 10
+    pairs = re.findall(r":(\d+):(\d+)", environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(kib) * int(count) for kib, count in pairs) << 10
     return 32 << 20 if compute_capability[0] in (9, 10, 12) else 8_519_680

@@ -30,34 +30,22 @@ from lightning_memguard.core.replay.settings import (
 _ADDRESSES_PER_SEGMENT = 1 << 48
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A piece of device memory that is allocated, cached, or (in expandable segments) not mapped yet.
 
     What `Allocator.alloc` returns and `Allocator.free` takes. The blocks of a segment are linked by address.
     """
 
-    __slots__ = (
-        "address",
-        "allocated",
-        "idle_since",
-        "mapped",
-        "next",
-        "pool",
-        "previous",
-        "requested_bytes",
-        "size_bytes",
-    )
-
-    def __init__(self, pool: Pool, address: int, size_bytes: int, mapped: bool = True) -> None:
-        self.pool = pool
-        self.address = address
-        self.size_bytes = size_bytes
-        self.mapped = mapped
-        self.allocated = False
-        self.requested_bytes = 0
-        self.idle_since = 0
-        self.previous: Block | None = None
-        self.next: Block | None = None
+    pool: Pool
+    address: int
+    size_bytes: int
+    mapped: bool = True
+    allocated: bool = False
+    requested_bytes: int = 0
+    idle_since: int = 0
+    previous: Block | None = None
+    next: Block | None = None
 
     @property
     def is_split(self) -> bool:

@@ -147,9 +147,9 @@ def replay(trace: Trace, settings: AllocatorSettings) -> Replay:
         trace: the events; a block that is never freed stays allocated.
         settings: see `AllocatorSettings.for_device`.
 
-    >>> step = (Event("alloc", 0, 1000), Event("alloc", 1, 3 * MIB), Event("free", 0, 1000))
+    >>> step = (Event("alloc", 0, 1000), Event("alloc", 1, 3 << 20), Event("free", 0, 1000))
     >>> held = replay(Trace(8, "cuda", "fake", step), AllocatorSettings())
-    >>> held.peak_allocated_bytes == 1024 + 3 * MIB, held.peak_reserved_bytes == 2 * MIB + 20 * MIB
+    >>> held.peak_allocated_bytes == 1024 + (3 << 20), held.peak_reserved_bytes == 22 << 20
     (True, True)
     """
     return Replay.of(Steps(trace, settings))

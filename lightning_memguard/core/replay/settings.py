@@ -113,7 +113,9 @@ def _settings_from(variable: str, text: str) -> AllocatorSettings:
         max_split_size_bytes=read("max_split_size_mb", lambda option: option.mebibytes(segment), None),
         max_non_split_rounding_bytes=read("max_non_split_rounding_mb", lambda option: option.mebibytes(segment), None),
         roundup_power2_divisions=read("roundup_power2_divisions", _Option.divisions, (0,) * ROUNDUP_INTERVALS),
-        garbage_collection_threshold=read("garbage_collection_threshold", _Option.share_between, 0.0),
+        garbage_collection_threshold=read(
+            "garbage_collection_threshold", lambda option: option.share(with_ends=False), 0.0
+        ),
         per_process_memory_fraction=read("per_process_memory_fraction", _Option.share, 1.0),
         expandable_segments=read("expandable_segments", _Option.flag, default=False),
     )
@@ -154,17 +156,12 @@ class _Option:
             raise self._refused(f"a whole number of MiB, at least {at_least // MIB}")
         return number * MIB
 
-    def share(self, expected: str = "a number from 0 to 1") -> float:
+    def share(self, *, with_ends: bool = True) -> float:
         number = _NUMBER.match(self.value)
-        if number is None or not 0.0 <= float(number[0]) <= 1.0:
-            raise self._refused(expected)
-        return float(number[0])
-
-    def share_between(self) -> float:
-        expected = "a number between 0 and 1"
-        if self.share(expected) in (0.0, 1.0):
-            raise self._refused(expected)
-        return self.share()
+        share = float(number[0]) if number else -1.0
+        if not 0.0 <= share <= 1.0 or (share in (0.0, 1.0) and not with_ends):
+            raise self._refused("a number from 0 to 1" if with_ends else "a number between 0 and 1")
+        return share
 
     def divisions(self) -> tuple[int, ...]:
         """One number for all sizes, or a list such as `[256:1,512:2,>:8]` (parseRoundUpPower2Divisions).

@@ -1,4 +1,4 @@
-"""Scratch: what a kernel takes from PyTorch's allocator inside one operator, where no trace of operators sees it."""
+"""Scratch: what a kernel takes from PyTorch's allocator inside one operator, unseen by a trace of operators."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ class CudaTarget:
     Attributes:
         compute_capability: such as ``(9, 0)``.
         multiprocessors: ``multiProcessorCount`` of the device's properties.
-        cudnn_benchmark: whether convolutions are chosen by benchmarking them (``torch.backends.cudnn.benchmark``).
         deterministic: ``torch.are_deterministic_algorithms_enabled()``, or cuDNN's own flag.
         tf32: whether float32 convolutions may run on TF32 tensor cores (``torch.backends.cudnn.allow_tf32``).
     """
 
     compute_capability: tuple[int, int]
     multiprocessors: int
-    cudnn_benchmark: bool = False
     deterministic: bool = False
     tf32: bool = True
 

@@ -100,7 +100,7 @@ def ran_out_of_memory(exception: BaseException) -> bool:
 
 
 def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measured: Measured | None) -> Failure:
-    """Find out what stood against the prediction when memory ran out, and what would have fit."""
+    """Compare what was there when memory ran out with the prediction, and find what would have fit."""
     budget = watch.profile.budget
     now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
     return Failure(
@@ -115,7 +115,7 @@ def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measure
 
 
 def _would_fit(watch: BatchWatch, decided: Footprint, now: Budget, measured: Measured | None) -> int | None:
-    """The largest batch size that would have fitted, if steps take as much more as this one did; None if none would."""
+    """The largest batch size that would have fit, if steps take as much more as this one did; None if none would."""
     budget = min(now, watch.profile.budget, key=lambda each: each.usable_bytes)
     taken = measured.peak_bytes if measured else 0
     ratio = max(1.0, taken / decided.peak_device_bytes if decided.peak_device_bytes else 1.0)

@@ -61,7 +61,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     Attributes:
         decision: the batch size and why, once a run has been set up; else None.
-        records: predicted beside measured, one for each epoch of the last fit, or one for the last evaluation.
+        records: predicted and measured memory, one for each epoch of the last fit, or one for the last evaluation.
 
     Raises:
         MemGuardError: an argument is out of its range; or, at setup, the Trainer has two MemGuards.

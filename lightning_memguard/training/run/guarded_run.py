@@ -1,4 +1,4 @@
-"""One run under MemGuard, from its setup until it is over: what is open while it goes on, and what it records."""
+"""One run under MemGuard, from its setup until it is over: what is open while it runs, and what it records."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ class GuardedRun:
         if self.tuning.ranks.rank:
             return path
         if profile is None:
-            raise MemGuardError(f"There is no predicted step to write down: {decision.reason}.")
+            raise MemGuardError(f"There is no predicted step to write: {decision.reason}.")
         return save_snapshot(profile.trace_at(decision.batch_size), profile.prediction.settings, path)
 
     def _write_page(self) -> Path | None:

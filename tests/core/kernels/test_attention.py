@@ -109,7 +109,7 @@ def test_flash_backward_takes_a_copy_a_wave_to_be_deterministic(monkeypatch: pyt
     assert flash_backward(*tensors(2, 4, 128, 64), A100) == Scratch(after=((sums, 14 * sums * 64),))  # 108 / 8, up
 
 
-def test_efficient_keeps_wide_heads_in_float32_beside_the_result() -> None:
+def test_efficient_keeps_wide_heads_in_float32_next_to_the_result() -> None:
     assert scratch(EFFICIENT, *tensors(2, 4, 16, 128), None, True, kernel_target=A100) == NONE
     assert scratch(EFFICIENT, *tensors(2, 4, 16, 256, dtype=SINGLE), None, True, kernel_target=A100) == NONE
     wide = tensors(2, 4, 16, 256)

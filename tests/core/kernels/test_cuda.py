@@ -373,7 +373,7 @@ def test_cudnns_batch_norm_copies_into_the_inputs_layout():
 
 
 @pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss"])
-def test_averaged_losses_stay_in_the_results_storage_and_beside_it(name):
+def test_averaged_losses_stay_in_the_results_storage_and_next_to_it(name):
     scratch = rule(name, (tensor(8, 10), tensor(8, 10)), tensor())
     assert (scratch.kept, blocks(scratch)) == (316, [320])
     assert rule(name, (tensor(8, 10), tensor(8, 10), 0), tensor(8, 10)) == NONE
@@ -384,13 +384,13 @@ def test_binary_cross_entropy_shrinks_its_losses_in_place():
     assert (scratch.kept, blocks(scratch)) == (316, [4])
 
 
-def test_binary_cross_entropy_with_logits_has_log_sigmoids_beside_its_losses():
+def test_binary_cross_entropy_with_logits_has_log_sigmoids_next_to_its_losses():
     args = (tensor(8, 10), tensor(8, 10))
     assert blocks(rule("binary_cross_entropy_with_logits", args, tensor())) == [320, 320]
     assert blocks(rule("binary_cross_entropy_with_logits", (*args, None, None, 0), tensor(8, 10))) == [320]
 
 
-def test_huber_loss_keeps_its_losses_beside_the_mean():
+def test_huber_loss_keeps_its_losses_next_to_the_mean():
     assert blocks(rule("huber_loss", (tensor(8, 10), tensor(8, 10)), tensor())) == [320]
 
 

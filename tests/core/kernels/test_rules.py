@@ -70,10 +70,11 @@ class Read(dict[str, Any]):
 
 
 def overloads(name: str) -> Iterator[Any]:
-    """The overloads that allocate their results, without those that only TorchScript has."""
+    """The overloads that allocate their results, without those of TorchScript and those for named dimensions."""
     packet = getattr(torch.ops.aten, name)
     for overload in (getattr(packet, each) for each in packet.overloads()):
-        if overload.name() in DISPATCHED and not any(argument.is_out for argument in overload._schema.arguments):
+        written = any(argument.is_out for argument in overload._schema.arguments)
+        if overload.name() in DISPATCHED and not written and "name" not in overload._overloadname:
             yield overload
 
 

@@ -131,7 +131,7 @@ def test_nothing_else_opens_cublas(operator: str) -> None:
     ("capability", "nbytes"),
     [((7, 0), 8_519_680), ((8, 0), 8_519_680), ((8, 9), 8_519_680), ((9, 0), 32 << 20), ((12, 0), 32 << 20)],
 )
-def test_cublas_keeps_more_on_newer_chips(capability: tuple[int, int], nbytes: int) -> None:
+def test_cublas_keeps_more_on_newer_gpus(capability: tuple[int, int], nbytes: int) -> None:
     assert table.cublas_workspace_bytes(capability, {}) == nbytes
 
 

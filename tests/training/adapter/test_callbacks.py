@@ -43,7 +43,7 @@ def decided(trainer: Any, module: Any, data: TensorDataset, *callbacks: Any, **s
 
 @pytest.mark.parametrize("name", ["WeightAveraging", "EMAWeightAveraging"])
 def test_an_average_and_what_its_update_takes(wide: Any, wide_data: Any, as_measured: Any, name: str) -> None:
-    """Its copy stands there all the while; the peak stands where the largest weight is averaged."""
+    """Its copy is there throughout; the peak is where the largest weight is averaged."""
     decision = as_measured(fit(wide, wide_data), averaging(name))
     assert decision.footprint.parts["callbacks"] == WEIGHTS
     assert decision.footprint.phase == "averaging"
@@ -51,7 +51,7 @@ def test_an_average_and_what_its_update_takes(wide: Any, wide_data: Any, as_meas
 
 
 def test_stochastic_averaging_between_epochs(wide: Any, wide_data: Any, as_measured: Any) -> None:
-    """No batch stands beside its update."""
+    """No batch is there during its update."""
     decision = as_measured(
         fit(wide, wide_data), lambda: pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1), max_epochs=3
     )
@@ -132,7 +132,7 @@ def test_an_average_of_the_users_own_is_counted_once(
 
 
 def test_an_average_that_comes_late_makes_the_batch_smaller(trainer: Any, wide: Any, wide_data: TensorDataset) -> None:
-    """By when it copies, the size was chosen and told: a warning says that it has changed, and why."""
+    """When it copies, the size was chosen and shown: a warning says that it has changed, and why."""
     settings = {"budget": 5_900_000, "margin": 0.05}
     alone = decided(trainer, wide(), wide_data, **settings)
 
@@ -170,7 +170,9 @@ def test_a_teacher_and_a_queue_are_counted_once(wide: Any, wide_data: Any, as_me
     assert decision.footprint.parts["callbacks"] == 4 * (700 * 700 + 700 + 2 * 1000 * 100)
 
 
-def test_what_belongs_to_the_module_is_no_callbacks_memory(trainer: Any, wide: Any, wide_data: TensorDataset) -> None:
+def test_what_belongs_to_the_module_is_not_counted_for_a_callback(
+    trainer: Any, wide: Any, wide_data: TensorDataset
+) -> None:
     """Nor is what holds no bytes named as a part."""
 
     class Holds(pl.Callback):

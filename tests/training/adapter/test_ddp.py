@@ -43,7 +43,7 @@ H200 = gpus.find("NVIDIA H200")
 
 
 class Net(pl.LightningModule):
-    """Layers enough for several buckets of 0.25 MiB, and what a case asks for beside them."""
+    """Layers enough for several buckets of 0.25 MiB, and what else a case asks for."""
 
     def __init__(self, extra: str = "", lightly: bool = False) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(parameters, lr=0.01) if self.lightly else torch.optim.Adam(parameters)
 
 
-# What DDP is given, what the module has beside its layers, and how many micro-batches make a step.
+# What DDP is given, what the module has besides its layers, and how many micro-batches make a step.
 CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "default": ({"bucket_cap_mb": 0.25}, "", 1),
     "default cap": ({}, "", 1),
@@ -300,7 +300,7 @@ def bucket_bytes(trace: Trace) -> list[int]:
     return [event.nbytes for event in made if event.part == "communication" and event.nbytes > 100]
 
 
-LARGEST_LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)  # a gradient is beside its bucket until it has been copied
+LARGEST_LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)  # a gradient is there next to its bucket until it has been copied
 GRADIENT_BYTES = 4 * sum(p.numel() for p in Net().parameters())
 
 # -- what a reader learns
@@ -349,7 +349,7 @@ def test_views_save_nothing_while_gradients_are_accumulated(predict: Any) -> Non
     assert steady_peak(predict(CASES["view"][0], accumulate=2)) > 0.9 * last
 
 
-def test_views_hold_the_gradients_twice_while_buckets_are_built_anew(predict: Any) -> None:
+def test_views_hold_the_gradients_twice_while_buckets_are_rebuilt(predict: Any) -> None:
     alone, peaks = peaks_by_batch(predict(None)), peaks_by_batch(predict(CASES["view"][0]))
     assert peaks[1] > peaks[2]
     assert peaks[1] > alone[1] + GRADIENT_BYTES / 2
@@ -425,7 +425,7 @@ def test_a_validation_alone_broadcasts_the_module_and_wraps_nothing() -> None:
 
 
 def test_what_stays_of_views_is_called_communication(predict: Any) -> None:
-    """The buckets stand there when nobody has a gradient, as while a fit validates."""
+    """The buckets are there when no parameter has a gradient, as while a fit validates."""
     alive = {event.block: event for event in predict(CASES["view"][0])}
     standing = [event for event in alive.values() if event.action == "alloc"]
     assert sum(event.nbytes for event in standing if event.part == "communication") == GRADIENT_BYTES

@@ -41,7 +41,7 @@ def test_accumulated_gradients_are_kept_for_the_next_batch(
     """With four batches a step, gradients are freed once every step, not once every batch."""
     trace = trace_of(tuned(trainer(accumulate_grad_batches=4), small(), dataset))
     freed = [event.step for event in trace if event.action == "free" and event.part == "gradients"]
-    assert set(freed) == {2}, "two micro-batches stand for four: the second step begins with the third"
+    assert set(freed) == {2}, "two micro-batches represent four: the second step begins with the third"
 
 
 def test_clipping_takes_its_norms(trainer: Any, small: Any, dataset: TensorDataset, tuned: Any) -> None:

@@ -1,4 +1,4 @@
-"""Two gloo processes on this machine: one size for both, or both step aside; nobody waits for ever."""
+"""Two gloo processes on this machine: one size for both, or neither run is tuned; none waits forever."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_buckets_that_ranks_exchange_are_counted(seen: dict[str, tuple[Seen,
         assert rank["parts"]["communication"] >= 4 * 1348
 
 
-def test_a_rank_that_fails_to_predict_makes_all_step_aside(seen: dict[str, tuple[Seen, Seen]]) -> None:
+def test_if_one_rank_fails_to_predict_none_tunes_the_run(seen: dict[str, tuple[Seen, Seen]]) -> None:
     for rank in seen["one fails"]:
         assert rank["error"] == ""
         assert rank["outcome"] == "stepped aside"
@@ -126,23 +126,23 @@ def test_spawned_ranks_choose_alike(tmp_path: Path) -> None:
 # -- in one process
 
 
-def test_a_team_of_one_asks_nobody() -> None:
+def test_one_rank_asks_no_other() -> None:
     assert Ranks().gather("mine") == ["mine"]
     assert Ranks().agree(Attempt(5)) == 5
 
 
 class Others(Ranks):
-    """A team whose other ranks say what the test lets them say."""
+    """Ranks whose other values come from the test."""
 
-    said: tuple[Any, ...] = ()
+    others: tuple[Any, ...] = ()
 
     def gather(self, mine: Any) -> list[Any]:
-        return [mine, *self.said]
+        return [mine, *self.others]
 
 
-def ranks(*said: Any) -> Ranks:
-    made = Others(size=1 + len(said))
-    object.__setattr__(made, "said", said)
+def ranks(*others: Any) -> Ranks:
+    made = Others(size=1 + len(others))
+    object.__setattr__(made, "others", others)
     return made
 
 
@@ -154,7 +154,7 @@ def test_what_does_not_fit_elsewhere_outweighs_what_failed_elsewhere() -> None:
 
 
 def test_a_shared_device_is_divided_and_what_is_ones_own_stays() -> None:
-    """1,000 bytes free beside the 100 of this rank's model, 900 beside another's: 450 more for each."""
+    """1,000 bytes free besides the 100 of this rank's model, 900 besides another's: 450 more for each."""
     name = ranks_module._name(torch.device("cpu"), 0)
     budget = Budget(10_000, 1100, 110, "host", "CPU")
     mine = ranks_module.shared(ranks((name, 900, "host")), budget, torch.device("cpu"), held_bytes=100)

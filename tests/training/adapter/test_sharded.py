@@ -66,7 +66,7 @@ def test_the_report_names_the_parts() -> None:
 def test_the_states_of_a_fit_are_divided_at_any_size(
     trainer: Any, small: Any, dataset: TensorDataset, tuned: Any
 ) -> None:
-    """Eight ranks: an eighth of each state stands beside all of the activations."""
+    """Eight ranks: an eighth of each state, and all of the activations."""
     whole = tuned(trainer(), small(), dataset, mode="check").profile.prediction
     split = sharded.divide_by_rank(whole, Shards("a strategy", EIGHT))
     for size in (10, 50):

@@ -53,7 +53,7 @@ class Growing(IterableDataset[torch.Tensor]):
         return (torch.zeros(length, dtype=torch.long) for length in self.lengths)
 
 
-def told(trainer: Any, data: Any, **settings: Any) -> list[str]:
+def warnings_of(trainer: Any, data: Any, **settings: Any) -> list[str]:
     guard = MemGuard(**{"max_batch_size": 100, **settings})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -63,29 +63,29 @@ def told(trainer: Any, data: Any, **settings: Any) -> list[str]:
 
 def test_a_larger_batch_is_announced_with_what_it_takes(trainer: Any) -> None:
     """100 texts of 40 tokens where 10 were predicted from: a float32 embedding of 100 x 40 x 32 is 500 KiB."""
-    (text,) = told(trainer, Growing([40] * 100), budget="64MiB")
+    (text,) = warnings_of(trainer, Growing([40] * 100), budget="64MiB")
     assert "Training batch 50 has [100, 40], larger than the [100, 10] of the prediction" in text
     assert text.endswith("It fits.")
 
 
 def test_one_that_may_not_fit_says_so(trainer: Any) -> None:
-    (text,) = told(trainer, Growing([4000] * 100), budget=4 * MIB)
+    (text,) = warnings_of(trainer, Growing([4000] * 100), budget=4 * MIB)
     assert "may run out of memory" in text
 
 
-def test_it_is_said_again_only_for_one_that_is_larger_by_a_tenth(trainer: Any) -> None:
+def test_it_is_announced_again_only_for_one_that_is_larger_by_a_tenth(trainer: Any) -> None:
     """40, again 40, 43 (less than a tenth more), 48."""
     lengths = [length for length in (40, 40, 43, 48) for _ in range(100)]
-    first, second = told(trainer, Growing(lengths), budget="64MiB")
+    first, second = warnings_of(trainer, Growing(lengths), budget="64MiB")
     assert "[100, 40]" in first
     assert "[100, 48]" in second
 
 
 def test_batches_within_the_prediction_are_passed_over(trainer: Any) -> None:
-    assert told(trainer, Growing([3] * 150), budget="64MiB") == []
+    assert warnings_of(trainer, Growing([3] * 150), budget="64MiB") == []
 
 
-def test_a_smaller_last_batch_is_no_larger_one(trainer: Any, dataset: TensorDataset, small: Any) -> None:
+def test_a_smaller_last_batch_is_not_announced(trainer: Any, dataset: TensorDataset, small: Any) -> None:
     guard = MemGuard(max_batch_size=30)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -150,7 +150,7 @@ def test_other_errors_are_left_as_they_are(trainer: Any) -> None:
 
 
 @notes_there
-def test_a_guard_that_had_stepped_aside_says_that_it_had_no_prediction(trainer: Any, small: Any) -> None:
+def test_where_the_run_was_not_tuned_the_note_says_that_there_was_no_prediction(trainer: Any, small: Any) -> None:
     def step(self: Any, batch: Any, batch_idx: int) -> None:
         on_a_gpu()
 

@@ -268,7 +268,7 @@ def test_a_loader_that_cannot_be_resized_is_predicted_and_kept(trainer: Any, dat
     assert len(guard.records) == 1
 
 
-def test_what_is_no_torch_loader_is_left_alone(trainer: Any) -> None:
+def test_what_is_not_a_torch_loader_is_not_changed(trainer: Any) -> None:
     module, guard = Sized(), MemGuard()
     batches = [(torch.randn(6, 16), torch.randint(0, 4, (6,)))] * 2
 
@@ -369,3 +369,19 @@ def test_freed_memory_is_returned_only_where_what_is_kept_could_pass_the_budget(
     monkeypatch.setattr("lightning_memguard.training.run.guarded_run.return_freed_memory", turn_on)
     trainer(MemGuard(**settings)).fit(small(), train_dataloaders=DataLoader(dataset, batch_size=4))
     assert calls == (["on", "off"] if returned else [])
+
+
+def test_a_subclass_may_have_hooks_that_the_guard_has_no_use_for(trainer: Any, dataset: TensorDataset) -> None:
+    """Lightning skips them otherwise, which saves time at each batch."""
+
+    class Counting(MemGuard):
+        batches = 0
+
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            super().on_train_batch_end(*arguments)
+            self.batches += 1
+
+    guard = Counting("check")
+    trainer(guard).fit(Sized(), train_dataloaders=DataLoader(dataset, batch_size=25))
+    assert guard.batches == 4
+    assert guard.on_after_backward is None

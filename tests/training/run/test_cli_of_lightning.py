@@ -89,7 +89,7 @@ def test_an_optimizer_from_the_command_line_is_predicted_and_none_of_the_copys_b
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_beside_another_callback(package: str) -> None:
+def test_next_to_another_callback(package: str) -> None:
     arguments = ["--trainer.callbacks+=ModelSummary", "--trainer.callbacks+=MemGuard", "--trainer.callbacks.margin=0.2"]
     assert guard_of(cli(package, *arguments, run=False))._settings.margin == 0.2
 
@@ -142,8 +142,8 @@ def test_a_config_round_trip(package: str, tmp_path: Path, capsys: pytest.Captur
 def test_a_bad_value_is_told(setting: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((SystemExit, MemGuardError, ValueError)) as refused:
         cli("pytorch_lightning", "--trainer.callbacks=MemGuard", f"--trainer.callbacks.{setting}")
-    told = f"{refused.value} {capsys.readouterr().err}"
-    assert re.search(message, told), told
+    text = f"{refused.value} {capsys.readouterr().err}"
+    assert re.search(message, text), text
 
 
 def test_two_guards_are_one_too_many() -> None:

@@ -1,4 +1,4 @@
-"""The same path on a CUDA device: predicted beside the device's own counters. Skipped where there is none."""
+"""The same path on a CUDA device: predicted versus the device's own counters. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def peak_of(snapshot: Path) -> int:
     return peak
 
 
-def test_the_actual_snapshot_lies_beside_the_predicted_one(trainer: Any, small: Any, tmp_path: Path) -> None:
+def test_the_actual_snapshot_is_next_to_the_predicted_one(trainer: Any, small: Any, tmp_path: Path) -> None:
     """What stood there before recording began (the model, its first batch) is in the predicted one alone."""
     data = TensorDataset(torch.randn(65536, 16), torch.randint(0, 4, (65536,)))
     guard = MemGuard("check")

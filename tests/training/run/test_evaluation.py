@@ -1,4 +1,4 @@
-"""Validation, test and prediction: predicted as they run, beside a fit and alone."""
+"""Validation, test and prediction: predicted as they run, within a fit and on their own."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_several_loaders_one_after_the_other(keeping: Any, wide_data: Any, as_me
 def test_predictions_that_are_returned(
     trainer: Any, evaluated: Any, wide_data: Any, as_measured: Any, returned: bool
 ) -> None:
-    """Lightning gathers them on the CPU, where this run's memory is counted; unless told not to."""
+    """Lightning gathers them on the CPU, where this run's memory is counted; unless set not to."""
 
     def predict(run: Any) -> None:
         run.predict(evaluated(), DataLoader(wide_data, batch_size=32), return_predictions=returned)
@@ -158,14 +158,14 @@ def test_gradients_within_a_validation_step(wide: Any, wide_data: Any, as_measur
     assert decision.footprint.phase == "backward" or decision.footprint.parts["activations"] > 0
 
 
-# -- beside a fit
+# -- within a fit
 
 
 @pytest.mark.parametrize("adam", [False, True])
 def test_a_fit_whose_peak_stands_in_validation(
     evaluated: Any, wide_data: Any, many: Any, as_measured: Any, adam: bool
 ) -> None:
-    """The optimizer's state stands beside it; the gradients have been cleared."""
+    """The optimizer's state is there too; the gradients have been cleared."""
     decision = as_measured(fit(lambda: evaluated(adam), wide_data, many, 2048))
     assert decision.footprint.phase == "validation"
     assert decision.footprint.parts["optimizer_state"] == (2 * WEIGHTS + 6 * 4 if adam else WEIGHTS)
@@ -178,7 +178,7 @@ def test_outputs_that_are_kept_in_a_fits_validation(keeping: Any, wide_data: Any
     assert decision.footprint.phase == "validation"
 
 
-def test_an_average_stands_beside_validation(evaluated: Any, wide_data: Any, many: Any, as_measured: Any) -> None:
+def test_an_average_is_there_during_validation(evaluated: Any, wide_data: Any, many: Any, as_measured: Any) -> None:
     average = getattr(pl.callbacks, "WeightAveraging", None)
     if average is None:
         pytest.skip("this Lightning has no WeightAveraging")
@@ -194,7 +194,7 @@ def test_accumulated_gradients_are_gone_by_the_end_of_an_epoch(
     assert decision.footprint.parts["gradients"] == 0
 
 
-def test_accumulated_gradients_stand_beside_validation_within_a_step(
+def test_accumulated_gradients_are_there_during_validation_within_a_step(
     evaluated: Any, wide_data: Any, many: Any, as_measured: Any
 ) -> None:
     decision = as_measured(fit(evaluated, wide_data, many, 2048), accumulate_grad_batches=2, val_check_interval=3)

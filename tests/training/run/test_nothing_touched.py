@@ -140,6 +140,6 @@ def test_a_tuned_run_is_the_run_with_that_size() -> None:
 
 
 def test_the_comparison_can_fail() -> None:
-    """Another batch size is told apart, so that equality above means something."""
+    """Another batch size makes a difference, so that equality above means something."""
     with pytest.raises(AssertionError):
         assert_same(train(pytorch_lightning, 24, []), train(pytorch_lightning, 32, []))

@@ -169,5 +169,5 @@ def test_only_a_checkpoint_within_an_epoch_ties_a_run_to_the_loaders_size(progre
     assert saved is None or saved.batch_size == 4
 
 
-def test_a_damaged_entry_is_no_size() -> None:
+def test_a_damaged_entry_is_ignored() -> None:
     assert resume.saved_in({resume.KEY: {"batch_size": "many"}}, 4) is None

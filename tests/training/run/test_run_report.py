@@ -28,7 +28,7 @@ def loader(dataset: TensorDataset) -> DataLoader[Any]:
 # -- the report
 
 
-def test_the_report_lies_beside_the_log_and_holds_all_that_the_guard_knows(
+def test_the_report_is_next_to_the_log_and_holds_all_that_the_guard_knows(
     trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     guard = MemGuard(max_batch_size=50)
@@ -46,7 +46,7 @@ def test_the_report_lies_beside_the_log_and_holds_all_that_the_guard_knows(
     assert str(folder / PAGE_NAME) in capsys.readouterr().out
 
 
-def test_without_a_logger_it_lies_in_a_folder_of_its_own(
+def test_without_a_logger_it_is_in_its_own_folder(
     trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
 ) -> None:
     trainer(MemGuard("check"), default_root_dir=tmp_path / "here").fit(small(), loader)
@@ -131,7 +131,7 @@ def test_the_predicted_step_is_written_when_the_run_starts_or_afterwards(
     assert lines == {"conftest.py"}, "where `Small` is written"
 
 
-def test_a_guard_that_stepped_aside_has_no_step_to_write(
+def test_where_the_run_was_not_tuned_there_is_no_step_to_write(
     trainer: Any, small: Any, dataset: TensorDataset, tmp_path: Path
 ) -> None:
     class Texts(small):  # type: ignore[misc]
@@ -141,7 +141,7 @@ def test_a_guard_that_stepped_aside_has_no_step_to_write(
     guard = MemGuard("check")
     with pytest.warns(UserWarning, match="did not tune this run"):
         trainer(guard).fit(Texts(), DataLoader(["some", "text"], batch_size=2))  # type: ignore[arg-type]
-    with pytest.raises(MemGuardError, match=r"no predicted step to write down: .*no tensor"):
+    with pytest.raises(MemGuardError, match=r"no predicted step to write: .*no tensor"):
         guard.save_snapshot(tmp_path / "step.pickle")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,14 +53,14 @@ def fit(make: Callable[[], Any], data: TensorDataset, batch_size: int = 64) -> C
     return lambda trainer: trainer.fit(make(), DataLoader(data, batch_size=batch_size))
 
 
-def test_accumulated_gradients_stand_beside_the_backward_pass(wide: Any, wide_data: Any, as_measured: Any) -> None:
+def test_accumulated_gradients_are_there_during_the_backward_pass(wide: Any, wide_data: Any, as_measured: Any) -> None:
     decision = as_measured(fit(wide, wide_data), accumulate_grad_batches=2)
     assert decision.footprint.phase == "backward"
     assert decision.footprint.parts["gradients"] > 1_300_000
 
 
 def test_a_schedule_of_accumulation_is_predicted_at_its_largest(wide: Any, wide_data: Any, as_measured: Any) -> None:
-    """The second epoch accumulates; the peak stands there, and the first epoch alone would not show it."""
+    """The second epoch accumulates; the peak is there, and the first epoch alone would not show it."""
     scheduler = pl.callbacks.GradientAccumulationScheduler
     alone = as_measured(fit(wide, wide_data), lambda: scheduler({0: 1}), max_epochs=2)
     later = as_measured(fit(wide, wide_data), lambda: scheduler({0: 1, 1: 4}), max_epochs=2)
@@ -80,7 +81,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
+CPU_INFO = Path("/proc/cpuinfo")
+AVX512_FP16 = pytest.mark.skipif(
+    CPU_INFO.exists() and "avx512_fp16" in CPU_INFO.read_text(),
+    reason="with AVX512-FP16, oneDNN's float16 products take scratch that is not predicted (docs/coverage.md)",
+)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["32-true", "64-true", "bf16-true", pytest.param("16-true", marks=AVX512_FP16), "bf16-mixed", "16-mixed"],
+)
 @pytest.mark.usefixtures("one_thread")
 def test_each_precision_of_a_cpu(wide: Any, wide_data: Any, as_measured: Any, precision: str) -> None:
     # a bfloat16 or float16 product takes scratch of oneDNN's on some processors
