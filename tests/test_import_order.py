@@ -88,7 +88,7 @@ ROOMS = {
         "shadow",
         "program",
     ],
-    "training/data": ["__init__", "copies", "resizing", "loaders", "samples", "rewrite"],
+    "training/data": ["__init__", "copies", "resizing", "loaders", "samples"],
     "training/planning": [
         "__init__",
         "eight_bit_adam",

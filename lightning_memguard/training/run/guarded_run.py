@@ -22,7 +22,7 @@ from lightning_memguard.report.table import last_line, print_decision, why
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.adapter.run_facts import Stage
-from lightning_memguard.training.data.rewrite import rewrite_loaders, set_batch_size
+from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of
