@@ -12,8 +12,7 @@ from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, s
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, return_freed_memory
-from lightning_memguard.core.device.meter import PeakMeter
-from lightning_memguard.core.device.recording import ActualSnapshot
+from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import announcement, note
