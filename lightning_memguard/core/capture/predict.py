@@ -8,17 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lightning_memguard.core.capture.fake import ValueNeededError
 from lightning_memguard.core.capture.program import Program, device_to_run_on
-from lightning_memguard.core.capture.recorder import (
-    Recorder,
-    line_behind,
-)
+from lightning_memguard.core.capture.recorder import Recorder, line_behind
 from lightning_memguard.core.replay.footprint import Footprint, footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import Growth, grow

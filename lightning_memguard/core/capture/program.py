@@ -10,22 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, map_tensors, shapes_of, tensors_in
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
-from lightning_memguard.core.capture.recorder import (
-    Recorder,
-    gradients_of,
-    refuse_sparse,
-    states_of,
-    watching,
-)
+from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of, watching
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
