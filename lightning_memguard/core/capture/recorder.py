@@ -463,7 +463,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
         exits.callback(after.remove)
         if fake.is_compiled(module):
-            recorder.assumptions["what torch.compile would fuse was run eagerly: an upper bound"] = None
+            recorder.assumptions["the step was predicted without torch.compile; compiled, it may take less or more"] = None
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
         # Under a dispatch mode the engine adds gradients out of place, without one in place: the walk does the latter.
