@@ -126,9 +126,8 @@ class Boards:
 
 
 def _warn(name: str, error: Exception) -> None:
-    warnings.warn(
-        f"MemGuard's table and pictures are missing from {name}: {type(error).__name__}: {error}", stacklevel=2
-    )
+    why = f"{type(error).__name__}: {error}"
+    warnings.warn(f"MemGuard's table and pictures are missing from {name}: {why}", stacklevel=2)
 
 
 def _board_of(logger: Any) -> _Board | None:
@@ -179,10 +178,9 @@ def layout(decision: Decision, prefix: str | None = "") -> dict[str, dict[str, l
     def chart(kind: str, *names: str) -> list[Any]:
         return [kind, [f"{start}{name}_gib" for name in names]]
 
+    peaks = chart("Multiline", "predicted_peak", "actual_peak", "limit", "usable")
     charts = {
-        "Peak: predicted, measured and limit (GiB)": chart(
-            "Multiline", "predicted_peak", "actual_peak", "limit", "usable"
-        ),
+        "Peak: predicted, measured and limit (GiB)": peaks,
         "Measured peak and safety margin (GiB)": chart("Margin", "actual_peak", "usable", "limit"),
         "Parts at the predicted peak, stacked (GiB)": ["Multiline", [f"{start}stacked/.*"]],  # a regular expression
     }
