@@ -68,12 +68,10 @@ class Boards:
         for logger in self.loggers:
             name = type(logger).__name__
             try:
-                board = _board_of(logger)
+                if board := _board_of(logger):
+                    self._boards.append((name, board))
             except Exception as error:  # noqa: BLE001 - a logger's failure must not fail the training
                 _warn(name, error)
-                continue
-            if board is not None:
-                self._boards.append((name, board))
         if not self._boards and self.folder is not None:
             self._boards.append((str(self.folder), _Folder(self.folder)))
 
