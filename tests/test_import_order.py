@@ -33,7 +33,7 @@ ROOMS = {
         "cpu",
         "table",
     ],
-    "core/decision": ["__init__", "bisection", "decision", "advice", "record"],
+    "core/decision": ["__init__", "decision", "advice", "record"],
     "core/gpus": [],
     "core/capture": [
         "__init__",

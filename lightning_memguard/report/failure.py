@@ -112,10 +112,8 @@ def _listed(shapes: Shapes) -> str:
 def _advice(failure: Failure) -> str:
     size = failure.would_fit
     if size is None:
-        return (
-            "Not even one sample would have fit: use bf16-mixed precision, activation checkpointing, or a smaller "
-            "model."
-        )
+        remedies = "bf16-mixed precision, activation checkpointing, or a smaller model"
+        return f"Not even one sample would have fit: use {remedies}."
     measured_bytes = failure.measured.peak_bytes if failure.measured else 0
     over = measured_bytes > failure.predicted.peak_device_bytes
     scaled = ", assuming steps exceed the prediction as much as this one did" if over else ""

@@ -22,7 +22,6 @@ from lightning_memguard.units import GIB, KIB, MIB, format_bytes
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
-    from PIL.ImageFont import FreeTypeFont, ImageFont
 
 Slice = tuple[str, int]
 """A piece of a bar: its part and its bytes."""
@@ -192,7 +191,8 @@ class _Drawing:
     bottom: int
 
     def text(self, at: tuple[int, int], text: str, *, fill: str = _INK, size: int = 16, anchor: str = "la") -> None:
-        self.pen.text(at, text, fill=fill, font=_font(size), anchor=anchor)
+        # The font that comes with Pillow: it does not matter which ones the machine has.
+        self.pen.text(at, text, fill=fill, font_size=size, anchor=anchor)
 
     def x(self, nbytes: float) -> int:
         """Where a number of bytes is on the scale; at its end if it lies beyond."""
@@ -274,19 +274,12 @@ class _Drawing:
             entries += [("#7d8590", "plain: predicted", False), ("#7d8590", "hatched: measured", True)]
         x = _MARGIN
         for color, text, hatched in entries:
-            width = 22 + round(_font(16).getlength(text)) + 18
+            width = 22 + round(self.pen.textlength(text, font_size=16)) + 18
             if x + width > _WIDTH + 18:
                 x, y = _MARGIN, y + 22
             self.box((x, y, x + 15, y + 13), color, hatched=hatched)
             self.text((x + 22, y + 7), text, anchor="lm")
             x += width
-
-
-def _font(size: int) -> FreeTypeFont | ImageFont:
-    """The font that comes with Pillow: it does not matter which ones the machine has."""
-    from PIL.ImageFont import load_default
-
-    return load_default(size)
 
 
 def _ticks(span_bytes: int) -> list[int]:

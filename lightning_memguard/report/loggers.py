@@ -68,12 +68,10 @@ class Boards:
         for logger in self.loggers:
             name = type(logger).__name__
             try:
-                board = _board_of(logger)
+                if board := _board_of(logger):
+                    self._boards.append((name, board))
             except Exception as error:  # noqa: BLE001 - a logger's failure must not fail the training
                 _warn(name, error)
-                continue
-            if board is not None:
-                self._boards.append((name, board))
         if not self._boards and self.folder is not None:
             self._boards.append((str(self.folder), _Folder(self.folder)))
 
@@ -126,9 +124,8 @@ class Boards:
 
 
 def _warn(name: str, error: Exception) -> None:
-    warnings.warn(
-        f"MemGuard's table and pictures are missing from {name}: {type(error).__name__}: {error}", stacklevel=2
-    )
+    why = f"{type(error).__name__}: {error}"
+    warnings.warn(f"MemGuard's table and pictures are missing from {name}: {why}", stacklevel=2)
 
 
 def _board_of(logger: Any) -> _Board | None:
@@ -179,10 +176,9 @@ def layout(decision: Decision, prefix: str | None = "") -> dict[str, dict[str, l
     def chart(kind: str, *names: str) -> list[Any]:
         return [kind, [f"{start}{name}_gib" for name in names]]
 
+    peaks = chart("Multiline", "predicted_peak", "actual_peak", "limit", "usable")
     charts = {
-        "Peak: predicted, measured and limit (GiB)": chart(
-            "Multiline", "predicted_peak", "actual_peak", "limit", "usable"
-        ),
+        "Peak: predicted, measured and limit (GiB)": peaks,
         "Measured peak and safety margin (GiB)": chart("Margin", "actual_peak", "usable", "limit"),
         "Parts at the predicted peak, stacked (GiB)": ["Multiline", [f"{start}stacked/.*"]],  # a regular expression
     }

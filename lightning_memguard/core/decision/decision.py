@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_memguard.core.decision.bisection import largest_that
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import format_bytes
@@ -236,6 +235,27 @@ def _largest(lowest: int, highest: int, step: int, fits: Callable[[int], bool]) 
         good, reach = trial, reach * 2
     most = min(good + reach, highest)
     return step * largest_that(lambda steps: fits(steps * step), good // step, most // step)
+
+
+def largest_that(holds: Callable[[int], bool], good: int, most: int) -> int:
+    """The largest number up to ``most`` for which it holds; ``most`` is tried first, then the gap is halved.
+
+    Args:
+        holds: whether it holds for a number; where it fails for one, it fails for all larger ones.
+        good: a number for which it is believed to hold; it is not tried.
+        most: the largest number to consider.
+
+    Example:
+        >>> largest_that(lambda number: number * number <= 50, good=1, most=100)
+        7
+    """
+    if most <= good or holds(most):
+        return most
+    bad = most
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if holds(middle) else (good, middle)
+    return good
 
 
 def _split(largest: int, request: Request, effective: int) -> tuple[int, int]:

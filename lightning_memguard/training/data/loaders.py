@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_memguard.core.capture.fake import fake_copy
-from lightning_memguard.core.decision.bisection import largest_that
+from lightning_memguard.core.decision.decision import largest_that
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access
 from lightning_memguard.training.adapter.lightning_types import lightning_of

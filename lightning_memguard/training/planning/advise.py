@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.advice import Advice, by_savings
-from lightning_memguard.core.decision.bisection import largest_that
-from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.decision.decision import Budget, largest_that
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.planning.remedies import Family, families_for

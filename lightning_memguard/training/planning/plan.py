@@ -88,7 +88,12 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
     limits = limits or Limits()
     prediction, budget = predict_on(subject, device, limits)
     with quiet():
-        prediction = _captured_at(prediction, subject.batch_size)
+        proven = prediction.proven_at(subject.batch_size)
+    if proven is not prediction:
+        # A single sample differs from how other sizes grow: tensors of length 1 need no copies to be contiguous. Other
+        # sizes still come from the growth, which is proven where it is used.
+        traces = {**prediction.traces, subject.batch_size: proven.traces[subject.batch_size]}
+        prediction = replace(prediction, traces=traces)
     request = limits.request(
         subject.batch_size,
         unit=subject.unit,
@@ -109,18 +114,6 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
             reason, too_large = str(error), error.with_traceback(None)  # which would hold on to the search
     seconds = time.monotonic() - started
     return Plan(asked, footprint, budget, largest, prediction, reason, seconds, too_large)
-
-
-def _captured_at(prediction: Prediction, size: int) -> Prediction:
-    """With the trace of one size as captured, where it differs from how the other sizes grow.
-
-    It does for a single sample, whose tensors of length 1 need no copies to be contiguous. Other sizes still come from
-    the growth, which is proven where it is used.
-    """
-    proven = prediction.proven_at(size)
-    if proven is prediction:
-        return prediction
-    return replace(prediction, traces={**prediction.traces, size: proven.traces[size]})
 
 
 def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> tuple[Prediction, Budget]:

@@ -161,8 +161,7 @@ def _of_class(make: Callable[[list[dict[str, Any]]], Optimizer], optimizer: Opti
     """Another optimizer for the same groups of parameters, with its own defaults, and what schedulers read."""
     other = make([{"params": group["params"], "lr": group.get("lr", 1e-3)} for group in optimizer.param_groups])
     for mine, theirs in zip(other.param_groups, optimizer.param_groups, strict=True):
-        for name, value in theirs.items():
-            mine.setdefault(name, value)
+        mine.update({**theirs, **mine})
     return other
 
 

@@ -70,10 +70,10 @@ def _with_switch(module: nn.Module) -> Iterator[str]:
 
 def _repeated_blocks(module: nn.Module, root: str) -> Iterator[Blocks]:
     """Children of one parent that share a class and have parts of their own; of one class anywhere, all together."""
-    classes: dict[type[nn.Module], list[str]] = {}
+    classes: dict[type[nn.Module], list[tuple[str, list[str]]]] = {}
     for path, parent in module.named_modules():
         for kind in {type(child): None for child in parent.children()}:
-            paths = _children_of(path, parent, kind)
+            paths = [f"{path}.{name}".lstrip(".") for name, child in parent.named_children() if type(child) is kind]
             if len(paths) < 2 or issubclass(kind, (nn.ModuleList, nn.ModuleDict)):
                 continue
             if not any(True for at in paths for _ in module.get_submodule(at).children()):
@@ -81,19 +81,15 @@ def _repeated_blocks(module: nn.Module, root: str) -> Iterator[Blocks]:
             if kind is nn.Sequential:  # says nothing of what is in it: those of another parent differ
                 yield _siblings(root, path, paths, parent, kind)
             else:
-                classes.setdefault(kind, []).append(path)
-    for kind, parents in classes.items():
+                classes.setdefault(kind, []).append((path, paths))
+    for kind, groups in classes.items():
         paths = [path for path, each in module.named_modules() if type(each) is kind]
-        parent = module.get_submodule(parents[0])
-        if len(parents) == 1 and len(paths) == len(_children_of(parents[0], parent, kind)):
-            yield _siblings(root, parents[0], paths, parent, kind)
+        path, first = groups[0]
+        if len(groups) == 1 and len(first) == len(paths):
+            yield _siblings(root, path, paths, module.get_submodule(path), kind)
         else:
             how = f"[m for m in {root}.modules() if type(m) is {kind.__name__}]"
             yield Blocks(f"the {len(paths)} {kind.__name__} modules", how, tuple(paths))
-
-
-def _children_of(path: str, parent: nn.Module, kind: type[nn.Module]) -> list[str]:
-    return [f"{path}.{name}".lstrip(".") for name, child in parent.named_children() if type(child) is kind]
 
 
 def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kind: type[nn.Module]) -> Blocks:

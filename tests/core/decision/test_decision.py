@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide, largest_that
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
@@ -342,3 +342,25 @@ def test_a_size_taken_for_the_effective_size_is_not_called_the_largest_that_fits
         Request(batch_size=8, keep_effective_batch_size=100),
     )
     assert (decision.batch_size, decision.accumulate_grad_batches, decision.limited_by) == (50, 2, "request")
+
+
+# The search behind it
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 63, 64, 99, 100, 1000])
+def test_it_finds_the_largest_number_that_holds(limit):
+    assert largest_that(lambda number: number <= limit, 1, 100) == min(limit, 100)
+
+
+def test_it_tries_the_largest_first_and_few_others():
+    """A thousand numbers take one try where all hold, and at most ten more where some do not."""
+    tried: list[int] = []
+    assert largest_that(lambda number: not tried.append(number), 1, 1000) == 1000
+    assert tried == [1000]
+    tried.clear()
+    assert largest_that(lambda number: not tried.append(number) and number <= 300, 1, 1000) == 300
+    assert len(tried) <= 11
+
+
+def test_the_number_believed_good_is_not_tried():
+    assert largest_that(lambda number: False, 5, 9) == 5
