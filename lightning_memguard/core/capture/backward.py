@@ -1,9 +1,10 @@
 """The backward pass, walked in Python, for devices that autograd's engine cannot run on.
 
 The engine asks each device for its context, so it cannot run on fake tensors of a simulated CUDA. Its order is
-reproduced here from torch/csrc/autograd/engine.cpp, input_buffer.cpp and functions/accumulate_grad.cpp. On fake CPU
-tensors both can run: `tests/core/capture/test_backward.py` compares their event lists, and has canary tests for
-torch's private names. Checked on torch 2.11 and 2.13.
+reproduced here from torch/csrc/autograd/engine.cpp, input_buffer.cpp and functions/accumulate_grad.cpp: which node is
+next, when a gradient is added in place, moved or copied, when saved tensors are freed. On fake CPU tensors both can
+run: `tests/core/capture/test_backward.py` compares their event lists, and has canary tests for torch's private names.
+Checked on torch 2.11 and 2.13. `walking` patches torch: no other thread may use torch meanwhile.
 """
 
 from __future__ import annotations
