@@ -379,9 +379,6 @@ def _bytes_by_module(saved: Iterable[weakref.ref[_Kept]], known: Iterable[Tensor
     return totals
 
 
-# -- what it computes
-
-
 class _CurrentModule:
     """Reports the running module to torch's counter, in place of torch's own tracker.
 
