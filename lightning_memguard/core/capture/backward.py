@@ -2,11 +2,9 @@
 
 The engine asks each device for its context, so it cannot run on fake tensors of a simulated CUDA. Its order is
 reproduced here from torch/csrc/autograd/engine.cpp, input_buffer.cpp and functions/accumulate_grad.cpp: which node is
-next, when gradients are added in place, when a gradient is moved and when it is copied, when saved tensors are freed.
-On fake CPU tensors both can run, and `tests/core/capture/test_backward.py` compares their event lists.
-
-Private names of torch are read in this folder alone. Checked on torch 2.11 and 2.13; canary tests are in the same test
-file. `walking` patches torch for the whole process, and no other thread may use torch meanwhile.
+next, when a gradient is added in place, moved or copied, when saved tensors are freed. On fake CPU tensors both can
+run: `tests/core/capture/test_backward.py` compares their event lists, and has canary tests for torch's private names.
+Checked on torch 2.11 and 2.13. `walking` patches torch: no other thread may use torch meanwhile.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
+
+from lightning_memguard.core.kernels.layout import is_dense
 
 _LATEST = (1 << 64) - 1  # AccumulateGrad's sequence number: it runs before everything else
 
@@ -210,9 +210,6 @@ def _saved_names(node_type: type) -> tuple[str, ...]:
     return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
 
 
-# -- the queue
-
-
 class _Queue:
     """Nodes that are ready, latest first; ties are broken as in libstdc++'s ``std::priority_queue``."""
 
@@ -228,8 +225,7 @@ class _Queue:
         self._sift_up(len(self.heap) - 1, entry, 0)
 
     def pop(self) -> _Node:
-        top = self.heap[0]
-        last = self.heap.pop()
+        top, last = self.heap[0], self.heap.pop()
         if self.heap:
             self._sift_down(last)
         return top[1]
@@ -243,8 +239,7 @@ class _Queue:
 
     def _sift_down(self, entry: tuple[int, _Node]) -> None:
         """Move the hole at the top down to a leaf, always to the larger child, then put the entry in from there."""
-        heap, size, hole = self.heap, len(self.heap), 0
-        child = 0
+        heap, size, hole, child = self.heap, len(self.heap), 0, 0
         while child < (size - 1) // 2:
             child = 2 * (child + 1)
             if heap[child][0] < heap[child - 1][0]:
@@ -283,8 +278,7 @@ class _Walker:
     """Replaces ``torch.autograd.Variable._execution_engine``."""
 
     def __init__(self, enter: Callable[[dict[str, Any]], None] | None, *, adds_in_place: bool) -> None:
-        self.enter = enter
-        self.adds_in_place = adds_in_place
+        self.enter, self.adds_in_place = enter, adds_in_place
         self.saved = _Saved()
         self.started = 0
         self.callbacks: list[Callable[[], None]] = []
@@ -394,8 +388,7 @@ class _Walk:
     """One backward pass."""
 
     def __init__(self, walker: _Walker, keep_graph: bool, wanted: Sequence[_Edge | None]) -> None:
-        self.walker = walker
-        self.keep_graph = keep_graph
+        self.walker, self.keep_graph = walker, keep_graph
         self.captured: _Grads = [None] * len(wanted)
         self.captures: dict[_Node, list[tuple[int, int]]] = defaultdict(list)  # node -> places of input and capture
         for place, edge in enumerate(wanted):
@@ -415,11 +408,9 @@ class _Walk:
         self.older = {order[place]: older for (_, place), (older, _) in zip(numbers, [(-1, 0), *numbers], strict=False)}
         if wanted:
             self._find_needed(order, {node for node, _ in wanted})
+        self.buffers[root] = [None] * len(_input_metadata(root))
         if len(edges) == 1:
-            self.buffers[root] = [None] * len(_input_metadata(root))
             self.buffers[root][edges[0][1]] = grads[0]
-        else:
-            self.buffers[root] = []
         self.queue.push(root)
         while self.queue:
             self._evaluate(self.queue.pop())
@@ -446,8 +437,7 @@ class _Walk:
             for following, _ in self.edges[node]:
                 if following is not None:
                     followers[following].append(node)
-        captured_only = wanted & self.captures.keys()
-        self.needed = wanted - captured_only
+        self.needed = wanted - self.captures.keys()
         stack = [node for node in wanted if node in self.edges]
         while stack:
             for parent in followers[stack.pop()]:
@@ -461,12 +451,12 @@ class _Walk:
         metadata = node.metadata
         needed = self.needed is None or node in self.needed
         if not needed:
-            grads = _hooked_inputs(node, metadata, grads)
+            _run_input_hooks(node, metadata, grads)
         for place, capture in self.captures.get(node, ()):
             self.captured[capture] = grads[place]
         if not needed:
             return
-        grads = _hooked_inputs(node, metadata, grads)  # a node that runs is captured without its hooks
+        _run_input_hooks(node, metadata, grads)  # a node that runs is captured without its hooks
         if self.walker.enter is not None:
             self.walker.enter(metadata)
         for hook in tuple(metadata.get(_PRE_HOOKS, {}).values()):
@@ -513,11 +503,9 @@ class _Walk:
             buffer = self.buffers.get(following)
             if buffer is None:
                 buffer = self.buffers[following] = [None] * len(_input_metadata(following))
-            if received[0] is None:
-                pass
-            elif buffer[place] is None:
+            if received[0] is not None and buffer[place] is None:
                 buffer[place] = received.pop()
-            else:
+            elif received[0] is not None:
                 self._add(buffer, place, received[0])
                 added += received
             if not self.waiting[following]:
@@ -574,7 +562,7 @@ def _valid(grad: Tensor | None, node: _Node, place: int) -> Tensor | None:
     return grad
 
 
-def _hooked_inputs(node: _Node, metadata: dict[str, Any], grads: list[Any]) -> list[Any]:
+def _run_input_hooks(node: _Node, metadata: dict[str, Any], grads: list[Any]) -> None:
     """Run the hooks on the tensors whose gradients come in."""
     leaf = _leaf_of(node)
     hooks = metadata.get(_TENSOR_HOOKS, {}) if leaf is None else {0: leaf._backward_hooks}
@@ -588,7 +576,6 @@ def _hooked_inputs(node: _Node, metadata: dict[str, Any], grads: list[Any]) -> l
         if tensor is not None and tensor.grad_fn is node and grads[place] is not None:
             kept = tensor.grad
             tensor.grad = grads[place].clone() if kept is None else kept + grads[place]
-    return grads
 
 
 def _python_outputs(node: Any, grads: _Grads) -> _Grads:
@@ -605,9 +592,6 @@ def _python_outputs(node: Any, grads: _Grads) -> _Grads:
     # somewhere are those that need a gradient, in order.
     needed = iter([output for output, need in zip(outputs, node.needs_input_grad, strict=False) if need])
     return [next(needed, None) if following is not None else None for following, _ in node.next_functions]
-
-
-# -- leaves
 
 
 def _accumulate_grad(variable: Tensor, grads: list[Any]) -> None:
@@ -645,24 +629,12 @@ def _is_ours_alone(tensor: Tensor, references: int, held: int) -> bool:
     if not _is_unshared(tensor, references, held) or tensor.layout is not torch.strided:
         return False
     count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count <= _ONE_TENSOR and _is_dense(tensor)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """``is_non_overlapping_and_dense``: some order of the dimensions makes the tensor contiguous."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return count <= _ONE_TENSOR and is_dense(tensor)
 
 
 def _is_laid_out_as(grad: Tensor, variable: Tensor) -> bool:
     """`obeys_layout_contract` (torch/csrc/autograd/utils/grad_layout_contract.h)."""
-    if not _is_dense(variable):
+    if not is_dense(variable):
         return grad.is_contiguous()
     return all(
         mine == theirs if size != 1 else mine != 0
@@ -672,6 +644,6 @@ def _is_laid_out_as(grad: Tensor, variable: Tensor) -> bool:
 
 def _copy_laid_out_as(grad: Tensor, variable: Tensor) -> Tensor:
     """`clone_obey_contract`."""
-    if not _is_dense(variable):
+    if not is_dense(variable):
         return grad.clone(memory_format=torch.contiguous_format)
     return grad.new_empty_strided(variable.shape, variable.stride(), dtype=variable.dtype).copy_(grad)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import math
 import operator
 import random
 from collections import Counter
@@ -59,9 +58,6 @@ class UnknownFloat(float):
     __hash__ = float.__hash__
 
 
-# -- the copy
-
-
 class _FakeCopy(TorchFunctionMode):
     """While this is on, ``copy.deepcopy`` makes fake copies of tensors.
 
@@ -70,9 +66,7 @@ class _FakeCopy(TorchFunctionMode):
 
     def __init__(self, mode: FakeTensorMode, device: torch.device, moving: Counter[int]) -> None:
         super().__init__()
-        self.mode = mode
-        self.device = device
-        self.moving = moving
+        self.mode, self.device, self.moving = mode, device, moving
         self.bases: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -90,22 +84,17 @@ class _FakeCopy(TorchFunctionMode):
     def _fake(self, tensor: Tensor) -> Tensor:
         address = storage_address(tensor)
         device = self.device if address in self.moving or tensor.is_meta else tensor.device
-        if self.moving[address] < 2:
-            return _fake_like(tensor, self.mode, device)
+        shared = self.moving[address] > 1
+        if not shared and (tensor.layout is not torch.strided or tensor.is_quantized):
+            return self.mode.from_tensor(tensor, static_shapes=True)
         with self.mode, torch.no_grad():
+            if not shared:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             base = self.bases.get(address)
             if base is None or base.dtype != tensor.dtype:
                 length = tensor.untyped_storage().nbytes() // tensor.element_size()
                 base = self.bases[address] = torch.empty(length, dtype=tensor.dtype, device=device)
             return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake tensor of the same shape, strides and dtype."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return mode.from_tensor(tensor, static_shapes=True)
-    with mode, torch.no_grad():
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def fake_copy(
@@ -146,21 +135,17 @@ def _copy_attributes(parameter: Tensor, parameter_copy: Tensor) -> None:
 
 def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
     """Deep-copy a module, but share its datasets and what cannot be copied (locks, files, generators)."""
-    module_copy = _deep_copy(module, instead)
-    if is_compiled(module):
-        _COPIES_OF_COMPILED.add(module_copy)
-    return module_copy
-
-
-def _deep_copy(module: nn.Module, instead: Mapping[int, object] | None) -> nn.Module:
     memo = {**{id(value): value for value in _data_attributes(module)}, **(instead or {})}
     try:
-        return copy.deepcopy(module, dict(memo))
+        module_copy = copy.deepcopy(module, dict(memo))
     except Exception:  # noqa: BLE001 - a deep copy can fail in any way; find what cannot be copied, and share it
         for child in reversed(list(module.modules())):  # innermost first, so that only what fails is shared
             values = (value for name, value in vars(child).items() if name not in _OWN_DICTS)
             memo |= {id(value): value for value in values if not _can_be_copied(value, memo)}
-        return copy.deepcopy(module, dict(memo))
+        module_copy = copy.deepcopy(module, dict(memo))
+    if is_compiled(module):
+        _COPIES_OF_COMPILED.add(module_copy)
+    return module_copy
 
 
 _OWN_DICTS = ("_parameters", "_buffers", "_modules")  # never shared with the user's module
@@ -278,7 +263,10 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     """
     if args and isinstance(args[0], FakeTensor):
         if func is torch.Tensor.__deepcopy__:
-            return _copy_fake(*args)
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
         if func in _READS_FLOAT and args[0].is_floating_point() and args[0].constant is None:
             return UnknownFloat(1.0) if func is torch.Tensor.item else 1.0
         if func is _PACK_PADDED:
@@ -289,12 +277,6 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
 
 _PACK_PADDED = torch._VF._pack_padded_sequence
 _READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
-
-
-def _copy_fake(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
-    if id(tensor) not in memo:
-        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return memo[id(tensor)]
 
 
 # Operators that write into their first argument and return it, with nothing else to do for a fake tensor. Torch's fake
@@ -309,9 +291,8 @@ _WRITES_FIRST = frozenset(
 
 def known_result(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
     """The result of an operator that is known without running it, else None."""
-    if func in _WRITES_FIRST and type(args[0]) is FakeTensor and args[0].constant is None:
-        return args[0]
-    return None
+    known = func in _WRITES_FIRST and type(args[0]) is FakeTensor and args[0].constant is None
+    return args[0] if known else None
 
 
 def only_writes(func: OpOverload, args: tuple[Any, ...]) -> bool:
@@ -320,10 +301,9 @@ def only_writes(func: OpOverload, args: tuple[Any, ...]) -> bool:
 
 
 _ONLY_WRITES = frozenset(
-    getattr(getattr(_aten, name), overload)
-    for name in ("_fused_sgd_", "_fused_adagrad_")
-    for overload in getattr(_aten, name).overloads()
-    if overload in ("default", "tensor_lr")
+    getattr(packet, overload)
+    for packet in (_aten._fused_sgd_, _aten._fused_adagrad_)
+    for overload in {"default", "tensor_lr"}.intersection(packet.overloads())
 )
 
 
@@ -346,14 +326,6 @@ def worst_case_result(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     if rule is None:
         raise ValueNeededError(f"{func} needs the values of its input, which only a real run can give.")
     return rule(*args, **kwargs)
-
-
-def _nonzero(x: Tensor) -> Tensor:
-    return x.new_empty((x.numel(), x.dim()), dtype=torch.long)
-
-
-def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    return x.new_empty((math.prod(torch.broadcast_shapes(x.shape, mask.shape)),))
 
 
 def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
@@ -392,8 +364,8 @@ def _pack_padded(x: Tensor, _: Tensor, batch_first: bool) -> tuple[Tensor, Tenso
 
 _WORST_CASE: dict[OpOverload, Callable[..., object]] = {
     _aten.bincount.default: _bincount,
-    _aten.nonzero.default: _nonzero,
-    _aten.masked_select.default: _masked_select,
+    _aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.long),
+    _aten.masked_select.default: lambda x, mask: x.new_empty(torch.broadcast_shapes(x.shape, mask.shape).numel()),
     _aten.index.Tensor: _index,
     _aten._unique2.default: _unique,
     _aten._pack_padded_sequence.default: _pack_padded,

@@ -2,10 +2,7 @@
 
 Three things are missing there. A CPU-only build has no device guard for CUDA. Python's `torch.cuda` reports no device,
 so autocast, gradient scaling and users' code turn themselves off. And some operators ask the driver which kernel to use
-(batch norm, RNNs, attention); here the choice of the target GPU is made instead.
-
-`simulated_cuda` patches functions of torch for the whole process while it is on, and no other thread may use torch
-meanwhile. Checked on torch 2.11 and 2.13.
+(batch norm, RNNs, attention); here the choice of the target GPU is made instead. Checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -90,7 +87,8 @@ def _guard_cuda() -> None:
 def simulated_cuda(gpu: Gpu) -> Iterator[None]:
     """Inside, fake ``cuda`` tensors work and `torch.cuda` reports one device like ``gpu``.
 
-    Patches functions of `torch.cuda`, `torch.nn.functional` and `torch` for all threads of the process.
+    Patches functions of `torch.cuda`, `torch.nn.functional` and `torch` for the whole process: no other thread may use
+    torch meanwhile.
 
     Args:
         gpu: the GPU to simulate. A device that is present is not touched.
@@ -133,15 +131,13 @@ def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
         "get_device_properties": lambda *_: properties,
         "mem_get_info": lambda *_: (gpu.memory_bytes, gpu.memory_bytes),
         **dict.fromkeys(_COMMANDS, lambda *_: None),
-        **dict.fromkeys(_COUNTERS, lambda *_, **__: 0),
+        **dict.fromkeys((*_COUNTERS, *_RESETS), lambda *_, **__: 0),
     }
 
 
 _COMMANDS = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all")
-_COUNTERS = (
-    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
-    *("reset_peak_memory_stats", "reset_max_memory_allocated"),
-)
+_COUNTERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+_RESETS = ("reset_peak_memory_stats", "reset_max_memory_allocated")
 _OF_ALL_GPUS = {"warp_size": 32, "gcnArchName": "", "is_integrated": 0, "is_multi_gpu_board": 0}
 
 _simulated: list[Gpu] = []  # the innermost last

@@ -12,10 +12,11 @@ import sys
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,11 @@ from lightning_memguard.core.capture.schema import by_name
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call, Rule
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
-from lightning_memguard.core.trace.trace import Event, Kernel, Method, ScratchSpan, Trace, moments_of, scratch_events
+from lightning_memguard.core.trace.trace import Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
+
+if TYPE_CHECKING:
+    from lightning_memguard.core.trace.trace import Action, Method
 
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -53,14 +57,11 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, device_type: str, *, worst_case: bool = False, kernel_target: CudaTarget | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device_type = device_type
-        self.worst_case = worst_case
+        self.device_type, self.worst_case = device_type, worst_case
         self.assumptions: dict[str, None] = {}
-        self.phase = "setup"
-        self.step = 0
-        self.module = ""
+        self.phase, self.step, self.module = "setup", 0, ""
         self.source: str | None = None  # of the forward pass, while the backward pass runs; None: read the stack
-        self._rows: list[tuple[Any, ...]] = []
+        self._rows: list[Event] = []  # an empty part is filled in at the end
         self._parts: dict[int, str] = {}
         self._live: dict[int, int] = {}  # address of the storage -> its block
         self._bytes: list[int] = []  # by block
@@ -72,7 +73,8 @@ class Recorder(TorchDispatchMode):
         self._storage_bytes: dict[int, int] = {}  # by block, without what the operator keeps
         self._on: CpuTarget | CudaTarget | None = kernel_target
         if device_type == "cpu" and kernel_target is None:
-            self._on = CpuTarget(torch.get_num_threads(), _channel_block())
+            channel_block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8  # oneDNN's
+            self._on = CpuTarget(torch.get_num_threads(), channel_block)
         self._finalizers: list[weakref.finalize[Any, Any]] = []
         self._cublas: set[bool] = set()  # where a handle is open: in the backward pass or not
         self._graph_task = -1
@@ -89,14 +91,9 @@ class Recorder(TorchDispatchMode):
         self.module, self.source = "", None
         self.step = self.step if step is None else step
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[Any]:
         """Record nothing while something is made that is not part of the step, such as its example batch."""
-        self._recording = False
-        try:
-            yield
-        finally:
-            self._recording = True
+        return mock.patch.object(self, "_recording", False)
 
     def label(self, tensors: Iterable[object], part: str) -> None:
         """Set the part that these tensors belong to; a block that already has one keeps it."""
@@ -106,19 +103,14 @@ class Recorder(TorchDispatchMode):
                 if block is not None:
                     self._parts.setdefault(block, part)
 
-    @contextmanager
-    def on_stream(self, stream: int) -> Iterator[None]:
+    def on_stream(self, stream: int) -> AbstractContextManager[Any]:
         """What is allocated inside comes from another stream's pool, whose free memory no other stream uses."""
-        before, self._stream = self._stream, stream
-        try:
-            yield
-        finally:
-            self._stream = before
+        return mock.patch.object(self, "_stream", stream)
 
     def keep(self, nbytes: int, part: str) -> None:
         """Count a block that is held from now to the end, without a tensor of the step."""
         if nbytes:
-            self._parts[self._take(nbytes, "")] = part
+            self._take(nbytes, "", part)
             self._kept_bytes += nbytes
 
     @property
@@ -179,7 +171,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(self._on, CudaTarget) and table.takes_cublas(name):
             self._open_cublas(name, self._on)
         elsewhere = bool(results) and results[0].device.type != self.device_type
-        rule = None if elsewhere else self._rule(name)
+        words = name.split(".")
+        rule = table.rule(words[1], self._on) if words[0] == "aten" and not elsewhere else None
         scratch = NONE
         if rule and self._on:
             call = Call(by_name(func, args, kwargs), results, self._on)
@@ -195,11 +188,9 @@ class Recorder(TorchDispatchMode):
                 self._scratch(scratch, place, name)
         if rule:
             self._scratch(scratch, None, name)
-        self._take_inside(mkldnn_lstm.scratch_bytes(func, args, kwargs), name)
-
-    def _rule(self, name: str) -> Rule[Any] | None:
-        namespace, _, operator = name.partition(".")
-        return table.rule(operator.partition(".")[0], self._on) if namespace == "aten" else None
+        inside = mkldnn_lstm.scratch_bytes(func, args, kwargs)
+        if inside:  # it grows with the batch size as the results do
+            self._add_row("free", self._take(inside, name, "workspaces"), name)
 
     # -- the events
 
@@ -227,14 +218,17 @@ class Recorder(TorchDispatchMode):
         self._finalizers.append(weakref.finalize(storage, self._forget, address, block))
         return block
 
-    def _take(self, nbytes: int, operator: str) -> int:
+    def _take(self, nbytes: int, operator: str, part: str = "") -> int:
         block = len(self._bytes)
         self._bytes.append(nbytes)
+        if part:
+            self._parts[block] = part
         self._add_row("alloc", block, operator, self._stream, self.line())
         return block
 
-    def _add_row(self, action: str, block: int, operator: str, stream: int = 0, source: str = "") -> None:
-        self._rows.append((action, block, self._where(), self.step, self.module, operator, stream, "", source))
+    def _add_row(self, action: Action, block: int, operator: str, stream: int = 0, source: str = "") -> None:
+        where = self._where(), self.step, self.module, operator
+        self._rows.append(Event(action, block, self._bytes[block], "", *where, stream, source=source))
 
     def _forget(self, address: int, block: int) -> None:
         if self._live.get(address) == block:
@@ -248,14 +242,7 @@ class Recorder(TorchDispatchMode):
             self._cublas.add(in_backward)
             nbytes = table.cublas_workspace_bytes(kernel_target.compute_capability, os.environ)
             if nbytes:
-                self._parts[self._take(nbytes, operator)] = "workspaces"
-
-    def _take_inside(self, nbytes: int, operator: str) -> None:
-        """Record a block that lives inside one operator, and grows with the batch size as its results do."""
-        if nbytes:
-            block = self._take(nbytes, operator)
-            self._parts[block] = "workspaces"
-            self._add_row("free", block, operator)
+                self._take(nbytes, operator, "workspaces")
 
     def _scratch(self, scratch: Scratch, place: int | None, operator: str) -> None:
         """Allocate blocks that live inside the operator that ran last, and free them."""
@@ -268,7 +255,14 @@ class Recorder(TorchDispatchMode):
 
     def line(self) -> str:
         """The line of the model's code that runs now; in the backward pass, the line of its forward pass."""
-        return _line() if self.source is None else self.source
+        if self.source is not None:
+            return self.source
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") != _END_OF_THE_STEP:
+            if _is_the_models(frame):
+                return f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}"
+            frame = frame.f_back
+        return ""
 
     def _where(self) -> str:
         return "backward" if self._graph_task != -1 and self.phase in _ACTIVATION_PHASES else self.phase
@@ -282,12 +276,8 @@ class Recorder(TorchDispatchMode):
         """Stop recording: the events so far, each with its part."""
         for finalizer in self._finalizers:
             finalizer.detach()
-        parts, sizes = self._parts, self._bytes
         events = tuple(
-            row
-            if isinstance(row, Event)
-            else Event._make((*row[:2], sizes[row[1]], parts.get(row[1], "temporaries"), *row[2:]))
-            for row in self._rows
+            row if row.part else row._replace(part=self._parts.get(row.block, "temporaries")) for row in self._rows
         )
         kernels, spans = tuple(self._kernels), tuple(self._scratch_spans)
         return Trace(batch_size, self.device_type, method, events, (*notes, *self.assumptions), kernels, spans)
@@ -307,17 +297,8 @@ _NOT_THE_MODEL = {"torch", "lightning", "pytorch_lightning", "lightning_fabric",
 _END_OF_THE_STEP = "lightning_memguard.core.capture.predict"  # callers of it are not the model
 
 
-def _line() -> str:
-    """The innermost line of the stack in the model's own code."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name == _END_OF_THE_STEP:
-            return ""
-        if _is_the_models(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
+def _is_the_models(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_MODEL
 
 
 def _tensors(out: object) -> Iterator[Tensor]:
@@ -330,11 +311,6 @@ def _tensors(out: object) -> Iterator[Tensor]:
     elif isinstance(out, (list, tuple)):
         for item in out:
             yield from _tensors(item)
-
-
-def _channel_block() -> int:
-    """Channels that oneDNN keeps in one block on this processor."""
-    return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 
 
 def _kernel(name: str, rule: Rule[Any], call: Call[Any]) -> Kernel:
@@ -393,10 +369,6 @@ def _filled(value: object, numbers: Iterator[int]) -> Any:
     return value
 
 
-def _is_the_models(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_MODEL
-
-
 def line_behind(error: BaseException) -> str:
     """The innermost line of the model's own code in an error's traceback, as ``file:line``; empty if there is none."""
     for frame, lineno in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -415,8 +387,7 @@ class _ModulePaths(TorchFunctionMode):
 
     def __init__(self, recorder: Recorder, *, walked: bool) -> None:
         super().__init__()
-        self.recorder = recorder
-        self.walked = walked
+        self.recorder, self.walked = recorder, walked
 
     def __torch_function__(
         self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -458,10 +429,8 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         recorder.module = stack.pop() if stack else ""
 
     with ExitStack() as exits:
-        before = nn.modules.module.register_module_forward_pre_hook(enter)
-        exits.callback(before.remove)
-        after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
-        exits.callback(after.remove)
+        exits.enter_context(nn.modules.module.register_module_forward_pre_hook(enter))
+        exits.enter_context(nn.modules.module.register_module_forward_hook(leave, always_call=True))
         if fake.is_compiled(module):
             recorder.assumptions["the step was predicted without torch.compile; compiled, it may take less or more"] = None
         recorder.label(module.parameters(), "parameters")

@@ -21,8 +21,7 @@ def host_memory() -> MemoryInfo:
 def cgroup_memory(root: Path = Path("/")) -> MemoryInfo | None:
     """Read what the process's control group leaves it: the least of all groups up to the root; None without a limit.
 
-    Args:
-        root: the folder of ``proc`` and the mount points.
+    ``root`` is the folder of ``proc`` and the mount points.
     """
     return least_free(map(_group_memory, _group_folders(root)))
 
@@ -85,8 +84,7 @@ def _text(path: Path) -> str:
 def rlimit_memory(process: Path = Path("/proc/self")) -> MemoryInfo | None:
     """Read what the process's own limits leave it (``ulimit -v``, ``ulimit -d``); None without a limit, or off Linux.
 
-    Args:
-        process: the process's folder in ``/proc``.
+    ``process`` is its folder in ``/proc``.
     """
     import resource
 

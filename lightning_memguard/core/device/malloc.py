@@ -35,19 +35,15 @@ def return_freed_memory(device: torch.device) -> Callable[[], None]:
 
     By default glibc comes to keep freed blocks of up to 32 MiB, and their sizes rarely match the next request:
     trainings with 380 MiB of tensors then held 630 to 670 MiB, and 385 to 405 with this (U-Net, GPT, CNN). It costs
-    speed, since fresh memory comes in page by page. Does nothing on other devices, with other C libraries, or where
-    the user has set malloc's thresholds.
-
-    Args:
-        device: where the training runs.
+    speed, since fresh memory comes in page by page. Does nothing if ``device`` is not the CPU, with other C libraries,
+    or where the user has set malloc's thresholds.
 
     Returns:
         A function that lets glibc keep freed blocks again.
     """
     set_by_user = any("mmap_threshold" in f"{name}={value}".lower() for name, value in os.environ.items())
-    if device.type != "cpu" or sys.platform != "linux" or set_by_user:
-        return lambda: None
-    mallopt = or_none(lambda: ctypes.CDLL(None).mallopt)
+    applies = device.type == "cpu" and sys.platform == "linux" and not set_by_user
+    mallopt = or_none(lambda: ctypes.CDLL(None).mallopt) if applies else None
     if mallopt is None:
         return lambda: None
 

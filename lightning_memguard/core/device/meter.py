@@ -21,16 +21,13 @@ _SAMPLING_SECONDS = 0.01
 
 
 class PeakMeter:
-    """Measures the most memory that a training takes on its device, epoch by epoch.
+    """Measures the most memory that a training takes on its ``device``, epoch by epoch.
 
     On a GPU that is the allocator's own peak, plus what NVML reports outside of it. On the CPU it is how far the
     process's resident memory rose above its value at `start`, plus the model, which was there before. It never raises
     into a training: what cannot be read is 0 bytes with the source ``"unknown"``.
 
     Open it before the process has its context on the GPU, so that it can tell the context from other processes.
-
-    Args:
-        device: where the training runs.
 
     >>> meter = PeakMeter(torch.device("cpu"))
     >>> meter.start(already_held_bytes=0)
@@ -46,11 +43,7 @@ class PeakMeter:
         self._gauge: _Gauge | None = None
 
     def start(self, already_held_bytes: int) -> None:
-        """Take the baseline.
-
-        Args:
-            already_held_bytes: bytes of the model (parameters and buffers) that are on the device now.
-        """
+        """Take the baseline; ``already_held_bytes`` of the model (parameters and buffers) are on the device now."""
         self.close()
         self._gauge = or_none(_open_gauge, self._device, already_held_bytes, self._before)
 
@@ -60,11 +53,7 @@ class PeakMeter:
             self.close()
 
     def read(self, parts: Mapping[str, int]) -> Measured:
-        """Read the peak since the last `restart`.
-
-        Args:
-            parts: bytes of the parts whose true size the caller can read, such as parameters.
-        """
+        """Read the peak since the last `restart`, with the bytes of ``parts`` whose true size the caller can read."""
         measured = or_none(self._gauge.read) if self._gauge is not None else None
         return replace(measured or Measured(0, "unknown"), parts=dict(parts))
 
@@ -173,13 +162,10 @@ class _SampledGauge(_Gauge):
 
 
 class ActualSnapshot:
-    """Records what the caching allocator of a CUDA device does from now on, with the stack of each request.
+    """Records what the caching allocator of a CUDA ``device`` does from now on, with the stack of each request.
 
     A recording that is already running goes on undisturbed; then only the file is written. Private functions of
     ``torch.cuda.memory``, checked on torch 2.11 to 2.15; `tests/core/device/test_meter.py` fails when they change.
-
-    Args:
-        device: the device to record.
     """
 
     def __init__(self, device: torch.device) -> None:

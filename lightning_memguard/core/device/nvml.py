@@ -40,13 +40,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def gpu_facts(index: int, properties: torch._C._CudaDeviceProperties, visible_devices: str | None) -> GpuFacts:
-    """Gather what identifies a GPU.
-
-    Args:
-        index: its index in torch.
-        properties: the result of `torch.cuda.get_device_properties`.
-        visible_devices: the environment's ``CUDA_VISIBLE_DEVICES``, or None.
-    """
+    """Gather what identifies a GPU: its index and properties in torch, and ``CUDA_VISIBLE_DEVICES`` if it is set."""
     total, integrated = int(properties.total_memory), bool(getattr(properties, "is_integrated", False))
     entry = _visible_entry(index, visible_devices)
     if entry.startswith("MIG-"):

@@ -146,11 +146,7 @@ class LayerTable(_Weights):
         return {layer.name: layer for layer in self.layers}[name]
 
     def within(self, name: str) -> LayerTable:
-        """The rows of one module and all below it: its totals are those of the module with its children.
-
-        Args:
-            name: path of the module; empty for all.
-        """
+        """The rows of the module with this path (empty: of all) and all below it: their totals include its children."""
         rows = tuple(row for row in self.layers if not name or row.name == name or row.name.startswith(f"{name}."))
         return LayerTable(self.batch_size, rows)
 
@@ -242,12 +238,7 @@ def layer_table(
 def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step, gpu: Gpu | None = None) -> LayerTable:
     """Like `layer_table`, for a module that is already fake; call it under the fake mode.
 
-    Args:
-        module_copy: a module whose tensors are fake.
-        batch: fake tensors in any nesting.
-        batch_size: number of samples in it.
-        step: ``(module_copy, batch) -> anything``.
-        gpu: the simulated GPU, if any.
+    ``batch`` holds ``batch_size`` samples as fake tensors, and ``gpu`` is the simulated GPU, if any.
     """
     recorder = Recorder("cuda" if gpu else "cpu", worst_case=True, kernel_target=gpu.kernel_target if gpu else None)
     recorder.mark("forward")
@@ -350,11 +341,8 @@ def _outputs_watched() -> Iterator[dict[int, _Output]]:
             output.elements += tensor.numel()
             output.nbytes += tensor.numel() * tensor.element_size()
 
-    hook = nn.modules.module.register_module_forward_hook(note)
-    try:
+    with nn.modules.module.register_module_forward_hook(note):
         yield outputs
-    finally:
-        hook.remove()
 
 
 @dataclass(eq=False)
@@ -389,9 +377,6 @@ def _bytes_by_module(saved: Iterable[weakref.ref[_Kept]], known: Iterable[Tensor
             seen.add(storage_address(kept.tensor))
             totals[kept.module] += kept.tensor.untyped_storage().nbytes()
     return totals
-
-
-# -- what it computes
 
 
 class _CurrentModule:
