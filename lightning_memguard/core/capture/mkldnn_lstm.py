@@ -1,15 +1,11 @@
 """What an LSTM layer takes on the CPU, where oneDNN runs it and torch's fake kernel knows only half of its results.
 
-The reason to change is oneDNN's LSTM, or the way torch calls it. Checked on torch 2.13 and 2.14 (oneDNN 3.12).
-
-On the CPU ``at::lstm`` runs ``aten::mkldnn_rnn_layer`` for each layer and direction (`use_mkldnn` in
-aten/src/ATen/native/RNN.cpp), for fake tensors as for real ones: it only asks for their device. But the fake
-kernel (torch/_meta_registrations.py) returns an empty workspace, though the real one outweighs all else that the layer
-keeps for the backward pass, and one tensor for both bias gradients. And oneDNN's reordered weights and its scratchpads
-come out of torch's allocator too (`cpu_alloc` in aten/src/ATen/native/mkldnn/IDeepRegistration.cpp).
-
-GRU, plain RNN, and LSTM with projections, in float64 or of packed sequences have no such path: torch runs real and fake
-tensors alike through linear operators, step by step.
+Checked on torch 2.13 and 2.14 (oneDNN 3.12). ``at::lstm`` runs ``aten::mkldnn_rnn_layer`` for each layer and direction
+(`use_mkldnn` in aten/src/ATen/native/RNN.cpp). Its fake kernel (torch/_meta_registrations.py) returns an empty
+workspace, though the real one outweighs all else that the layer keeps for the backward pass, and one tensor for both
+bias gradients. oneDNN's reordered weights and its scratchpads come out of torch's allocator too (`cpu_alloc` in
+aten/src/ATen/native/mkldnn/IDeepRegistration.cpp). GRU, plain RNN, and LSTM with projections, in float64 or of packed
+sequences have no such path: torch runs them through linear operators, step by step.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memguard.core.capture.schema import by_name
+from lightning_memguard.core.kernels.layout import copy_bytes
 from lightning_memguard.core.trace.scratch import nbytes, up
 
 _FORWARD = torch.ops.aten.mkldnn_rnn_layer.default
@@ -97,7 +94,7 @@ def _layer(given: _Arguments) -> _Layer:
 def _forward_scratch(given: _Arguments) -> int:
     """`mkldnn_rnn_layer`: the sum of both biases (or zeros), then oneDNN's copies of the weights and its scratchpad."""
     layer, training = _layer(given), torch.is_grad_enabled()
-    weights = _contiguous_copy(given["weight0"]) + _contiguous_copy(given["weight1"])
+    weights = copy_bytes(given["weight0"]) + copy_bytes(given["weight1"])
     bias = _GATES * layer.hidden * layer.element
     return weights + bias + _forward_weights_bytes(layer, training) + _forward_scratchpad_bytes(layer, training)
 
@@ -110,24 +107,14 @@ def _backward_scratch(given: _Arguments) -> int:
     layer = _layer(given)
     states = (given["output"], given["hx_"], given["cx_tmp"])
     grads = (given["grad_output"], given["grad_hy"], given["grad_cy"])
-    taken = sum(
-        nbytes(state) if grad is None else _contiguous_copy(grad) for grad, state in zip(grads, states, strict=True)
-    )
+    taken = sum(nbytes(x) if grad is None else copy_bytes(grad) for grad, x in zip(grads, states, strict=True))
     if layer.element != _FLOAT:
         taken += sum(state.numel() * _FLOAT for state in states)
-    if _share_storage(given["hx_"], given["cx_tmp"]):
+    if given["hx_"].untyped_storage()._cdata == given["cx_tmp"].untyped_storage()._cdata:
         taken += nbytes(given["cx_tmp"])
-    weights = _contiguous_copy(given["weight1"]) + _contiguous_copy(given["weight2"])
+    weights = copy_bytes(given["weight1"]) + copy_bytes(given["weight2"])
     bias = _GATES * layer.hidden * layer.element
     return taken + weights + bias + _backward_weights_bytes(layer) + _backward_scratchpad_bytes(layer)
-
-
-def _contiguous_copy(tensor: Tensor) -> int:
-    return 0 if tensor.is_contiguous() else nbytes(tensor)
-
-
-def _share_storage(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 # -- which of its kernels oneDNN takes: `init_brgemm`, else `init_ref`, in oneDNN, src/cpu/rnn/ref_rnn.cpp
@@ -183,18 +170,10 @@ def _workspace_bytes(layer: _Layer) -> int:
     cells = layer.steps * n
     states = 2 * (layer.steps + 1) * n  # below and above the layer, with the initial ones
     widest = max(layer.inputs, h)
-    gates = cells * _good_ld(_GATES * h, e) * e
-    before_projection = cells * _good_ld(h, e) * e
+    gates, before_projection = cells * _good_ld(_GATES * h, e) * e, cells * _good_ld(h, e) * e
+    forward_states = states * _good_ld(widest, e) * e, states * h * e
     diff_states = states * _good_ld(widest, _FLOAT) * _FLOAT
-    return _pages(
-        gates,
-        before_projection,
-        states * _good_ld(widest, e) * e,
-        states * h * e,
-        diff_states,
-        diff_states,
-        states * h * _FLOAT,
-    )
+    return _pages(gates, before_projection, *forward_states, diff_states, diff_states, states * h * _FLOAT)
 
 
 def _forward_scratchpad_bytes(layer: _Layer, training: bool) -> int:
@@ -219,14 +198,8 @@ def _backward_scratchpad_bytes(layer: _Layer) -> int:
         return _scratchpad(layer, space)
     rows = up(n, 2)
     copies = 1 if n > 1 else torch.get_num_threads()  # of one sample each thread transposes its own block: a bound
-    return _scratchpad(
-        layer,
-        space,
-        _batches(_GATES + 1),
-        torch.get_num_threads() * rows * 32 * e,
-        copies * layer.inputs * rows * e,
-        copies * h * rows * e,
-    )
+    blocks = (torch.get_num_threads() * rows * 32 * e, copies * layer.inputs * rows * e, copies * h * rows * e)
+    return _scratchpad(layer, space, _batches(_GATES + 1), *blocks)
 
 
 def _scratchpad(layer: _Layer, space: int, *blocks: int) -> int:
