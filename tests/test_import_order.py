@@ -58,7 +58,6 @@ ROOMS = {
         "context",
         "budget",
         "meter",
-        "recording",
     ],
     "core/layers": ["__init__", "layers", "textbook"],
     "report": [
@@ -88,7 +87,7 @@ ROOMS = {
         "shadow",
         "program",
     ],
-    "training/data": ["__init__", "copies", "resizing", "loaders", "samples", "rewrite"],
+    "training/data": ["__init__", "copies", "resizing", "loaders", "samples"],
     "training/planning": [
         "__init__",
         "eight_bit_adam",
@@ -126,7 +125,6 @@ NOT_STD = {
     "core/device/context.py",
     "core/device/budget.py",
     "core/device/meter.py",
-    "core/device/recording.py",
     "core/layers/layers.py",
     "training/__init__.py",
     "cli/options.py",

@@ -24,9 +24,8 @@ _STEP = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorith
 _LENGTH = ("max_epochs", "max_steps", "max_time", "overfit_batches", "limit_train_batches")
 _RANKS = ("devices", "num_nodes", "strategy", "sync_batchnorm", "use_distributed_sampler")
 _SETTINGS = (*_STEP, *_LENGTH, *_RANKS, "reload_dataloaders_every_n_epochs")
-# Of the subcommand that saved the file, and what memory does not depend on.
+# Of the subcommand that saved the file.
 _NOT_OURS = ("seed_everything", "ckpt_path", "weights_only", "return_predictions", "verbose")
-_NOT_OF_THE_TRAINER = ("logger", "callbacks", "profiler", "plugins", "default_root_dir", "accelerator")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def read_config(
     if not isinstance(content, Mapping):
         raise MemGuardError(f"--config {path} has no settings; pass the YAML file of a LightningCLI.")
     content = dict(content.get("fit") or content)
-    trainer = {key: value for key, value in (content.get("trainer") or {}).items() if key not in _NOT_OF_THE_TRAINER}
+    trainer = content.get("trainer") or {}
     settings = {key: trainer[key] for key in _SETTINGS if trainer.get(key) is not None}
     plain = {key: value for key, value in content.items() if key not in (*_NOT_OURS, "trainer")}
     plain["trainer"] = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
@@ -92,15 +91,9 @@ def _read(
         def instantiate_trainer(self, **_: object) -> None:
             return None
 
-    reader: LightningCLI = Reader(
-        model_class,
-        data_class,
-        save_config_callback=None,
-        seed_everything_default=False,
-        parser_kwargs={"exit_on_error": False},
-        args=plain,
-        run=False,
-    )
+    parsing = {"args": plain, "parser_kwargs": {"exit_on_error": False}}
+    nothing_else = {"run": False, "save_config_callback": None, "seed_everything_default": False}
+    reader: LightningCLI = Reader(model_class, data_class, **parsing, **nothing_else)
     return reader
 
 

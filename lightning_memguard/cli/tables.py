@@ -182,11 +182,9 @@ def print_textbook(
     """The classical sums versus the traced peaks of a training step and of an inference step."""
     title = f"Textbook estimates versus the traced step, at batch size {training.batch_size}"
     table = new_table(title, "Estimate", "Formula", ">Bytes", ">Versus traced", no_wrap=True)
-    traced = {"traced training step": training, **({"traced inference": inference} if inference else {})}
-    rows = [
-        *((each.name, each.formula, each.total_bytes) for each in sums),
-        *((name, "", footprint.peak_allocated_bytes) for name, footprint in traced.items()),
-    ]
+    rows = [(each.name, each.formula, each.total_bytes) for each in sums]
+    rows.append(("traced training step", "", training.peak_allocated_bytes))
+    rows += [("traced inference", "", inference.peak_allocated_bytes)] if inference else []
     for name, formula, nbytes in rows:
         ratio = ratio_to_peak(training, nbytes)
         table.add_row(name, formula, format_bytes(nbytes), f"{ratio:.2f}", end_section=name == sums[-1].name)

@@ -42,15 +42,14 @@ _MOST_BYTES = 1 << 26  # larger examples have shapes and no values
 
 def load(name: str) -> Any:
     """What a name such as ``package.module:Class`` or ``path/to/file.py:Class`` refers to."""
-    place, colon, attribute = name.rpartition(":")
-    if not colon or not place or not attribute:
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
         dotted = name.rpartition(".")
         meant = f" Did you mean {dotted[0]}:{dotted[2]}?" if dotted[1] and not name.endswith(".py") else ""
         raise MemGuardError(f"{name!r} does not name a class; write module:Class or path/to/file.py:Class.{meant}")
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` would
-    module = _file(Path(place)) if place.endswith(".py") else _module(place)
-    found: Any = module
+    found: Any = _file(Path(place)) if place.endswith(".py") else _module(place)
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise MemGuardError(f"{place} has no {attribute!r}. {_similar(part, _public(found))}")
@@ -218,7 +217,8 @@ def could_have_memory(module: nn.Module) -> bool:
 
 def tensor(text: str, option: str = "--input-shape", dtype: str = "float32") -> torch.Tensor:
     """An example tensor: ``8,3,224,224``, ``8,128:int64``, ``8:int64:10`` (whole numbers from 0 to 9)."""
-    match = _SHAPE.fullmatch(text.replace(" ", "").replace("x", ",") if "," not in text else text.replace(" ", ""))
+    plain = text.replace(" ", "")
+    match = _SHAPE.fullmatch(plain if "," in plain else plain.replace("x", ","))
     shape = [int(size) for size in match["shape"].split(",")] if match else []
     if match is None or 0 in shape:
         raise MemGuardError(

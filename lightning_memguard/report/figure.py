@@ -7,10 +7,9 @@ bars, longer than some epochs, and its import put 38 MiB into the very process w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.decision.decision import Decision
@@ -46,7 +45,7 @@ class Group:
     predicted: tuple[Slice, ...]
     measured: tuple[Slice, ...] | None = None
 
-    @cached_property
+    @property
     def bars(self) -> tuple[tuple[Slice, ...], ...]:
         """Both bars, or the only one."""
         return (self.predicted,) if self.measured is None else (self.predicted, self.measured)
@@ -75,16 +74,12 @@ class Picture:
     bounds: tuple[int, int] | None = None
 
     @cached_property
-    def longest_bytes(self) -> int:
-        """The longest bar or bound."""
-        sums = (sum(nbytes for _, nbytes in bar) for group in self.groups for bar in group.bars)
-        return max(1, *sums, *(self.bounds or ()))
-
-    @cached_property
     def span_bytes(self) -> int:
         """The width of the picture in bytes: the limit is in it, unless it is so far off that bars get lost."""
-        near = self.limit_bytes <= _FARTHEST * self.longest_bytes
-        return round(1.05 * max(self.longest_bytes, self.limit_bytes) if near else 1.5 * self.longest_bytes)
+        sums = (sum(nbytes for _, nbytes in bar) for group in self.groups for bar in group.bars)
+        longest = max(1, *sums, *(self.bounds or ()))
+        near = self.limit_bytes <= _FARTHEST * longest
+        return round(1.05 * max(longest, self.limit_bytes) if near else 1.5 * longest)
 
 
 # What is shown
@@ -181,7 +176,6 @@ def draw(picture: Picture) -> Image:
     drawing.text((_MARGIN, 48), picture.figures, size=20)
     drawing.text((_MARGIN, 76), picture.source, fill=_PALE)
     drawing.scale()
-    drawing.margin()
     drawing.bars()
     drawing.limit()
     drawing.legend(bottom + 44)
@@ -210,11 +204,8 @@ class _Drawing:
             self.pen.line((x, _TOP - 6, x, self.bottom), fill=_GRID)
             label = format_bytes(nbytes).replace(".0 ", " ") if nbytes else "0"
             self.text((x, self.bottom + 4), label, fill=_PALE, anchor="ma")
-
-    def margin(self) -> None:
-        """The part of the budget that is to be kept free, as a pale band."""
         usable, limit = self.picture.usable_bytes, self.picture.limit_bytes
-        if usable < self.picture.span_bytes:
+        if usable < self.picture.span_bytes:  # what is to be kept free of the budget, as a pale band
             self.pen.rectangle((self.x(usable), _TOP - 6, self.x(limit), self.bottom), "#fbe9e7")
 
     def limit(self) -> None:
@@ -239,7 +230,10 @@ class _Drawing:
                 self.bar(bar, top, hatched=bool(index))
                 if group.name == PEAK and not index and self.picture.bounds:
                     self.bounds(*self.picture.bounds, top + (_BAR - 3) // 2)
-                self.value(sum(nbytes for _, nbytes in bar), ("predicted", "measured")[index], top + _BAR // 2 - 1)
+                middle, value = top + _BAR // 2 - 1, format_bytes(sum(nbytes for _, nbytes in bar))
+                self.text((_WIDTH - _MARGIN - 88, middle), value, size=18, anchor="rm")
+                kind = "measured" if index else "predicted"
+                self.text((_WIDTH - _MARGIN - 80, middle), kind, fill=_PALE, size=17, anchor="lm")
             y += height + _GAP
 
     def bar(self, bar: tuple[Slice, ...], top: int, *, hatched: bool) -> None:
@@ -258,8 +252,7 @@ class _Drawing:
             return
         left, top, right, bottom = box
         width, height = right - left + 1, bottom - top + 1
-        lines = new("1", (width, height))
-        pen = Draw(lines)
+        pen = Draw(lines := new("1", (width, height)))
         for x in range(-(left % 8) - height, width, 8):
             pen.line((x, height, x + height, 0), fill=1, width=2)
         self.image.paste("white", (left, top), lines)
@@ -271,10 +264,6 @@ class _Drawing:
             self.pen.line((low, y, high, y), fill=fill, width=width)
             for x in (low, high):
                 self.pen.line((x, y - 6, x, y + 6), fill=fill, width=width)
-
-    def value(self, nbytes: int, kind: str, y: int) -> None:
-        self.text((_WIDTH - _MARGIN - 88, y), format_bytes(nbytes), size=18, anchor="rm")
-        self.text((_WIDTH - _MARGIN - 80, y), kind, fill=_PALE, size=17, anchor="lm")
 
     def legend(self, y: int) -> None:
         """What the colors of the stacked bars mean; bars of one part have their name next to them."""
@@ -300,15 +289,9 @@ def _font(size: int) -> FreeTypeFont | ImageFont:
     return load_default(size)
 
 
-def _ticks(span_bytes: int) -> Iterator[int]:
+def _ticks(span_bytes: int) -> list[int]:
     """Up to six round numbers from 0 up to the span: 1, 2 or 5 times a power of ten, in their printed unit."""
     unit = next((unit for unit in (GIB, MIB, KIB) if span_bytes >= unit), 1)
-    step = next(step for step in _round_steps() if span_bytes / unit / step <= 5)
-    yield from (round(unit * step * index) for index in range(int(span_bytes / unit / step) + 1))
-
-
-def _round_steps() -> Iterator[float]:
-    power = 0.1
-    while True:
-        yield from (power, 2 * power, 5 * power)
-        power *= 10
+    steps = (digit * 10.0**power for power in count(-1) for digit in (1, 2, 5))
+    step = next(step for step in steps if span_bytes / unit / step <= 5)
+    return [round(unit * step * index) for index in range(int(span_bytes / unit / step) + 1)]

@@ -7,10 +7,11 @@ class, since Lightning's dummy loggers (of ``fast_dev_run``, and of ranks other 
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
@@ -27,26 +28,20 @@ SETUP_NAME, PICTURE_NAME = "memguard_setup.md", "memguard_peak.png"
 _SETUP, _PICTURE = "memguard/setup", "memguard/peak"
 _EPOCHS_ALWAYS_DRAWN = 16
 _CHANGE_TO_DRAW = 0.01
-_MOST_TO_READ = 8 * MIB
+_MOST_TO_READ = 8 * MIB  # a layout is at the start; a run that is resumed may have left gigabytes of events
 
 
 @dataclass(frozen=True)
-class _Setup:
-    """What is shown once per run: the decision, and what runs if the decision's phase does not say so."""
+class _Board(ABC):
+    """A logger or a folder, where a run's table and pictures go, each by its ``name``; any method may raise."""
 
-    decision: Decision
-    kind: str = "training"
+    target: Any
 
-    @property
-    def markdown(self) -> str:
-        return markdown(self.decision, self.kind)
+    @abstractmethod
+    def show_setup(self, decision: Decision, text: str, step: int) -> None:
+        """Show the decision, whose table as Markdown is ``text``."""
 
-
-class _Board(Protocol):
-    """Where a run's table and pictures go, each picture of a run by its ``name``; any method may raise."""
-
-    def show_setup(self, setup: _Setup, step: int) -> None: ...
-
+    @abstractmethod
     def show_picture(self, picture: Image, name: str, step: int) -> None: ...
 
 
@@ -92,7 +87,7 @@ class Boards:
             step: the Trainer's step, more than 0 if a run is resumed.
             kind: what runs, if the decision's phase does not say so.
         """
-        self._show(lambda board: board.show_setup(_Setup(decision, kind), step))
+        self._show(lambda board: board.show_setup(decision, markdown(decision, kind), step))
         self._draw(picture_of_setup(decision), "setup", step)
 
     def log_epoch(self, record: EpochRecord, step: int) -> None:
@@ -157,22 +152,19 @@ def _has(thing: object, *methods: str) -> bool:
     return all(hasattr(type(thing), method) for method in methods)
 
 
-@dataclass(frozen=True)
-class _TensorBoard:
+class _TensorBoard(_Board):
     """`torch.utils.tensorboard.SummaryWriter` and tensorboardX's: a layout of charts, text, images by step."""
 
-    logger: Any
-
-    def show_setup(self, setup: _Setup, step: int) -> None:
-        writer = self.logger.experiment
-        writer.add_text(_SETUP, setup.markdown, step)
+    def show_setup(self, decision: Decision, text: str, step: int) -> None:
+        writer = self.target.experiment
+        writer.add_text(_SETUP, text, step)
         if not _has_layout(writer):
-            writer.add_custom_scalars(layout(setup.decision, getattr(self.logger, "_prefix", "")))
+            writer.add_custom_scalars(layout(decision, getattr(self.target, "_prefix", "")))
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one tag, by step
         import numpy as np
 
-        self.logger.experiment.add_image(_PICTURE, np.asarray(picture), step, dataformats="HWC")
+        self.target.experiment.add_image(_PICTURE, np.asarray(picture), step, dataformats="HWC")
 
 
 def layout(decision: Decision, prefix: str | None = "") -> dict[str, dict[str, list[Any]]]:
@@ -206,70 +198,57 @@ def _has_layout(writer: SummaryWriter) -> bool:
     if not folder or "://" in str(folder):
         return False
     writer.flush()
-    files = Path(folder).glob("events.out.tfevents.*")
-    return any(b"custom_scalars__config__" in _start_of(file) for file in files)
+    for file in Path(folder).glob("events.out.tfevents.*"):
+        with file.open("rb") as stream:
+            if b"custom_scalars__config__" in stream.read(_MOST_TO_READ):
+                return True
+    return False
 
 
-def _start_of(file: Path) -> bytes:
-    """Where a layout is written; a run that is resumed may have left gigabytes of events."""
-    with file.open("rb") as stream:
-        return stream.read(_MOST_TO_READ)
-
-
-@dataclass(frozen=True)
-class _WeightsAndBiases:
+class _WeightsAndBiases(_Board):
     """Lightning's `WandbLogger`: a table, with the sentences as rows since a run shows no Markdown, and images."""
 
-    logger: Any
-
-    def show_setup(self, setup: _Setup, step: int) -> None:
-        heading, rows = setup_rows(setup.decision)
-        self.logger.log_table(_SETUP, columns=list(heading), data=[list(row) for row in rows], step=step)
+    def show_setup(self, decision: Decision, text: str, step: int) -> None:  # noqa: ARG002 - no Markdown
+        heading, rows = setup_rows(decision)
+        self.target.log_table(_SETUP, columns=list(heading), data=[list(row) for row in rows], step=step)
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one key, by step
-        self.logger.log_image(_PICTURE, [picture], step)
+        self.target.log_image(_PICTURE, [picture], step)
 
 
-@dataclass(frozen=True)
-class _MLflow:
+class _MLflow(_Board):
     """Lightning's `MLFlowLogger` and its `MlflowClient`: artifacts of the run, in a folder of ours."""
 
-    logger: Any
-
-    def show_setup(self, setup: _Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
-        self.logger.experiment.log_text(self.logger.run_id, setup.markdown, f"memguard/{SETUP_NAME}")
+    def show_setup(self, decision: Decision, text: str, step: int) -> None:  # noqa: ARG002 - a file has no step
+        self.target.experiment.log_text(self.target.run_id, text, f"memguard/{SETUP_NAME}")
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - a file has no step
-        self.logger.experiment.log_image(self.logger.run_id, picture, f"memguard/peak_{name}.png")
+        self.target.experiment.log_image(self.target.run_id, picture, f"memguard/peak_{name}.png")
 
 
-@dataclass(frozen=True)
-class _Comet:
+class _Comet(_Board):
     """Comet's `CometExperiment`: the table under Assets, the same as text, images under Graphics."""
 
-    logger: Any
-
-    def show_setup(self, setup: _Setup, step: int) -> None:
-        heading, rows = setup_rows(setup.decision)
-        self.logger.experiment.log_table("memguard_setup.csv", [list(row) for row in rows], headers=list(heading))
-        self.logger.experiment.log_text(setup.markdown, step=step)
+    def show_setup(self, decision: Decision, text: str, step: int) -> None:
+        heading, rows = setup_rows(decision)
+        self.target.experiment.log_table("memguard_setup.csv", [list(row) for row in rows], headers=list(heading))
+        self.target.experiment.log_text(text, step=step)
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one name, by step
-        self.logger.experiment.log_image(picture, name=_PICTURE, step=step)
+        self.target.experiment.log_image(picture, name=_PICTURE, step=step)
 
 
-@dataclass(frozen=True)
-class _Folder:
+class _Folder(_Board):
     """Files, for a CSV logger and for runs without a logger."""
 
-    path: Path
+    target: Path
 
-    def show_setup(self, setup: _Setup, step: int) -> None:  # noqa: ARG002 - a file has no step
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / SETUP_NAME).write_text(setup.markdown, encoding="utf-8")
+    def show_setup(self, decision: Decision, text: str, step: int) -> None:  # noqa: ARG002 - a file has no step
+        self.target.mkdir(parents=True, exist_ok=True)
+        (self.target / SETUP_NAME).write_text(text, encoding="utf-8")
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - the newest replaces it
-        self.path.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path / f".{PICTURE_NAME}"
+        self.target.mkdir(parents=True, exist_ok=True)
+        unfinished = self.target / f".{PICTURE_NAME}"
         picture.save(unfinished, "png")
-        unfinished.replace(self.path / PICTURE_NAME)  # no reader sees half of it
+        unfinished.replace(self.target / PICTURE_NAME)  # no reader sees half of it

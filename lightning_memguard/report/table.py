@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
@@ -30,11 +31,9 @@ def new_table(title: str, *columns: str, box: Box = HEAVY_HEAD, pad_edge: bool =
     """A table with ``columns`` of these headings; ``>`` in front aligns one to the right, ``no_wrap`` is for these."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box, pad_edge=pad_edge)
     for column in columns:
-        heading = column.removeprefix(">")
-        if heading == column:
-            table.add_column(heading, overflow="fold")
-        else:
-            table.add_column(heading, justify="right", overflow="fold", no_wrap=no_wrap)
+        right = column.startswith(">")
+        justify: Literal["left", "right"] = "right" if right else "left"
+        table.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=right and no_wrap)
     return table
 
 

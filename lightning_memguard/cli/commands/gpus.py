@@ -20,8 +20,7 @@ def run(options: argparse.Namespace) -> bool:
     words = options.filter.lower().replace("-", " ").split()
     names = {gpu: " ".join((gpu.name, *gpu.aliases)).lower().replace("-", " ") for gpu in catalogue()}
     matching = [gpu for gpu, name in names.items() if all(word in name for word in words)]
-    if not matching:
-        matching = [find(options.filter)]  # raises an error that names similar ones
+    matching = matching or [find(options.filter)]  # raises an error that names similar ones
     if options.json:
         tables.print_json([tables.gpu_data(gpu) for gpu in matching])
     else:

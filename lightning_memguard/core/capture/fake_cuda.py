@@ -119,11 +119,8 @@ def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
         minor=minor,
         total_memory=gpu.memory_bytes,
         multi_processor_count=gpu.multiprocessors,
-        warp_size=32,
         max_threads_per_multi_processor=2048 if (major, minor) in ((7, 0), (8, 0), (9, 0), (10, 0)) else 1536,
-        gcnArchName="",
-        is_integrated=0,
-        is_multi_gpu_board=0,
+        **_OF_ALL_GPUS,
     )
     return {
         "is_available": lambda: True,
@@ -131,27 +128,21 @@ def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
         "is_current_stream_capturing": lambda: False,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": lambda *_: None,
-        "synchronize": lambda *_: None,
-        "empty_cache": lambda: None,
         "get_device_capability": lambda *_: (major, minor),
         "get_device_name": lambda *_: gpu.name,
         "get_device_properties": lambda *_: properties,
         "mem_get_info": lambda *_: (gpu.memory_bytes, gpu.memory_bytes),
-        "manual_seed": lambda *_: None,
-        "manual_seed_all": lambda *_: None,
+        **dict.fromkeys(_COMMANDS, lambda *_: None),
         **dict.fromkeys(_COUNTERS, lambda *_, **__: 0),
     }
 
 
+_COMMANDS = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all")
 _COUNTERS = (
-    "memory_allocated",
-    "max_memory_allocated",
-    "memory_reserved",
-    "max_memory_reserved",
-    "reset_peak_memory_stats",
-    "reset_max_memory_allocated",
+    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+    *("reset_peak_memory_stats", "reset_max_memory_allocated"),
 )
+_OF_ALL_GPUS = {"warp_size": 32, "gcnArchName": "", "is_integrated": 0, "is_multi_gpu_board": 0}
 
 _simulated: list[Gpu] = []  # the innermost last
 
@@ -186,9 +177,6 @@ def _count(value: int, **kwargs: Any) -> Tensor:
     return tensor
 
 
-# -- batch norm
-
-
 def _batch_norm(
     _: Gpu,
     func: Function,
@@ -219,9 +207,6 @@ def _takes_cudnn_batch_norm(
     if torch.bfloat16 in (x.dtype, weight.dtype) or (x.dtype == torch.half and weight.dtype != torch.float):
         return False
     return x.shape[0] <= (880_801 if training else 65_535)
-
-
-# -- root mean square norm
 
 
 def _rms_norm(
@@ -257,14 +242,8 @@ class _FusedRmsNorm(torch.autograd.Function):
         return grad_x, None, grad_weight, None
 
 
-# -- attention
-
-
 def _attention(gpu: Gpu, _: Function, *args: Any, **kwargs: Any) -> Tensor:
     return sdpa.attend(sdpa.Attention(*args, **kwargs, capability=gpu.compute_capability))
-
-
-# -- recurrent layers
 
 
 def _rnn(_: Gpu, func: Function, *args: Any) -> tuple[Tensor, ...]:

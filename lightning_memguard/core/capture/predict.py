@@ -8,17 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lightning_memguard.core.capture.fake import ValueNeededError
 from lightning_memguard.core.capture.program import Program, device_to_run_on
-from lightning_memguard.core.capture.recorder import (
-    Recorder,
-    line_behind,
-)
+from lightning_memguard.core.capture.recorder import Recorder, line_behind
 from lightning_memguard.core.replay.footprint import Footprint, footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import Growth, grow
@@ -36,14 +30,6 @@ _VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputSh
 
 class StepFailsError(CannotTraceError):
     """The step runs at some batch sizes and raises at another, as one that pairs its samples does at an odd one."""
-
-
-@dataclass(frozen=True)
-class _Cache:
-    """What a prediction was asked for so far, by batch size."""
-
-    traces: dict[int, Trace] = field(default_factory=dict)
-    footprints: dict[int, Footprint] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,9 @@ class Prediction:
     notes: tuple[str, ...] = ()
     traces: Mapping[int, Trace] = field(default_factory=dict)
     share: Callable[[Trace], Trace] | None = None
-    _cache: _Cache = field(init=False, repr=False, compare=False, default_factory=_Cache)  # a copy starts with its own
+    # What it was asked for so far; a copy starts with its own.
+    _known_traces: dict[int, Trace] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _known_footprints: dict[int, Footprint] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def trace_at(self, batch_size: int) -> Trace:
         """The step's events at one batch size."""
@@ -81,9 +69,9 @@ class Prediction:
             return self.traces[batch_size]
         if self.growth is not None:
             return self.growth.at(batch_size)
-        if batch_size not in self._cache.traces:
-            self._cache.traces[batch_size] = capture(self.program, batch_size, self.method)
-        return self._cache.traces[batch_size]
+        if batch_size not in self._known_traces:
+            self._known_traces[batch_size] = capture(self.program, batch_size, self.method)
+        return self._known_traces[batch_size]
 
     def own_trace_at(self, batch_size: int) -> Trace:
         """The same as one process has them."""
@@ -92,7 +80,7 @@ class Prediction:
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the step at one batch size."""
-        known = self._cache.footprints
+        known = self._known_footprints
         if batch_size not in known:
             found = footprint(self.own_trace_at(batch_size), self.settings, self.context_bytes)
             known[batch_size] = replace(found, notes=tuple(dict.fromkeys((*self.notes, *found.notes))))
@@ -115,9 +103,8 @@ class Prediction:
             raise StepFailsError(f"at batch size {batch_size} {_reason(self.method, error)}") from error
         if proof.events == self.growth.at(batch_size).events:
             return self
-        note = (
-            f"the step at batch size {batch_size} did not grow as at {list(self.growth.sizes)}: each size was captured"
-        )
+        sizes = list(self.growth.sizes)
+        note = f"the step at batch size {batch_size} did not grow as at {sizes}: each size was captured"
         return replace(self, growth=None, notes=(*self.notes, note), traces={**self.traces, batch_size: proof})
 
 
@@ -181,9 +168,8 @@ def predict(
         states = capture(program, batch_size, "states")
     except Exception as error:
         raise CannotTraceError("; ".join([*why_not, _reason("states", error)])) from error
-    return Prediction(
-        program, settings, "states", None, context_bytes, False, tuple(why_not[-1:]), {batch_size: states}
-    )
+    notes = tuple(why_not[-1:])
+    return Prediction(program, settings, "states", None, context_bytes, False, notes, {batch_size: states})
 
 
 def _traces_and_growth(

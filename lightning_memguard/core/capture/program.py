@@ -10,22 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, map_tensors, shapes_of, tensors_in
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
-from lightning_memguard.core.capture.recorder import (
-    Recorder,
-    gradients_of,
-    refuse_sparse,
-    states_of,
-    watching,
-)
+from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of, watching
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
@@ -114,8 +105,8 @@ class Program(ABC):
 
     def without_samples(self) -> Self:
         """The same on batches known by their shapes alone."""
-        bare = tuple(map(_shapes_alone, self.families))
-        return self._with(batches=bare if isinstance(self.batches, tuple) else bare[0])
+        bare = [replace(each, small=_on_meta(each.small), large=_on_meta(each.large)) for each in self.families]
+        return self._with(batches=tuple(bare) if isinstance(self.batches, tuple) else bare[0])
 
     def with_precision(self, precision: str) -> Self:
         """The same in another precision."""
@@ -253,7 +244,7 @@ class LoopProgram(Program):
 
     def _step(self, recorder: Recorder, module_copy: nn.Module, batch: object, *, first: bool = True) -> Any:
         if self.accumulate_grad_batches > 1:
-            _keep_gradients(recorder, module_copy)
+            _give_gradients(recorder, module_copy)
         recorder.mark("forward")
         dtype = _AUTOCAST.get(self.precision)
         where = device_to_run_on(self, fake=isinstance(next(module_copy.parameters(), None), FakeTensor)).type
@@ -282,11 +273,13 @@ class LoopProgram(Program):
                 recorder.label(states_of(optimizers), "optimizer_state")
 
 
-def _keep_gradients(recorder: Recorder, module_copy: nn.Module) -> None:
-    learns = [parameter for parameter in module_copy.parameters() if parameter.requires_grad]
-    for parameter in learns:
-        parameter.grad = torch.zeros_like(parameter)
-    recorder.label([parameter.grad for parameter in learns if parameter.grad is not None], "gradients")
+def _give_gradients(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+    """Of zeros, to all that is trained."""
+    held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    for parameter in {id(p): p for p in (*module_copy.parameters(), *held)}.values():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    recorder.label(gradients_of(optimizers, module_copy), "gradients")
 
 
 def without_memory(batches: Batches, batch_size: int) -> Any:
@@ -294,9 +287,8 @@ def without_memory(batches: Batches, batch_size: int) -> Any:
     return batches.of(batch_size, lambda shape, like: torch.empty(shape, dtype=like.dtype, device="meta"))
 
 
-def _shapes_alone(batches: Batches) -> Batches:
-    small, large = (map_tensors(each, lambda tensor: tensor.to("meta")) for each in (batches.small, batches.large))
-    return replace(batches, small=small, large=large)
+def _on_meta(batch: object) -> object:
+    return map_tensors(batch, lambda tensor: tensor.to("meta"))
 
 
 def refuse_meta(module: nn.Module) -> None:
@@ -308,11 +300,7 @@ def refuse_meta(module: nn.Module) -> None:
 def step_states(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Give each trainable parameter a gradient and step each optimizer once: all that stays, without a step."""
     recorder.mark("backward", step=0)
-    held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    for parameter in {id(p): p for p in (*module_copy.parameters(), *held)}.values():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    recorder.label(gradients_of(optimizers, module_copy), "gradients")
+    _give_gradients(recorder, module_copy, optimizers)
     recorder.mark("optimizer")
     for optimizer in optimizers:
         optimizer.step()

@@ -201,31 +201,26 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
     lowest, highest, bound = _range(request)
     if not fits(lowest):
         raise _does_not_fit(footprint_at(lowest), budget, request)
-    size = _largest(lowest, highest, request.multiple_of, fits)
-    limited_by: LimitedBy = bound if size + request.multiple_of > highest else "memory"
-    accumulate = request.accumulate_grad_batches
+    asked, step, accumulate = request.batch_size, request.multiple_of, request.accumulate_grad_batches
+    size = largest = _largest(lowest, highest, step, fits)
     if request.keep_effective_batch_size is not None:
-        largest = size
-        size, accumulate = _split(largest, request, lowest)
-        limited_by = limited_by if size == largest else "request"
-    outcome: Outcome = "kept" if size == request.batch_size else "tuned"
-    asked, step = request.batch_size, request.multiple_of
+        size, accumulate = _split(largest, request, request.keep_effective_batch_size)
+    at_bound: LimitedBy = bound if largest + step > highest else "memory"
+    limited_by: LimitedBy = at_bound if size == largest else "request"
+    outcome: Outcome = "kept" if size == asked else "tuned"
     return Decision(size, asked, accumulate, outcome, footprint_at(size), budget, limited_by, multiple_of=step)
 
 
 def _range(request: Request) -> tuple[int, int, LimitedBy]:
     """The smallest and largest size to choose from, both multiples of ``multiple_of``, and what sets the largest."""
-    bounds: list[tuple[int, LimitedBy]] = [(_NO_LIMIT, "memory")]
-    if request.dataset_size is not None:
-        bounds.append((request.dataset_size, "dataset"))
-    if request.max_batch_size is not None:
-        bounds.append((request.max_batch_size, "max_batch_size"))
-    if request.keep_effective_batch_size is not None:
-        bounds.append((request.keep_effective_batch_size // request.ranks, "request"))
-    highest, bound = min(bounds, key=lambda pair: pair[0])
-    step = request.multiple_of
-    lowest = request.smallest_batch_size
-    effective = request.keep_effective_batch_size
+    step, lowest, effective = request.multiple_of, request.smallest_batch_size, request.keep_effective_batch_size
+    bounds: dict[LimitedBy, int | None] = {
+        "memory": _NO_LIMIT,
+        "dataset": request.dataset_size,
+        "max_batch_size": request.max_batch_size,
+        "request": None if effective is None else effective // request.ranks,
+    }
+    highest, bound = min(((most, name) for name, most in bounds.items() if most is not None), key=lambda pair: pair[0])
     if effective is not None and lowest * request.ranks > effective:
         raise MemGuardError(
             f"keep_effective_batch_size={effective} is below the smallest batch there is: {lowest} samples on each of "
@@ -243,13 +238,12 @@ def _largest(lowest: int, highest: int, step: int, fits: Callable[[int], bool]) 
     return step * largest_that(lambda steps: fits(steps * step), good // step, most // step)
 
 
-def _split(largest: int, request: Request, lowest: int) -> tuple[int, int]:
+def _split(largest: int, request: Request, effective: int) -> tuple[int, int]:
     """Size and accumulation whose product over all ranks comes nearest to the effective size, and not above it.
 
     A size down to half the largest is taken where it comes nearer; below that, the same size twice does.
     """
-    effective = request.keep_effective_batch_size or 0
-    nearly = range(largest, max(lowest, largest // 2) - 1, -request.multiple_of)
+    nearly = range(largest, max(request.smallest_batch_size, largest // 2) - 1, -request.multiple_of)
     total, size = max((size * request.ranks * max(1, effective // (size * request.ranks)), size) for size in nearly)
     return size, total // (size * request.ranks)
 
@@ -263,6 +257,8 @@ _RULES_OF_THUMB = {
     "batch": "Use smaller inputs",
     "temporaries": "Use bf16-mixed precision or smaller inputs",
     "workspaces": "Use smaller inputs",
+    "callbacks": "Use fewer callbacks that keep copies of the model on the device, such as StochasticWeightAveraging",
+    "communication": "Set gradient_as_bucket_view=True in DDPStrategy, freeze part of the model",
 }
 
 

@@ -41,11 +41,8 @@ class EpochRecord:
     @property
     def error_ratio(self) -> float:
         """``predicted / measured - 1``; positive when the prediction was too high."""
-        return (
-            self.predicted.peak_device_bytes / self.measured.peak_bytes - 1
-            if self.measured.peak_bytes
-            else float("nan")
-        )
+        measured_bytes = self.measured.peak_bytes
+        return self.predicted.peak_device_bytes / measured_bytes - 1 if measured_bytes else float("nan")
 
     @property
     def headroom_bytes(self) -> int:

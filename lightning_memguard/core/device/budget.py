@@ -40,13 +40,18 @@ def read_budget(
     Raises:
         MemGuardError: the device does not report its memory, and no ``budget`` was given.
 
-    >>> read_budget(torch.device("cpu"), budget=8 * GIB, margin=0.25).usable_bytes == 6 * GIB
+    >>> read_budget(torch.device("cpu"), budget=8 << 30, margin=0.25).usable_bytes == 6 << 30
     True
     """
     name, memory = device_name(device), _memory(device, already_held_bytes)
     if budget is not None:
         if memory is not None and budget > memory.free_bytes:
-            warnings.warn(_too_large(budget, memory, name), UserWarning, stacklevel=2)
+            warnings.warn(
+                f"budget={format_bytes(budget)} is more than {name} has free: {format_bytes(memory.free_bytes)} of "
+                f"{format_bytes(memory.total_bytes)} ({memory.source}). The budget stays as given, and the training "
+                "may run out of memory: lower `budget`, free memory on the device, or leave `budget` out.",
+                stacklevel=2,
+            )
         memory = MemoryInfo(memory.total_bytes if memory else budget, budget, "given")
     if memory is None:
         raise MemGuardError(
@@ -64,14 +69,6 @@ def device_name(device: torch.device) -> str:
         return "Apple GPU (mps)"
     name = or_none(lambda: torch.get_device_module(device).get_device_name(device))
     return f"{name} ({or_none(with_index, device) or device})" if name else str(device)
-
-
-def _too_large(budget: int, memory: MemoryInfo, name: str) -> str:
-    return (
-        f"budget={format_bytes(budget)} is more than {name} has free: {format_bytes(memory.free_bytes)} of "
-        f"{format_bytes(memory.total_bytes)} ({memory.source}). The budget stays as given, and the training may run "
-        f"out of memory: lower `budget`, free memory on the device, or leave `budget` out."
-    )
 
 
 def _memory(device: torch.device, held_bytes: int) -> MemoryInfo | None:

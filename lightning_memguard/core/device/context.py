@@ -13,11 +13,8 @@ from lightning_memguard.units import GIB
 # of a supported torch has. Used only where there is no device to measure it on.
 CONTEXT_BYTES = (107_000_000, 300_000_000, 555_000_000)
 
+# More than this outside PyTorch's allocator is not one process's context and libraries (107 to 1343 MB measured).
 _LARGEST_CONTEXT_BYTES = 2 * GIB
-"""More than this outside PyTorch's allocator is not one process's context and libraries (107 to 1343 MB measured)."""
-
-_UNMEASURED_CONTEXT_BYTES = CONTEXT_BYTES[-1]
-"""A context that cannot be measured: the largest measured with CUDA's lazy loading (11.7 and newer)."""
 
 
 def context_bytes(device: torch.device) -> int:
@@ -53,8 +50,8 @@ def memory_before_context(device: torch.device) -> MemoryInfo | None:
 
 
 def context_bytes_between(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> int:
-    """`outside_allocator_bytes`, or the largest measured context where it is unknown."""
-    return outside_allocator_bytes(before, now, reserved_bytes)[0] or _UNMEASURED_CONTEXT_BYTES
+    """`outside_allocator_bytes`; where unknown, the largest context measured with lazy loading (CUDA 11.7 and on)."""
+    return outside_allocator_bytes(before, now, reserved_bytes)[0] or CONTEXT_BYTES[-1]
 
 
 def outside_allocator_bytes(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> tuple[int, str]:
@@ -72,12 +69,9 @@ def outside_allocator_bytes(before: MemoryInfo | None, now: MemoryInfo | None, r
     Returns:
         Bytes and the source in words; 0 bytes where unknown.
     """
-    if before is not None and now is not None:
-        taken = before.free_bytes - now.free_bytes - reserved_bytes
-        if 0 < taken <= _LARGEST_CONTEXT_BYTES:
-            return taken, "nvml"
-    if now is not None and now.used_bytes is not None:
-        taken = now.used_bytes - reserved_bytes
-        if 0 < taken <= _LARGEST_CONTEXT_BYTES:
-            return taken, "nvml, whole device"
+    lost = before.free_bytes - now.free_bytes if before and now else None
+    used = now.used_bytes if now else None
+    for taken, source in ((lost, "nvml"), (used, "nvml, whole device")):
+        if taken is not None and 0 < taken - reserved_bytes <= _LARGEST_CONTEXT_BYTES:
+            return taken - reserved_bytes, source
     return 0, "context not seen"

@@ -9,8 +9,7 @@ import psutil
 
 from lightning_memguard.core.device.memory_info import MemoryInfo, least_free
 
-_NO_LIMIT_BYTES = 1 << 60
-"""Control groups v1 write "no limit" as the largest multiple of a page below 2**63."""
+_NO_LIMIT_BYTES = 1 << 60  # control groups v1 write "no limit" as the largest multiple of a page below 2**63
 
 
 def host_memory() -> MemoryInfo:
@@ -25,7 +24,7 @@ def cgroup_memory(root: Path = Path("/")) -> MemoryInfo | None:
     Args:
         root: the folder of ``proc`` and the mount points.
     """
-    return least_free(tuple(_group_memory(folder) for folder in _group_folders(root)))
+    return least_free(map(_group_memory, _group_folders(root)))
 
 
 def _group_folders(root: Path) -> Iterator[Path]:
@@ -92,15 +91,12 @@ def rlimit_memory(process: Path = Path("/proc/self")) -> MemoryInfo | None:
     import resource
 
     status = status_bytes(process)
-    uses = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))  # man 2 setrlimit
-    memories = ((resource.getrlimit(kind)[0], status[used]) for kind, used in uses)
-    return least_free(
-        tuple(
-            MemoryInfo(limit, max(0, limit - used), "rlimit")
-            for limit, used in memories
-            if limit != resource.RLIM_INFINITY
-        )
-    )
+    memories = []
+    for kind, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):  # man 2 setrlimit
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            memories.append(MemoryInfo(limit, max(0, limit - status[used]), "rlimit"))
+    return least_free(memories)
 
 
 def status_bytes(process: Path) -> dict[str, int]:

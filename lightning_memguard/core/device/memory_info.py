@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -23,7 +23,7 @@ class MemoryInfo:
     used_bytes: int | None = None
 
 
-def least_free(infos: tuple[MemoryInfo | None, ...]) -> MemoryInfo | None:
+def least_free(infos: Iterable[MemoryInfo | None]) -> MemoryInfo | None:
     """The one with the least free memory; None where no source answered."""
     return min((info for info in infos if info), key=lambda info: info.free_bytes, default=None)
 

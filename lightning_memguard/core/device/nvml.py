@@ -97,7 +97,8 @@ def _ask_nvml(gpu: GpuFacts) -> MemoryInfo | None:
         for find, name in _nvml_handles(pynvml, gpu):
             memory = or_none(_memory_of, pynvml, find, name)
             if memory is not None and _is_of(memory, name, gpu):
-                return _as_cuda_sees_it(memory, gpu)
+                total = min(memory.total_bytes, gpu.total_bytes)  # as CUDA sees it
+                return replace(memory, total_bytes=total, free_bytes=min(memory.free_bytes, total))
         return None
     finally:
         or_none(pynvml.nvmlShutdown)
@@ -123,13 +124,6 @@ def _memory_of(pynvml: ModuleType, find: Callable[[str | int], object], name: st
 
 
 def _is_of(memory: MemoryInfo, name: str | int, gpu: GpuFacts) -> bool:
-    """Whether the sizes agree. NVML's total is 1 to 2% above CUDA's; a whole GPU's is far above that of its MIG slice.
-
-    The name of a slice is unique, so its size needs no check.
-    """
+    """Whether the sizes agree: NVML's total is 1 to 2% above CUDA's, a whole GPU's far above that of its MIG slice."""
+    # The name of a slice is unique, so its size needs no check.
     return str(name).startswith("MIG-") or math.isclose(memory.total_bytes, gpu.total_bytes, rel_tol=0.1)
-
-
-def _as_cuda_sees_it(memory: MemoryInfo, gpu: GpuFacts) -> MemoryInfo:
-    total = min(memory.total_bytes, gpu.total_bytes)
-    return replace(memory, total_bytes=total, free_bytes=min(memory.free_bytes, total))

@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -143,10 +143,7 @@ class LayerTable(_Weights):
         return len(self.layers)
 
     def __getitem__(self, name: str) -> Layer:
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
-        raise KeyError(name)
+        return {layer.name: layer for layer in self.layers}[name]
 
     def within(self, name: str) -> LayerTable:
         """The rows of one module and all below it: its totals are those of the module with its children.
@@ -229,7 +226,7 @@ def layer_table(
     device = FAKE_DEVICE if gpu else torch.device("cpu")
     try:
         with isolated_rng():
-            known = _with_shapes(model, batches, size, step or run_model) if _has_lazy_tensors(model) else model
+            known = _with_shapes(model, batches, size, step or run_model)
         with _fake_tensors(gpu) as mode:
             module_copy = fake_copy(known, mode, device)
             return table_of(module_copy, batches.fake(size, device), size, step or run_model, gpu)
@@ -254,14 +251,13 @@ def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step,
     """
     recorder = Recorder("cuda" if gpu else "cpu", worst_case=True, kernel_target=gpu.kernel_target if gpu else None)
     recorder.mark("forward")
-    saved = _Saved(recorder)
     counter: Any = FlopCounterMode(display=False, custom_mapping=_FLOPS)
     counter.mod_tracker = _CurrentModule(recorder)
-    with torch.enable_grad(), watching(recorder, module_copy), _outputs_watched() as outputs, counter, saved.watched():
+    saving = _saved_watched(recorder)
+    with torch.enable_grad(), watching(recorder, module_copy), _outputs_watched() as outputs, counter, saving as saved:
         result = step(module_copy, batch)
     batch_tensors = list(tensors_in(batch))
-    known = (*module_copy.parameters(), *module_copy.buffers(), *batch_tensors)
-    kept = saved.bytes_by_module({storage_address(tensor) for tensor in known if tensor.layout is torch.strided})
+    kept = _bytes_by_module(saved, (*module_copy.parameters(), *module_copy.buffers(), *batch_tensors))
     del result  # held until here: it holds the graph, and all that is saved
     flops = {module: sum(counts.values()) for module, counts in counter.flop_counts.items()}
     if recorder.ran_backward:
@@ -304,9 +300,6 @@ def _accepts(function: Callable[..., object], args: Sequence[object]) -> bool:
     return True
 
 
-# -- the copy and its batch
-
-
 @contextmanager
 def _fake_tensors(gpu: Gpu | None) -> Iterator[FakeTensorMode]:
     mode = (FakeCudaMode if gpu else FakeTensorMode)(allow_non_fake_inputs=True)
@@ -314,17 +307,15 @@ def _fake_tensors(gpu: Gpu | None) -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def _has_lazy_tensors(model: nn.Module) -> bool:
-    return any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers()))
-
-
 def _with_shapes(model: nn.Module, batches: Batches, size: int, step: Step) -> nn.Module:
-    """A copy of a lazy model after its first batch. It is on the meta device: no fake tensor can become another."""
+    """A lazy model's copy after its first batch. It is on the meta device: no fake tensor can become another."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(nn.parameter.is_lazy(tensor) for tensor in tensors):
+        return model
     with _fake_tensors(None):
         batch = batches.fake(size, torch.device("cpu"))
     with torch.device("meta"), torch.no_grad():
-        copies = {id(tensor): _on_meta(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        module_copy = real_copy(model, copies)
+        module_copy = real_copy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
         step(module_copy, map_tensors(batch, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)))
     return module_copy
 
@@ -336,9 +327,6 @@ def _on_meta(tensor: Tensor) -> Tensor:
         return make(requires_grad=tensor.requires_grad, dtype=tensor.dtype)  # type: ignore[no-any-return]
     copy = torch.empty_like(tensor, device="meta")
     return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
-
-
-# -- what each module returned
 
 
 @dataclass
@@ -369,9 +357,6 @@ def _outputs_watched() -> Iterator[dict[int, _Output]]:
         hook.remove()
 
 
-# -- what autograd keeps
-
-
 @dataclass(eq=False)
 class _Kept:
     """Replaces a tensor that autograd saved in the graph, and dies with its node."""
@@ -380,33 +365,30 @@ class _Kept:
     module: str
 
 
-class _Saved:
-    """Notes each tensor that autograd saves, and the module that was running."""
+@contextmanager
+def _saved_watched(recorder: Recorder) -> Iterator[list[weakref.ref[_Kept]]]:
+    """What autograd saves inside, each with the module that was running."""
+    saved: list[weakref.ref[_Kept]] = []
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.kept: list[weakref.ref[_Kept]] = []
-
-    def watched(self) -> torch.autograd.graph.saved_tensors_hooks:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
-
-    def _pack(self, tensor: Tensor) -> _Kept:
+    def pack(tensor: Tensor) -> _Kept:
         # A node's own result comes with its history, and the node would keep itself alive.
-        kept = _Kept(tensor.detach() if tensor.requires_grad else tensor, self.recorder.module)
-        self.kept.append(weakref.ref(kept))
+        kept = _Kept(tensor.detach() if tensor.requires_grad else tensor, recorder.module)
+        saved.append(weakref.ref(kept))
         return kept
 
-    def bytes_by_module(self, known: Iterable[int]) -> dict[str, int]:
-        """Bytes still kept, by module, without those in the ``known`` storages."""
-        seen, totals = set(known), defaultdict[str, int](int)
-        for reference in self.kept:
-            kept = reference()
-            if kept is not None and kept.tensor.layout is torch.strided:
-                storage = storage_address(kept.tensor)
-                if storage not in seen:
-                    seen.add(storage)
-                    totals[kept.module] += kept.tensor.untyped_storage().nbytes()
-        return totals
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        yield saved
+
+
+def _bytes_by_module(saved: Iterable[weakref.ref[_Kept]], known: Iterable[Tensor]) -> dict[str, int]:
+    """Bytes still kept, by module, without those in the storages of ``known`` tensors."""
+    seen = {storage_address(tensor) for tensor in known if tensor.layout is torch.strided}
+    totals: dict[str, int] = defaultdict(int)
+    for kept in filter(None, (reference() for reference in saved)):
+        if kept.tensor.layout is torch.strided and storage_address(kept.tensor) not in seen:
+            seen.add(storage_address(kept.tensor))
+            totals[kept.module] += kept.tensor.untyped_storage().nbytes()
+    return totals
 
 
 # -- what it computes
@@ -448,14 +430,6 @@ def _cudnn_rnn(x: _Shape, weights: Sequence[_Shape], *_: object, **__: object) -
     return 2 * math.prod(x[:-1]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
 
 
-def _mv(matrix: _Shape, *_: object, **__: object) -> int:
-    return 2 * math.prod(matrix)
-
-
-def _addmv(_: object, matrix: _Shape, *__: object, **___: object) -> int:
-    return 2 * math.prod(matrix)
-
-
 # Products that torch's counter does not know: it would count 0, and up to 2.9 it refuses attention with fewer heads of
 # keys than of queries. Each rule gets shapes in place of tensors.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/flop_counter.py (`flop_registry`)
@@ -469,14 +443,11 @@ _FLOPS: dict[Any, Callable[..., int]] = {
         ("_scaled_dot_product_fused_attention_overrideable", _attention),
         ("mkldnn_rnn_layer", _lstm),
         ("_cudnn_rnn", _cudnn_rnn),
-        ("mv", _mv),
-        ("addmv", _addmv),
-        ("dot", _mv),
+        ("mv", lambda matrix, *_, **__: 2 * math.prod(matrix)),
+        ("addmv", lambda _, matrix, *__, **___: 2 * math.prod(matrix)),
+        ("dot", lambda vector, *_, **__: 2 * math.prod(vector)),
     )
 }
-
-
-# -- the rows
 
 
 def _rows(
@@ -484,32 +455,24 @@ def _rows(
 ) -> Iterator[Layer]:
     first_names: dict[int, str] = {}
     parameter_names = {id(parameter): name for name, parameter in module_copy.named_parameters()}
-    # The recorder names a module by its first path, as `named_modules` does when it leaves the others out.
+    # The recorder names a module by its first path, as `named_modules` does when it leaves the others out: `kept` and
+    # `flops` have nothing under the others.
     for name, module in module_copy.named_modules(remove_duplicate=False):
         first = first_names.setdefault(id(module), name)
         output = outputs.get(id(module), _Output())
+        if first != name:
+            output = _Output(output.shape)
         own = module.named_parameters(recurse=False, remove_duplicate=False)
-        row = Layer(
+        yield Layer(
             name,
             type(module).__name__,
             output.shape,
-            weights=tuple(_weight(parameter_names[id(parameter)], parameter) for _, parameter in own),
-            shared_with=first if first != name else "",
+            output.elements,
+            output.nbytes,
+            output.calls,
+            tuple(Weight(parameter_names[id(p)], p.numel(), p.nbytes, p.requires_grad) for _, p in own),
+            kept.get(name, 0),
+            flops.get(name, 0),
+            first if first != name else "",
             is_leaf=not any(True for _ in module.children()),
         )
-        yield (
-            row
-            if first != name
-            else replace(
-                row,
-                output_elements=output.elements,
-                output_bytes=output.nbytes,
-                calls=output.calls,
-                activation_bytes=kept.get(name, 0),
-                flops=flops.get(name, 0),
-            )
-        )
-
-
-def _weight(name: str, parameter: nn.Parameter) -> Weight:
-    return Weight(name, parameter.numel(), parameter.numel() * parameter.element_size(), parameter.requires_grad)

@@ -23,14 +23,8 @@ if TYPE_CHECKING:
 MOMENTS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
 """How many values an optimizer keeps for each parameter, by its textbook name."""
 
-BYTES_PER_ELEMENT = {
-    "fp64": Fraction(8),
-    "fp32": Fraction(4),
-    "fp16": Fraction(2),
-    "bf16": Fraction(2),
-    "int8": Fraction(1),
-    "int4": Fraction(1, 2),
-}
+_BITS = {"fp64": 64, "fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4}
+BYTES_PER_ELEMENT = {name: Fraction(bits, 8) for name, bits in _BITS.items()}
 """Bytes of one element, by the textbook name of its type."""
 
 
@@ -66,13 +60,9 @@ def weights_and_input_sum(parameters: int, input_elements: int, *, element: str 
     Assumes that nothing between the input and the result takes memory. Source: a rule of thumb without an author.
     """
     _refuse_negative(parameters=parameters, input_elements=input_elements)
-    return _sum(
-        "weights and input",
-        "(parameters + input)",
-        {"parameters": parameters, "input": input_elements},
-        element,
-        ("inference", "activations take no memory", _NO_KERNEL),
-    )
+    counts = {"parameters": parameters, "input": input_elements}
+    assumptions = ("inference", "activations take no memory", _NO_KERNEL)
+    return _sum("weights and input", "(parameters + input)", counts, element, assumptions)
 
 
 def states_sum(
@@ -99,24 +89,17 @@ def states_sum(
     moments = MOMENTS[optimizer.lower()]
     _refuse_negative(parameters=parameters, activations=activations, input_elements=input_elements)
     _refuse_negative(batch_size=batch_size, trainable_parameters=trainable)
-    return _sum(
-        "states and activations",
-        f"[parameters x (1 + 1 gradient + {moments} of {optimizer}) + (activations x 2 + input) x batch]",
-        {
-            "parameters": parameters,
-            "gradients": trainable,
-            "optimizer_state": moments * trainable,
-            "activations": 2 * activations * batch_size,
-            "input": input_elements * batch_size,
-        },
-        element,
-        (
-            "all gradients exist while all activations do",
-            "each activation has a gradient, and all of these exist together",
-            _NO_REUSE,
-            _NO_KERNEL,
-        ),
-    )
+    formula = f"[parameters x (1 + 1 gradient + {moments} of {optimizer}) + (activations x 2 + input) x batch]"
+    counts = {
+        "parameters": parameters,
+        "gradients": trainable,
+        "optimizer_state": moments * trainable,
+        "activations": 2 * activations * batch_size,
+        "input": input_elements * batch_size,
+    }
+    together = "all gradients exist while all activations do"
+    twice = "each activation has a gradient, and all of these exist together"
+    return _sum("states and activations", formula, counts, element, (together, twice, _NO_REUSE, _NO_KERNEL))
 
 
 def forward_sum(
@@ -129,13 +112,10 @@ def forward_sum(
     """
     _refuse_negative(parameters=parameters, activations=activations)
     _refuse_negative(input_elements=input_elements, batch_size=batch_size)
-    return _sum(
-        "forward only",
-        "[parameters + (activations + input) x batch]",
-        {"parameters": parameters, "activations": activations * batch_size, "input": input_elements * batch_size},
-        element,
-        ("no gradients and no optimizer", _NO_REUSE, _NO_KERNEL),
-    )
+    formula = "[parameters + (activations + input) x batch]"
+    counts = {"parameters": parameters, "activations": activations * batch_size, "input": input_elements * batch_size}
+    assumptions = ("no gradients and no optimizer", _NO_REUSE, _NO_KERNEL)
+    return _sum("forward only", formula, counts, element, assumptions)
 
 
 def lecture_sum(
@@ -157,19 +137,16 @@ def lecture_sum(
     total = sum(outputs)
     _refuse_negative(parameters=parameters, input_elements=input_elements, outputs=total)
     _refuse_negative(batch_size=batch_size, trainable_parameters=trainable)
-    return _sum(
-        "lecture",
-        "[parameters + gradients + batch x (input + 2 x sum of outputs)]",
-        {
-            "parameters": parameters,
-            "gradients": trainable,
-            "input": batch_size * input_elements,
-            "outputs": batch_size * total,
-            "gradients of outputs": batch_size * total,
-        },
-        element,
-        ("the optimizer keeps nothing", "all gradients of outputs exist together", _NO_REUSE, _NO_KERNEL),
-    )
+    formula = "[parameters + gradients + batch x (input + 2 x sum of outputs)]"
+    counts = {
+        "parameters": parameters,
+        "gradients": trainable,
+        "input": batch_size * input_elements,
+        "outputs": batch_size * total,
+        "gradients of outputs": batch_size * total,
+    }
+    assumptions = ("the optimizer keeps nothing", "all gradients of outputs exist together", _NO_REUSE, _NO_KERNEL)
+    return _sum("lecture", formula, counts, element, assumptions)
 
 
 def _sum(name: str, formula: str, counts: Mapping[str, int], element: str, assumptions: tuple[str, ...]) -> TextbookSum:
@@ -210,16 +187,14 @@ def textbook_sums(table: LayerTable, *, optimizer: str = "adam", element: str = 
         optimizer: a name of `MOMENTS`.
         element: name of an element's type, see `BYTES_PER_ELEMENT`.
     """
-    trainable = table.trainable_parameters
+    weights, trainable = table.parameters, table.trainable_parameters
     # The table's figures are of the whole batch, and may not divide by its size: one "sample" is all of it.
     outputs, inputs = table.output_elements, table.batch_elements
     return (
-        weights_and_input_sum(table.parameters, inputs, element=element),
-        forward_sum(table.parameters, outputs, inputs, 1, element=element),
-        states_sum(
-            table.parameters, outputs, inputs, 1, optimizer=optimizer, trainable_parameters=trainable, element=element
-        ),
-        lecture_sum(table.parameters, inputs, (outputs,), 1, trainable_parameters=trainable, element=element),
+        weights_and_input_sum(weights, inputs, element=element),
+        forward_sum(weights, outputs, inputs, 1, element=element),
+        states_sum(weights, outputs, inputs, 1, optimizer=optimizer, trainable_parameters=trainable, element=element),
+        lecture_sum(weights, inputs, (outputs,), 1, trainable_parameters=trainable, element=element),
     )
 
 

@@ -6,6 +6,7 @@ Each function was checked on Lightning 2.5.0 to 2.6.6.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -41,16 +42,15 @@ def preserve_loader_classes() -> Iterator[None]:
     inside such a call, as a capture may, and if an exception is raised in between.
     """
     classes = [cls for base in (DataLoader, BatchSampler) for cls in _with_subclasses(base)]
-    before = [{name: vars(cls)[name] for name in _PATCHED if name in vars(cls)} for cls in classes]
+    before = [(cls, name, vars(cls).get(name)) for cls in classes for name in _PATCHED]
     try:
         yield
     finally:
-        for cls, names in zip(classes, before, strict=True):
-            for name in _PATCHED:
-                if name in names and vars(cls).get(name) is not names[name]:
-                    setattr(cls, name, names[name])
-                elif name not in names and name in vars(cls):
-                    delattr(cls, name)
+        for cls, name, value in before:
+            if value is not None:
+                setattr(cls, name, value)
+            elif name in vars(cls):
+                delattr(cls, name)
 
 
 def _with_subclasses(cls: type[Any]) -> list[type[Any]]:
@@ -70,19 +70,9 @@ def intercept_loaders(
     Returns:
         A function that gives the loop its own data source back.
     """
-    loop = LOOPS[role](trainer)
-    original = loop._data_source
-
-    class Changed(type(original)):  # type: ignore[misc]
-        def dataloader(self) -> object:
-            return change(super().dataloader)
-
-    def undo() -> None:
-        if type(loop._data_source) is Changed:
-            loop._data_source = type(original)(loop._data_source.instance, original.name)
-
-    loop._data_source = Changed(original.instance, original.name)
-    return undo
+    source: Any = LOOPS[role](trainer)._data_source
+    source.dataloader = functools.partial(change, source.dataloader)
+    return lambda: vars(source).pop("dataloader", None)
 
 
 def combine(loaders: object, mode: str, package: ModuleType) -> CombinedLoader:

@@ -1,4 +1,4 @@
-"""The loaders of a run: what they are, how large a batch their data can fill, and how many batches an epoch has."""
+"""The loaders of a run: what they are, which batch sizes suit them, and having a run take its batches at one size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,14 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_memguard.core.capture.fake import fake_copy
 from lightning_memguard.core.decision.bisection import largest_that
 from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training.adapter import loader_access
 from lightning_memguard.training.adapter.lightning_types import lightning_of
-from lightning_memguard.training.adapter.loader_access import call_loader_hook, combine, mode_of
 from lightning_memguard.training.adapter.run_facts import Role, RunFacts
 from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import preserve_state
 
 if TYPE_CHECKING:
+    from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.utilities import CombinedLoader
 
 
@@ -107,7 +109,7 @@ class LoaderInfo:
     @property
     def mode(self) -> str:
         """How Lightning combines several: ``"max_size_cycle"``, ``"min_size"``, ``"max_size"`` or ``"sequential"``."""
-        return mode_of(self.combined)
+        return loader_access.mode_of(self.combined)
 
     @property
     def batch_size(self) -> int:
@@ -167,12 +169,12 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
     owner, hook, package = facts.sources[role].instance, facts.sources[role].hook, lightning_of(facts.strategy)
     with preserve_state(owner):
         if isinstance(owner, package.LightningDataModule):
-            loader, origin = call_loader_hook(copy.copy(owner), hook), f"the datamodule's {hook}()"
+            loader, origin = loader_access.call_loader_hook(copy.copy(owner), hook), f"the datamodule's {hook}()"
         elif isinstance(owner, package.LightningModule):
             # the parameters of the copy have no memory
             module: Any = fake_copy(owner, FakeTensorMode(), torch.device("cpu"))
             module.setup("fit" if role in ("train", "val") else role)
-            loader, origin = call_loader_hook(module, hook), f"the module's {hook}()"
+            loader, origin = loader_access.call_loader_hook(module, hook), f"the module's {hook}()"
         else:
             loader = owner
             origin = f"fit({role}_dataloaders=...)" if role in ("train", "val") else f"{role}(dataloaders=...)"
@@ -186,7 +188,9 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
 
 def info_of(facts: RunFacts, loaders: object, origin: str, role: Role) -> LoaderInfo:
     """Look at a loader or a nesting of loaders that a run was given."""
-    combined = combine(loaders, "max_size_cycle" if role == "train" else "sequential", lightning_of(facts.strategy))
+    combined = loader_access.combine(
+        loaders, "max_size_cycle" if role == "train" else "sequential", lightning_of(facts.strategy)
+    )
     ranks = facts.world_size if facts.uses_distributed_sampler else 1
     recreated = ranks > 1 or role == "predict" or facts.overfit_batches > 0
     sources = (source_of(loader, origin, ranks, recreated=recreated) for loader in combined.flattened)
@@ -231,3 +235,41 @@ def leaves_one(info: LoaderInfo, batch_size: int) -> bool:
 
     sources = [source for source in info.sources if rest(source, source.batch_size) != 1]
     return any(rest(source, info.size_of(source, batch_size)) == 1 for source in sources)
+
+
+def rewrite_loaders(trainer: Trainer, facts: RunFacts, role: Role, batch_size: Callable[[], int]) -> Callable[[], None]:
+    """Have a run take its batches at a size, asked for whenever its loaders are made.
+
+    Returns:
+        A function that gives the Trainer its own data source back, for when the run is over.
+    """
+
+    def change(make_loaders: Callable[[], object]) -> object:
+        size = batch_size()
+        return _resize_all(facts, make_loaders(), role, size)
+
+    return loader_access.intercept_loaders(trainer, role, change)
+
+
+def _resize_all(facts: RunFacts, loaders: object, role: Role, batch_size: int) -> object:
+    """The loaders at a size; unchanged where a hook now gives others, that cannot be resized."""
+    try:
+        info = info_of(facts, loaders, "the loader", role)
+        sized = [(source.loader, info.size_of(source, batch_size)) for source in info.sources]
+        resized = [resizing.resize(loader, size, info.fixed_because) for loader, size in sized]
+    except Exception as error:  # noqa: BLE001 - what the user's hook gave is trained with as it is
+        warnings.warn(f"MemGuard left the {role} loader as it is: {error}", stacklevel=2)
+        return loaders
+    info.combined.flattened = resized
+    return info.combined if isinstance(loaders, type(info.combined)) else loader_access.arrange(info.combined, resized)
+
+
+def set_batch_size(module: LightningModule, datamodule: LightningDataModule | None, batch_size: int) -> None:
+    """Set ``batch_size`` wherever module or datamodule keeps one: attribute, hparams, and the copy that loggers get."""
+    for owner in (module, *([] if datamodule is None else [datamodule])):
+        if isinstance(getattr(owner, "batch_size", None), int):
+            with contextlib.suppress(AttributeError):  # a property without a setter follows something else
+                setattr(owner, "batch_size", batch_size)  # noqa: B010 - neither class declares one
+        for hparams in loader_access.hyperparameters_of(owner):
+            if "batch_size" in hparams:
+                hparams["batch_size"] = batch_size

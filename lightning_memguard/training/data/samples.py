@@ -131,10 +131,8 @@ def draw(loader: Iterable[Any], *, fixed: bool = False, unit: int = 1, factor: i
         return _largest_samples(loader, unit, factor)
 
 
-# -- from a loader whose batches are taken as they come
-
-
 def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
+    """From a loader whose batches are taken as they come."""
     largest, most, seen, samples, sizes, all_seen = None, 0, 0, 0, set(), True
     started = time.monotonic()
     for batch, count in _batches(loader):
@@ -171,10 +169,8 @@ def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:
             yield collate(list(_read(loader, planned[place]))), len(planned[place])
 
 
-# -- from a loader whose batches can be made at any size
-
-
 def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderSamples:
+    """From a loader whose batches can be made at any size."""
     indices = _indices(loader)
     largest = _LargestSamples(copy_for_reading(loader.collate_fn))
     stopped, started = False, time.monotonic()
@@ -264,9 +260,6 @@ class _LargestSamples:
 
 def _bytes_per_sample(batches: Batches) -> float:
     return batch_bytes(batches.small) / batches.small_size
-
-
-# -- which samples are drawn
 
 
 def _indices(loader: DataLoader[Any]) -> list[Any]:

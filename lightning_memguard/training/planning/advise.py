@@ -73,28 +73,16 @@ def try_remedies(
         for family in families_for(prediction, batch_size)
         if (found := attempts.mildest([(remedy,) for remedy in family]))
     ]
-    singles = _best_blocks(singles)
-    known = [found for _, found in singles]
-    for first, second in itertools.combinations(_to_pair(singles), 2) if combinations else ():
+    best: dict[str, _Single] = {}
+    for single in sorted(singles, key=_saved, reverse=True):
+        best.setdefault(single[0][0].kind, single)
+    # Where several groups of blocks could be checkpointed: the one that saves most.
+    known = [each[1] for each in singles if each[0][0].kind != "checkpointing" or each is best["checkpointing"]]
+    for first, second in itertools.combinations([*best.values()][:_KINDS_PAIRED], 2) if combinations else ():
         pair = attempts.mildest(list(itertools.product(first[0], second[0])))
         if pair and pair.saved_bytes > max(_saved(first), _saved(second)):
             known.append(pair)
     return Advised(by_savings(known), tuple(attempts.left_out), attempts.not_tried)
-
-
-def _best_blocks(singles: Sequence[_Single]) -> list[_Single]:
-    """Where several groups of blocks could be checkpointed, the one that saves most."""
-    blocks = [single for single in singles if single[0][0].kind == "checkpointing"]
-    best = max(blocks, key=_saved, default=None)
-    return [single for single in singles if single not in blocks or single is best]
-
-
-def _to_pair(singles: Sequence[_Single]) -> list[_Single]:
-    """The best of each kind, of the kinds that save most."""
-    best: dict[str, _Single] = {}
-    for single in sorted(singles, key=_saved, reverse=True):
-        best.setdefault(single[0][0].kind, single)
-    return list(best.values())[:_KINDS_PAIRED]
 
 
 def _saved(single: _Single) -> int:

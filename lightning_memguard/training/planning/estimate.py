@@ -17,7 +17,7 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.planning.subject import MakeOptimizer, Step, Subject, program_of
-from lightning_memguard.training.planning.target import Target, target_of
+from lightning_memguard.training.planning.target import target_of
 
 
 def estimate(
@@ -65,8 +65,10 @@ def estimate(
         >>> footprint.parts["optimizer_state"] == 2 * footprint.parts["parameters"] + 2 * 4
         True
     """
-    _check_function("step", step, "(model, batch) -> loss")
-    _check_function("optimizer", optimizer, "(parameters) -> it")
+    shapes = {"step": (step, "(model, batch) -> loss"), "optimizer": (optimizer, "(parameters) -> it")}
+    for argument, (given, shape) in shapes.items():
+        if given is not None and not callable(given):
+            raise MemGuardError(f"{argument}= is a {type(given).__name__}; give a class or a function: {shape}.")
     target, batches = target_of(device), batches_from_one(batch)
     size = batches.small_size if batch_size is None else batch_size
     check_count("batch_size", size)
@@ -75,16 +77,7 @@ def estimate(
         raise MemGuardError(
             "A LightningModule brings its own training_step and configure_optimizers: leave out step and optimizer."
         )
-    return _footprint(subject, target)
-
-
-def _check_function(argument: str, given: object, shape: str) -> None:
-    if given is not None and not callable(given):
-        raise MemGuardError(f"{argument}= is a {type(given).__name__}; give a class or a function: {shape}.")
-
-
-def _footprint(subject: Subject, target: Target) -> Footprint:
-    size, settings = subject.batch_size, AllocatorSettings.for_device(target.device.type, os.environ)
+    settings = AllocatorSettings.for_device(target.device.type, os.environ)
     settings = replace(settings, capacity_bytes=target.capacity_bytes)
     program = program_of(subject, target)
     prediction = predict(program, size, settings, context_bytes=target.context_bytes, scalable=False)

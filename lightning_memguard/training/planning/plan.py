@@ -130,27 +130,21 @@ def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> t
         CannotTraceError: the step cannot be predicted.
     """
     target, budget = target_and_budget(device, limits or Limits(), subject.model)
-    settings = AllocatorSettings.for_device(target.device.type, os.environ)
+    settings, context = AllocatorSettings.for_device(target.device.type, os.environ), target.context_bytes
     shards = sharded.shards_of(subject.strategy, subject.ranks)
     scalable = not (shards or subject.fixed_because)
     with quiet():
         program = program_of(subject, target)
-        prediction = predict(
-            program, subject.batch_size, settings, context_bytes=target.context_bytes, scalable=scalable
-        )
+        prediction = predict(program, subject.batch_size, settings, context_bytes=context, scalable=scalable)
     if prediction.method == "states":
-        raise CannotTraceError(_only_states(subject, prediction))
+        states = prediction.footprint_at(subject.batch_size).peak_allocated_bytes
+        raise CannotTraceError(
+            f"The step cannot be predicted: {'; '.join(prediction.notes)}. The batch it was given: {subject.shapes}. "
+            f"What stays without it (parameters, gradients, optimizer state) is {format_bytes(states)}."
+        )
     notes = tuple(dict.fromkeys((*prediction.notes, *target.notes, *subject.notes)))
     prediction = replace(prediction, notes=notes)
     return (sharded.divide_by_rank(prediction, shards) if shards else prediction), budget
-
-
-def _only_states(subject: Subject, prediction: Prediction) -> str:
-    states = prediction.footprint_at(subject.batch_size).peak_allocated_bytes
-    return (
-        f"The step cannot be predicted: {'; '.join(prediction.notes)}. The batch it was given: {subject.shapes}. What "
-        f"stays without it (parameters, gradients, optimizer state) is {format_bytes(states)}."
-    )
 
 
 def layers_on(subject: Subject, device: str) -> LayerTable:

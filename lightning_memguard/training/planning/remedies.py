@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,6 +21,8 @@ from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
 from lightning_memguard.training.planning.structure import Structure, code_of
+
+During = Callable[[], contextlib.AbstractContextManager[object]]
 
 _BLOCKS_TRIED = 2  # groups of repeated blocks whose checkpointing is tried
 _FIRST_WITH_BF16 = (8, 0)  # compute capability; older GPUs are given float16
@@ -47,7 +49,7 @@ class Remedy:
     cost: str
     apply: Callable[[Program], Program]
     share: int = 1
-    during: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    during: During = contextlib.nullcontext
 
 
 Family = tuple[Remedy, ...]
@@ -115,20 +117,13 @@ def _bucket_views(program: Program) -> Iterator[Remedy]:
 # -- other optimizers
 
 
-def _optimizer(name: str, how: str, cost: str, swap: SwapOptimizer) -> Remedy:
-    return Remedy(name, "optimizer", how, cost, lambda program: program.with_optimizer(swap))
+def _optimizer(name: str, how: str, cost: str, swap: SwapOptimizer, during: During = contextlib.nullcontext) -> Remedy:
+    return Remedy(name, "optimizer", how, cost, lambda program: program.with_optimizer(swap), during=during)
 
 
 def _larger(first: float, second: float) -> float:
     """``max`` for Adafactor, which scales its update by a norm. Fake tensors do not know it; no block depends on it."""
     return first if isinstance(second, UnknownFloat) else max(first, second)
-
-
-def smaller_states(program: Program) -> Iterator[Remedy]:
-    """Optimizers that keep less."""
-    if program.device.type == "cuda":  # where its kernels run
-        yield _EIGHT_BIT
-    yield from _SMALLER_OPTIMIZERS
 
 
 def _same_but(optimizer: Optimizer, name: str, value: bool) -> Optimizer:
@@ -185,20 +180,18 @@ _FASTER_OPTIMIZERS = (
         partial(_same_but, name="foreach", value=False),
     ),
 )
-_EIGHT_BIT = _optimizer(
-    "8-bit optimizer states",
-    "bitsandbytes.optim.AdamW8bit(parameters, lr=...)",
-    "moments are rounded to 8 bits in blocks, which rarely matters; needs the package bitsandbytes",
-    _eight_bit,
-)
 _SMALLER_OPTIMIZERS = (
-    replace(
-        _optimizer(
-            "Adafactor",
-            "torch.optim.Adafactor(parameters, lr=...)",
-            "keeps second moments by row and column and no momentum: another learning rate, a slower optimizer step",
-            _adafactor_of,
-        ),
+    _optimizer(
+        "8-bit optimizer states",
+        "bitsandbytes.optim.AdamW8bit(parameters, lr=...)",
+        "moments are rounded to 8 bits in blocks, which rarely matters; needs the package bitsandbytes",
+        _eight_bit,
+    ),
+    _optimizer(
+        "Adafactor",
+        "torch.optim.Adafactor(parameters, lr=...)",
+        "keeps second moments by row and column and no momentum: another learning rate, a slower optimizer step",
+        _adafactor_of,
         during=partial(mock.patch.object, _adafactor, "max", _larger, create=True),
     ),
     _optimizer(
@@ -208,6 +201,11 @@ _SMALLER_OPTIMIZERS = (
         _plain_sgd,
     ),
 )
+
+
+def smaller_states(program: Program) -> tuple[Remedy, ...]:
+    """Optimizers that keep less; the kernels of the one with 8 bits run on CUDA."""
+    return _SMALLER_OPTIMIZERS if program.device.type == "cuda" else _SMALLER_OPTIMIZERS[1:]
 
 
 # -- changes to the module

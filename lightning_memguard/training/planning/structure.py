@@ -93,7 +93,7 @@ def _repeated_blocks(module: nn.Module, root: str) -> Iterator[Blocks]:
 
 
 def _children_of(path: str, parent: nn.Module, kind: type[nn.Module]) -> list[str]:
-    return [_join(path, name) for name, child in parent.named_children() if type(child) is kind]
+    return [f"{path}.{name}".lstrip(".") for name, child in parent.named_children() if type(child) is kind]
 
 
 def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kind: type[nn.Module]) -> Blocks:
@@ -110,25 +110,17 @@ def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kin
     return Blocks(name, how, tuple(paths))
 
 
-def _head_of(module: nn.Module) -> str:
+def _head_of(module: nn.Module, prefix: str = "") -> str:
     """The path of the last child with parameters, of the first parent that has several."""
-    path = ""
-    while True:
-        parent = module.get_submodule(path)
-        children = [name for name, child in parent.named_children() if any(True for _ in child.parameters())]
-        if len(children) != 1 or any(True for _ in parent.parameters(recurse=False)):
-            break
-        path = _join(path, children[0])
+    children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
     if not children:
         return ""
-    head = _join(path, children[-1])
-    kept = {id(parameter) for parameter in module.get_submodule(head).parameters()}
+    name, head = children[-1]
+    if len(children) == 1 and not any(True for _ in module.parameters(recurse=False)):
+        return _head_of(head, f"{prefix}{name}.")
+    kept = {id(parameter) for parameter in head.parameters()}
     learns = any(parameter.requires_grad and id(parameter) not in kept for parameter in module.parameters())
-    return head if learns else ""
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return f"{prefix}{name}" if learns else ""
 
 
 def code_of(root: str, path: str) -> str:

@@ -276,9 +276,8 @@ def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: o
 
 def inference_of(subject: Subject) -> Subject:
     """The same model, in one inference on the same batch."""
-    return replace(
-        subject, training=False, trainer={}, step=_forward(subject), loader_info=None, strategy=None, ranks=1
-    )
+    step = _forward(subject)
+    return replace(subject, training=False, trainer={}, step=step, loader_info=None, strategy=None, ranks=1)
 
 
 def _forward(subject: Subject) -> Step | None:

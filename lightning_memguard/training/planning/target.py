@@ -85,9 +85,8 @@ def target_and_budget(name: str, limits: Limits, model: nn.Module) -> tuple[Targ
 
 
 def _catalogue_budget(gpu: Gpu, limits: Limits) -> Budget:
-    free, source = gpu.memory_bytes, "catalogue"
-    if limits.budget_bytes is not None:
-        free, source = limits.budget_bytes, "given"
+    given = limits.budget_bytes
+    free, source = (gpu.memory_bytes, "catalogue") if given is None else (given, "given")
     if free > gpu.memory_bytes:
         raise MemGuardError(
             f"budget={format_bytes(free)} is more than the {gpu.name} has: {format_bytes(gpu.memory_bytes)}. Give "

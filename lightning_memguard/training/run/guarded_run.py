@@ -12,8 +12,7 @@ from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, s
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, return_freed_memory
-from lightning_memguard.core.device.meter import PeakMeter
-from lightning_memguard.core.device.recording import ActualSnapshot
+from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import announcement, note
@@ -22,7 +21,7 @@ from lightning_memguard.report.table import last_line, print_decision, why
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.adapter.run_facts import Stage
-from lightning_memguard.training.data.rewrite import rewrite_loaders, set_batch_size
+from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of

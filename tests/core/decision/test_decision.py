@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import GIB
 
@@ -249,6 +250,14 @@ def test_the_error_carries_its_numbers_through_a_pickle_as_ranks_pass_it_on():
     error = pickle.loads(pickle.dumps(caught.value.on_rank(1)))
     assert (error.needed_bytes, error.usable_bytes, error.largest_part) == (16, 10, "activations")
     assert str(error) == f"rank 1: {caught.value}"
+
+
+@pytest.mark.parametrize("part", [*PARTS, *OPTIONAL_PARTS])
+def test_each_part_that_may_be_the_largest_has_a_rule_of_thumb(part):
+    with pytest.raises(DoesNotFitError, match=f"The largest part is {part.replace('_', ' ')}, 5 B") as caught:
+        decide(lambda n: Footprint(n, "cuda", 9, 9, 9, {"activations": 4, part: 5}), budget_of(3), Request(8))
+    assert len(caught.value.rule_of_thumb) > 15
+    assert f" {caught.value.rule_of_thumb}, or free memory held by other processes." in str(caught.value)
 
 
 def test_advice_takes_the_place_of_the_rule_of_thumb():

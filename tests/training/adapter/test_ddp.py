@@ -258,7 +258,7 @@ def predict(monkeypatch: pytest.MonkeyPatch) -> Any:
                 yield
 
         monkeypatch.setattr(program_module, "watching", watched)
-        monkeypatch.setattr(program_module, "_STEPS", STEPS)
+        monkeypatch.setattr(program_module, "STEPS", STEPS)
         trainer = pl.Trainer(accelerator="cpu", devices=1, accumulate_grad_batches=accumulate, logger=False)
         sample = [[torch.randn(n, 64), torch.randint(0, 10, (n,))] for n in (2, 4)]
         program = program_module.LightningProgram(

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from lightning_memguard import CannotResizeLoaderError, CannotTraceError
 from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.run_facts import read_run_facts
-from lightning_memguard.training.data import loaders, rewrite, samples
+from lightning_memguard.training.data import loaders, samples
 from lightning_memguard.training.data.resizing import resize
 
 
@@ -213,7 +213,7 @@ class Data(pl.LightningDataModule):
 def test_a_size_is_set_wherever_it_is_kept(small: Any) -> None:
     """Module attribute, datamodule hyperparameter, and the copy of it that loggers get."""
     module, data = small(batch_size=8), Data()
-    rewrite.set_batch_size(module, data, 48)
+    loaders.set_batch_size(module, data, 48)
     assert module.batch_size == 48
     assert data.hparams["batch_size"] == data.hparams_initial["batch_size"] == 48
 
