@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_memguard.core.capture.schema import by_name
+from lightning_memguard.core.capture.fake import by_name
 
 _aten = torch.ops.aten
 _FORWARD, _BACKWARD = _aten._cudnn_rnn.default, _aten._cudnn_rnn_backward.default

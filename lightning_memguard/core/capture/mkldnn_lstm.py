@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_memguard.core.capture.schema import by_name
+from lightning_memguard.core.capture.fake import by_name
 from lightning_memguard.core.kernels.layout import copy_bytes
 from lightning_memguard.core.trace.scratch import nbytes, up
 
