@@ -46,12 +46,9 @@ def fake_result(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, o
         return None
     if func is _FORWARD:
         training = torch.is_grad_enabled()  # what `mkldnn_rnn_layer` itself asks
-        return (
-            x.new_empty((*x.shape[:2], hidden)),
-            hx.new_empty(hx.shape),
-            given["cx_"].new_empty(given["cx_"].shape),
-            x.new_empty((_workspace_bytes(_layer(given)) if training else 0,), dtype=torch.uint8),
-        )
+        workspace = x.new_empty((_workspace_bytes(_layer(given)) if training else 0,), dtype=torch.uint8)
+        states = hx.new_empty(hx.shape), given["cx_"].new_empty(given["cx_"].shape)
+        return x.new_empty((*x.shape[:2], hidden)), *states, workspace
     bias = (_GATES * hidden,)
     shapes = (x.shape, given["weight1"].shape, given["weight2"].shape, bias, bias, hx.shape, given["cx_tmp"].shape)
     return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
@@ -65,9 +62,8 @@ def scratch_bytes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str,
     if func not in (_FORWARD, _BACKWARD):
         return 0
     given = by_name(func, args, kwargs)
-    if given["input"].device.type != "cpu":
-        return 0
-    return _forward_scratch(given) if func is _FORWARD else _backward_scratch(given)
+    scratch = _forward_scratch if func is _FORWARD else _backward_scratch
+    return scratch(given) if given["input"].device.type == "cpu" else 0
 
 
 # -- the layer
@@ -84,8 +80,7 @@ class _Layer:
 
 def _layer(given: _Arguments) -> _Layer:
     x = given["input"]
-    steps, batch, inputs = x.shape
-    return _Layer(steps, batch, inputs, given["hidden_size"], x.element_size())
+    return _Layer(x.shape[0], x.shape[1], x.shape[2], given["hidden_size"], x.element_size())
 
 
 # -- what torch allocates around oneDNN: aten/src/ATen/native/mkldnn/RNN.cpp, include/ideep/operators/lstm.hpp
@@ -130,21 +125,19 @@ def _is_brgemm(layer: _Layer, training: bool) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
-def _block(layer: _Layer) -> int:
-    """`brgemm_calc_n_block` (src/cpu/x64/rnn/rnn_brgemm_utils.cpp): two registers, four for a single row on AVX2."""
-    wide = layer.element != _FLOAT or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return 32 if wide or layer.batch == 1 else 16
-
-
 # -- weights in oneDNN's order: `set_expected_desc` in oneDNN, src/cpu/rnn/rnn_utils.cpp
 
 
 def _forward_weights_bytes(layer: _Layer, training: bool) -> int:
-    """Both weights with their rows by input (ldigo, rows padded); of a single row torch's order is as good."""
+    """Both weights with their rows by input (ldigo, rows padded); of a single row torch's order is as good.
+
+    `brgemm_calc_n_block` (src/cpu/x64/rnn/rnn_brgemm_utils.cpp): two registers, four for a single row on AVX2.
+    """
     sizes, columns, e = (layer.inputs, layer.hidden), _GATES * layer.hidden, layer.element
     if _is_brgemm(layer, training):
+        wide = e != _FLOAT or torch.backends.cpu.get_cpu_capability().startswith("AVX512") or layer.batch == 1
         together = _FLOAT // e  # two numbers in bfloat16 go side by side
-        return sum(up(size, together) for size in sizes) * _GATES * up(layer.hidden, _block(layer)) * e
+        return sum(up(size, together) for size in sizes) * _GATES * up(layer.hidden, 32 if wide else 16) * e
     return sum(size * _good_ld(columns, e) * e for size in sizes if size > 1)
 
 

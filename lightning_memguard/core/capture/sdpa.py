@@ -210,20 +210,16 @@ def _takes_cudnn(call: Attention) -> bool:
 def _cudnn_takes_mask(call: Attention) -> bool:
     """`check_attn_mask_shape`."""
     mask = call.attn_mask
-    if mask is None:
-        return True
-    if mask.requires_grad or mask.dim() not in (2, 4):
-        return False
+    if mask is None or mask.requires_grad or mask.dim() not in (2, 4):
+        return mask is None
     full = (*call.query.shape[:2], *call.lengths)[-mask.dim() :]
     return all(size in (1, whole) for size, whole in zip(mask.shape, full, strict=True))
 
 
 def _cudnn_takes_dropout(call: Attention) -> bool:
     """The head of `can_use_cudnn_attention`, `check_cudnn_dropout` (from 2.12 on) and `check_cudnn_tensor_shapes`."""
-    if call.dropout_p == 0:
-        return True
     coarse = _TORCH >= (2, 12) and not (call.dropout_p * 16).is_integer()
-    return not (91_100 < call.cudnn < 91_400 or coarse or call.lengths[0] == 1)
+    return call.dropout_p == 0 or not (91_100 < call.cudnn < 91_400 or coarse or call.lengths[0] == 1)
 
 
 def _cudnn_takes_widths(call: Attention) -> bool:
@@ -302,9 +298,8 @@ class _SeedsOnHost(TorchDispatchMode):
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is not getattr(_aten, _EFFICIENT).default:
-            return out
-        return *out[:2], *(torch.empty((), dtype=torch.long, device="cpu") for _ in out[2:])
+        seeded = func is getattr(_aten, _EFFICIENT).default
+        return (*out[:2], *(torch.empty((), dtype=torch.long, device="cpu") for _ in out[2:])) if seeded else out
 
 
 def _cudnn(call: Attention) -> Tensor:

@@ -77,10 +77,10 @@ def _flash_backward(call: CudaCall) -> Scratch:
     if it must be deterministic), and where heads share a key its gradients for every head.
     """
     query, key = call["query"], call["key"]
-    copies = copy_bytes(call["grad_out"].transpose(1, 2)), copy_bytes(call["out"].transpose(1, 2))
     batch, heads, rows, width = query.shape
     if not batch:
         return NONE
+    copies = copy_bytes(call["grad_out"].transpose(1, 2)), copy_bytes(call["out"].transpose(1, 2))
     sums = batch * heads * up(rows, 128) * FLOAT
     waves = -(-call.target.multiprocessors // (batch * heads)) if is_strictly_deterministic() else 1
     accumulated = waves * sums * _flash_width(width)
@@ -145,9 +145,8 @@ def _efficient_backward(call: CudaCall) -> Scratch:
     workspace = _efficient_workspace(query, key, value, tile, capability)
     if half and (tile.in_registers or not (7, 0) <= capability < (7, 5)):  # `kKernelComputesDelta`
         return after((copy, sums, workspace))
-    product = sums * value.shape[-1]
-    casts = (product, product) if half else ()
-    return after((copy, *casts, product, sums, sums), (copy, sums, workspace))
+    products = (sums * value.shape[-1],) * (3 if half else 1)  # in half precision two of them are casts
+    return after((copy, *products, sums, sums), (copy, sums, workspace))
 
 
 def _efficient_workspace(query: Tensor, key: Tensor, value: Tensor, tile: _Tile, capability: tuple[int, int]) -> int:
@@ -156,9 +155,8 @@ def _efficient_workspace(query: Tensor, key: Tensor, value: Tensor, tile: _Tile,
     half = is_half(query)
     elements = 0
     if half or capability >= (7, 0):  # `kNeedsAccumGradQ`
-        header = 16  # `GradQTempStorage` begins with a lock and a counter
         tiles = -(-rows // tile.rows) * -(-width // tile.columns)
-        elements += tiles * (header // FLOAT + tile.rows * tile.columns)
+        elements += tiles * (16 // FLOAT + tile.rows * tile.columns)  # `GradQTempStorage`: a lock and a counter first
     if half and not tile.in_registers:  # `kNeedsAccumGradK` and `...V`
         splits = _efficient_splits(batch * heads, key.shape[2], tile.columns, capability)
         elements += splits * tile.columns * (up(width, tile.rows) + up(value.shape[-1], tile.rows))

@@ -52,11 +52,10 @@ class _Conv:
     def takes_onednn(self) -> bool:
         """`use_mkldnn` in aten/src/ATen/native/Convolution.cpp, for float32."""
         kernel = self.weight.shape[2:]
-        if self.x.element_size() != FLOAT:
+        wide = self.transposed and any(o >= s for o, s in zip(self.output_padding, self.stride, strict=True))
+        if self.x.element_size() != FLOAT or wide:
             return False
-        if self.transposed and any(o >= s for o, s in zip(self.output_padding, self.stride, strict=True)):
-            return False
-        plain = not any(s != 1 for s in self.stride) and not any(d != 1 for d in self.dilation)
+        plain = {*self.stride, *self.dilation} == {1}
         if self.host.threads == 1 and all(k == 1 for k in kernel[-2:]) and plain and self.x.shape[0] < 16:
             return False
         large = self.x.shape[0] > 1 or math.prod(self.x.shape[:4]) > 20480
@@ -187,9 +186,8 @@ def _batch_norm_backward(call: CpuCall) -> Scratch:
     """`batch_norm_backward_cpu_template` (aten/src/ATen/native/Normalization.cpp): the input's gradient twice."""
     grad, x, weight = call["grad_out"], call["input"], call["weight"]
     alike = (grad.is_contiguous() and x.is_contiguous()) or (_is_channels_last(grad) and _is_channels_last(x))
-    if call["output_mask"][0] and alike:
-        return Scratch(after=(nbytes(x),))
-    return Scratch(after=(nbytes(weight),)) if weight is not None else NONE
+    taken = x if call["output_mask"][0] and alike else weight
+    return NONE if taken is None else Scratch(after=(nbytes(taken),))
 
 
 @RULES.of("native_layer_norm_backward")

@@ -74,8 +74,7 @@ def attach(strategy: object, module_copy: nn.Module, recorder: Recorder, *, fits
         strategy: the user's Lightning strategy; its settings are read, nothing is changed.
         module_copy: the LightningModule that will run; its ``training_step`` and ``manual_backward`` are wrapped.
         recorder: records the copy.
-        fits: False for a validation, test or prediction on its own: Lightning then wraps nothing, and only broadcasts
-            parameters and buffers.
+        fits: False for a validation, test or prediction: Lightning then only broadcasts parameters and buffers.
     """
     if not wraps_in_ddp(strategy):
         return
@@ -232,9 +231,8 @@ class _Wrapper:
 
     def _used_maps(self) -> list[torch.Tensor]:
         """Which parameters had a gradient: on the host and on the device."""
-        if not (self.arguments.find_unused_parameters or self.arguments.static_graph):
-            return []
-        devices = (torch.device("cpu"), self.parameters[0].device)
+        needed = self.arguments.find_unused_parameters or self.arguments.static_graph
+        devices = (torch.device("cpu"), self.parameters[0].device) if needed else ()
         maps = [torch.empty(len(self.parameters), dtype=torch.int32, device=device) for device in devices]
         self.recorder.label(maps, "communication")
         return maps
