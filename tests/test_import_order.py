@@ -39,7 +39,6 @@ ROOMS = {
         "__init__",
         "batch",
         "fake",
-        "schema",
         "mkldnn_lstm",
         "cudnn_rnn",
         "sdpa",
@@ -109,7 +108,6 @@ ROOMS = {
 NOT_STD = {
     "core/capture/batch.py",
     "core/capture/fake.py",
-    "core/capture/schema.py",
     "core/capture/mkldnn_lstm.py",
     "core/capture/cudnn_rnn.py",
     "core/capture/sdpa.py",

@@ -1,8 +1,7 @@
 """An RNN layer on CUDA, where cuDNN runs it: which operator is called, and what it returns.
 
-The reason to change is the way torch calls cuDNN's RNNs (aten/src/ATen/native/cudnn/RNN.cpp, RNN.cpp). Without a GPU
-torch would take the layers apart step by step; its fake kernel knows no size of the reserve space, and none of the
-backward pass. Checked on torch 2.11 and 2.13.
+Read in aten/src/ATen/native/cudnn/RNN.cpp and RNN.cpp. Without a GPU torch would take the layers apart step by step;
+its fake kernel knows no size of the reserve space, and none of the backward pass. Checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_memguard.core.capture.schema import by_name
+from lightning_memguard.core.capture.fake import by_name
 
 _aten = torch.ops.aten
 _FORWARD, _BACKWARD = _aten._cudnn_rnn.default, _aten._cudnn_rnn_backward.default
@@ -34,12 +33,7 @@ def takes_cudnn(x: torch.Tensor) -> bool:
 
 
 def call(func: Callable[..., Any], *args: Any) -> tuple[torch.Tensor, ...]:
-    """Run one layer stack as `_cudnn_impl` (aten/src/ATen/native/RNN.cpp) does: the output and the last states.
-
-    Args:
-        func: ``torch.lstm``, ``torch.gru`` or another of these.
-        args: its arguments, of padded or of packed sequences.
-    """
+    """``torch.lstm`` or another RNN as `_cudnn_impl` (aten/src/ATen/native/RNN.cpp) runs it: output and last states."""
     mode = _MODES[func.__name__]
     if isinstance(args[3], (list, tuple)):  # packed: data, batch_sizes, states, weights, ...
         x, batch_sizes, states, weights, biases, layers, dropout, train, bidirectional = args
@@ -54,9 +48,7 @@ def call(func: Callable[..., Any], *args: Any) -> tuple[torch.Tensor, ...]:
         dtype = torch.get_autocast_dtype("cuda")
         x, hx, *weights = (tensor.to(dtype) for tensor in (x, hx, *weights))
         cx = None if cx is None else cx.to(dtype)
-    state = None
-    if dropout and train:
-        state = x.new_empty((_DROPOUT_STATE_BYTES,), dtype=torch.uint8)
+    state = x.new_empty((_DROPOUT_STATE_BYTES,), dtype=torch.uint8) if dropout and train else None
     weight = (weights, (4 if biases else 2) + bool(projected), weights[0].detach())
     options = (mode, hidden, projected, layers, batch_first, dropout, train, bidirectional, sizes, state)
     with torch.autocast("cuda", enabled=False):
@@ -89,16 +81,13 @@ def _forward(given: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _backward(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """`_cudnn_rnn_backward`: the weights' gradients are views of one buffer, like the weights themselves."""
-    x, hx, cx, mask = given["input"], given["hx"], given["cx"], given["output_mask"]
-    weights = given["weight"]
-    grad_x = x.new_empty(x.shape)
-    grad_hx = hx.new_empty(hx.shape)
-    grad_cx = None if cx is None else cx.new_empty(cx.shape)
+    x, hx, cx, weights = given["input"], given["hx"], given["cx"], given["weight"]
+    states = x.new_empty(x.shape), hx.new_empty(hx.shape), None if cx is None else cx.new_empty(cx.shape)
     grads: list[torch.Tensor] = []
-    if mask[3]:
+    if given["output_mask"][3]:
         buffer = x.new_empty((sum(weight.numel() for weight in weights),))
         offset = 0
         for weight in weights:
             grads.append(buffer.as_strided(weight.shape, weight.stride(), offset))
             offset += weight.numel()
-    return grad_x, grad_hx, grad_cx, grads
+    return *states, grads

@@ -7,11 +7,12 @@ process while it is on, and no other thread may use torch meanwhile.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import operator
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -370,3 +371,18 @@ _WORST_CASE: dict[OpOverload, Callable[..., object]] = {
     _aten._unique2.default: _unique,
     _aten._pack_padded_sequence.default: _pack_padded,
 }
+
+
+# -- the arguments of an operator
+
+
+@functools.cache
+def _defaults(operator: OpOverload) -> dict[str, Any]:
+    """The names of all arguments in order, with their defaults; None where there is none."""
+    return {argument.name: argument.default_value for argument in operator._schema.arguments}
+
+
+def by_name(operator: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Any]:
+    """An operator's arguments by name, in the order of its schema, defaults filled in."""
+    defaults = _defaults(operator)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}

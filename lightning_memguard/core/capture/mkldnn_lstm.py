@@ -1,15 +1,11 @@
 """What an LSTM layer takes on the CPU, where oneDNN runs it and torch's fake kernel knows only half of its results.
 
-The reason to change is oneDNN's LSTM, or the way torch calls it. Checked on torch 2.13 and 2.14 (oneDNN 3.12).
-
-On the CPU ``at::lstm`` runs ``aten::mkldnn_rnn_layer`` for each layer and direction (`use_mkldnn` in
-aten/src/ATen/native/RNN.cpp), for fake tensors as for real ones: it only asks for their device. But the fake
-kernel (torch/_meta_registrations.py) returns an empty workspace, though the real one outweighs all else that the layer
-keeps for the backward pass, and one tensor for both bias gradients. And oneDNN's reordered weights and its scratchpads
-come out of torch's allocator too (`cpu_alloc` in aten/src/ATen/native/mkldnn/IDeepRegistration.cpp).
-
-GRU, plain RNN, and LSTM with projections, in float64 or of packed sequences have no such path: torch runs real and fake
-tensors alike through linear operators, step by step.
+Checked on torch 2.13 and 2.14 (oneDNN 3.12). ``at::lstm`` runs ``aten::mkldnn_rnn_layer`` for each layer and direction
+(`use_mkldnn` in aten/src/ATen/native/RNN.cpp). Its fake kernel (torch/_meta_registrations.py) returns an empty
+workspace, though the real one outweighs all else that the layer keeps for the backward pass, and one tensor for both
+bias gradients. oneDNN's reordered weights and its scratchpads come out of torch's allocator too (`cpu_alloc` in
+aten/src/ATen/native/mkldnn/IDeepRegistration.cpp). GRU, plain RNN, and LSTM with projections, in float64 or of packed
+sequences have no such path: torch runs them through linear operators, step by step.
 """
 
 from __future__ import annotations
@@ -23,7 +19,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_memguard.core.capture.schema import by_name
+from lightning_memguard.core.capture.fake import by_name
+from lightning_memguard.core.kernels.layout import copy_bytes
 from lightning_memguard.core.trace.scratch import nbytes, up
 
 _FORWARD = torch.ops.aten.mkldnn_rnn_layer.default
@@ -49,12 +46,9 @@ def fake_result(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, o
         return None
     if func is _FORWARD:
         training = torch.is_grad_enabled()  # what `mkldnn_rnn_layer` itself asks
-        return (
-            x.new_empty((*x.shape[:2], hidden)),
-            hx.new_empty(hx.shape),
-            given["cx_"].new_empty(given["cx_"].shape),
-            x.new_empty((_workspace_bytes(_layer(given)) if training else 0,), dtype=torch.uint8),
-        )
+        workspace = x.new_empty((_workspace_bytes(_layer(given)) if training else 0,), dtype=torch.uint8)
+        states = hx.new_empty(hx.shape), given["cx_"].new_empty(given["cx_"].shape)
+        return x.new_empty((*x.shape[:2], hidden)), *states, workspace
     bias = (_GATES * hidden,)
     shapes = (x.shape, given["weight1"].shape, given["weight2"].shape, bias, bias, hx.shape, given["cx_tmp"].shape)
     return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
@@ -68,9 +62,8 @@ def scratch_bytes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str,
     if func not in (_FORWARD, _BACKWARD):
         return 0
     given = by_name(func, args, kwargs)
-    if given["input"].device.type != "cpu":
-        return 0
-    return _forward_scratch(given) if func is _FORWARD else _backward_scratch(given)
+    scratch = _forward_scratch if func is _FORWARD else _backward_scratch
+    return scratch(given) if given["input"].device.type == "cpu" else 0
 
 
 # -- the layer
@@ -87,8 +80,7 @@ class _Layer:
 
 def _layer(given: _Arguments) -> _Layer:
     x = given["input"]
-    steps, batch, inputs = x.shape
-    return _Layer(steps, batch, inputs, given["hidden_size"], x.element_size())
+    return _Layer(x.shape[0], x.shape[1], x.shape[2], given["hidden_size"], x.element_size())
 
 
 # -- what torch allocates around oneDNN: aten/src/ATen/native/mkldnn/RNN.cpp, include/ideep/operators/lstm.hpp
@@ -97,7 +89,7 @@ def _layer(given: _Arguments) -> _Layer:
 def _forward_scratch(given: _Arguments) -> int:
     """`mkldnn_rnn_layer`: the sum of both biases (or zeros), then oneDNN's copies of the weights and its scratchpad."""
     layer, training = _layer(given), torch.is_grad_enabled()
-    weights = _contiguous_copy(given["weight0"]) + _contiguous_copy(given["weight1"])
+    weights = copy_bytes(given["weight0"]) + copy_bytes(given["weight1"])
     bias = _GATES * layer.hidden * layer.element
     return weights + bias + _forward_weights_bytes(layer, training) + _forward_scratchpad_bytes(layer, training)
 
@@ -110,24 +102,14 @@ def _backward_scratch(given: _Arguments) -> int:
     layer = _layer(given)
     states = (given["output"], given["hx_"], given["cx_tmp"])
     grads = (given["grad_output"], given["grad_hy"], given["grad_cy"])
-    taken = sum(
-        nbytes(state) if grad is None else _contiguous_copy(grad) for grad, state in zip(grads, states, strict=True)
-    )
+    taken = sum(nbytes(x) if grad is None else copy_bytes(grad) for grad, x in zip(grads, states, strict=True))
     if layer.element != _FLOAT:
         taken += sum(state.numel() * _FLOAT for state in states)
-    if _share_storage(given["hx_"], given["cx_tmp"]):
+    if given["hx_"].untyped_storage()._cdata == given["cx_tmp"].untyped_storage()._cdata:
         taken += nbytes(given["cx_tmp"])
-    weights = _contiguous_copy(given["weight1"]) + _contiguous_copy(given["weight2"])
+    weights = copy_bytes(given["weight1"]) + copy_bytes(given["weight2"])
     bias = _GATES * layer.hidden * layer.element
     return taken + weights + bias + _backward_weights_bytes(layer) + _backward_scratchpad_bytes(layer)
-
-
-def _contiguous_copy(tensor: Tensor) -> int:
-    return 0 if tensor.is_contiguous() else nbytes(tensor)
-
-
-def _share_storage(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 # -- which of its kernels oneDNN takes: `init_brgemm`, else `init_ref`, in oneDNN, src/cpu/rnn/ref_rnn.cpp
@@ -143,21 +125,19 @@ def _is_brgemm(layer: _Layer, training: bool) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
-def _block(layer: _Layer) -> int:
-    """`brgemm_calc_n_block` (src/cpu/x64/rnn/rnn_brgemm_utils.cpp): two registers, four for a single row on AVX2."""
-    wide = layer.element != _FLOAT or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return 32 if wide or layer.batch == 1 else 16
-
-
 # -- weights in oneDNN's order: `set_expected_desc` in oneDNN, src/cpu/rnn/rnn_utils.cpp
 
 
 def _forward_weights_bytes(layer: _Layer, training: bool) -> int:
-    """Both weights with their rows by input (ldigo, rows padded); of a single row torch's order is as good."""
+    """Both weights with their rows by input (ldigo, rows padded); of a single row torch's order is as good.
+
+    `brgemm_calc_n_block` (src/cpu/x64/rnn/rnn_brgemm_utils.cpp): two registers, four for a single row on AVX2.
+    """
     sizes, columns, e = (layer.inputs, layer.hidden), _GATES * layer.hidden, layer.element
     if _is_brgemm(layer, training):
+        wide = e != _FLOAT or torch.backends.cpu.get_cpu_capability().startswith("AVX512") or layer.batch == 1
         together = _FLOAT // e  # two numbers in bfloat16 go side by side
-        return sum(up(size, together) for size in sizes) * _GATES * up(layer.hidden, _block(layer)) * e
+        return sum(up(size, together) for size in sizes) * _GATES * up(layer.hidden, 32 if wide else 16) * e
     return sum(size * _good_ld(columns, e) * e for size in sizes if size > 1)
 
 
@@ -183,18 +163,10 @@ def _workspace_bytes(layer: _Layer) -> int:
     cells = layer.steps * n
     states = 2 * (layer.steps + 1) * n  # below and above the layer, with the initial ones
     widest = max(layer.inputs, h)
-    gates = cells * _good_ld(_GATES * h, e) * e
-    before_projection = cells * _good_ld(h, e) * e
+    gates, before_projection = cells * _good_ld(_GATES * h, e) * e, cells * _good_ld(h, e) * e
+    forward_states = states * _good_ld(widest, e) * e, states * h * e
     diff_states = states * _good_ld(widest, _FLOAT) * _FLOAT
-    return _pages(
-        gates,
-        before_projection,
-        states * _good_ld(widest, e) * e,
-        states * h * e,
-        diff_states,
-        diff_states,
-        states * h * _FLOAT,
-    )
+    return _pages(gates, before_projection, *forward_states, diff_states, diff_states, states * h * _FLOAT)
 
 
 def _forward_scratchpad_bytes(layer: _Layer, training: bool) -> int:
@@ -219,14 +191,8 @@ def _backward_scratchpad_bytes(layer: _Layer) -> int:
         return _scratchpad(layer, space)
     rows = up(n, 2)
     copies = 1 if n > 1 else torch.get_num_threads()  # of one sample each thread transposes its own block: a bound
-    return _scratchpad(
-        layer,
-        space,
-        _batches(_GATES + 1),
-        torch.get_num_threads() * rows * 32 * e,
-        copies * layer.inputs * rows * e,
-        copies * h * rows * e,
-    )
+    blocks = (torch.get_num_threads() * rows * 32 * e, copies * layer.inputs * rows * e, copies * h * rows * e)
+    return _scratchpad(layer, space, _batches(_GATES + 1), *blocks)
 
 
 def _scratchpad(layer: _Layer, space: int, *blocks: int) -> int:

@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.capture import cudnn_rnn, fake, fake_cuda, mkldnn_lstm
 from lightning_memguard.core.capture.backward import graph_task, walking
-from lightning_memguard.core.capture.fake import Function
-from lightning_memguard.core.capture.schema import by_name
+from lightning_memguard.core.capture.fake import Function, by_name
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call, Rule
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch

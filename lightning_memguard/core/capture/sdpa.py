@@ -1,12 +1,9 @@
 """Scaled dot product attention on a pretended CUDA GPU: which kernel it takes, and the call of it.
 
-The reason to change is PyTorch's choice among its attention kernels. Without a GPU torch falls back to plain matrix
-products, whose memory grows with the square of the sequence's length; a GPU usually takes another kernel. Each rule
-names the function it was read from; paths are below aten/src/ATen/native/transformers unless they say otherwise. Read
-for torch 2.9 to 2.13; the operators' fake kernels were run on 2.11 and 2.13. What the kernels allocate inside is in
-`lightning_memguard.core.kernels.attention`.
-
-Nested tensors do not come here: they have a `scaled_dot_product_attention` of their own.
+Without a GPU torch falls back to plain matrix products, whose memory grows with the square of the sequence's length; a
+GPU usually takes another kernel. Paths are below aten/src/ATen/native/transformers unless they say otherwise. Read for
+torch 2.9 to 2.13; the operators' fake kernels were run on 2.11 and 2.13. What the kernels allocate inside is in
+`lightning_memguard.core.kernels.attention`. Nested tensors have a `scaled_dot_product_attention` of their own.
 """
 
 from __future__ import annotations
@@ -34,9 +31,8 @@ _NEWEST = (12, 1)  # `check_sm_version` in cuda/sdp_utils.cpp: no fused kernel t
 
 # -- the choice
 
-_MAJOR, _MINOR = torch.__version__.split(".")[:2]
-_TORCH = int(_MAJOR), int(_MINOR)
-
+_MAJOR, _MINOR = map(int, torch.__version__.split(".")[:2])
+_TORCH = _MAJOR, _MINOR
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # `at::SDPBackend` in aten/src/ATen/SDPBackend.h
 _DEFAULT_ORDER = ["flash", "efficient", "math", "cudnn"]
 _CUDNN_FIRST = ["cudnn", "flash", "efficient", "math"]
@@ -85,18 +81,15 @@ class Attention:
         """Of the query and of the key."""
         return self.query.shape[-2], self.key.shape[-2]
 
-    def is_dense_4d(self) -> bool:
-        """`check_tensor_shapes` and `check_nonzero_sequence_lengths_dense`."""
-        return all(tensor.dim() == 4 for tensor in self.inputs) and all(self.lengths)
-
-    def has_dtype(self, *allowed: torch.dtype) -> bool:
-        """`check_tensor_dtype`."""
-        return self.query.dtype in allowed and self.query.dtype == self.key.dtype == self.value.dtype
+    def fits(self, oldest: tuple[int, int], *dtypes: torch.dtype) -> bool:
+        """`check_tensor_shapes`, `check_nonzero_sequence_lengths_dense`, `check_sm_version`, `check_tensor_dtype`."""
+        dense_4d = all(tensor.dim() == 4 for tensor in self.inputs) and all(self.lengths)
+        one_dtype = self.query.dtype in dtypes and self.query.dtype == self.key.dtype == self.value.dtype
+        return dense_4d and oldest <= self.capability <= _NEWEST and one_dtype
 
     def has_unit_strides(self, *, ignore_single: bool) -> bool:
         """`check_last_dim_stride_equals_1_dense`."""
-        unit = all(tensor.stride(-1) == 1 for tensor in self.inputs)
-        unit = unit or (ignore_single and self.query.shape[-1] == 1)
+        unit = all(tensor.stride(-1) == 1 for tensor in self.inputs) or (ignore_single and self.query.shape[-1] == 1)
         return unit and (self.attn_mask is None or self.attn_mask.stride(-1) == 1)
 
     def has_heads(self, *, grouped: bool, same_heads: bool = True) -> bool:
@@ -155,13 +148,11 @@ def _takes_flash(call: Attention) -> bool:
     width = call.query.shape[-1]
     return (
         call.attn_mask is None
-        and call.is_dense_4d()
+        and call.fits((8, 0), *_HALF)
         and width == call.key.shape[-1] == call.value.shape[-1]
         and width <= 256
-        and (8, 0) <= call.capability <= _NEWEST
         and _flash_has_backward(call)
         and not (call.is_causal and call.lengths[0] != call.lengths[1])
-        and call.has_dtype(*_HALF)
         and call.has_heads(grouped=True)
         and call.has_unit_strides(ignore_single=True)
     )
@@ -170,41 +161,35 @@ def _takes_flash(call: Attention) -> bool:
 def _flash_has_backward(call: Attention) -> bool:
     """`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`."""
     width, capability = call.query.shape[-1], call.capability
-    if not call.trains or not ((8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)):
-        return True
-    return width <= 192 or (width > 224 and call.dropout_p == 0)
+    constrained = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    return not (call.trains and constrained) or width <= 192 or (width > 224 and call.dropout_p == 0)
 
 
 def _takes_efficient(call: Attention) -> bool:
     """`can_use_mem_efficient_attention`. Grouped queries came with 2.14."""
-    if not call.is_dense_4d():
-        return False
     dtypes = (torch.float16, torch.float32) if call.capability < (8, 0) else (*_HALF, torch.float32)
     alignment = _gemm_alignment(call.query.dtype, call.capability)
-    widths = call.query.shape[-1], call.key.shape[-1], call.value.shape[-1]
+    widths = [tensor.shape[-1] for tensor in call.inputs]
     return (
-        (5, 0) <= call.capability <= _NEWEST
+        call.fits((5, 0), *dtypes)
         and widths[0] == widths[1]
         and all(width > 0 and width % alignment == 0 for width in widths)
         and _is_aligned(call, alignment)
         and call.has_unit_strides(ignore_single=False)
         and call.has_heads(grouped=False)
-        and call.has_dtype(*dtypes)
     )
 
 
 def _gemm_alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
     """`minimum_gemm_alignment`, in elements."""
-    bits = 16 if dtype in _HALF else 32
-    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and bits == 16)
-    return 128 // bits if tensor_cores else 1
+    half = dtype in _HALF
+    return (8 if half else 4) if capability >= ((7, 0) if half else (8, 0)) else 1
 
 
 def _is_aligned(call: Attention, alignment: int) -> bool:
     """`check_data_ptr_alignment_mem_efficient`, from pull request 184258: merged in May 2026, so in 2.13."""
-    if _TORCH < (2, 13) or call.capability < (8, 0):
-        return True
-    return all(tensor.storage_offset() % alignment == 0 for tensor in call.inputs)
+    unchecked = _TORCH < (2, 13) or call.capability < (8, 0)
+    return unchecked or all(tensor.storage_offset() % alignment == 0 for tensor in call.inputs)
 
 
 def _takes_cudnn(call: Attention) -> bool:
@@ -212,9 +197,7 @@ def _takes_cudnn(call: Attention) -> bool:
     return (
         not is_strictly_deterministic()
         and call.cudnn >= 90_000
-        and call.is_dense_4d()
-        and (8, 0) <= call.capability <= _NEWEST
-        and call.has_dtype(*_HALF)
+        and call.fits((8, 0), *_HALF)
         and _cudnn_takes_mask(call)
         and _cudnn_takes_dropout(call)
         and _cudnn_takes_widths(call)
@@ -227,30 +210,24 @@ def _takes_cudnn(call: Attention) -> bool:
 def _cudnn_takes_mask(call: Attention) -> bool:
     """`check_attn_mask_shape`."""
     mask = call.attn_mask
-    if mask is None:
-        return True
-    if mask.requires_grad or mask.dim() not in (2, 4):
-        return False
+    if mask is None or mask.requires_grad or mask.dim() not in (2, 4):
+        return mask is None
     full = (*call.query.shape[:2], *call.lengths)[-mask.dim() :]
     return all(size in (1, whole) for size, whole in zip(mask.shape, full, strict=True))
 
 
 def _cudnn_takes_dropout(call: Attention) -> bool:
     """The head of `can_use_cudnn_attention`, `check_cudnn_dropout` (from 2.12 on) and `check_cudnn_tensor_shapes`."""
-    if call.dropout_p == 0:
-        return True
     coarse = _TORCH >= (2, 12) and not (call.dropout_p * 16).is_integer()
-    return not (91_100 < call.cudnn < 91_400 or coarse or call.lengths[0] == 1)
+    return call.dropout_p == 0 or not (91_100 < call.cudnn < 91_400 or coarse or call.lengths[0] == 1)
 
 
 def _cudnn_takes_widths(call: Attention) -> bool:
     """`check_cudnn_tensor_shapes`; 192 with 128 on Blackwell is from pull request 172621, in 2.11."""
     widths = call.query.shape[-1], call.value.shape[-1]
-    limit = 128
-    if call.capability == (9, 0) and call.cudnn >= 91_000:
-        limit = 256
-    elif call.capability[0] == 10 and call.cudnn >= 91_100 and widths == (192, 128) and _TORCH >= (2, 11):
-        limit = 192
+    hopper = call.capability == (9, 0) and call.cudnn >= 91_000
+    blackwell = call.capability[0] == 10 and call.cudnn >= 91_100 and widths == (192, 128) and _TORCH >= (2, 11)
+    limit = 256 if hopper else 192 if blackwell else 128
     return all(width <= limit and width % 8 == 0 for width in widths)
 
 
@@ -260,8 +237,7 @@ def _cudnn_takes_widths(call: Attention) -> bool:
 def attend(call: Attention) -> Tensor:
     """Attention of fake ``cuda`` tensors by the kernel that a GPU takes, so that autograd keeps what it keeps there.
 
-    What happens before and after the kernel is `scaled_dot_product_attention` in attention.cpp, and the casts of
-    autocast.
+    Around the kernel it does as `scaled_dot_product_attention` in attention.cpp, and as autocast.
     """
     if not torch.is_autocast_enabled("cuda"):
         return _KERNELS[choose(call)].run(call)
@@ -322,9 +298,8 @@ class _SeedsOnHost(TorchDispatchMode):
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is not getattr(_aten, _EFFICIENT).default:
-            return out
-        return *out[:2], *(torch.empty((), dtype=torch.long, device="cpu") for _ in out[2:])
+        seeded = func is getattr(_aten, _EFFICIENT).default
+        return (*out[:2], *(torch.empty((), dtype=torch.long, device="cpu") for _ in out[2:])) if seeded else out
 
 
 def _cudnn(call: Attention) -> Tensor:
@@ -340,9 +315,8 @@ def _math(call: Attention) -> Tensor:
     (`areAnyTensorSubclassLike` in attention.cpp). The peak, in the softmax that follows, is the same.
     """
     options = (_additive(call), call.dropout_p, call.is_causal, None)
-    return _run(
-        "_scaled_dot_product_attention_math", *call.inputs, *options, scale=call.scale, enable_gqa=call.enable_gqa
-    )
+    named = {"scale": call.scale, "enable_gqa": call.enable_gqa}
+    return _run("_scaled_dot_product_attention_math", *call.inputs, *options, **named)
 
 
 def _additive(call: Attention, hidden: float = -math.inf, device: str | None = None) -> Tensor | None:

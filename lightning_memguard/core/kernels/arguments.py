@@ -1,7 +1,6 @@
-"""What a rule is given, one call of an operator with its arguments by name, and how a rule answers.
+"""What a rule is given, one call of an operator, and how it answers: what its kernel takes from PyTorch's allocator.
 
-A rule tells what a kernel takes from PyTorch's allocator inside one operator. The operator's schema names its
-arguments, in every overload alike and in torch 2.9 to 2.13, so no rule depends on their positions.
+The schema names the arguments, in every overload alike and in torch 2.9 to 2.13: no rule depends on their positions.
 """
 
 from __future__ import annotations
@@ -92,11 +91,8 @@ def checked(rule: Rule[Target]) -> Rule[Target]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return (
-        not tensor.is_nested
-        and str(tensor.layout) == "torch.strided"
-        and all(isinstance(size, int) for size in tensor.shape)
-    )
+    strided = not tensor.is_nested and str(tensor.layout) == "torch.strided"
+    return strided and all(isinstance(size, int) for size in tensor.shape)
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

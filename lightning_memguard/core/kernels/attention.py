@@ -1,8 +1,7 @@
 """Scratch of scaled dot product attention on CUDA, kernel by kernel, and of its softmax on either device.
 
-The reason to change is what PyTorch's attention kernels allocate; `lightning_memguard.core.capture.sdpa` chooses among
-them. Each rule names the function it was read from; paths are below aten/src/ATen/native/transformers unless they say
-otherwise. Read for torch 2.9 to 2.13.
+`lightning_memguard.core.capture.sdpa` chooses among the kernels. Paths are below aten/src/ATen/native/transformers
+unless they say otherwise. Read for torch 2.9 to 2.13.
 """
 
 from __future__ import annotations
@@ -28,11 +27,6 @@ EITHER = Rules[CpuTarget | CudaTarget]()
 def is_strictly_deterministic() -> bool:
     """Whether operators that are not deterministic raise an error."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _rows_first_copy(tensor: Tensor) -> int:
-    """Bytes of the copy that brings ``(batch, heads, rows, width)`` into the order of batch, rows, heads, width."""
-    return 0 if tensor.transpose(1, 2).is_contiguous() else nbytes(tensor)
 
 
 # -- flash
@@ -83,10 +77,10 @@ def _flash_backward(call: CudaCall) -> Scratch:
     if it must be deterministic), and where heads share a key its gradients for every head.
     """
     query, key = call["query"], call["key"]
-    copies = _rows_first_copy(call["grad_out"]), _rows_first_copy(call["out"])
     batch, heads, rows, width = query.shape
     if not batch:
         return NONE
+    copies = copy_bytes(call["grad_out"].transpose(1, 2)), copy_bytes(call["out"].transpose(1, 2))
     sums = batch * heads * up(rows, 128) * FLOAT
     waves = -(-call.target.multiprocessors // (batch * heads)) if is_strictly_deterministic() else 1
     accumulated = waves * sums * _flash_width(width)
@@ -104,9 +98,8 @@ def _efficient_forward(call: CudaCall) -> Scratch:
     `kNeedsOutputAccumulatorBuffer` in cuda/mem_eff_attention/kernel_forward.h: they hold heads of up to 128.
     """
     query, value = call["query"], call["value"]
-    if not is_half(query) or max(query.shape[-1], value.shape[-1]) <= 128:
-        return NONE
-    return after((math.prod(query.shape[:3]) * value.shape[-1] * FLOAT,))
+    spills = is_half(query) and max(query.shape[-1], value.shape[-1]) > 128
+    return after((math.prod(query.shape[:3]) * value.shape[-1] * FLOAT,)) if spills else NONE
 
 
 @dataclass(frozen=True)
@@ -147,14 +140,13 @@ def _efficient_backward(call: CudaCall) -> Scratch:
     capability = call.target.compute_capability
     half = is_half(query)
     tile = _tile(half, max(query.shape[-1], value.shape[-1]), bool(call["dropout_p"]), capability)
-    copy = _rows_first_copy(call["grad_out_"])
+    copy = copy_bytes(call["grad_out_"].transpose(1, 2))
     sums = math.prod(query.shape[:3]) * FLOAT
     workspace = _efficient_workspace(query, key, value, tile, capability)
     if half and (tile.in_registers or not (7, 0) <= capability < (7, 5)):  # `kKernelComputesDelta`
         return after((copy, sums, workspace))
-    product = sums * value.shape[-1]
-    casts = (product, product) if half else ()
-    return after((copy, *casts, product, sums, sums), (copy, sums, workspace))
+    products = (sums * value.shape[-1],) * (3 if half else 1)  # in half precision two of them are casts
+    return after((copy, *products, sums, sums), (copy, sums, workspace))
 
 
 def _efficient_workspace(query: Tensor, key: Tensor, value: Tensor, tile: _Tile, capability: tuple[int, int]) -> int:
@@ -163,9 +155,8 @@ def _efficient_workspace(query: Tensor, key: Tensor, value: Tensor, tile: _Tile,
     half = is_half(query)
     elements = 0
     if half or capability >= (7, 0):  # `kNeedsAccumGradQ`
-        header = 16  # `GradQTempStorage` begins with a lock and a counter
         tiles = -(-rows // tile.rows) * -(-width // tile.columns)
-        elements += tiles * (header // FLOAT + tile.rows * tile.columns)
+        elements += tiles * (16 // FLOAT + tile.rows * tile.columns)  # `GradQTempStorage`: a lock and a counter first
     if half and not tile.in_registers:  # `kNeedsAccumGradK` and `...V`
         splits = _efficient_splits(batch * heads, key.shape[2], tile.columns, capability)
         elements += splits * tile.columns * (up(width, tile.rows) + up(value.shape[-1], tile.rows))

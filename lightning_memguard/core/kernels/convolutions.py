@@ -25,8 +25,9 @@ def _workspace(operation: Literal["forward", "input", "weight"], call: CudaCall)
     low without). The other two operations may take such copies, but were not seen to: their likely size is 0.
     Convolutions of one pixel are plain matrix products, and took none where they could be seen.
     """
-    x, weight = call["input"], call["weight"]
-    if not _uses_tensor_cores(x, call.target) or call["groups"] > 1 or _takes_channels_last(x, weight):
+    x, weight, gpu = call["input"], call["weight"], call.target
+    tf32 = gpu.tf32 and gpu.compute_capability >= (8, 0)
+    if x.element_size() > (FLOAT if tf32 else FLOAT // 2) or call["groups"] > 1 or _takes_channels_last(x, weight):
         return 0
     if math.prod(weight.shape[2:]) == 1 or x.shape[1] % 4:
         return 0
@@ -35,12 +36,6 @@ def _workspace(operation: Literal["forward", "input", "weight"], call: CudaCall)
         y = nbytes(x) * math.prod(call["stride"]) * weight.shape[1] // x.shape[1]
     copies = nbytes(x) + nbytes(weight) + y
     return ByteRange(0, copies if operation == "weight" else 0, copies)
-
-
-def _uses_tensor_cores(x: Tensor, gpu: CudaTarget) -> bool:
-    if x.element_size() == FLOAT:
-        return gpu.tf32 and gpu.compute_capability >= (8, 0)
-    return x.element_size() < FLOAT
 
 
 def _as_images(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -66,9 +61,8 @@ def _copy_bytes(tensor: Tensor, channels_last: bool) -> int:
 def _is_depthwise(call: CudaCall) -> bool:
     """`is_depthwise` (aten/src/ATen/native/Convolution.cpp)."""
     x, groups = call["input"], call["groups"]
-    if call["transposed"] or x.dim() not in (4, 5):
-        return False
-    return bool(groups > 1 and x.shape[1] == groups and call["weight"].shape[0] % groups == 0)
+    grouped = groups > 1 and x.shape[1] == groups and call["weight"].shape[0] % groups == 0
+    return bool(grouped and x.dim() in (4, 5) and not call["transposed"])
 
 
 @RULES.of("convolution")

@@ -12,15 +12,13 @@ import math
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules
+from lightning_memguard.core.kernels.layout import copy_bytes
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, nbytes, up
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 RULES = Rules[CpuTarget]()
-
-
-# -- layouts
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
@@ -31,9 +29,9 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.stride() == (height * width * channels, 1, width * channels, channels)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is contiguous in either of the orders that kernels take as they are."""
-    return tensor.is_contiguous() or _is_channels_last(tensor)
+def _dense_copy(tensor: Tensor) -> int:
+    """Bytes of the copy of a tensor that is in neither of the two orders that kernels take."""
+    return 0 if _is_channels_last(tensor) else copy_bytes(tensor)
 
 
 # -- convolutions: oneDNN in its blocked layout, or im2col
@@ -54,11 +52,10 @@ class _Conv:
     def takes_onednn(self) -> bool:
         """`use_mkldnn` in aten/src/ATen/native/Convolution.cpp, for float32."""
         kernel = self.weight.shape[2:]
-        if self.x.element_size() != FLOAT:
+        wide = self.transposed and any(o >= s for o, s in zip(self.output_padding, self.stride, strict=True))
+        if self.x.element_size() != FLOAT or wide:
             return False
-        if self.transposed and any(o >= s for o, s in zip(self.output_padding, self.stride, strict=True)):
-            return False
-        plain = not any(s != 1 for s in self.stride) and not any(d != 1 for d in self.dilation)
+        plain = {*self.stride, *self.dilation} == {1}
         if self.host.threads == 1 and all(k == 1 for k in kernel[-2:]) and plain and self.x.shape[0] < 16:
             return False
         large = self.x.shape[0] > 1 or math.prod(self.x.shape[:4]) > 20480
@@ -73,12 +70,14 @@ class _Conv:
         """The first layer's images stay as they are: oneDNN has kernels that read their plain layout."""
         return self.groups == 1 and not self.transposed and self.x.shape[1] < self.host.channel_block
 
+    def has_few_outputs(self, grad: Tensor) -> bool:
+        return self.groups == 1 and self.transposed and grad.shape[1] < self.host.channel_block
+
     def blocked(self, tensor: Tensor) -> int:
         """Bytes of an activation in the blocked layout, its channels padded (nChw16c, or nChw8c where that divides)."""
         channels, block = tensor.shape[1], self.host.channel_block
-        if channels % block and not (channels > block and channels % 8 == 0):
-            channels = up(channels, block)
-        return nbytes(tensor) // tensor.shape[1] * channels
+        padded = channels if channels > block and channels % 8 == 0 else up(channels, block)
+        return nbytes(tensor) // channels * padded
 
     def blocked_weight(self, *, pads_input: bool = True) -> int:
         if self.groups > 1:
@@ -139,25 +138,18 @@ def _convolution_backward(call: CpuCall) -> Scratch:
         return NONE
     if not conv.takes_onednn:
         return Scratch(after=(conv.im2col(grad),))
-    copy = 0 if _is_dense(grad) else nbytes(grad)
+    copy = _dense_copy(grad)
     if conv.is_channels_last:
         return Scratch(after=(copy + 2 * conv.blocked_weight(),))
     bias = grad.shape[1] * FLOAT if mask[2] else 0
     grad_x = nbytes(x) if mask[0] else 0
-    moments: list[int] = []
-    if mask[0]:
-        moments += [copy + moment for moment in _backward_data(conv, grad)]
-    if mask[1]:
-        moments += [copy + grad_x + bias + moment for moment in _backward_weight(conv, grad, bias)]
-    return Scratch(before=tuple(moments))
-
-
-def _has_few_outputs(conv: _Conv, grad: Tensor) -> bool:
-    return conv.groups == 1 and conv.transposed and grad.shape[1] < conv.host.channel_block
+    data = [copy + moment for moment in _backward_data(conv, grad)] if mask[0] else []
+    weight = [copy + grad_x + bias + moment for moment in _backward_weight(conv, grad, bias)] if mask[1] else []
+    return Scratch(before=(*data, *weight))
 
 
 def _backward_data(conv: _Conv, grad: Tensor) -> tuple[int, int]:
-    x, few_out = conv.x, _has_few_outputs(conv, grad)
+    x, few_out = conv.x, conv.has_few_outputs(grad)
     strided = any(s > 1 for s in conv.stride) and not conv.transposed
     inputs = nbytes(x) if strided and x.shape[1] < conv.host.channel_block else conv.blocked(x)
     weights = conv.blocked_weight(pads_input=not few_out)
@@ -167,11 +159,9 @@ def _backward_data(conv: _Conv, grad: Tensor) -> tuple[int, int]:
 
 
 def _backward_weight(conv: _Conv, grad: Tensor, bias: int) -> tuple[int, int]:
-    x, few_out = conv.x, _has_few_outputs(conv, grad)
+    x, few_out = conv.x, conv.has_few_outputs(grad)
     few_in = conv.has_few_inputs and x.shape[1] <= 8
-    inputs = conv.blocked(x)
-    if few_in:
-        inputs = nbytes(x) if x.shape[1] == 8 else 0
+    inputs = conv.blocked(x) if not few_in else nbytes(x) if x.shape[1] == 8 else 0
     weights = nbytes(conv.weight) if few_out else conv.blocked_weight(pads_input=not few_in)
     incoming = 0 if few_out else conv.blocked(grad)
     return incoming + inputs + weights, weights + nbytes(conv.weight) + bias
@@ -196,23 +186,19 @@ def _batch_norm_backward(call: CpuCall) -> Scratch:
     """`batch_norm_backward_cpu_template` (aten/src/ATen/native/Normalization.cpp): the input's gradient twice."""
     grad, x, weight = call["grad_out"], call["input"], call["weight"]
     alike = (grad.is_contiguous() and x.is_contiguous()) or (_is_channels_last(grad) and _is_channels_last(x))
-    if call["output_mask"][0] and alike:
-        return Scratch(after=(nbytes(x),))
-    return Scratch(after=(nbytes(weight),)) if weight is not None else NONE
+    taken = x if call["output_mask"][0] and alike else weight
+    return NONE if taken is None else Scratch(after=(nbytes(taken),))
 
 
 @RULES.of("native_layer_norm_backward")
 def _layer_norm_backward(call: CpuCall) -> Scratch:
     """`LayerNormBackwardKernelImplInternal` (aten/src/ATen/native/cpu/layer_norm_kernel.cpp): sums of each thread."""
-    tensors = (call["grad_out"], call["input"])
-    copies = sum(nbytes(tensor) for tensor in tensors if not tensor.is_contiguous())
+    copies = copy_bytes(call["grad_out"]) + copy_bytes(call["input"])
     return Scratch(after=(copies + 2 * call.target.threads * math.prod(call["normalized_shape"]) * FLOAT,))
 
 
-@RULES.of("native_group_norm_backward")
-def _group_norm_backward(call: CpuCall) -> Scratch:
-    """`GroupNormBackwardKernelImplInternal` (aten/src/ATen/native/cpu/group_norm_kernel.cpp)."""
-    return Scratch(after=(2 * call["N"] * call["C"] * FLOAT,))
+# `GroupNormBackwardKernelImplInternal` (aten/src/ATen/native/cpu/group_norm_kernel.cpp)
+RULES.of("native_group_norm_backward")(lambda call: Scratch(after=(2 * call["N"] * call["C"] * FLOAT,)))
 
 
 # -- losses and softmax
@@ -225,16 +211,10 @@ def _reduced_loss(call: CpuCall) -> Scratch:
     return Scratch(kept=nbytes(x) - x.element_size()) if call["reduction"] else NONE
 
 
-@RULES.of("binary_cross_entropy_with_logits")
-def _bce_with_logits(call: CpuCall) -> Scratch:
-    """`binary_cross_entropy_with_logits` (aten/src/ATen/native/Loss.cpp)."""
-    return Scratch(after=(2 * nbytes(call["self"]) + 3 * FLOAT,))
-
-
-@RULES.of("logsumexp")
-def _logsumexp(call: CpuCall) -> Scratch:
-    """`logsumexp_out_impl` (aten/src/ATen/native/ReduceOps.cpp): the shifted input."""
-    return Scratch(after=(nbytes(call["self"]) + nbytes(call.result),))
+# `binary_cross_entropy_with_logits` (aten/src/ATen/native/Loss.cpp)
+RULES.of("binary_cross_entropy_with_logits")(lambda call: Scratch(after=(2 * nbytes(call["self"]) + 3 * FLOAT,)))
+# `logsumexp_out_impl` (aten/src/ATen/native/ReduceOps.cpp): the shifted input
+RULES.of("logsumexp")(lambda call: Scratch(after=(nbytes(call["self"]) + nbytes(call.result),)))
 
 
 # -- attention
@@ -260,7 +240,7 @@ def _attention_backward(call: CpuCall) -> Scratch:
     """`cpu_flash_attention_backward`: two tiles for each thread, and a copy of a gradient that is not in order."""
     grad = call["grad_out"]
     rows, columns = _attention_split(call["query"], call["key"])
-    copy = 0 if grad.transpose(1, 2).is_contiguous() else nbytes(grad)
+    copy = copy_bytes(grad.transpose(1, 2))
     return Scratch(after=(copy + call.target.threads * rows * columns * 2 * FLOAT + rows * FLOAT,))
 
 
@@ -271,13 +251,8 @@ _TILE = 60 * 60  # `copy_transpose_valid` in aten/src/ATen/native/Copy.cpp: one 
 
 def _is_transposed(tensor: Tensor) -> bool:
     """A transposed matrix that is copied tile by tile (`copy_transpose_valid`, aten/src/ATen/native/Copy.cpp)."""
-    return (
-        tensor.dim() == 2
-        and tensor.stride(0) == 1
-        and tensor.stride(1) == tensor.shape[0]
-        and tensor.numel() >= _TILE
-        and not tensor.is_contiguous()
-    )
+    turned = tensor.dim() == 2 and tensor.stride() == (1, tensor.shape[0])
+    return turned and tensor.numel() >= _TILE and not tensor.is_contiguous()
 
 
 @RULES.of("_log_softmax", "_softmax", "_log_softmax_backward_data", "_softmax_backward_data", "gelu_backward")
@@ -285,33 +260,21 @@ def _is_transposed(tensor: Tensor) -> bool:
 @RULES.of("_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward", "upsample_bilinear2d_backward")
 def _contiguous_first(call: CpuCall) -> Scratch:
     """Kernels that begin with ``contiguous()`` of their first tensor."""
-    tensor = call.first
-    if _is_dense(tensor):
-        return NONE
-    tile = _TILE * tensor.element_size() if _is_transposed(tensor) else 0
-    return Scratch(after=(nbytes(tensor) + tile,))
+    copy = _dense_copy(call.first)
+    tile = _TILE * call.first.element_size() if copy and _is_transposed(call.first) else 0
+    return Scratch(after=(copy + tile,)) if copy else NONE
 
 
-@RULES.of("clone")
-def _clone(call: CpuCall) -> Scratch:
-    return _transposed_by_tiles(call["self"], call.result)
-
-
-@RULES.of("copy_")
+@RULES.of("clone", "copy_")
 def _copy(call: CpuCall) -> Scratch:
-    return _transposed_by_tiles(call["src"], call["self"])
-
-
-def _transposed_by_tiles(source: Tensor, target: Tensor) -> Scratch:
     """`copy_transpose_valid` (aten/src/ATen/native/Copy.cpp): a tile that turns a transposed matrix."""
+    source, target = (call["src"], call["self"]) if "src" in call.arguments else (call["self"], call.result)
     if _is_transposed(source) and target.is_contiguous() and source.dtype == target.dtype:
         return Scratch(after=(_TILE * source.element_size(),))
     return NONE
 
 
-@RULES.of("im2col")
-def _im2col(call: CpuCall) -> Scratch:
-    return Scratch(after=(nbytes(call["self"]),))
+RULES.of("im2col")(lambda call: Scratch(after=(nbytes(call["self"]),)))
 
 
 @RULES.of("upsample_nearest2d", "upsample_bilinear2d")

@@ -1,7 +1,6 @@
 """Temporary storage of CUB's sorts, scans and selections, which PyTorch takes from its caching allocator.
 
-The reason to change is CUB and its tunings. Read in CCCL 3.0 (CUDA 13.0), and CUB itself was asked for these sizes
-without a GPU, for compute capability 7.5, 8.0, 9.0, 10.0 and 12.0.
+Read in CCCL 3.0 (CUDA 13.0); CUB itself gave these sizes without a GPU, for capability 7.5, 8.0, 9.0, 10.0 and 12.0.
 """
 
 from __future__ import annotations

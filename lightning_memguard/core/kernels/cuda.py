@@ -11,7 +11,6 @@ RULES = Rules[CudaTarget]()
 
 # -- pooling, resizing, padding: copies of layout
 
-
 # Pooling takes its tensors in the layout of the pooled one (``suggest_memory_format``).
 RULES.of("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d")(copies_of("self", like="self"))
 RULES.of("max_pool2d_with_indices_backward")(copies_of("grad_output", "self", "indices", like="self"))
@@ -45,20 +44,7 @@ def _resized(call: CudaCall) -> Scratch:
 
 # -- lists of tensors
 
-
 _CHUNK = 65_536  # `kChunkSize` in MultiTensorApply.cuh
-
-
-@RULES.of("_foreach_norm")
-def _foreach_norm(call: CudaCall) -> Scratch:
-    """`foreach_tensor_norm_cuda` (ForeachReduceOp.cu)."""
-    return _foreach_partials(call, accumulator_bytes(call.result))
-
-
-@RULES.of("_foreach_max")
-def _foreach_max(call: CudaCall) -> Scratch:
-    """`foreach_tensor_max_cuda` (ForeachReduceOp.cu)."""
-    return _foreach_partials(call, call.result.element_size())
 
 
 def _foreach_partials(call: CudaCall, itemsize: int) -> Scratch:
@@ -66,6 +52,11 @@ def _foreach_partials(call: CudaCall, itemsize: int) -> Scratch:
     tensors = call["self"]
     chunks = max((-(-tensor.numel() // _CHUNK) for tensor in tensors), default=0)
     return after((len(tensors) * chunks * itemsize,))
+
+
+# `foreach_tensor_norm_cuda` and `foreach_tensor_max_cuda` (ForeachReduceOp.cu)
+RULES.of("_foreach_norm")(lambda call: _foreach_partials(call, accumulator_bytes(call.result)))
+RULES.of("_foreach_max")(lambda call: _foreach_partials(call, call.result.element_size()))
 
 
 # -- Fourier transforms
@@ -98,4 +89,4 @@ def _copy(call: CudaCall) -> Scratch:
         return NONE
     if target.device.type == "cuda":
         return after((copy_bytes(target),))
-    return after((target.numel() * target.element_size() if source.dtype != target.dtype else copy_bytes(source),))
+    return after((nbytes(target) if source.dtype != target.dtype else copy_bytes(source),))

@@ -19,7 +19,6 @@ RULES = Rules[CudaTarget]()
 
 # -- embeddings
 
-
 # `embedding_symint` (aten/src/ATen/native/Embedding.cpp): ``indices.reshape(-1)``
 RULES.of("embedding")(copies_of("indices"))
 
@@ -39,8 +38,7 @@ def _embedding_backward(call: CudaCall) -> Scratch:
 def _embedding_bag_backward(call: CudaCall) -> Scratch:
     """`embedding_bag_backward_cuda_sum_avg` (EmbeddingBag.cu); the maximum's gradient takes nothing."""
     grad, indices = call["grad"], call["indices"]
-    is_maximum = call["mode"] == 2
-    if is_maximum or not indices.numel() or call.result.dim() != 2:
+    if call["mode"] == 2 or not indices.numel() or call.result.dim() != 2:  # 2 is the maximum
         return after((copy_bytes(grad),))
     return _sum_by_sorting(call, grad, (copy_bytes(grad), copy_bytes(indices)))
 
@@ -55,22 +53,13 @@ def _sum_by_sorting(call: CudaCall, grad: Tensor, copies: tuple[int, ...], count
     rows, width = call.result.shape
     places: tuple[Block, ...] = (*copies, count * index, count * index)
     sort = (*places, count * index, radix_sort(count, index, index, gpu))
-    held = (*places, count * index) if call["scale_grad_by_freq"] else places
     segments = min(count, rows)
     pieces = count // 10 + segments
-    held = (*held, count * index, LONG)
+    held = (*places, count * index if call["scale_grad_by_freq"] else 0, count * index, LONG)
     starts = (*held, segments * index, segments * index)
-    sums = pieces * width * accumulator_bytes(grad)
-    return Scratch(
-        before=moments((sort, counts)),
-        after=moments(
-            (
-                (*held, count * index, select(count, gpu)),
-                (*starts, scan(segments, index)),
-                (*starts, LONG, pieces * index, sums),
-            )
-        ),
-    )
+    chosen = (*held, count * index, select(count, gpu))
+    sums = (*starts, LONG, pieces * index, pieces * width * accumulator_bytes(grad))
+    return Scratch(before=moments((sort, counts)), after=moments((chosen, (*starts, scan(segments, index)), sums)))
 
 
 # -- indexing
@@ -100,27 +89,21 @@ def _put_by_sorting(call: CudaCall, indices: Sequence[Tensor | None], values: Te
     x = call["self"]
     given = [place for place, index in enumerate(indices) if index is not None]
     count = broadcast_numel(*tensors_in(indices))
-    sliced = math.prod(x.shape[given[-1] + 1 :])
     apart = given != list(range(given[0], given[-1] + 1))
-    if apart:
-        sliced = math.prod(size for place, size in enumerate(x.shape) if place not in given)
+    others = set(range(x.dim())) - set(given) if apart else range(given[-1] + 1, x.dim())
+    sliced = math.prod(x.shape[place] for place in others)
     long = count * LONG
     join = (long,) * (2 if len(given) == 1 else 3)
-    before = 1 if apart else math.prod(x.shape[: given[0]])
-    expanded = before * count * sliced * values.element_size()
+    expanded = (1 if apart else math.prod(x.shape[: given[0]])) * count * sliced * values.element_size()
     copies = (copy_bytes(x), nbytes(x) if apart else 0)
     placed = 0 if nbytes(values) == expanded and not copy_bytes(values) else expanded
     if not count or not sliced:
         yield (*copies, *join, placed)
     elif nbytes(call.result):
-        sort = radix_sort(count, LONG, LONG, call.target, _bits(max(0, x.numel() - 1) // sliced))
+        bits = (max(0, x.numel() - 1) // sliced).bit_length()  # `get_num_bits` (aten/src/ATen/cuda/cub.h)
+        sort = radix_sort(count, LONG, LONG, call.target, bits)
         yield (*copies, *join)
         yield (*copies, long, placed, long, long, long, sort)
-
-
-def _bits(largest: int) -> int:
-    """`get_num_bits` (aten/src/ATen/cuda/cub.h)."""
-    return max(1, largest.bit_length())
 
 
 @RULES.of("index_add", "index_add_")
@@ -129,8 +112,7 @@ def _index_add(call: CudaCall) -> Scratch:
     x, source = call["self"], call["source"]
     if not call.target.deterministic or not x.dim():
         return NONE
-    indices = [None] * dimension(call["dim"], x) + [call["index"]]
-    put = _put_by_sorting(call, indices, source)
+    put = _put_by_sorting(call, [None] * dimension(call["dim"], x) + [call["index"]], source)
     return after(*((nbytes(source), *moment) for moment in put if any(moment)))
 
 

@@ -5,8 +5,10 @@ Memory formats are those of c10/core/MemoryFormat.h and c10/core/Contiguity.h in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rule, after
@@ -34,9 +36,7 @@ def _is_in_order(shape: Sequence[int], stride: Sequence[int], order: Iterable[in
     """Whether elements are contiguous in this order of dimensions, the fastest first."""
     expected = 1
     for dimension in order:
-        if shape[dimension] == 1:
-            continue
-        if stride[dimension] != expected:
+        if shape[dimension] != 1 and stride[dimension] != expected:
             return False
         expected *= shape[dimension]
     return True
@@ -75,12 +75,7 @@ def copy_bytes(tensor: Tensor | None, *, channels_last: bool = False) -> int:
 
 
 def copies_of(*names: str, like: str | None = None) -> Rule[CudaTarget]:
-    """The rule of kernels that begin with ``contiguous()`` of these arguments, where they have them.
-
-    Args:
-        names: of the arguments.
-        like: an argument that suggests the memory format; contiguous if left out.
-    """
+    """The rule of kernels that begin with ``contiguous()`` of these arguments, in the memory format one suggests."""
 
     def rule(call: CudaCall) -> Scratch:
         channels_last = like is not None and is_channels_last(call[like])
@@ -124,17 +119,10 @@ class Layout:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, in elements."""
-    strides = [1]
-    for size in reversed(shape[1:] if shape else ()):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))[: len(shape)]
+    return tuple(math.prod(max(size, 1) for size in shape[place:]) for place in range(1, len(shape) + 1))
 
 
 def broadcast_numel(*tensors: Tensor) -> int:
     """Elements of what these tensors are broadcast to; 0 without any."""
-    depth = max((tensor.dim() for tensor in tensors), default=0)
-    sizes = ([1] * (depth - tensor.dim()) + list(tensor.shape) for tensor in tensors)
-    count = 1 if tensors else 0
-    for column in zip(*sizes, strict=True):
-        count *= 0 if 0 in column else max(column)
-    return count
+    columns = zip_longest(*(reversed(tensor.shape) for tensor in tensors), fillvalue=1)
+    return math.prod(0 if 0 in column else max(column) for column in columns) if tensors else 0

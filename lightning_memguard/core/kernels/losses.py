@@ -31,22 +31,13 @@ RULES.of("mse_loss", "smooth_l1_loss")(_shrunk_loss)
 RULES.of("soft_margin_loss", "binary_cross_entropy")(partial(_shrunk_loss, in_result=True))
 
 
-@RULES.of("huber_loss")
-def _huber_loss(call: CudaCall) -> Scratch:
-    """`huber_loss` (aten/src/ATen/native/Loss.cpp): all losses, then their mean."""
+@RULES.of("huber_loss", "binary_cross_entropy_with_logits")
+def _mean_loss(call: CudaCall) -> Scratch:
+    """Those two in aten/src/ATen/native/Loss.cpp: log-sigmoids of logits; if reduced, all losses, then their mean."""
     x = call["self"]
-    if not call["reduction"]:
-        return NONE
-    return after((nbytes(x), *mean_blocks(x.numel(), call.result.element_size(), call.target)))
-
-
-@RULES.of("binary_cross_entropy_with_logits")
-def _bce_with_logits(call: CudaCall) -> Scratch:
-    """`binary_cross_entropy_with_logits` (aten/src/ATen/native/Loss.cpp): log-sigmoids, then the losses too."""
-    x = call["self"]
-    if not call["reduction"]:
-        return after((nbytes(x),))
-    return after((nbytes(x), nbytes(x), *mean_blocks(x.numel(), call.result.element_size(), call.target)))
+    sigmoids = nbytes(x) if "pos_weight" in call.arguments else 0
+    mean = mean_blocks(x.numel(), call.result.element_size(), call.target)
+    return after((sigmoids, nbytes(x), *mean) if call["reduction"] else (sigmoids,))
 
 
 # `nll_loss_forward_out_cuda_template` and `nll_loss_backward_out_cuda_template` (Loss.cu, NLLLoss2d.cu)
@@ -66,15 +57,13 @@ def _softmax_backward(call: CudaCall) -> Scratch:
     return after((product, turned, copy_bytes(output)))
 
 
-@RULES.of("_ctc_loss")
+@RULES.of("_ctc_loss", "_ctc_loss_backward")
 def _ctc_loss(call: CudaCall) -> Scratch:
-    """`ctc_loss_gpu_template` (LossCTC.cu): lengths and offsets, one each a sample."""
-    lengths = call.result.numel() * LONG
-    return after((copy_bytes(call["targets"]), lengths, lengths, lengths))
+    """`ctc_loss_gpu_template` and `ctc_loss_backward_gpu_template` (LossCTC.cu): lengths and offsets of each sample.
 
-
-@RULES.of("_ctc_loss_backward")
-def _ctc_loss_backward(call: CudaCall) -> Scratch:
-    """`ctc_loss_backward_gpu_template` (LossCTC.cu): the backward variables, as large as the forward ones."""
-    lengths = call["neg_log_likelihood"].numel() * LONG
-    return after((copy_bytes(call["targets"]), nbytes(call["log_alpha"]), lengths, lengths, lengths))
+    The backward pass takes its variables too, as large as the forward ones.
+    """
+    log_alpha, losses = call.get("log_alpha"), call.get("neg_log_likelihood")
+    lengths = (call.result if losses is None else losses).numel() * LONG
+    variables = 0 if log_alpha is None else nbytes(log_alpha)
+    return after((copy_bytes(call["targets"]), variables, lengths, lengths, lengths))

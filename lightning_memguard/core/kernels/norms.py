@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 RULES = Rules[CudaTarget]()
 
-
 # `layer_norm_cuda` and `_fused_rms_norm_cuda` (layer_norm_kernel.cu)
 RULES.of("native_layer_norm", "_fused_rms_norm")(copies_of("input", "weight", "bias"))
 # aten/src/ATen/native/cudnn/BatchNorm.cpp: inputs dense in no order are copied, gradients brought into their layout
@@ -27,8 +26,7 @@ RULES.of("cudnn_batch_norm", "cudnn_batch_norm_backward")(copies_of("input", "gr
 def _layer_norm_backward(call: CudaCall) -> Scratch:
     """`LayerNormBackwardKernelImplInternal` and `_fused_rms_norm_backward_cuda` (layer_norm_kernel.cu).
 
-    For many short rows, `LaunchGammaBetaBackwardCUDAKernel` computes weights' gradients of blocks of rows, then their
-    sum.
+    For many short rows `LaunchGammaBetaBackwardCUDAKernel` sums weights' gradients of blocks of rows, then adds those.
     """
     x, weight = call["input"], call["weight"]
     copies = (copy_bytes(x), copy_bytes(weight), copy_bytes(call["grad_out"]))
@@ -86,9 +84,7 @@ def _batch_norm_blocks(x: Tensor, sums: int) -> tuple[int, ...]:
     if wide * high != 512:
         wide = min(last_power(channels), 512 // high)
     blocks = min(-(-rows // (high * 16)), 128)
-    if blocks < 8:
-        return ()
-    return sums * channels * blocks * accumulator_bytes(x), -(-channels // wide) * FLOAT
+    return (sums * channels * blocks * accumulator_bytes(x), -(-channels // wide) * FLOAT) if blocks >= 8 else ()
 
 
 @RULES.of("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional")
@@ -107,10 +103,9 @@ def _batch_norm(call: CudaCall) -> Scratch:
 
 def _images_merge(tensor: Tensor) -> bool:
     """Whether a view can join the dimensions past the channels."""
-    places = [place for place in range(2, tensor.dim()) if tensor.shape[place] != 1]
-    return all(
-        tensor.stride(first) == tensor.shape[second] * tensor.stride(second) for first, second in pairwise(places)
-    )
+    shape, stride = tensor.shape, tensor.stride()
+    places = [place for place in range(2, tensor.dim()) if shape[place] != 1]
+    return all(stride[first] == shape[second] * stride[second] for first, second in pairwise(places))
 
 
 @RULES.of("native_batch_norm_backward")

@@ -24,9 +24,8 @@ def _mm(call: CudaCall) -> Scratch:
 
 def _matrix(tensor: Tensor) -> int:
     """`prepare_matrix_for_cublas` (cuBlasCommonArgs.h): a copy of what is neither dense nor has one stride of 1."""
-    if tensor.dim() != 2 or not tensor.numel() or is_dense(tensor):
-        return 0
-    return 0 if _is_steppable(tensor.stride(), tensor.shape) else nbytes(tensor)
+    ready = tensor.dim() != 2 or is_dense(tensor) or _is_steppable(tensor.stride(), tensor.shape)
+    return 0 if ready else nbytes(tensor)
 
 
 def _is_steppable(stride: tuple[int, ...], shape: tuple[int, ...]) -> bool:

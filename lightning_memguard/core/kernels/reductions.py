@@ -1,11 +1,9 @@
-"""Reductions on CUDA: partial results where several blocks share an output, and copies in the result's type.
-
-The reason to change is `gpu_reduce_kernel` (Reduce.cuh) and what calls it.
-"""
+"""Reductions on CUDA: partial results where several blocks share an output, and copies in the result's type."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimensions
@@ -121,8 +119,7 @@ def _config(loops: list[_Loop], x: Layout, gpu: CudaTarget, vector: int) -> tupl
         many = _output_vector(loops, count, x.offset)
         wide //= many
     width, height = _block(wide, high, 512 // many)
-    step = width if by_input else 1
-    columns = 1 if by_input else width
+    step, columns = (width, 1) if by_input else (1, width)
     if -(-inputs // step) < min(16 * height, 256):
         return 0, 0
     step *= height
@@ -168,25 +165,19 @@ def moment_accumulator_bytes(tensor: Tensor) -> int:
     return 32 if accumulator_bytes(tensor) > FLOAT else 16
 
 
-def _cast(x: Tensor, result: Tensor) -> int:
-    """`make_reduction_from_out_ty` (aten/src/ATen/native/ReduceOpsUtils.h): a copy in the result's type.
-
-    Half precision is added up into float32 as it is read; a mask that is counted becomes int64.
-    """
-    if x.dtype == result.dtype or (is_half(x) and result.is_floating_point() and result.element_size() == FLOAT):
-        return 0
-    return x.numel() * result.element_size()
-
-
 @RULES.of("sum", "mean", "prod", "nansum", "linalg_vector_norm", "norm")
 def _sum(call: CudaCall) -> Scratch:
-    """`sum_functor` and others (ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu)."""
+    """`sum_functor` and others (ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu).
+
+    `make_reduction_from_out_ty` (aten/src/ATen/native/ReduceOpsUtils.h): a copy in the result's type. Half precision is
+    added up into float32 as it is read; a mask that is counted becomes int64.
+    """
     x, result = call["self"], call.result
-    cast = _cast(x, result)
-    layout = Layout.of(x, result.element_size() if cast else None)
-    accumulator = accumulator_bytes(result if cast else x)
-    dims = dimensions(call.get("dim"), x)
-    return after((cast, *reduction(layout, dims, accumulator, call.target, out=result.element_size())))
+    itemsize, dims = result.element_size(), dimensions(call.get("dim"), x)
+    as_read = x.dtype == result.dtype or (is_half(x) and result.is_floating_point() and itemsize == FLOAT)
+    layout, accumulated = (Layout.of(x), x) if as_read else (Layout.of(x, itemsize), result)
+    partials = reduction(layout, dims, accumulator_bytes(accumulated), call.target, out=itemsize)
+    return after((0 if as_read else x.numel() * itemsize, *partials))
 
 
 def _reduced(call: CudaCall, accumulator: int, vector: int = 4, out: int | None = None) -> Scratch:
@@ -195,10 +186,14 @@ def _reduced(call: CudaCall, accumulator: int, vector: int = 4, out: int | None 
     return after(reduction(Layout.of(x), dimensions(call.get("dim"), x), accumulator, call.target, vector, out))
 
 
-@RULES.of("var", "std", "var_mean", "std_mean")
-def _variance(call: CudaCall) -> Scratch:
-    """`std_var_kernel_impl` (ReduceMomentKernel.cu): `WelfordData`, two elements read at once."""
-    return _reduced(call, moment_accumulator_bytes(call["self"]), 2, call.result.element_size())
+# `std_var_kernel_impl` (ReduceMomentKernel.cu): `WelfordData`, two elements read at once
+RULES.of("var", "std", "var_mean", "std_mean")(
+    lambda call: _reduced(call, moment_accumulator_bytes(call["self"]), 2, call.result.element_size())
+)
+# `aminmax_kernel` (ReduceAMinMaxKernel.cu): the smallest and the largest side by side
+RULES.of("aminmax")(lambda call: _reduced(call, 2 * call["self"].element_size(), out=call["self"].element_size()))
+# `and_kernel_cuda` and `or_kernel_cuda` (ReduceLogicKernel.cu): the input is read in its own type
+RULES.of("any", "all")(partial(_reduced, accumulator=1))
 
 
 @RULES.of("amax", "amin", "max", "min", "argmax", "argmin")
@@ -209,19 +204,6 @@ def _extreme(call: CudaCall) -> Scratch:
         return NONE  # the larger of two tensors
     has_index = len(call.results) > 1 or call.result.dtype != x.dtype
     return _reduced(call, 16 if has_index else x.element_size(), out=call.result.element_size())
-
-
-@RULES.of("aminmax")
-def _both_extremes(call: CudaCall) -> Scratch:
-    """`aminmax_kernel` (ReduceAMinMaxKernel.cu): the smallest and the largest side by side."""
-    itemsize = call["self"].element_size()
-    return _reduced(call, 2 * itemsize, out=itemsize)
-
-
-@RULES.of("any", "all")
-def _logical(call: CudaCall) -> Scratch:
-    """`and_kernel_cuda` and `or_kernel_cuda` (ReduceLogicKernel.cu): the input is read in its own type."""
-    return _reduced(call, 1)
 
 
 @RULES.of("count_nonzero")
@@ -239,12 +221,9 @@ def _logsumexp(call: CudaCall) -> Scratch:
     dims, itemsize = dimensions(call["dim"], x), x.element_size()
     rows = math.prod(x.shape[d] for d in range(x.dim()) if d not in dims)
     maxima = rows * itemsize if x.numel() else 0
+    extremes = reduction(Layout.of(x), dims, itemsize, gpu)
     sums = reduction(Layout.of(x, itemsize), dims, accumulator_bytes(x), gpu, out=itemsize)
-    return after(
-        (maxima, *reduction(Layout.of(x), dims, itemsize, gpu)),
-        (maxima, maxima, rows),
-        (maxima, nbytes(x), *sums),
-    )
+    return after((maxima, *extremes), (maxima, maxima, rows), (maxima, nbytes(x), *sums))
 
 
 def mean_blocks(count: int, itemsize: int, gpu: CudaTarget) -> tuple[int, ...]:

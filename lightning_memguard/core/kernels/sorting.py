@@ -37,7 +37,7 @@ def _sorts(rows: int, length: int, key: int, gpu: CudaTarget) -> tuple[tuple[Blo
     count = min(rows * length, INT_MAX // length * length)
     if rows < 128:
         places = (count * LONG, count * LONG)
-        by_row = radix_sort(count, LONG, 0, gpu, max(1, (rows - 1).bit_length()))
+        by_row = radix_sort(count, LONG, 0, gpu, (rows - 1).bit_length())
         return (*places, count * key, radix_sort(count, key, LONG, gpu)), (*places, by_row)
     return ((count * LONG, aliased(count * key, count * LONG)),)
 
@@ -46,10 +46,10 @@ def _sorts(rows: int, length: int, key: int, gpu: CudaTarget) -> tuple[tuple[Blo
 def _topk(call: CudaCall) -> Scratch:
     """`launch_gather_topk_kernel` (TensorTopK.cu): for long rows, counts of digits in each block."""
     x, result = call["self"], call.result
+    if not x.numel():
+        return NONE
     dim = dimension(call["dim"], x)
     length = x.shape[dim] if x.dim() else 1
-    if not x.numel() or not length:
-        return NONE
     rows = x.numel() // length
     chosen = result.shape[dim] if result.dim() else 1
     ordered: tuple[Block, ...] = ()
@@ -101,7 +101,7 @@ def _cumulative(call: CudaCall) -> Scratch:
     if not count or not x.dim():
         return NONE
     cast = count * itemsize if x.dtype != result.dtype else 0
-    dense = Layout.of(x, itemsize) if cast else Layout.of(x)
+    dense = Layout.of(x, itemsize if cast else None)
     copy = 0 if is_ordered(dense.shape, dense.stride) else count * itemsize
     if count != x.shape[dimension(call["dim"], x)]:
         return after((cast, copy))
@@ -118,15 +118,11 @@ def _unique(call: CudaCall) -> Scratch:
     count, key = x.numel(), x.element_size()
     if not count:
         return NONE
-    held: tuple[Block, ...] = (copy_bytes(x), count * key)
-    if call["return_inverse"]:
-        places = (*held, count * LONG)
-        before = (*places, count * LONG, radix_sort(count, key, LONG, gpu))
-        held = (*places, count * LONG, count * LONG)
-    else:
-        before = (*held, radix_sort(count, key, 0, gpu))
+    place = count * LONG if call["return_inverse"] else 0
+    held = (copy_bytes(x), count * key, place, place)
+    before = (*held, radix_sort(count, key, LONG if place else 0, gpu))
     kept = max(0, count * key - nbytes(call.result))
-    last = (*held, count * LONG if call["return_counts"] else 0, LONG, select(count, gpu))
+    last = (*held, place, count * LONG if call["return_counts"] else 0, LONG, select(count, gpu))
     return Scratch(before=moments((before,)), after=moments((last,)), kept=kept)
 
 

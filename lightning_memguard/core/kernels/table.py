@@ -44,14 +44,10 @@ def rule(operator: str, target: CpuTarget | CudaTarget | None) -> Rule[Any] | No
     return _BY_TARGET[type(target)].get(operator) if target else None
 
 
-# -- CUDA
-
-_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
-
-
 def takes_cublas(operator: str) -> bool:
     """Whether an operator needs a cuBLAS handle, and with it a workspace."""
-    return operator.split(".")[1] in _MATRIX_PRODUCTS if operator.startswith("aten.") else False
+    products = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
+    return operator.startswith("aten.") and operator.split(".")[1] in products
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int], environ: Mapping[str, str]) -> int:

@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 _PACKAGES = ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 # Each keeps one copy of the whole module from its setup on; by name, since older Lightnings lack the first.
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+_SCHEDULER = "GradientAccumulationScheduler"
 _DEPTH = 4  # of containers within a callback
 
 
 class Average:
-    """The average that a callback of Lightning will keep of a module, here of the module's copy.
+    """The average that a callback of Lightning will keep of a module, here of its copy, whose recorder sees it too.
 
-    Args:
-        callback: the user's; its settings are read, nothing is changed.
-        module_copy: on its device, and recorded: so is the average as it is allocated.
+    The callback's settings are read, nothing is changed.
     """
 
     def __init__(self, callback: Callback, module_copy: nn.Module) -> None:
@@ -75,20 +74,17 @@ def _averages(callback: Callback) -> str:
     return ""
 
 
-def _device_type(callback: Callback, device: torch.device) -> str:
+def _device_type(callback: Any, device: torch.device) -> str:
     """Where a callback keeps its average; empty where it keeps none."""
     kind = _averages(callback)
-    if not kind:
-        return ""
-    wanted = callback._device  # type: ignore[attr-defined]  # None: where the module is, at setup or when it begins
-    if wanted is None:
-        return "cpu" if kind == "WeightAveraging" else device.type
-    return torch.device(wanted).type
+    if kind and callback._device is not None:  # None: where the module is, at setup or when it begins
+        return torch.device(callback._device).type
+    return {"WeightAveraging": "cpu", "StochasticWeightAveraging": device.type}.get(kind, "")
 
 
 def accumulation(facts: RunFacts) -> int:
     """The most batches that are accumulated in any epoch, by the Trainer or a GradientAccumulationScheduler."""
-    schedulers: list[Any] = [callback for callback in facts.callbacks if _schedules(callback)]
+    schedulers: list[Any] = [callback for callback in facts.callbacks if is_a(callback, _SCHEDULER)]
     return int(max([facts.accumulate_grad_batches, *(max(each.scheduling.values()) for each in schedulers)]))
 
 
@@ -103,31 +99,19 @@ def validates_mid_step(facts: RunFacts, batches_a_step: int) -> bool:
 
 def schedules_accumulation(callbacks: Iterable[Callback]) -> bool:
     """Whether a callback sets the accumulation by epoch, so that nothing else may."""
-    return any(_schedules(callback) for callback in callbacks)
-
-
-def _schedules(callback: Callback) -> bool:
-    return is_a(callback, "GradientAccumulationScheduler")
+    return any(is_a(callback, _SCHEDULER) for callback in callbacks)
 
 
 def held_bytes(callbacks: Iterable[Callback], module: nn.Module, device: torch.device, *, averaging: bool) -> int:
     """Bytes of tensors that other callbacks hold on this type of device now, without the module's own.
 
-    Args:
-        callbacks: the Trainer's.
-        module: the module that trains.
-        device: where it will.
-        averaging: count those of Lightning's averaging callbacks too.
+    ``averaging`` counts those of Lightning's averaging callbacks too.
     """
-    own = {"own": [*module.parameters(), *module.buffers()]}
+    own = [*module.parameters(), *module.buffers()]
+    counted = (callback for callback in callbacks if averaging or not _averages(callback))
     seen = {id(module)}
-    held = [
-        tensor
-        for callback in callbacks
-        if averaging or not _averages(callback)
-        for tensor in _tensors(vars(callback), _DEPTH, seen)
-    ]
-    return part_bytes({**own, "held": held}, device.type)["held"]
+    held = [tensor for callback in counted for tensor in _tensors(vars(callback), _DEPTH, seen)]
+    return part_bytes({"own": own, "held": held}, device.type)["held"]
 
 
 def _tensors(thing: object, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
@@ -141,11 +125,9 @@ def _tensors(thing: object, depth: int, seen: set[int]) -> Iterator[torch.Tensor
     elif isinstance(thing, (dict, list, tuple, set)):
         for value in list(thing.values() if isinstance(thing, dict) else thing):
             yield from _tensors(value, depth - 1, seen)
-    elif depth and not (type(thing).__module__.partition(".")[0] in _NOT_LOOKED_INTO or is_a(thing, "Trainer")):
+    elif depth and not (type(thing).__module__.partition(".")[0] in _SKIPPED or is_a(thing, "Trainer")):
         yield from _tensors(getattr(thing, "__dict__", None), depth - 1, seen)
 
 
 # Trainers, loops, progress bars and loggers lead everywhere.
-_NOT_LOOKED_INTO = {
-    *("builtins", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "rich", "lightning_memguard")
-}
+_SKIPPED = ("builtins", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "rich", "lightning_memguard")

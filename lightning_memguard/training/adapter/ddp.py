@@ -1,13 +1,10 @@
 """The memory of DistributedDataParallel: its buckets and broadcasts, and when each is allocated and freed.
 
-The shadow Trainer runs a copy of the module on one device, without a process group, so nothing wraps it. What the
-wrapper would allocate is allocated here instead, at the same moments: when it is built, before each forward, and as
-each gradient becomes ready. Sources of these moments: torch/nn/parallel/distributed.py, reducer.cpp and comm.cpp in
-torch/csrc/distributed/c10d; measured on torch 2.13 with two gloo processes (`tests/training/adapter/test_ddp.py`).
-
-Not counted: what the communication library takes outside of torch's allocator (NCCL's channels and buffers on each
-GPU, gloo's on the host); a few hundred bytes that live while ranks compare shapes and bucket indices; and when a stream
-of NCCL's lets go of a tensor. Private names of Lightning's DDPStrategy are read here, checked on 2.6.6.
+Nothing wraps the shadow Trainer's copy of the module, so what the wrapper would allocate is allocated here, at the same
+moments: torch/nn/parallel/distributed.py, reducer.cpp and comm.cpp in torch/csrc/distributed/c10d; measured on torch
+2.13 with two gloo processes (`tests/training/adapter/test_ddp.py`). Not counted: what NCCL and gloo take outside of
+torch's allocator; a few hundred bytes that live while ranks compare shapes and bucket indices; and when a stream of
+NCCL's lets go of a tensor. Private names of Lightning's DDPStrategy are read here, checked on 2.6.6.
 """
 
 from __future__ import annotations
@@ -42,13 +39,8 @@ _BROADCAST_BYTES = 250 * _MIB  # DistributedDataParallel.broadcast_bucket_size
 _BROADCASTS_IN_FLIGHT = 2  # broadcast_coalesced in comm.cpp
 _SIDE_STREAM = 1  # DDPStrategy._setup_model builds the wrapper on a CUDA stream of its own
 
-# Communication hooks that send a copy of each bucket, by the bytes that one element of the copy takes.
-_COMPRESSED_BYTES = {
-    "fp16_compress_hook": 2,
-    "bf16_compress_hook": 2,
-    "fp16_compress_wrapper": 2,
-    "bf16_compress_wrapper": 2,
-}
+# Communication hooks that send a copy of each bucket, of two bytes an element.
+_COMPRESSED = ("fp16_compress_hook", "bf16_compress_hook", "fp16_compress_wrapper", "bf16_compress_wrapper")
 _UNCOMPRESSED = ("allreduce_hook", "noop_hook")
 _SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "batched_grad_copy")
 _NOT_COUNTED = ("mixed_precision", "delay_all_reduce_named_params")
@@ -82,17 +74,16 @@ def attach(strategy: object, module_copy: nn.Module, recorder: Recorder, *, fits
         strategy: the user's Lightning strategy; its settings are read, nothing is changed.
         module_copy: the LightningModule that will run; its ``training_step`` and ``manual_backward`` are wrapped.
         recorder: records the copy.
-        fits: False for a validation, test or prediction on its own: Lightning then wraps nothing, and only broadcasts
-            parameters and buffers.
+        fits: False for a validation, test or prediction: Lightning then only broadcasts parameters and buffers.
     """
     if not wraps_in_ddp(strategy):
         return
     if not fits:
         _broadcast(_states_of(module_copy, buffers=True), recorder)
         return
-    arguments = Arguments.of(strategy)
     if not any(parameter.requires_grad for parameter in module_copy.parameters()):
         return  # DDP refuses such a module
+    arguments = Arguments.of(strategy)
     for note in arguments.notes(module_copy):
         recorder.assumptions[note] = None
     wrapper = _Wrapper(arguments, module_copy, recorder)
@@ -125,9 +116,8 @@ class Arguments:
     """Those arguments of DistributedDataParallel that decide what it allocates.
 
     Attributes:
-        bucket_bytes: the size at which a bucket is full.
-        first_bucket_bytes: the same of the bucket that is ready first.
-        bucket_bytes_list: one such size for each bucket, where the user gave a list.
+        bucket_bytes: sizes at which the buckets are full, in the order they are ready, the last one for all further.
+        bucket_bytes_are_listed: whether the user gave them as a list.
         find_unused_parameters, gradient_as_bucket_view, static_graph: see DDP.
         batched_grad_copy: copy the gradients of a bucket together once all are there.
         sync_buffers: broadcast buffers before each forward pass.
@@ -138,9 +128,8 @@ class Arguments:
         ignored: arguments given that are not counted.
     """
 
-    bucket_bytes: int = _BUCKET_BYTES
-    first_bucket_bytes: int = _FIRST_BUCKET_BYTES
-    bucket_bytes_list: tuple[int, ...] = ()
+    bucket_bytes: tuple[int, ...] = (_FIRST_BUCKET_BYTES, _BUCKET_BYTES)
+    bucket_bytes_are_listed: bool = False
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
@@ -157,16 +146,14 @@ class Arguments:
         """Read them off a Lightning DDPStrategy."""
         given = dict(strategy._ddp_kwargs)
         cap_mb, caps_mb = given.get("bucket_cap_mb"), given.get("bucket_cap_mb_list") or ()
-        most_mb = max(caps_mb) if caps_mb else cap_mb
-        bucket_bytes = _BUCKET_BYTES if most_mb is None else int(most_mb * _MIB)
+        sizes = [int(mb * _MIB) for mb in caps_mb or ([] if cap_mb is None else [cap_mb])]
         broadcast = given.get("broadcast_buffers")
         forward_sync = given.get("forward_sync_buffers")
         old = True if broadcast is None else bool(broadcast)
         hook = strategy._ddp_comm_wrapper or strategy._ddp_comm_hook
         return cls(
-            bucket_bytes=bucket_bytes,
-            first_bucket_bytes=_FIRST_BUCKET_BYTES if most_mb is None else bucket_bytes,
-            bucket_bytes_list=tuple(int(mb * _MIB) for mb in caps_mb),
+            bucket_bytes=tuple(sizes) or (_FIRST_BUCKET_BYTES, _BUCKET_BYTES),
+            bucket_bytes_are_listed=bool(caps_mb),
             **{name: bool(given.get(name, False)) for name in _SWITCHES},
             sync_buffers=old if forward_sync is None else bool(forward_sync),
             init_sync=bool(given.get("init_sync", True)),
@@ -182,43 +169,24 @@ class Arguments:
         return self.find_unused_parameters and not self.static_graph
 
     @property
-    def first_limits(self) -> list[int]:
-        """Sizes at which the buckets that the wrapper starts with are full, the last one for all further buckets."""
-        if self.bucket_bytes_list:
-            return list(self.bucket_bytes_list)
-        if not self.finds_unused:
-            return [sys.maxsize]
-        if self.first_bucket_bytes < self.bucket_bytes:
-            return [self.first_bucket_bytes, self.bucket_bytes]
-        return [self.bucket_bytes]
-
-    @property
-    def later_limits(self) -> list[int]:
-        """The same of the rebuilt buckets, in the order in which gradients were ready."""
-        return list(self.bucket_bytes_list) or [self.first_bucket_bytes, self.bucket_bytes]
+    def first_bucket_bytes(self) -> tuple[int, ...]:
+        """``bucket_bytes`` of the first buckets: a single one, if it will be rebuilt."""
+        return self.bucket_bytes if self.bucket_bytes_are_listed or self.finds_unused else (sys.maxsize,)
 
     def notes(self, module_copy: nn.Module) -> Iterator[str]:
         """What a prediction for this module has to leave out."""
         for name in self.ignored:
             yield f"DistributedDataParallel({name}=...) was not counted"
-        counted = not self.hook or self.hook in _COMPRESSED_BYTES or self.hook in _UNCOMPRESSED
-        if not counted and _device_of(module_copy).type == "cuda":
+        counted = self.hook in ("", *_COMPRESSED, *_UNCOMPRESSED)
+        if not counted and next(iter(module_copy.parameters())).device.type == "cuda":
             yield f"what the communication hook {self.hook} takes was not counted"
-
-
-def first_buckets(arguments: Arguments, parameters: Sequence[torch.Tensor], sparse: Sequence[bool]) -> list[list[int]]:
-    """The buckets that DDP starts with, in the order in which they are reduced, by the indices of their parameters.
-
-    Parameters that will have a sparse gradient have no bucket in memory.
-    """
-    return _partition(parameters, arguments.first_limits, sparse)[::-1]
 
 
 def later_buckets(
     arguments: Arguments, parameters: Sequence[torch.Tensor], sparse: Sequence[bool], ready: Sequence[int]
 ) -> list[list[int]]:
     """The buckets that DDP goes on with, once it knows in which order gradients are ready."""
-    return _partition([parameters[index] for index in ready], arguments.later_limits, sparse, ready)
+    return _partition([parameters[index] for index in ready], arguments.bucket_bytes, sparse, ready)
 
 
 def _partition(
@@ -249,10 +217,12 @@ class _Wrapper:
         self.expects_gradients = False
         self.delayed = False  # a static graph reduces its first gradients only once all are there
         self.syncs_buffers = arguments.sync_buffers
-        with self._on_side_stream():
+        on_gpu = self.parameters[0].device.type == "cuda"
+        with recorder.on_stream(_SIDE_STREAM) if on_gpu else contextlib.nullcontext():
             if arguments.init_sync:
                 _broadcast(_states_of(module_copy, buffers=arguments.init_sync_buffers), recorder)
-            self._make_buckets(first_buckets(arguments, self.parameters, self.sparse))
+            # in the order in which they are reduced; parameters that will have a sparse gradient have none in memory
+            self._make_buckets(_partition(self.parameters, arguments.first_bucket_bytes, self.sparse)[::-1])
             self.used_maps = self._used_maps()
         for index, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(functools.partial(_gradient_ready, weakref.ref(self), index))
@@ -261,9 +231,8 @@ class _Wrapper:
 
     def _used_maps(self) -> list[torch.Tensor]:
         """Which parameters had a gradient: on the host and on the device."""
-        if not (self.arguments.find_unused_parameters or self.arguments.static_graph):
-            return []
-        devices = (torch.device("cpu"), self.parameters[0].device)
+        needed = self.arguments.find_unused_parameters or self.arguments.static_graph
+        devices = (torch.device("cpu"), self.parameters[0].device) if needed else ()
         maps = [torch.empty(len(self.parameters), dtype=torch.int32, device=device) for device in devices]
         self.recorder.label(maps, "communication")
         return maps
@@ -306,8 +275,7 @@ class _Wrapper:
         self._make_buckets(later_buckets(self.arguments, self.parameters, self.sparse, order))
 
     def after_forward(self, output: object, *, syncs: bool) -> object:
-        self.expects_gradients = False
-        self.syncs_buffers = False
+        self.expects_gradients = self.syncs_buffers = False
         if syncs:
             self.prepare_for_backward()
         if self.arguments.finds_unused or (self.arguments.static_graph and not self.delayed):
@@ -326,9 +294,7 @@ class _Wrapper:
 
     def gradient_ready(self, index: int) -> None:
         """The reducer's hook on a parameter, run when its gradient has been accumulated."""
-        if self.arguments.static_graph and not self.backward_passes:
-            return
-        if not self.expects_gradients:
+        if not self.expects_gradients or (self.arguments.static_graph and not self.backward_passes):
             return
         if not self.rebuilt:
             self.ready_order.append(index)
@@ -374,17 +340,10 @@ class _Wrapper:
 
     def _send(self, bucket: int) -> None:
         """A hook that compresses takes a smaller copy of the bucket. Lightning registers hooks on CUDA only."""
-        bytes_each = _COMPRESSED_BYTES.get(self.arguments.hook)
-        first = self.parameters[self.buckets[bucket][0]]
-        if bytes_each and first.device.type == "cuda":
-            elements = sum(self.parameters[index].numel() for index in self.buckets[bucket])
-            copy = torch.empty(elements * bytes_each, dtype=torch.uint8, device=first.device)
-            self.recorder.label([copy], "communication")
-
-    def _on_side_stream(self) -> contextlib.AbstractContextManager[None]:
-        if self.parameters[0].device.type == "cuda":
-            return self.recorder.on_stream(_SIDE_STREAM)
-        return contextlib.nullcontext()
+        members = [self.parameters[index] for index in self.buckets[bucket]]
+        if self.arguments.hook in _COMPRESSED and members[0].device.type == "cuda":
+            copied = torch.empty(sum(p.numel() for p in members) * 2, dtype=torch.uint8, device=members[0].device)
+            self.recorder.label([copied], "communication")
 
 
 def _broadcast(tensors: list[torch.Tensor], recorder: Recorder) -> None:
@@ -456,11 +415,8 @@ class _Sink(torch.autograd.Function):
 def _through_sink(wrapper: _Wrapper, output: object) -> object:
     leaves, spec = tree_flatten(output)
     copies = _Sink.apply(weakref.ref(wrapper), *leaves)  # type: ignore[no-untyped-call]
-    through = [
-        leaf if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None else copy
-        for leaf, copy in zip(leaves, copies, strict=True)
-    ]
-    return tree_unflatten(through, spec)
+    keeps = [isinstance(leaf, torch.Tensor) and leaf.grad_fn is None for leaf in leaves]
+    return tree_unflatten([one if keep else two for keep, one, two in zip(keeps, leaves, copies, strict=True)], spec)
 
 
 # -- the module, as DDP reads it
@@ -495,7 +451,3 @@ def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Ten
     if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
         return flat.as_strided(parameter.shape, parameter.stride(), offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
-
-
-def _device_of(module_copy: nn.Module) -> torch.device:
-    return next(iter(module_copy.parameters())).device

@@ -9,8 +9,9 @@ The functions of torch.distributed are replaced for the whole process while a co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from unittest import mock
 
 import torch.distributed as dist
@@ -25,8 +26,8 @@ _WRITE_INTO = """
 """.split()  # noqa: SIM905 - the formatter would put each name on a line of its own
 # What these return depends on the other ranks.
 _RETURN_VALUES = """
-    all_gather_object broadcast_object_list gather_object scatter_object_list send_object_list recv_object_list
-    batch_isend_irecv
+    all_gather_object batch_isend_irecv broadcast_object_list gather_object recv_object_list scatter_object_list
+    send_object_list
 """.split()  # noqa: SIM905
 
 
@@ -36,28 +37,21 @@ class _Done:
     def wait(self, *_: object, **__: object) -> bool:
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
-
-class _Group:
-    """A process group without processes."""
-
-    def barrier(self, *_: object, **__: object) -> None:
-        pass
-
-    monitored_barrier = barrier
+    is_completed = wait
 
 
 def _nothing(*_: object, async_op: bool = False, **__: object) -> _Done | None:
     return _Done() if async_op else None
 
 
-def _refusing(name: str) -> Callable[..., None]:
-    def refuse(*_: object, **__: object) -> None:
-        raise CannotTraceError(f"the step calls torch.distributed.{name}, whose result only the other ranks know")
+class _Group:
+    """A process group without processes."""
 
-    return refuse
+    barrier = monitored_barrier = staticmethod(_nothing)
+
+
+def _refuse(name: str, /, *_: object, **__: object) -> None:
+    raise CannotTraceError(f"the step calls torch.distributed.{name}, whose result only the other ranks know")
 
 
 @contextlib.contextmanager
@@ -68,7 +62,7 @@ def no_collectives() -> Iterator[None]:
         return
     replacements = {
         **dict.fromkeys(_WRITE_INTO, _nothing),
-        **{name: _refusing(name) for name in _RETURN_VALUES},
+        **{name: partial(_refuse, name) for name in _RETURN_VALUES},
         "new_group": lambda *_, **__: _Group(),
     }
     with ExitStack() as exits:

@@ -27,11 +27,8 @@ class Shards:
 
     def __str__(self) -> str:
         """The division in words, such as ``gradients / 8, optimizer state / 8``."""
-        words = [
-            f"{part.replace('_', ' ')} {f'/ {count}' if count else 'off the device'}"
-            for part, count in self.over.items()
-            if count != 1
-        ]
+        parts = {part.replace("_", " "): count for part, count in self.over.items() if count != 1}
+        words = [f"{part} / {count}" if count else f"{part} off the device" for part, count in parts.items()]
         return f"{self.strategy}: {', '.join(words) or 'nothing divided'}"
 
 
@@ -53,43 +50,35 @@ def shards_of(strategy: object, world_size: int) -> Shards | None:
 
 
 def _fsdp(strategy: Any, world_size: int) -> Shards:
-    kind = strategy.sharding_strategy.name
+    kind, mesh = strategy.sharding_strategy.name, strategy.kwargs.get("device_mesh")
     within = max(1, strategy.num_processes) if kind.startswith(("HYBRID", "_HYBRID")) else world_size
-    mesh = strategy.kwargs.get("device_mesh")
     if isinstance(mesh, tuple):
         within = mesh[1]
-    count = 1 if kind == "NO_SHARD" else within
-    over = dict.fromkeys(_STATES, count)
+    over = dict.fromkeys(_STATES, 1 if kind == "NO_SHARD" else within)
     if kind in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
         over["parameters"] = 1
     if getattr(strategy.cpu_offload, "offload_params", False):
-        over |= dict.fromkeys(_STATES, 0)
+        over = dict.fromkeys(_STATES, 0)
     return Shards(f"FSDPStrategy ({kind})", over)
 
 
 def _deepspeed(strategy: Any, world_size: int) -> Shards:
     zero = (strategy.config or {}).get("zero_optimization") or {}
     stage = zero.get("stage", 0)
-    over = {
-        "parameters": world_size if stage >= 3 else 1,
-        "gradients": world_size if stage >= 2 else 1,
-        "optimizer_state": world_size if stage >= 1 else 1,
-    }
-    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
-        over["optimizer_state"] = 0
-    if (zero.get("offload_param") or {}).get("device", "none") != "none":
-        over["parameters"] = 0
+    stages = {"parameters": 3, "gradients": 2, "optimizer_state": 1}
+    over = {part: world_size if stage >= least else 1 for part, least in stages.items()}
+    for setting, part in (("offload_optimizer", "optimizer_state"), ("offload_param", "parameters")):
+        if (zero.get(setting) or {}).get("device", "none") != "none":
+            over[part] = 0
     return Shards(f"DeepSpeedStrategy (ZeRO stage {stage})", over)
 
 
 def divide_by_rank(prediction: Prediction, shards: Shards) -> Prediction:
     """The prediction with every state at one rank's share of it."""
-    note = (
-        f"{shards}; what a rank gathers of the others' shards while a layer runs, and the strategy's own buffers, are "
-        "not counted"
-    )
+    left_out = "what a rank gathers of the others' shards while a layer runs, and the strategy's own buffers, are"
+    notes = (*prediction.notes, f"{shards}; {left_out} not counted")
     share = functools.partial(_trace_of_one_rank, over=shards.over)
-    return replace(prediction, share=share, scalable=False, notes=(*prediction.notes, note))
+    return replace(prediction, share=share, scalable=False, notes=notes)
 
 
 def _trace_of_one_rank(trace: Trace, over: Mapping[str, int]) -> Trace:

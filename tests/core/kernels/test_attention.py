@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_memguard.core.capture.schema import by_name
+from lightning_memguard.core.capture.fake import by_name
 from lightning_memguard.core.kernels import attention, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import NONE, ByteRange, CpuTarget, CudaTarget, Scratch

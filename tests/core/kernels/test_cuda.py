@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memguard.core.capture.schema import by_name
+from lightning_memguard.core.capture.fake import by_name
 from lightning_memguard.core.kernels import cub, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch
