@@ -67,7 +67,6 @@ ROOMS = {
         "data",
         "table",
         "failure",
-        "colors",
         "figure",
         "loggers",
         "page_data",

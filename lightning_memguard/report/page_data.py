@@ -15,8 +15,8 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import Timeline, timeline_of
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.colors import COLORS
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
+from lightning_memguard.report.words import COLORS
 
 if TYPE_CHECKING:
     from lightning_memguard.core.layers.layers import LayerTable
@@ -126,24 +126,14 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
         "reserved_bytes": timeline.reserved or None,
         "modules": [event.module for event in timeline.events],
         "operators": [event.operator for event in timeline.events],
-        "phases": [
-            {
-                "step": span.step,
-                "phase": span.phase,
-                "first_event": span.first,
-                "last_event": span.last,
-                "peak_bytes": span.peak_bytes,
-            }
-            for span in timeline.spans
-        ],
+        "phases": [vars(span) for span in timeline.spans],
     }
 
 
 def _record_data(record: EpochRecord) -> dict[str, Any]:
     measured = record.measured
     return {
-        "epoch": record.epoch,
-        "batch_size": record.batch_size,
+        **picked(record, "epoch", "batch_size"),
         "predicted_peak_device_bytes": record.predicted.peak_device_bytes,
         "predicted_parts_bytes": dict(record.predicted.parts),
         "measured_peak_bytes": measured.peak_bytes,

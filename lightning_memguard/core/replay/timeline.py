@@ -15,18 +15,18 @@ _COLUMNS = 480  # about what a screen can show, and some 60 KB of page
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """Consecutive events of one step and phase, ``first`` to ``last``, and the most bytes alive during them."""
+    """Consecutive events of one step and phase, first to last, and the most bytes alive during them."""
 
     step: int
     phase: str
-    first: int
-    last: int
+    first_event: int
+    last_event: int
     peak_bytes: int
 
     @property
     def event_count(self) -> int:
         """Number of events."""
-        return self.last + 1 - self.first
+        return self.last_event + 1 - self.first_event
 
 
 @dataclass(frozen=True)
