@@ -20,21 +20,18 @@ from lightning_memguard.report.page_data import CurvePoint, drawn_parts
 from lightning_memguard.report.words import COLORS, part_words
 from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
 
+_OTHER = "#8a8f98"  # the color of a part without one
 _Point = tuple[int, int]  # a batch size and bytes
 
 
 def swatch(part: str) -> str:
     """A square in the color of a part."""
-    return f'<i class="swatch" style="background:{_color(part)}"></i>'
+    return f'<i class="swatch" style="background:{COLORS.get(part, _OTHER)}"></i>'
 
 
 def row(head: object, *cells: object) -> str:
     """A row of a table."""
     return f'<tr><th scope="row">{head}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
-
-
-def _color(part: str) -> str:
-    return COLORS.get(part, "#8a8f98")
 
 
 # The peak versus the batch size
@@ -219,7 +216,7 @@ def _stack(shown: Timeline, axis: _Axis) -> str:
     layers: list[str] = []
     for part in drawn_parts(shown):
         heights = [height + nbytes for height, nbytes in zip(heights, shown.parts[part], strict=True)]
-        layers.insert(0, f'<path fill="{_color(part)}" d="M0 1000V{_step_path(heights, axis)}V1000Z"/>')
+        layers.insert(0, f'<path fill="{COLORS.get(part, _OTHER)}" d="M0 1000V{_step_path(heights, axis)}V1000Z"/>')
     borders = "".join(
         f"M{columns * span.first_event / count:.2f} 0V1000"
         for span in shown.spans[1:]

@@ -36,11 +36,6 @@ class CurvePoint:
     peak_device_bytes: int
     most_device_bytes: int
 
-    @classmethod
-    def of(cls, footprint: Footprint) -> CurvePoint:
-        """The point of a footprint."""
-        return cls(footprint.batch_size, footprint.peak_device_bytes, footprint.most_device_bytes)
-
 
 @dataclass(frozen=True)
 class Report:
@@ -93,7 +88,8 @@ def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, point
     last = max(math.ceil(decision.batch_size * 4 / 3), decision.requested_batch_size, 2)
     sizes = {max(1, round(last * place / points)) for place in range(1, points + 1)}
     sizes |= {1, decision.batch_size, decision.requested_batch_size} - {0}
-    return tuple(CurvePoint.of(footprint_at(size)) for size in sorted(sizes))
+    footprints = map(footprint_at, sorted(sizes))
+    return tuple(CurvePoint(each.batch_size, each.peak_device_bytes, each.most_device_bytes) for each in footprints)
 
 
 def drawn_parts(timeline: Timeline) -> list[str]:

@@ -72,7 +72,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """A segment as ``torch.cuda.memory._snapshot`` would show it: adjacent blocks."""
+    """A segment as ``torch.cuda.memory._snapshot`` would show it, until the next request: adjacent blocks."""
 
     address: int
     stream: int
@@ -125,8 +125,9 @@ class Allocator:
 
         self._small_pools: dict[int, Pool] = {}
         self._large_pools: dict[int, Pool] = {}
-        # First block of every segment by address; blocks join into the lower one, so it never changes. Addresses are never used twice; cudaMalloc may do so, and then a tie between two free blocks
-        # of one size can be resolved differently.
+        # First block of every segment by address; blocks join into the lower one, so it never changes. Addresses are
+        # never used twice; cudaMalloc may do so, and then a tie between two free blocks of one size can be resolved
+        # differently.
         self._segments: dict[int, Block] = {}
         self._next_address = SMALL_SEGMENT
         self._nothing = Block(Pool(True, 0, settings), 0, 0)
@@ -213,8 +214,9 @@ class Allocator:
         at = bisect_left(cached, (size, 0))
         if at == len(cached):
             return None
-        if self._expandable:
-            at = _least_expandable(cached, at)
+        if self._expandable:  # the best fit counts what a block could grow to: move on while that decreases
+            while at + 1 < len(cached) and _expandable_bytes(cached[at + 1][2]) < _expandable_bytes(cached[at][2]):
+                at += 1
         block = cached[at][2]
         # An oversize block serves only oversize requests, and of these only those that waste little of it.
         if size < self._oversize_from <= block.size_bytes:
@@ -426,13 +428,6 @@ def _absorb_next(block: Block, after: Block) -> None:
     block.next = after.next
     if after.next is not None:
         after.next.previous = block
-
-
-def _least_expandable(cached: list[tuple[int, int, Block]], at: int) -> int:
-    """With expandable segments the best fit counts what a block could grow to: move on while that decreases."""
-    while at + 1 < len(cached) and _expandable_bytes(cached[at + 1][2]) < _expandable_bytes(cached[at][2]):
-        at += 1
-    return at
 
 
 def _expandable_bytes(block: Block) -> int:

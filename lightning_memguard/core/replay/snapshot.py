@@ -241,12 +241,8 @@ def _frames(step: int, phase: str, module: str, requested_by: str, source: str) 
     names = module.split(".") if module else []
     line_of_code = [_frame(file, name, int(line)) for file, line, name in [source.rsplit(":", 2)]] if source else []
     outer = [_frame(".".join(names[:depth]), "module") for depth in range(len(names) - 1, 0, -1)]
-    return [
-        _frame(module or "outside any module", requested_by),
-        *line_of_code,
-        *outer,
-        _frame(f"step {step + 1}", phase),
-    ]
+    inner = _frame(module or "outside any module", requested_by)
+    return [inner, *line_of_code, *outer, _frame(f"step {step + 1}", phase)]
 
 
 def _frame(filename: str, name: str, line: int = 0) -> _Frame:

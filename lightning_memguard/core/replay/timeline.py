@@ -63,13 +63,12 @@ class Timeline:
         return totals.index(max(totals))
 
 
-def timeline_of(trace: Trace, settings: AllocatorSettings, columns: int = _COLUMNS) -> Timeline:
+def timeline_of(trace: Trace, settings: AllocatorSettings) -> Timeline:
     """What is alive while the step runs, by part.
 
     Args:
         trace: the events; a block whose size is not known exactly has its most likely one.
         settings: the rules of the allocator to replay by; where the step does not fit their capacity, without one.
-        columns: at most this many.
     """
     trace = trace.only("point")
     walked = within_capacity(trace, settings, lambda steps: [(change, steps.reserved_bytes) for change in steps])
@@ -85,7 +84,7 @@ def timeline_of(trace: Trace, settings: AllocatorSettings, columns: int = _COLUM
         live[part] = live.get(part, 0) + change
         total += change
         totals.append(total)
-        into = position * min(columns, len(trace)) // len(trace)
+        into = position * min(_COLUMNS, len(trace)) // len(trace)
         if into != column:
             column, best = into, -1
             shown.append((position, {}))
