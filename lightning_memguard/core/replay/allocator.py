@@ -93,6 +93,7 @@ class Allocator:
 
     Attributes:
         allocated_bytes, reserved_bytes: now; ``peak_reserved_bytes`` so far.
+        reservations: how often a segment, or pages of one, was reserved.
         retries: how often the whole cache was released to make room for one request.
 
     >>> allocator = Allocator(AllocatorSettings())
@@ -107,7 +108,7 @@ class Allocator:
     def __init__(self, settings: AllocatorSettings) -> None:
         assert settings.kind == "cuda", "exact memory needs no allocator"
         self.settings = settings
-        self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = self.retries = 0
+        self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = self.reservations = self.retries = 0
         self._expandable = settings.expandable_segments
         self._capacity = UNLIMITED if settings.capacity_bytes is None else settings.capacity_bytes
         self._oversize_from = settings.max_split_size_bytes or UNLIMITED
@@ -115,12 +116,8 @@ class Allocator:
         self._split_below = UNLIMITED if self._expandable else self._oversize_from
         self._rounds_to_divisions = any(divisions > 1 for divisions in settings.roundup_power2_divisions)
         self._torch_enforces_limit = settings.per_process_memory_fraction < 1.0
-        self._collects_garbage = (
-            settings.garbage_collection_threshold > 0.0
-            and self._torch_enforces_limit
-            and settings.capacity_bytes is not None
-            and not self._expandable
-        )
+        keeps_limit = self._torch_enforces_limit and settings.capacity_bytes is not None
+        self._collects_garbage = keeps_limit and settings.garbage_collection_threshold > 0.0 and not self._expandable
         self._large_searches = 0  # the clock by which garbage collection measures the age of blocks
 
         self._small_pools: dict[int, Pool] = {}
@@ -255,6 +252,7 @@ class Allocator:
         return self.reserved_bytes + nbytes <= self._capacity
 
     def _count_reserved(self, nbytes: int) -> None:
+        self.reservations += 1
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
@@ -363,7 +361,8 @@ class Allocator:
         for unmapped in pool.unmapped:
             before = unmapped.previous
             first = before if before is not None and not before.allocated else unmapped
-            if _has_free_addresses(first, size):
+            free = takewhile(lambda block: not block.allocated, _chain(first))
+            if sum(block.size_bytes for block in free) >= size:
                 return first
         page = pool.page_bytes
         self._next_address = _round_up(self._next_address, page)  # so that pages start at multiples of their size
@@ -433,11 +432,6 @@ def _absorb_next(block: Block, after: Block) -> None:
 def _expandable_bytes(block: Block) -> int:
     after = block.next
     return block.size_bytes + (after.size_bytes if after is not None and not after.mapped else 0)
-
-
-def _has_free_addresses(first: Block, size: int) -> bool:
-    """Whether free blocks of this size or more start here, mapped or not."""
-    return sum(block.size_bytes for block in takewhile(lambda block: not block.allocated, _chain(first))) >= size
 
 
 def _chain(block: Block | None) -> Iterator[Block]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -121,7 +120,7 @@ class _Recording:
 
     def _alloc(self, event: Event, size_bytes: int, block: Block | None) -> None:
         if self._allocator is not None and block is not None:
-            self._record_segments(self._allocator, block, event)
+            self._record_segments(self._allocator, event)
             address = block.address
         else:
             address = self._next_address
@@ -149,10 +148,10 @@ class _Recording:
             segments.append(_segment(segment.segment_type, segment.stream, blocks, self._expandable))
         return segments
 
-    def _record_segments(self, allocator: Allocator, block: Block, event: Event) -> None:
+    def _record_segments(self, allocator: Allocator, event: Event) -> None:
         """Compare the segments before and after a request, if any can have changed."""
-        seen = allocator.reserved_bytes, allocator.retries
-        if seen == self._seen and self._holds(block):
+        seen = allocator.reservations, allocator.retries
+        if seen == self._seen:
             return
         self._seen = seen
         before = self._spans
@@ -164,11 +163,6 @@ class _Recording:
         for action, spans, others in ((went, before, self._spans), (came, self._spans, before)):
             for begin, end, stream in _without(spans, others):
                 self.entries.append(_entry(action, begin, event._replace(nbytes=end - begin, stream=stream)))
-
-    def _holds(self, block: Block) -> bool:
-        """Whether the block is in a known segment; addresses are never used twice."""
-        at = bisect_right(self._spans, block.address, key=lambda span: span.begin) - 1
-        return at >= 0 and block.address < self._spans[at].end
 
 
 def _without(spans: Sequence[_Span], others: Sequence[_Span]) -> Iterator[_Span]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 
 from lightning_memguard.core.replay.replay import within_capacity
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -72,27 +72,21 @@ def timeline_of(trace: Trace, settings: AllocatorSettings) -> Timeline:
     """
     trace = trace.only("point")
     walked = within_capacity(trace, settings, lambda steps: [(change, steps.reserved_bytes) for change in steps])
+    totals = list(accumulate(change for change, _ in walked))
+    count, columns = len(trace), min(_COLUMNS, len(trace))
+    starts = (-(-column * count // columns) for column in range(columns))
+    positions = tuple(max(range(*span), key=totals.__getitem__) for span in pairwise((*starts, count)))
+    shown: dict[int, dict[str, int]] = {position: {} for position in positions}  # what is alive there
     live = dict.fromkeys((*PARTS, *OPTIONAL_PARTS), 0)
     part_of: dict[int, str] = {}
-    totals: list[int] = []
-    shown: list[tuple[int, dict[str, int]]] = []  # by column, a position and what is alive there
-    total, best, column = 0, -1, -1
     for position, (event, (change, _)) in enumerate(zip(trace.events, walked, strict=True)):
         if event.action == "alloc":
             part_of[event.block] = event.part
         part = part_of[event.block]
         live[part] = live.get(part, 0) + change
-        total += change
-        totals.append(total)
-        into = position * min(_COLUMNS, len(trace)) // len(trace)
-        if into != column:
-            column, best = into, -1
-            shown.append((position, {}))
-        if total > best:
-            best = total
-            shown[-1] = position, dict(live)
-    positions = tuple(position for position, _ in shown)
-    parts = {part: tuple(bytes_of.get(part, 0) for _, bytes_of in shown) for part in live}
+        if position in shown:
+            shown[position] = dict(live)
+    parts = {part: tuple(bytes_of.get(part, 0) for bytes_of in shown.values()) for part in live}
     return Timeline(
         len(trace),
         positions,
