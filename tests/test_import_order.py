@@ -65,7 +65,6 @@ ROOMS = {
         "data",
         "table",
         "failure",
-        "colors",
         "figure",
         "loggers",
         "page_data",

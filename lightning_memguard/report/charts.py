@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -15,25 +16,22 @@ from itertools import groupby
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import PhaseSpan, Timeline
-from lightning_memguard.report.colors import COLORS
 from lightning_memguard.report.page_data import CurvePoint, drawn_parts
+from lightning_memguard.report.words import COLORS, part_words
 from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
 
+_OTHER = "#8a8f98"  # the color of a part without one
 _Point = tuple[int, int]  # a batch size and bytes
 
 
 def swatch(part: str) -> str:
     """A square in the color of a part."""
-    return f'<i class="swatch" style="background:{_color(part)}"></i>'
+    return f'<i class="swatch" style="background:{COLORS.get(part, _OTHER)}"></i>'
 
 
 def row(head: object, *cells: object) -> str:
     """A row of a table."""
     return f'<tr><th scope="row">{head}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
-
-
-def _color(part: str) -> str:
-    return COLORS.get(part, "#8a8f98")
 
 
 # The peak versus the batch size
@@ -107,8 +105,7 @@ class _CurvePlot:
         return f'<div class="x-axis" aria-hidden="true">{marks}</div><div class="x-name">batch size</div>'
 
     def _path(self, points: Sequence[_Point]) -> str:
-        top = self.axis.top
-        return " ".join(f"{1000 * size / self.last:.1f},{1000 * (1 - nbytes / top):.1f}" for size, nbytes in points)
+        return " ".join(f"{1000 * size / self.last:.1f},{self.axis.y(nbytes):.1f}" for size, nbytes in points)
 
     def _dot(self, point: _Point, kind: str) -> str:
         x, y = point[0] / self.last, point[1] / self.axis.top
@@ -116,7 +113,7 @@ class _CurvePlot:
 
 
 def _limits(budget: Budget, axis: _Axis) -> str:
-    free, usable = (1000 * (1 - nbytes / axis.top) for nbytes in (budget.free_bytes, budget.usable_bytes))
+    free, usable = axis.y(budget.free_bytes), axis.y(budget.usable_bytes)
     return (
         f'<rect class="margin" x="0" width="1000" y="{free:.1f}" height="{max(usable - free, 0):.1f}"/>'
         f'<path class="limit" d="M0 {usable:.1f}H1000"/><path class="limit thin" d="M0 {free:.1f}H1000"/>'
@@ -148,8 +145,11 @@ class _Axis:
         count = int(top / unit / step)
         return cls(top, tuple((index * step * unit, f"{index * step:g} {name}") for index in range(count + 1)))
 
+    def y(self, nbytes: float) -> float:
+        return 1000 * (1 - nbytes / self.top)
+
     def lines(self) -> str:
-        places = (f"M0 {1000 * (1 - nbytes / self.top):.1f}H1000" for nbytes, _ in self.ticks)
+        places = (f"M0 {self.y(nbytes):.1f}H1000" for nbytes, _ in self.ticks)
         return f'<path class="grid" d="{"".join(places)}"/>'
 
     def labels(self) -> str:
@@ -186,7 +186,7 @@ def timeline(shown: Timeline, batch_size: int) -> str:
     totals, peak, count = shown.totals, shown.peak_column, shown.event_count
     axis = _Axis.up_to(max(*totals, *shown.reserved))
     highest = format_bytes(totals[peak])
-    legend = [(swatch(part), part.replace("_", " ")) for part in drawn_parts(shown)]
+    legend = [(swatch(part), part_words(part)) for part in drawn_parts(shown)]
     if shown.reserved:
         legend.append(('<i class="key line"></i>', "reserved by the allocator"))
     steps = len({span.step for span in shown.spans})
@@ -216,54 +216,48 @@ def _stack(shown: Timeline, axis: _Axis) -> str:
     layers: list[str] = []
     for part in drawn_parts(shown):
         heights = [height + nbytes for height, nbytes in zip(heights, shown.parts[part], strict=True)]
-        layers.insert(0, f'<path fill="{_color(part)}" d="M0 1000V{_step_path(heights, axis.top)}V1000Z"/>')
+        layers.insert(0, f'<path fill="{COLORS.get(part, _OTHER)}" d="M0 1000V{_step_path(heights, axis)}V1000Z"/>')
     borders = "".join(
-        f"M{columns * span.first / count:.2f} 0V1000"
+        f"M{columns * span.first_event / count:.2f} 0V1000"
         for span in shown.spans[1:]
         if span.event_count > count / 60  # moving a batch is over in a moment
     )
-    reserved = f'<path class="reserved" d="M0 {_step_path(shown.reserved, axis.top)}"/>' if shown.reserved else ""
+    reserved = f'<path class="reserved" d="M0 {_step_path(shown.reserved, axis)}"/>' if shown.reserved else ""
     return f"""<g transform="scale({columns / 1000:.4f} 1)">{axis.lines()}</g>
 <g class="stack">{"".join(layers)}</g><path class="border" d="{borders}"/>{reserved}"""
 
 
-def _step_path(values: Sequence[int], top: float) -> str:
+def _step_path(values: Sequence[int], axis: _Axis) -> str:
     """Steps one unit wide: a height, then right for each run of equal ones, and up or down to the next."""
-    runs = [(height, len(list(run))) for height, run in groupby(f"{1000 * (1 - value / top):.0f}" for value in values)]
+    runs = [(height, len(list(run))) for height, run in groupby(f"{axis.y(value):.0f}" for value in values)]
     return "V".join(f"{height}h{length}" for height, length in runs)
 
 
 def _lanes(shown: Timeline) -> str:
     """Under the picture, a lane of phases and below it one of steps; a name without room is not shown."""
-    phases = _lane("phase", shown, lambda span: (span.step, span.first), lambda span: span.phase.replace("_", " "))
-    steps = _lane("step", shown, lambda span: span.step, lambda span: f"step {span.step + 1}")
-    return f'<div class="lanes" aria-hidden="true">{phases}{steps}</div>'
+    phases = "".join(_cell(part_words(span.phase), [span], shown) for span in shown.spans)
+    by_step = groupby(shown.spans, key=lambda span: span.step)
+    steps = "".join(_cell(f"step {step + 1}", list(spans), shown) for step, spans in by_step)
+    return f"""<div class="lanes" aria-hidden="true"><div class="lane phase">{phases}</div>\
+<div class="lane step">{steps}</div></div>"""
 
 
-def _lane(kind: str, shown: Timeline, key: Callable[[PhaseSpan], object], name_of: Callable[[PhaseSpan], str]) -> str:
-    cells = []
-    for _, group in groupby(shown.spans, key=key):
-        spans = list(group)
-        name = escape(name_of(spans[0]))
-        left, width = (n / shown.event_count for n in (spans[0].first, spans[-1].last + 1 - spans[0].first))
-        if width >= 0.003:  # else narrower than the gap between two
-            place = f"left:{100 * left:.2f}%;width:{100 * width:.2f}%"
-            cells.append(f'<div class="cell" style="{place}" title="{name}"><span>{name}</span></div>')
-    return f'<div class="lane {kind}">{"".join(cells)}</div>'
+def _cell(name: str, spans: Sequence[PhaseSpan], shown: Timeline) -> str:
+    width = sum(span.event_count for span in spans) / shown.event_count
+    if width < 0.003:  # narrower than the gap between two
+        return ""
+    place = f"left:{100 * spans[0].first_event / shown.event_count:.2f}%;width:{100 * width:.2f}%"
+    return f'<div class="cell" style="{place}" title="{escape(name)}"><span>{escape(name)}</span></div>'
 
 
 def _phase_table(shown: Timeline) -> str:
-    phases: dict[tuple[int, str], list[PhaseSpan]] = {}
+    counts: Counter[str] = Counter()
+    peaks: dict[str, int] = {}
     for span in shown.spans:
-        phases.setdefault((span.step, span.phase), []).append(span)
-    rows = "".join(
-        row(
-            f"step {step + 1}, {escape(phase.replace('_', ' '))}",
-            sum(span.event_count for span in spans),
-            format_bytes(max(span.peak_bytes for span in spans)),
-        )
-        for (step, phase), spans in phases.items()
-    )
+        name = f"step {span.step + 1}, {escape(part_words(span.phase))}"
+        counts[name] += span.event_count
+        peaks[name] = max(peaks.get(name, 0), span.peak_bytes)
+    rows = "".join(row(name, counts[name], format_bytes(peak)) for name, peak in peaks.items())
     return f"""<details><summary>As a table</summary><div class="scroll"><table><thead><tr><th scope="col">Phase</th>
 <th scope="col">Allocations and frees</th><th scope="col">Peak</th></tr></thead><tbody>{rows}</tbody></table>
 </div></details>"""
@@ -272,11 +266,11 @@ def _phase_table(shown: Timeline) -> str:
 def _script_data(shown: Timeline) -> str:
     """What the script reads out, with each name once; ``<`` is escaped so that no name can end the script."""
     places, place_names = _numbered([" ".join(filter(None, (e.module, e.operator))) for e in shown.events])
-    phases, phase_names = _numbered([f"step {e.step + 1}, {e.phase}".replace("_", " ") for e in shown.events])
+    phases, phase_names = _numbered([f"step {e.step + 1}, {part_words(e.phase)}" for e in shown.events])
     content = {
         "count": shown.event_count,
         "events": shown.positions,
-        "parts": {part.replace("_", " "): shown.parts[part] for part in drawn_parts(shown)},
+        "parts": {part_words(part): shown.parts[part] for part in drawn_parts(shown)},
         "reserved": shown.reserved,
         "phases": phases,
         "phase_names": phase_names,

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.colors import COLORS
-from lightning_memguard.report.words import bounds_of, part_words, peak_range
+from lightning_memguard.report.words import COLORS, bounds_of, part_words, peak_range
 from lightning_memguard.units import GIB, KIB, MIB, format_bytes
 
 if TYPE_CHECKING:

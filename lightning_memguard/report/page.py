@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -20,9 +21,9 @@ from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report import charts
-from lightning_memguard.report.colors import COLORS
 from lightning_memguard.report.page_data import Report, report_data
 from lightning_memguard.report.table import totals_of, why
+from lightning_memguard.report.words import COLORS, part_words, peak_words
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -96,15 +97,11 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
     share = footprint.most_device_bytes / budget.usable_bytes if budget.usable_bytes > 0 else math.inf
     asked, accumulated = decision.requested_batch_size, decision.accumulate_grad_batches
     size = f"was {asked}" if asked != decision.batch_size else "as requested"
-    most = f"at most {format_bytes(footprint.most_device_bytes)}"
     is_uncertain = footprint.most_device_bytes > footprint.peak_device_bytes
+    most = f"at most {format_bytes(footprint.most_device_bytes)}" if is_uncertain else f"on {footprint.device}"
     tiles = [
         ("Batch size", f"{decision.batch_size}", size + (f", {accumulated} accumulated" if accumulated > 1 else "")),
-        (
-            "Predicted peak",
-            format_bytes(footprint.peak_device_bytes),
-            most if is_uncertain else f"on {footprint.device}",
-        ),
+        ("Predicted peak", format_bytes(footprint.peak_device_bytes), most),
         ("Usable", format_bytes(budget.usable_bytes), f"of {format_bytes(budget.free_bytes)} on {budget.device}"),
         ("Share used", f"{share:.1%}" if math.isfinite(share) else "none", "fits" if decision.fits else "does NOT fit"),
     ]
@@ -118,38 +115,30 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
 
 
 def _setup(footprint: Footprint, budget: Budget) -> str:
-    rows = []
-    for part, color in COLORS.items():
-        nbytes = footprint.parts.get(part, 0)
-        if nbytes:
-            share = nbytes / footprint.peak_allocated_bytes
-            rows.append(
-                f'<tr><th scope="row">{charts.swatch(part)}{_words(part)}</th><td>{format_bytes(nbytes)}</td>'
-                f'<td class="meter">{_meter(share, color)}<span>{_percent(share)}</span></td></tr>'
-            )
+    parts = [(part, footprint.parts[part]) for part in COLORS if footprint.parts.get(part)]
+    rows = "".join(_part(part, nbytes, nbytes / footprint.peak_allocated_bytes) for part, nbytes in parts)
     totals = "".join(
         charts.row(escape(name), format_bytes(nbytes), "") for name, nbytes in totals_of(footprint, budget)
     )
+    peak = peak_words(replace(footprint, phase=escape(footprint.phase)), _code)
+    operator = f" ({_code(footprint.operator)})" if footprint.operator else ""
     return f"""<section><h2>At the peak, batch size {footprint.batch_size}</h2>
-<p class="sub">{_peak_words(footprint)}</p>
+<p class="sub">In the {peak}{operator}.</p>
 <table class="setup"><caption class="hidden">Predicted bytes at the peak, by part, and the budget</caption>
 <thead><tr><th scope="col">Part</th><th scope="col">Predicted</th><th scope="col">Share</th></tr></thead>
-<tbody>{"".join(rows)}</tbody><tbody class="sums">{totals}</tbody></table></section>"""
+<tbody>{rows}</tbody><tbody class="sums">{totals}</tbody></table></section>"""
 
 
-def _peak_words(footprint: Footprint) -> str:
-    phase = f"{footprint.phase} pass" if footprint.phase in ("forward", "backward") else footprint.phase or "step"
-    module = f" of <code>{escape(footprint.module)}</code>" if footprint.module else ""
-    operator = f" (<code>{escape(footprint.operator)}</code>)" if footprint.operator else ""
-    return f"In the {escape(phase)}{module}{operator}."
+def _part(part: str, nbytes: int, share: float) -> str:
+    percent = "&lt;1%" if 0 < share < 0.005 else f"{share:.0%}"
+    return (
+        f'<tr><th scope="row">{charts.swatch(part)}{part_words(part)}</th><td>{format_bytes(nbytes)}</td>'
+        f'<td class="meter">{_meter(share, COLORS[part])}<span>{percent}</span></td></tr>'
+    )
 
 
-def _percent(share: float) -> str:
-    return "&lt;1%" if 0 < share < 0.005 else f"{share:.0%}"
-
-
-def _words(part: str) -> str:
-    return escape(part.replace("_", " "))
+def _code(name: str) -> str:
+    return f"<code>{escape(name)}</code>"
 
 
 def _meter(share: float, color: str, mark: float | None = None) -> str:

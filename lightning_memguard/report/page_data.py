@@ -15,8 +15,8 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import Timeline, timeline_of
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.colors import COLORS
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
+from lightning_memguard.report.words import COLORS
 
 if TYPE_CHECKING:
     from lightning_memguard.core.layers.layers import LayerTable
@@ -35,11 +35,6 @@ class CurvePoint:
     batch_size: int
     peak_device_bytes: int
     most_device_bytes: int
-
-    @classmethod
-    def of(cls, footprint: Footprint) -> CurvePoint:
-        """The point of a footprint."""
-        return cls(footprint.batch_size, footprint.peak_device_bytes, footprint.most_device_bytes)
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,8 @@ def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, point
     last = max(math.ceil(decision.batch_size * 4 / 3), decision.requested_batch_size, 2)
     sizes = {max(1, round(last * place / points)) for place in range(1, points + 1)}
     sizes |= {1, decision.batch_size, decision.requested_batch_size} - {0}
-    return tuple(CurvePoint.of(footprint_at(size)) for size in sorted(sizes))
+    footprints = map(footprint_at, sorted(sizes))
+    return tuple(CurvePoint(each.batch_size, each.peak_device_bytes, each.most_device_bytes) for each in footprints)
 
 
 def drawn_parts(timeline: Timeline) -> list[str]:
@@ -126,24 +122,14 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
         "reserved_bytes": timeline.reserved or None,
         "modules": [event.module for event in timeline.events],
         "operators": [event.operator for event in timeline.events],
-        "phases": [
-            {
-                "step": span.step,
-                "phase": span.phase,
-                "first_event": span.first,
-                "last_event": span.last,
-                "peak_bytes": span.peak_bytes,
-            }
-            for span in timeline.spans
-        ],
+        "phases": [vars(span) for span in timeline.spans],
     }
 
 
 def _record_data(record: EpochRecord) -> dict[str, Any]:
     measured = record.measured
     return {
-        "epoch": record.epoch,
-        "batch_size": record.batch_size,
+        **picked(record, "epoch", "batch_size"),
         "predicted_peak_device_bytes": record.predicted.peak_device_bytes,
         "predicted_parts_bytes": dict(record.predicted.parts),
         "measured_peak_bytes": measured.peak_bytes,

@@ -1,11 +1,29 @@
-"""Parts, counts, ranges and peaks in words: the same in every table, picture, page and sentence."""
+"""Parts, counts, ranges and peaks in words, and the colors of parts: the same in every table, picture and page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.units import format_bytes
+
+# The color of each part of the memory, in the order they are stacked: what stays allocated is at the bottom, what comes
+# and goes on top. Most colors are those of Okabe and Ito, which color-blind people can tell apart; neighbors also
+# differ in lightness.
+COLORS = {
+    "parameters": "#0072b2",
+    "buffers": "#8a8f98",
+    "callbacks": "#7a5230",
+    "communication": "#b8bec7",
+    "optimizer_state": "#cc79a7",
+    "gradients": "#e69f00",
+    "activations": "#009e73",
+    "batch": "#e3cb00",
+    "temporaries": "#d55e00",
+    "workspaces": "#56b4e9",
+}
+assert set(COLORS) == {*PARTS, *OPTIONAL_PARTS}
 
 
 def part_words(part: str) -> str:

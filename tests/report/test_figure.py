@@ -10,8 +10,8 @@ from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.trace.trace import PARTS
-from lightning_memguard.report.colors import COLORS
 from lightning_memguard.report.figure import Group, Picture, draw, groups_of, picture_of_epoch, picture_of_setup
+from lightning_memguard.report.words import COLORS
 from lightning_memguard.units import GIB, MIB
 
 FOOTPRINT = Footprint(

@@ -171,7 +171,7 @@ def test_of_equal_moments_in_a_column_it_shows_the_first_as_the_footprint_does()
 
 def test_every_phase_keeps_its_highest_moment():
     spans = timeline_of(STEP, CPU).spans
-    assert [(s.phase, s.first, s.last, s.peak_bytes) for s in spans] == [
+    assert [(s.phase, s.first_event, s.last_event, s.peak_bytes) for s in spans] == [
         ("setup", 0, 0, 3 * MIB),
         ("transfer", 1, 1, 3 * MIB + 1000),
         ("forward", 2, 2, 43 * MIB + 1000),

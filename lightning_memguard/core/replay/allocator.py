@@ -1,4 +1,4 @@
-"""Trace -> Replay: what PyTorch's caching allocator would hold for the events of a trace.
+"""PyTorch's caching allocator, without the memory.
 
 This file changes when PyTorch changes how it allocates device memory. Names in brackets at a rule, such as
 [get_free_block], are functions of c10/cuda/CUDACachingAllocator.cpp (class DeviceCachingAllocator) unless another file
@@ -11,19 +11,17 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Literal
 
-from lightning_memguard.core.replay.settings import (
-    BLOCK_UNIT,
-    OWN_SEGMENT_FROM,
-    OWN_SEGMENT_UNIT,
-    ROUNDUP_INTERVALS,
-    SMALL_LIMIT,
-    SMALL_SEGMENT,
-    UNLIMITED,
-    AllocatorSettings,
-)
+from lightning_memguard.core.replay.settings import OWN_SEGMENT_FROM, ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings
+from lightning_memguard.units import MIB
+
+# c10/core/AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer, kRoundLarge
+BLOCK_UNIT = 512  # every block is a multiple of this
+SMALL_LIMIT = 1 * MIB  # requests up to this come from the small pool
+SMALL_SEGMENT = 2 * MIB  # what the small pool reserves at a time
+OWN_SEGMENT_UNIT = 2 * MIB  # a segment for one large request is rounded up to this
 
 # An expandable segment reserves addresses for 9/8 of the device (ExpandableSegment) and grows within them. Addresses
 # cost nothing and the replay may not know the device, so it takes more of them than any device has memory.
@@ -73,23 +71,13 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class BlockInfo:
-    """A block as ``torch.cuda.memory._snapshot`` would show it."""
-
-    address: int
-    size_bytes: int
-    requested_bytes: int
-    allocated: bool
-
-
-@dataclass(frozen=True)
 class SegmentInfo:
-    """A segment as ``torch.cuda.memory._snapshot`` would show it: adjacent blocks."""
+    """A segment as ``torch.cuda.memory._snapshot`` would show it, until the next request: adjacent blocks."""
 
     address: int
     stream: int
     segment_type: Literal["small", "large"]
-    blocks: tuple[BlockInfo, ...]
+    blocks: tuple[Block, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -105,6 +93,7 @@ class Allocator:
 
     Attributes:
         allocated_bytes, reserved_bytes: now; ``peak_reserved_bytes`` so far.
+        reservations: how often a segment, or pages of one, was reserved.
         retries: how often the whole cache was released to make room for one request.
 
     >>> allocator = Allocator(AllocatorSettings())
@@ -119,8 +108,7 @@ class Allocator:
     def __init__(self, settings: AllocatorSettings) -> None:
         assert settings.kind == "cuda", "exact memory needs no allocator"
         self.settings = settings
-        self.allocated_bytes = self.retries = 0
-        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = self.reservations = self.retries = 0
         self._expandable = settings.expandable_segments
         self._capacity = UNLIMITED if settings.capacity_bytes is None else settings.capacity_bytes
         self._oversize_from = settings.max_split_size_bytes or UNLIMITED
@@ -128,19 +116,15 @@ class Allocator:
         self._split_below = UNLIMITED if self._expandable else self._oversize_from
         self._rounds_to_divisions = any(divisions > 1 for divisions in settings.roundup_power2_divisions)
         self._torch_enforces_limit = settings.per_process_memory_fraction < 1.0
-        self._collects_garbage = (
-            settings.garbage_collection_threshold > 0.0
-            and self._torch_enforces_limit
-            and settings.capacity_bytes is not None
-            and not self._expandable
-        )
+        keeps_limit = self._torch_enforces_limit and settings.capacity_bytes is not None
+        self._collects_garbage = keeps_limit and settings.garbage_collection_threshold > 0.0 and not self._expandable
         self._large_searches = 0  # the clock by which garbage collection measures the age of blocks
 
         self._small_pools: dict[int, Pool] = {}
         self._large_pools: dict[int, Pool] = {}
-        # First block of every segment by address. Joined blocks become the lower one, so a segment's first block
-        # never changes. Addresses are never used twice; cudaMalloc may do so, and then a tie between two free blocks
-        # of one size can be resolved differently.
+        # First block of every segment by address; blocks join into the lower one, so it never changes. Addresses are
+        # never used twice; cudaMalloc may do so, and then a tie between two free blocks of one size can be resolved
+        # differently.
         self._segments: dict[int, Block] = {}
         self._next_address = SMALL_SEGMENT
         self._nothing = Block(Pool(True, 0, settings), 0, 0)
@@ -179,17 +163,15 @@ class Allocator:
 
     def segments(self) -> tuple[SegmentInfo, ...]:
         """All segments, by address [snapshot]; an expandable segment is shown as its runs of mapped blocks."""
-        return tuple(
-            SegmentInfo(
-                address=run[0].address,
-                stream=run[0].pool.stream,
-                segment_type="small" if run[0].pool.small else "large",
-                blocks=tuple(
-                    BlockInfo(block.address, block.size_bytes, block.requested_bytes, block.allocated) for block in run
-                ),
-            )
+        runs = (
+            tuple(run)
             for first in self._segments.values()
-            for run in _mapped_runs(first)
+            for mapped, run in groupby(_chain(first), key=lambda block: block.mapped)
+            if mapped
+        )
+        return tuple(
+            SegmentInfo(run[0].address, run[0].pool.stream, "small" if run[0].pool.small else "large", run)
+            for run in runs
         )
 
     # Serving a request
@@ -207,11 +189,11 @@ class Allocator:
 
     def _pool(self, size: int, stream: int) -> Pool:
         """The cache that serves a block of this size [get_pool]."""
-        pools = self._small_pools if size <= SMALL_LIMIT else self._large_pools
-        pool = pools.get(stream)
-        if pool is None:
-            pool = pools[stream] = Pool(size <= SMALL_LIMIT, stream, self.settings)
-        return pool
+        small = size <= SMALL_LIMIT
+        pools = self._small_pools if small else self._large_pools
+        if stream not in pools:
+            pools[stream] = Pool(small, stream, self.settings)
+        return pools[stream]
 
     def _segment_bytes(self, size: int) -> int:
         """What is reserved if no cached block serves [get_allocation_size]."""
@@ -229,8 +211,9 @@ class Allocator:
         at = bisect_left(cached, (size, 0))
         if at == len(cached):
             return None
-        if self._expandable:
-            at = _least_expandable(cached, at)
+        if self._expandable:  # the best fit counts what a block could grow to: move on while that decreases
+            while at + 1 < len(cached) and _expandable_bytes(cached[at + 1][2]) < _expandable_bytes(cached[at][2]):
+                at += 1
         block = cached[at][2]
         # An oversize block serves only oversize requests, and of these only those that waste little of it.
         if size < self._oversize_from <= block.size_bytes:
@@ -269,6 +252,7 @@ class Allocator:
         return self.reserved_bytes + nbytes <= self._capacity
 
     def _count_reserved(self, nbytes: int) -> None:
+        self.reservations += 1
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
@@ -286,8 +270,7 @@ class Allocator:
             insort(block.pool.cached, (block.size_bytes, block.address, block))
             block.idle_since = self._large_searches
         else:
-            block.pool.unmapped.append(block)
-            block.pool.unmapped.sort(key=lambda unmapped: unmapped.address)
+            insort(block.pool.unmapped, block, key=lambda unmapped: unmapped.address)
 
     def _take(self, block: Block) -> None:
         """Undo `_cache`."""
@@ -365,9 +348,8 @@ class Allocator:
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """Map pages behind a free block until it is large enough [try_allocate_expandable_block]."""
-        block: Block | None = self._expandable_block(pool, size)
-        if block is not None and not block.mapped:
-            block = self._map(block, min(size, block.size_bytes))
+        start = self._expandable_block(pool, size)
+        block = start if start.mapped else self._map(start, min(size, start.size_bytes))
         while block is not None and block.next is not None and block.size_bytes < size:
             block = self._map(block.next, min(size - block.size_bytes, block.next.size_bytes))
         if block is not None:
@@ -379,7 +361,8 @@ class Allocator:
         for unmapped in pool.unmapped:
             before = unmapped.previous
             first = before if before is not None and not before.allocated else unmapped
-            if _has_free_addresses(first, size):
+            free = takewhile(lambda block: not block.allocated, _chain(first))
+            if sum(block.size_bytes for block in free) >= size:
                 return first
         page = pool.page_bytes
         self._next_address = _round_up(self._next_address, page)  # so that pages start at multiples of their size
@@ -446,32 +429,9 @@ def _absorb_next(block: Block, after: Block) -> None:
         after.next.previous = block
 
 
-def _least_expandable(cached: list[tuple[int, int, Block]], at: int) -> int:
-    """With expandable segments the best fit counts what a block could grow to: move on while that decreases."""
-    while at + 1 < len(cached) and _expandable_bytes(cached[at + 1][2]) < _expandable_bytes(cached[at][2]):
-        at += 1
-    return at
-
-
 def _expandable_bytes(block: Block) -> int:
     after = block.next
     return block.size_bytes + (after.size_bytes if after is not None and not after.mapped else 0)
-
-
-def _has_free_addresses(first: Block, size: int) -> bool:
-    """Whether free blocks of this size or more start here, mapped or not."""
-    free_bytes = 0
-    for block in _chain(first):
-        if block.allocated or free_bytes >= size:
-            break
-        free_bytes += block.size_bytes
-    return free_bytes >= size
-
-
-def _mapped_runs(first: Block) -> Iterator[list[Block]]:
-    for mapped, run in groupby(_chain(first), key=lambda block: block.mapped):
-        if mapped:
-            yield list(run)
 
 
 def _chain(block: Block | None) -> Iterator[Block]:

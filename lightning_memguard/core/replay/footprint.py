@@ -139,17 +139,14 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
         low = _peak(result, least).widest(_peak(_replay(trace, "low", settings), least), min)
         high = _peak(result, most).widest(_peak(_replay(trace, "high", settings), most), max)
     at = result.peak_event
+    shown = (*PARTS, *(part for part in OPTIONAL_PARTS if part in result.parts))
     return Footprint(
         batch_size=trace.batch_size,
         device=trace.device,
         peak_allocated_bytes=result.peak_allocated_bytes,
         peak_reserved_bytes=result.peak_reserved_bytes,
         peak_device_bytes=result.peak_reserved_bytes + likely,
-        parts={
-            part: result.parts.get(part, 0)
-            for part in (*PARTS, *OPTIONAL_PARTS)
-            if part in PARTS or part in result.parts
-        },
+        parts={part: result.parts.get(part, 0) for part in shown},
         phase=at.phase if at else "",
         module=at.module if at else "",
         operator=at.operator if at else "",

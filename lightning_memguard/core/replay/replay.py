@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -168,8 +169,7 @@ def _peak(events: Sequence[Event], changes: Sequence[int]) -> tuple[int, dict[st
             alive[events[position].block] = position
         elif change < 0:
             del alive[events[position].block]
-    parts: dict[str, int] = {}
+    parts: Counter[str] = Counter()
     for position in alive.values():
-        part = events[position].part
-        parts[part] = parts.get(part, 0) + changes[position]
-    return peak, parts, events[at]
+        parts[events[position].part] += changes[position]
+    return peak, dict(parts), events[at]

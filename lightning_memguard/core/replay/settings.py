@@ -10,13 +10,8 @@ from typing import Literal, TypeVar
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import MIB
 
-# The sizes that PyTorch fixes. c10/core/AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc,
-# kRoundLarge, large_segment_size_; c10/core/AllocatorConfig.cpp: kRoundUpPowerOfTwoIntervals.
-BLOCK_UNIT = 512  # every block is a multiple of this
-SMALL_LIMIT = 1 * MIB  # requests up to this come from the small pool
-SMALL_SEGMENT = 2 * MIB  # what the small pool reserves at a time
-OWN_SEGMENT_FROM = 10 * MIB  # requests from here on reserve a segment of their own size ...
-OWN_SEGMENT_UNIT = 2 * MIB  # ... rounded up to this
+# c10/core/AllocatorConfig.h: kMinLargeAlloc, large_segment_size_; AllocatorConfig.cpp: kRoundUpPowerOfTwoIntervals
+OWN_SEGMENT_FROM = 10 * MIB  # requests from here on reserve a segment of their own size
 LARGE_SEGMENT = 20 * MIB  # what the large pool reserves below that, unless large_segment_size_mb says otherwise
 ROUNDUP_INTERVALS = 16  # [1 MiB, 2 MiB), [2 MiB, 4 MiB), ... and all from 32 GiB on
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import pickle
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_memguard.core.replay.allocator import Allocator, Block, BlockInfo, SegmentInfo
+from lightning_memguard.core.replay.allocator import Allocator, Block
 from lightning_memguard.core.replay.replay import Steps, within_capacity
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import Event, Trace
@@ -28,6 +27,7 @@ _ADDRESS_UNIT = 512
 
 _Frame = dict[str, Any]
 _Entry = dict[str, Any]
+_Block = dict[str, Any]
 
 
 def save_snapshot(trace: Trace, settings: AllocatorSettings, path: str | os.PathLike[str]) -> Path:
@@ -108,7 +108,7 @@ class _Recording:
         self.entries: list[_Entry] = []
         self._allocator = steps.allocator
         self._expandable = steps.allocator is not None and steps.allocator.settings.expandable_segments
-        self._live: dict[int, tuple[BlockInfo, Event]] = {}  # by number of the block, with its allocation
+        self._live: dict[int, tuple[int, int, Event]] = {}  # by number of the block: address, size, allocation
         self._spans: list[_Span] = []
         self._seen = 0, 0
         self._next_address = _FIRST_ADDRESS
@@ -120,37 +120,38 @@ class _Recording:
 
     def _alloc(self, event: Event, size_bytes: int, block: Block | None) -> None:
         if self._allocator is not None and block is not None:
-            self._record_segments(self._allocator, block, event)
+            self._record_segments(self._allocator, event)
             address = block.address
         else:
             address = self._next_address
             self._next_address += -(-event.nbytes // _ADDRESS_UNIT) * _ADDRESS_UNIT
             self.entries.append(_entry("segment_alloc", address, event))
-        self._live[event.block] = BlockInfo(address, size_bytes, event.nbytes, allocated=True), event
+        self._live[event.block] = address, size_bytes, event
         self.entries.append({**_entry("alloc", address, event), "category": event.part, "allocated_size": size_bytes})
 
     def _free(self, event: Event) -> None:
-        block, taken = self._live.pop(event.block)
+        address, size_bytes, taken = self._live.pop(event.block)
         given = event._replace(nbytes=taken.nbytes, stream=taken.stream)
         for action in ("free_requested", "free_completed"):  # with a single stream nothing comes between them
-            self.entries.append({**_entry(action, block.address, given), "allocated_size": block.size_bytes})
+            self.entries.append({**_entry(action, address, given), "allocated_size": size_bytes})
         if self._allocator is None:
-            self.entries.append(_entry("segment_free", block.address, taken))
+            self.entries.append(_entry("segment_free", address, taken))
 
     def segments(self) -> list[dict[str, Any]]:
         live = self._live.values()
-        segments: Iterable[SegmentInfo] = (
-            self._allocator.segments()
-            if self._allocator is not None
-            else (SegmentInfo(block.address, taken.stream, "large", (block,)) for block, taken in live)
-        )
-        owners = {block.address: taken for block, taken in live}
-        return [_segment(segment, owners, self._expandable) for segment in segments]
+        if self._allocator is None:
+            return [_segment("large", taken.stream, [_block(address, size, taken)]) for address, size, taken in live]
+        owners = {address: taken for address, _, taken in live}
+        segments = []
+        for segment in self._allocator.segments():
+            blocks = [_block(block.address, block.size_bytes, owners.get(block.address)) for block in segment.blocks]
+            segments.append(_segment(segment.segment_type, segment.stream, blocks, self._expandable))
+        return segments
 
-    def _record_segments(self, allocator: Allocator, block: Block, event: Event) -> None:
+    def _record_segments(self, allocator: Allocator, event: Event) -> None:
         """Compare the segments before and after a request, if any can have changed."""
-        seen = allocator.reserved_bytes, allocator.retries
-        if seen == self._seen and self._holds(block):
+        seen = allocator.reservations, allocator.retries
+        if seen == self._seen:
             return
         self._seen = seen
         before = self._spans
@@ -162,11 +163,6 @@ class _Recording:
         for action, spans, others in ((went, before, self._spans), (came, self._spans, before)):
             for begin, end, stream in _without(spans, others):
                 self.entries.append(_entry(action, begin, event._replace(nbytes=end - begin, stream=stream)))
-
-    def _holds(self, block: Block) -> bool:
-        """Whether the block is in a known segment; addresses are never used twice."""
-        at = bisect_right(self._spans, block.address, key=lambda span: span.begin) - 1
-        return at >= 0 and block.address < self._spans[at].end
 
 
 def _without(spans: Sequence[_Span], others: Sequence[_Span]) -> Iterator[_Span]:
@@ -187,13 +183,7 @@ def _without(spans: Sequence[_Span], others: Sequence[_Span]) -> Iterator[_Span]
 
 
 def _entry(action: str, address: int, event: Event) -> _Entry:
-    return {
-        "action": action,
-        "addr": address,
-        "size": event.nbytes,
-        "stream": event.stream,
-        "frames": _stack(event),
-    }
+    return {"action": action, "addr": address, "size": event.nbytes, "stream": event.stream, "frames": _stack(event)}
 
 
 def _closing(trace: Trace) -> _Entry:
@@ -202,18 +192,17 @@ def _closing(trace: Trace) -> _Entry:
     return {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [frame], "category": "unknown"}
 
 
-def _segment(segment: SegmentInfo, owners: Mapping[int, Event], expandable: bool) -> dict[str, Any]:
-    blocks = [_block(block, owners.get(block.address)) for block in segment.blocks]
+def _segment(kind: str, stream: int, blocks: list[_Block], expandable: bool = False) -> dict[str, Any]:
     allocated = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
     return {
         "device": 0,
-        "address": segment.address,
-        "total_size": segment.total_bytes,
+        "address": blocks[0]["address"],
+        "total_size": sum(block["size"] for block in blocks),
         "allocated_size": allocated,
         "active_size": allocated,
         "requested_size": sum(block["requested_size"] for block in blocks),
-        "stream": segment.stream,
-        "segment_type": segment.segment_type,
+        "stream": stream,
+        "segment_type": kind,
         "segment_pool_id": (0, 0),
         "is_expandable": expandable,
         "frames": [],
@@ -221,10 +210,10 @@ def _segment(segment: SegmentInfo, owners: Mapping[int, Event], expandable: bool
     }
 
 
-def _block(block: BlockInfo, owner: Event | None) -> dict[str, Any]:
+def _block(address: int, size_bytes: int, owner: Event | None) -> _Block:
     return {
-        "address": block.address,
-        "size": block.size_bytes,
+        "address": address,
+        "size": size_bytes,
         "requested_size": owner.nbytes if owner else 0,
         "state": "active_allocated" if owner else "inactive",
         "frames": _stack(owner) if owner else [],
@@ -246,12 +235,8 @@ def _frames(step: int, phase: str, module: str, requested_by: str, source: str) 
     names = module.split(".") if module else []
     line_of_code = [_frame(file, name, int(line)) for file, line, name in [source.rsplit(":", 2)]] if source else []
     outer = [_frame(".".join(names[:depth]), "module") for depth in range(len(names) - 1, 0, -1)]
-    return [
-        _frame(module or "outside any module", requested_by),
-        *line_of_code,
-        *outer,
-        _frame(f"step {step + 1}", phase),
-    ]
+    inner = _frame(module or "outside any module", requested_by)
+    return [inner, *line_of_code, *outer, _frame(f"step {step + 1}", phase)]
 
 
 def _frame(filename: str, name: str, line: int = 0) -> _Frame:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 
 from lightning_memguard.core.replay.replay import within_capacity
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -15,18 +15,18 @@ _COLUMNS = 480  # about what a screen can show, and some 60 KB of page
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """Consecutive events of one step and phase, ``first`` to ``last``, and the most bytes alive during them."""
+    """Consecutive events of one step and phase, first to last, and the most bytes alive during them."""
 
     step: int
     phase: str
-    first: int
-    last: int
+    first_event: int
+    last_event: int
     peak_bytes: int
 
     @property
     def event_count(self) -> int:
         """Number of events."""
-        return self.last + 1 - self.first
+        return self.last_event + 1 - self.first_event
 
 
 @dataclass(frozen=True)
@@ -63,37 +63,30 @@ class Timeline:
         return totals.index(max(totals))
 
 
-def timeline_of(trace: Trace, settings: AllocatorSettings, columns: int = _COLUMNS) -> Timeline:
+def timeline_of(trace: Trace, settings: AllocatorSettings) -> Timeline:
     """What is alive while the step runs, by part.
 
     Args:
         trace: the events; a block whose size is not known exactly has its most likely one.
         settings: the rules of the allocator to replay by; where the step does not fit their capacity, without one.
-        columns: at most this many.
     """
     trace = trace.only("point")
     walked = within_capacity(trace, settings, lambda steps: [(change, steps.reserved_bytes) for change in steps])
+    totals = list(accumulate(change for change, _ in walked))
+    count, columns = len(trace), min(_COLUMNS, len(trace))
+    starts = (-(-column * count // columns) for column in range(columns))
+    positions = tuple(max(range(*span), key=totals.__getitem__) for span in pairwise((*starts, count)))
+    shown: dict[int, dict[str, int]] = {position: {} for position in positions}  # what is alive there
     live = dict.fromkeys((*PARTS, *OPTIONAL_PARTS), 0)
     part_of: dict[int, str] = {}
-    totals: list[int] = []
-    shown: list[tuple[int, dict[str, int]]] = []  # by column, a position and what is alive there
-    total, best, column = 0, -1, -1
     for position, (event, (change, _)) in enumerate(zip(trace.events, walked, strict=True)):
         if event.action == "alloc":
             part_of[event.block] = event.part
         part = part_of[event.block]
         live[part] = live.get(part, 0) + change
-        total += change
-        totals.append(total)
-        into = position * min(columns, len(trace)) // len(trace)
-        if into != column:
-            column, best = into, -1
-            shown.append((position, {}))
-        if total > best:
-            best = total
-            shown[-1] = position, dict(live)
-    positions = tuple(position for position, _ in shown)
-    parts = {part: tuple(bytes_of.get(part, 0) for _, bytes_of in shown) for part in live}
+        if position in shown:
+            shown[position] = dict(live)
+    parts = {part: tuple(bytes_of.get(part, 0) for bytes_of in shown.values()) for part in live}
     return Timeline(
         len(trace),
         positions,

@@ -7,9 +7,10 @@ fitted, exactly and one by one, never the peaks: a peak is a maximum over moment
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from math import ceil
 
 from lightning_memguard.core.trace.scratch import Scratch
@@ -17,6 +18,7 @@ from lightning_memguard.core.trace.trace import Event, Kernel, ScratchSpan, Trac
 from lightning_memguard.errors import CannotTraceError
 
 _Coefficients = tuple[Fraction, ...]  # c[0] + c[1] n + c[2] n^2
+_Fit = Callable[[tuple[int, ...], Event], _Coefficients]
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,14 @@ class Growth:
         coefficients: by position in the template, for each event whose bytes depend on the batch size.
         kernels: by kernel of the template, for each of its numbers that depends on the batch size. Scratch follows
             rules that are no polynomials; the numbers they are given grow like everything else.
-        same: by kernel of the template, the first one called the same way at every size; empty if each is its own.
+        same: by kernel of the template, the first one called the same way at every size.
     """
 
     template: Trace
     sizes: tuple[int, ...]
     coefficients: dict[int, _Coefficients]
-    kernels: dict[int, dict[int, _Coefficients]] = field(default_factory=dict)
-    same: tuple[int, ...] = ()
+    kernels: dict[int, dict[int, _Coefficients]]
+    same: tuple[int, ...]
 
     @property
     def degree(self) -> int:
@@ -61,8 +63,7 @@ class Growth:
         return self._with_scratch(batch_size, events)
 
     def _with_scratch(self, batch_size: int, events: list[Event]) -> Trace:
-        firsts = self.same or range(len(self.template.kernels))
-        grown = {index: self._kernel(index, self.template.kernels[index], batch_size) for index in set(firsts)}
+        grown = {index: self._kernel(index, batch_size) for index in set(self.same)}
         known: dict[int, Scratch] = {}
         written: list[Event] = []
         scratch_spans: list[ScratchSpan] = []
@@ -70,7 +71,7 @@ class Growth:
         for start, end, index, place, like in self.template.scratch_spans:
             written += events[done:start]
             done = end
-            first = firsts[index]
+            first = self.same[index]
             if first not in known:
                 known[first] = grown[first].scratch(grown[first].numbers)
             scratch = scratch_events(moments_of(known[first], place), -1 - blocks, like)
@@ -82,16 +83,14 @@ class Growth:
             self.template,
             batch_size=batch_size,
             events=tuple(written),
-            kernels=tuple(grown[first] for first in firsts),
+            kernels=tuple(grown[first] for first in self.same),
             scratch_spans=tuple(scratch_spans),
         )
 
-    def _kernel(self, index: int, kernel: Kernel, batch_size: int) -> Kernel:
-        growing = self.kernels.get(index)
-        if growing is None:
-            return kernel
+    def _kernel(self, index: int, batch_size: int) -> Kernel:
+        kernel = self.template.kernels[index]
         numbers = list(kernel.numbers)
-        for place, coefficients in growing.items():
+        for place, coefficients in self.kernels.get(index, {}).items():
             numbers[place] = _evaluate(coefficients, batch_size)
         return replace(kernel, numbers=tuple(numbers))
 
@@ -118,17 +117,14 @@ def grow(traces: Sequence[Trace]) -> Growth:
     positions = [_without_scratch(trace) for trace in ordered]
     outlines = [[trace.events[at] for at in kept] for trace, kept in zip(ordered, positions, strict=True)]
     _check_same_events(ordered, outlines)
+    fit = partial(_fit, sizes, {})
     coefficients: dict[int, _Coefficients] = {}
-    known: dict[tuple[int, ...], _Coefficients] = {}
     for position, rows in zip(positions[-1], zip(*outlines, strict=True), strict=True):
         nbytes = tuple([row.nbytes for row in rows])
-        if min(nbytes) == max(nbytes):
-            continue
-        if nbytes not in known:
-            known[nbytes] = _fit(sizes, nbytes, rows[0])
-        coefficients[position] = known[nbytes]
+        if min(nbytes) != max(nbytes):
+            coefficients[position] = fit(nbytes, rows[0])
     same = _same_kernels(ordered)
-    return Growth(ordered[-1], sizes, coefficients, _grow_kernels(sizes, ordered, set(same)), same)
+    return Growth(ordered[-1], sizes, coefficients, _grow_kernels(ordered, set(same), fit), same)
 
 
 def _without_scratch(trace: Trace) -> list[int]:
@@ -148,19 +144,13 @@ def _same_kernels(traces: Sequence[Trace]) -> tuple[int, ...]:
     return tuple([firsts.setdefault(kernels, index) for index, kernels in enumerate(calls)])
 
 
-def _grow_kernels(
-    sizes: tuple[int, ...], traces: Sequence[Trace], firsts: set[int]
-) -> dict[int, dict[int, _Coefficients]]:
+def _grow_kernels(traces: Sequence[Trace], firsts: set[int], fit: _Fit) -> dict[int, dict[int, _Coefficients]]:
     found: dict[int, dict[int, _Coefficients]] = {}
-    known: dict[tuple[int, ...], _Coefficients] = {}
     for index, kernels in enumerate(zip(*(trace.kernels for trace in traces), strict=True)):
-        if index not in firsts or len({kernel.numbers for kernel in kernels}) == 1:
-            continue
-        for place, numbers in enumerate(zip(*(kernel.numbers for kernel in kernels), strict=True)):
-            if min(numbers) != max(numbers):
-                if numbers not in known:
-                    known[numbers] = _fit(sizes, numbers, traces[0].events[0])
-                found.setdefault(index, {})[place] = known[numbers]
+        if index in firsts and len({kernel.numbers for kernel in kernels}) > 1:
+            for place, numbers in enumerate(zip(*(kernel.numbers for kernel in kernels), strict=True)):
+                if min(numbers) != max(numbers):
+                    found.setdefault(index, {})[place] = fit(numbers, traces[0].events[0])
     return found
 
 
@@ -185,27 +175,29 @@ def _words(event: Event) -> str:
     return f"{event.action} by {event.operator or 'nothing'} in {event.module or 'the step'} ({event.phase})"
 
 
-def _fit(sizes: tuple[int, ...], nbytes: tuple[int, ...], event: Event) -> _Coefficients:
+def _fit(
+    sizes: tuple[int, ...], known: dict[tuple[int, ...], _Coefficients], nbytes: tuple[int, ...], event: Event
+) -> _Coefficients:
+    if nbytes in known:
+        return known[nbytes]
+    points = list(zip(sizes, nbytes, strict=True))
     for degree in range(1, min(3, len(sizes))):
-        coefficients = _interpolate(sizes[: degree + 1], nbytes[: degree + 1])
-        if all(_evaluate(coefficients, n) == b for n, b in zip(sizes, nbytes, strict=True)) and coefficients[-1] > 0:
+        coefficients = _interpolate(points[: degree + 1])
+        if all(_evaluate(coefficients, n) == b for n, b in points) and coefficients[-1] > 0:
             return coefficients
-    pairs = ", ".join(f"{b} B at {n}" for n, b in zip(sizes, nbytes, strict=True))
+    pairs = ", ".join(f"{b} B at {n}" for n, b in points)
     raise CannotTraceError(f"The bytes of {_words(event)} are not linear or quadratic in the batch size: {pairs}.")
 
 
-def _interpolate(sizes: tuple[int, ...], nbytes: tuple[int, ...]) -> _Coefficients:
-    slope = Fraction(nbytes[1] - nbytes[0], sizes[1] - sizes[0])
-    if len(sizes) == 2:
-        return (nbytes[0] - slope * sizes[0], slope)
-    # Newton's divided differences, written out in powers of n
-    next_slope = Fraction(nbytes[2] - nbytes[1], sizes[2] - sizes[1])
-    bend = (next_slope - slope) / (sizes[2] - sizes[0])
-    return (
-        nbytes[0] - slope * sizes[0] + bend * sizes[0] * sizes[1],
-        slope - bend * (sizes[0] + sizes[1]),
-        bend,
-    )
+def _interpolate(points: Sequence[tuple[int, int]]) -> _Coefficients:
+    """Newton's divided differences, written out in powers of n."""
+    (n0, b0), (n1, b1), *third = points
+    slope = Fraction(b1 - b0, n1 - n0)
+    if not third:
+        return (b0 - slope * n0, slope)
+    ((n2, b2),) = third
+    bend = (Fraction(b2 - b1, n2 - n1) - slope) / (n2 - n0)
+    return (b0 - slope * n0 + bend * n0 * n1, slope - bend * (n0 + n1), bend)
 
 
 def _evaluate(coefficients: _Coefficients, batch_size: int) -> int:

@@ -18,16 +18,7 @@ given its largest result. ``real``: the step ran on real tensors at small sizes,
 be run; only parameters, buffers, gradients and optimizer state are known.
 """
 
-PARTS = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer_state",
-    "activations",
-    "batch",
-    "temporaries",
-    "workspaces",
-)
+PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "batch", "temporaries", "workspaces")
 """What a block of memory is for. ``workspaces`` is scratch that a kernel allocates and frees inside one operator."""
 
 OPTIONAL_PARTS = ("callbacks", "communication")
