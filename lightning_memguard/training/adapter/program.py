@@ -17,7 +17,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,9 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memguard.core.capture.batch import Batches
 from lightning_memguard.core.capture.fake import fake_copy, real_copy
-from lightning_memguard.core.capture.program import Program, device_to_run_on, refuse_meta, step_states, tensors
+from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.capture.recorder import Recorder, answered, watching
-from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.layers import LayerTable, table_of
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError
@@ -38,60 +37,19 @@ from lightning_memguard.training.adapter import callbacks, ddp
 from lightning_memguard.training.adapter.lightning_types import is_a
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
 from lightning_memguard.training.adapter.no_collectives import no_collectives
-from lightning_memguard.training.adapter.run_facts import Stage
-from lightning_memguard.training.adapter.shadow import PhaseMarkerMixin, Shadow, StepsDone
+from lightning_memguard.training.adapter.shadow import LightningStep, PhaseMarkerMixin, Shadow, StepsDone
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningDataModule, LightningModule, Trainer
-    from pytorch_lightning.strategies import Strategy
+    from pytorch_lightning import LightningModule, Trainer
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from lightning_memguard.core.capture.program import Change, SwapOptimizer
+    from lightning_memguard.core.capture.program import SwapOptimizer
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class LightningProgram(Program):
-    """What a Trainer runs of a LightningModule, runnable on copies.
-
-    Attributes: those of `Program`, and
-        trainer: the user's Trainer; its settings are read, nothing is changed.
-        module: the user's LightningModule; only copies of it run.
-        batches_per_epoch: how many batches the loader holds at a size, or None where it has no length.
-        datamodule: the user's LightningDataModule, if any.
-        accumulate_grad_batches: micro-batches a step (default: the Trainer's).
-        stage: what runs; all but ``"fit"`` without a backward pass.
-        setup_stage: what the module's ``setup`` is passed (default: the same): a fit validates a module set up to fit.
-        resident_blocks: blocks, by part and bytes, that are on the device throughout and are not the module's.
-        strategy: the user's, where it makes several processes train together.
-        transferred: the batches are as the hooks around their transfer left them, which do not run again.
-        precision: another precision than the Trainer's; empty to keep that one.
-        changes: done to each copy before it is recorded and before it has optimizers.
-        seen: by batch size, the shapes and bytes of the batch that the step was given.
-    """
-
-    trainer: Trainer
-    module: LightningModule
-    batches: Batches | tuple[Batches, ...]
-    device: torch.device
-    batches_per_epoch: Callable[[int], int | None] | None = None
-    datamodule: LightningDataModule | None = None
-    accumulate_grad_batches: int | None = None
-    gpu: Gpu | None = None
-    stage: Stage = "fit"
-    setup_stage: str = ""
-    resident_blocks: tuple[tuple[str, int], ...] = ()
-    strategy: Strategy | None = None
-    transferred: bool = False
-    precision: str = ""
-    changes: tuple[Change, ...] = ()
-    seen: dict[int, tuple[Shapes, int]] = field(default_factory=dict, compare=False)
-
-    @property
-    def trains(self) -> bool:
-        """See `Program.trains`."""
-        return self.stage == "fit"
+class LightningProgram(LightningStep):
+    """A `LightningStep` that runs on copies of its module."""
 
     @property
     def precision_in_use(self) -> str:

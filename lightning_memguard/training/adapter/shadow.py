@@ -13,6 +13,7 @@ import importlib
 import itertools
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,17 +21,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, shapes_of, tensors_in
+from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of
+from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.training.adapter import ddp
 from lightning_memguard.training.adapter.callbacks import Average
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
+from lightning_memguard.training.adapter.run_facts import Stage
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.plugins import Precision
-    from pytorch_lightning.strategies import SingleDeviceStrategy
+    from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
 
-    from lightning_memguard.training.adapter.program import LightningProgram
+    from lightning_memguard.core.capture.program import Change
 
     _Strategy = SingleDeviceStrategy
 else:
@@ -48,6 +53,49 @@ class StepsDone(Exception):  # noqa: N818 - not an error: it ends a loop
     """Ends the shadow Trainer's run after the last step worth recording."""
 
 
+@dataclass(frozen=True)
+class LightningStep(Program):
+    """What a Trainer runs of a LightningModule.
+
+    Attributes: those of `Program`, and
+        trainer: the user's Trainer; its settings are read, nothing is changed.
+        module: the user's LightningModule; only copies of it run.
+        batches_per_epoch: how many batches the loader holds at a size, or None where it has no length.
+        datamodule: the user's LightningDataModule, if any.
+        accumulate_grad_batches: micro-batches a step (default: the Trainer's).
+        stage: what runs; all but ``"fit"`` without a backward pass.
+        setup_stage: what the module's ``setup`` is passed (default: the same): a fit validates a module set up to fit.
+        resident_blocks: blocks, by part and bytes, that are on the device throughout and are not the module's.
+        strategy: the user's, where it makes several processes train together.
+        transferred: the batches are as the hooks around their transfer left them, which do not run again.
+        precision: another precision than the Trainer's; empty to keep that one.
+        changes: done to each copy before it is recorded and before it has optimizers.
+        seen: by batch size, the shapes and bytes of the batch that the step was given.
+    """
+
+    trainer: Trainer
+    module: LightningModule
+    batches: Batches | tuple[Batches, ...]
+    device: torch.device
+    batches_per_epoch: Callable[[int], int | None] | None = None
+    datamodule: LightningDataModule | None = None
+    accumulate_grad_batches: int | None = None
+    gpu: Gpu | None = None
+    stage: Stage = "fit"
+    setup_stage: str = ""
+    resident_blocks: tuple[tuple[str, int], ...] = ()
+    strategy: Strategy | None = None
+    transferred: bool = False
+    precision: str = ""
+    changes: tuple[Change, ...] = ()
+    seen: dict[int, tuple[Shapes, int]] = field(default_factory=dict, compare=False)
+
+    @property
+    def trains(self) -> bool:
+        """See `Program.trains`."""
+        return self.stage == "fit"
+
+
 class Shadow:
     """A shadow Trainer for a program, and the callback in it that marks the phases of its steps.
 
@@ -55,7 +103,7 @@ class Shadow:
     """
 
     def __init__(
-        self, program: LightningProgram, device: torch.device, recorder: Recorder, start: Callable[[nn.Module], None]
+        self, program: LightningStep, device: torch.device, recorder: Recorder, start: Callable[[nn.Module], None]
     ) -> None:
         self.program = program
         self.recorder = recorder
@@ -167,7 +215,7 @@ class InPlaceStrategyMixin(_Strategy):
 class PhaseMarkerMixin:
     """The callback that tells the recorder which phase of the step begins, and which part a tensor belongs to."""
 
-    def __init__(self, program: LightningProgram, recorder: Recorder) -> None:
+    def __init__(self, program: LightningStep, recorder: Recorder) -> None:
         self.program = program
         self.recorder = recorder
         self.steps_recorded = max(_STEPS, ddp.steps_until_steady(program.strategy))
@@ -332,7 +380,7 @@ def _let_scaler_step(precision: Precision) -> None:
         scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
 
 
-def _precision_of(program: LightningProgram) -> Precision:
+def _precision_of(program: LightningStep) -> Precision:
     """The user's precision plugin, or one for one device that computes alike; or the one asked for instead."""
     plugin, plugins = program.trainer.precision_plugin, lightning_of(program.module).plugins
     if not (program.precision or is_a(plugin, "FSDPPrecision", "DeepSpeedPrecision")):
