@@ -15,9 +15,9 @@ import io
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,81 +28,28 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memguard.core.capture.batch import Batches
 from lightning_memguard.core.capture.fake import fake_copy, real_copy
-from lightning_memguard.core.capture.program import (
-    Change,
-    Program,
-    SwapOptimizer,
-    device_to_run_on,
-    refuse_meta,
-    step_states,
-    tensors,
-)
+from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.capture.recorder import Recorder, answered, watching
-from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.layers import LayerTable, table_of
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks, ddp
-from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
+from lightning_memguard.training.adapter.lightning_types import is_a
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
 from lightning_memguard.training.adapter.no_collectives import no_collectives
-from lightning_memguard.training.adapter.run_facts import Stage
-from lightning_memguard.training.adapter.shadow import STEPS, PhaseMarkerMixin, Shadow, ShadowSettings, StepsDone
+from lightning_memguard.training.adapter.shadow import LightningStep, PhaseMarkerMixin, Shadow, StepsDone
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningDataModule, LightningModule, Trainer
-    from pytorch_lightning.plugins import Precision
-    from pytorch_lightning.strategies import Strategy
+    from pytorch_lightning import LightningModule, Trainer
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from lightning_memguard.core.capture.program import SwapOptimizer
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class LightningProgram(Program):
-    """What a Trainer runs of a LightningModule, runnable on copies.
-
-    Attributes:
-        trainer: the user's Trainer; its settings are read, nothing is changed.
-        module: the user's LightningModule; only copies of it run.
-        batches: batches of any size, as the loader would collate them; several loaders that are evaluated one after
-            the other have one each.
-        device: where the run will be.
-        batches_per_epoch: how many batches the loader holds at a size, or None where it has no length.
-        datamodule: the user's LightningDataModule, if any.
-        accumulate_grad_batches: micro-batches a step (default: the Trainer's).
-        gpu: the GPU behind the device.
-        stage: what runs; all but ``"fit"`` without a backward pass.
-        setup_stage: what the module's ``setup`` is passed (default: the same): a fit validates a module set up to fit.
-        resident_blocks: blocks, by part and bytes, that are on the device throughout and are not the module's.
-        strategy: the user's, where it makes several processes train together.
-        transferred: the batches are as the hooks around their transfer left them, which do not run again.
-        precision: another precision than the Trainer's, such as ``"bf16-mixed"``; empty to keep that one.
-        changes: what is done to each copy before it is recorded and before it has optimizers.
-        seen: by batch size, the shapes and bytes of the batch that the step was given.
-    """
-
-    trainer: Trainer
-    module: LightningModule
-    batches: Batches | tuple[Batches, ...]
-    device: torch.device
-    batches_per_epoch: Callable[[int], int | None] | None = None
-    datamodule: LightningDataModule | None = None
-    accumulate_grad_batches: int | None = None
-    gpu: Gpu | None = None
-    stage: Stage = "fit"
-    setup_stage: str = ""
-    resident_blocks: tuple[tuple[str, int], ...] = ()
-    strategy: Strategy | None = None
-    transferred: bool = False
-    precision: str = ""
-    changes: tuple[Change, ...] = ()
-    seen: dict[int, tuple[Shapes, int]] = field(default_factory=dict, compare=False)
-
-    @property
-    def trains(self) -> bool:
-        """See `Program.trains`."""
-        return self.stage == "fit"
+class LightningProgram(LightningStep):
+    """A `LightningStep` that runs on copies of its module."""
 
     @property
     def precision_in_use(self) -> str:
@@ -164,12 +111,11 @@ class LightningProgram(Program):
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `lightning_memguard.core.capture.program.Program`."""
-        with self._stage(recorder, batch_size, fake) as (shadow, module_copy), contextlib.suppress(StepsDone):
+        with self._stage(recorder, batch_size, fake) as (shadow, module_copy):
             shadow.run(module_copy, self.families, batch_size, fake=fake)
         if self.stage == "fit" and not recorder.ran_backward:
-            recorder.assumptions[
-                "training_step led to no backward pass (did it return None?): what one takes is missing"
-            ] = None
+            note = "training_step led to no backward pass (did it return None?): what one takes is missing"
+            recorder.assumptions[note] = None
 
     def layer_table(self, batch_size: int) -> LayerTable:
         """What each layer holds, keeps and computes in the first step, called as Lightning calls it."""
@@ -184,8 +130,7 @@ class LightningProgram(Program):
                 raise StepsDone
 
             setattr(module_copy, hook, make_table)
-            with contextlib.suppress(StepsDone):
-                shadow.run(module_copy, self.families, batch_size, fake=True)
+            shadow.run(module_copy, self.families, batch_size, fake=True)
         if not found:
             raise CannotTraceError(f"{type(self.module).__name__}.{hook} was not called.")
         return found[0]
@@ -193,7 +138,7 @@ class LightningProgram(Program):
     def run_states(self, recorder: Recorder) -> None:
         """See `lightning_memguard.core.capture.program.Program`."""
         size = self.families[0].small_size
-        with self._stage(recorder, size, True) as (shadow, module_copy), contextlib.suppress(StepsDone):
+        with self._stage(recorder, size, True) as (shadow, module_copy):
             if self.stage != "fit":
                 shadow.evaluate(module_copy, [])
                 return
@@ -209,7 +154,7 @@ class LightningProgram(Program):
     def _stage(
         self, recorder: Recorder, batch_size: int, fake: bool, *, recorded: bool = True
     ) -> Iterator[tuple[Shadow, LightningModule]]:
-        """The shadow Trainer and the module's copy; nothing they do is seen outside."""
+        """The shadow Trainer and the module's copy; nothing they do is seen outside. Ends at `StepsDone`."""
         with (
             quiet(),
             no_collectives(),
@@ -229,8 +174,9 @@ class LightningProgram(Program):
                 if recorded:
                     self._record_surroundings(recorder, model, shadow.marker)
 
-            shadow = Shadow(lightning_of(self.module), self._shadow_settings(), device, recorder, start)
-            yield shadow, module_copy
+            shadow = Shadow(self, device, recorder, start)
+            with contextlib.suppress(StepsDone):
+                yield shadow, module_copy
 
     def _copy_module(self, mode: FakeTensorMode | None, device: torch.device, batch_size: int) -> LightningModule:
         """A copy whose hooks that prepare the run, or need other ranks, do nothing."""
@@ -262,35 +208,17 @@ class LightningProgram(Program):
         for average in marker.averages:
             recorder.label(average.tensors, "callbacks")
 
-    def _shadow_settings(self) -> ShadowSettings:
-        return ShadowSettings(
-            user=self.trainer,
-            stage=self.stage,
-            accumulate_grad_batches=self.accumulate_grad_batches or self.trainer.accumulate_grad_batches,
-            steps=max(STEPS, ddp.steps_until_steady(self.strategy)),
-            precision=_precision_of(self),
-            datamodule=None if self.transferred else _idle_datamodule(self.datamodule),
-            batches_per_epoch=self.batches_per_epoch,
-            limit_batches=1.0 if self.stage == "fit" else getattr(self.trainer, _LIMITS[self.stage]),
-            seen=self.seen,
-        )
-
 
 class _Answers(TorchFunctionMode):
     """Has Lightning's own loops find a value in what they add up on the device, as `watching` does."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         return answered(func, args, kwargs or {})
 
 
 _STEP_HOOKS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-_LIMITS = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
 
 
 def _swap_optimizers(configured: Any, swap: SwapOptimizer) -> Any:
@@ -302,29 +230,6 @@ def _swap_optimizers(configured: Any, swap: SwapOptimizer) -> Any:
         if id(getattr(scheduler, "optimizer", None)) in others:
             scheduler.optimizer = others[id(scheduler.optimizer)]
     return tree_map(lambda leaf: others.get(id(leaf), leaf), configured)
-
-
-def _precision_of(program: LightningProgram) -> Precision:
-    """The user's precision plugin, or one for one device that computes alike; or the one asked for instead."""
-    plugin, plugins = program.trainer.precision_plugin, lightning_of(program.module).plugins
-    if not (program.precision or is_a(plugin, "FSDPPrecision", "DeepSpeedPrecision")):
-        return copy.deepcopy(plugin)
-    precision = program.precision or plugin.precision
-    made: Precision
-    if precision.endswith("-mixed"):
-        made = plugins.MixedPrecision(precision, program.device.type)
-    else:
-        made = plugins.Precision() if precision == "32-true" else plugins.HalfPrecision(precision)
-    return made
-
-
-def _idle_datamodule(datamodule: LightningDataModule | None) -> LightningDataModule | None:
-    """A shallow copy to read from, whose hooks that prepare or clean up do nothing (they have run, or will)."""
-    idle = copy.copy(datamodule)
-    if idle is not None:
-        for hook in ("prepare_data", "setup", "teardown", "on_exception"):
-            setattr(idle, hook, _nothing)
-    return idle
 
 
 def _copy_optimizers(module: LightningModule, module_copy: LightningModule) -> None:

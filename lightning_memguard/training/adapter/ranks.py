@@ -103,23 +103,15 @@ class Ranks:
 def shared(ranks: Ranks, budget: Budget, device: torch.device, held_bytes: int) -> Budget:
     """This rank's part of what several ranks find free on the same device. All ranks must call it.
 
-    Args:
-        ranks: the ranks.
-        budget: what this rank read.
-        device: what it was read from.
-        held_bytes: what of it this rank's model takes already.
+    ``budget`` is what this rank read there, ``held_bytes`` what its model takes of it already.
     """
     read = ranks.gather((_name(device, ranks.rank), budget.free_bytes - held_bytes, budget.source))
     same = [free for name, free, source in read if name == read[ranks.rank][0] and source != "given"]
     if budget.source == "given" or len(same) < 2:
         return budget
     free = max(0, min(same)) // len(same) + held_bytes
-    return replace(
-        budget,
-        free_bytes=free,
-        margin_bytes=int(free * budget.margin_share),
-        device=f"{budget.device}, shared by {len(same)} ranks",
-    )
+    name, margin = f"{budget.device}, shared by {len(same)} ranks", int(free * budget.margin_share)
+    return replace(budget, free_bytes=free, margin_bytes=margin, device=name)
 
 
 def _name(device: torch.device, rank: int) -> tuple[str, str]:

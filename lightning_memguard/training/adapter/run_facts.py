@@ -25,39 +25,25 @@ ROLES: dict[Stage, Role] = {"fit": "train", "validate": "validate", "test": "tes
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where a loop gets its loaders.
-
-    Attributes:
-        instance: the loaders as given to the Trainer, or the module or datamodule whose hook makes them.
-        hook: the name of that hook, such as ``"train_dataloader"``.
-    """
+    """Where a loop gets its loaders: as given to the Trainer, or from a hook of the module or datamodule."""
 
     instance: object
-    hook: str
+    hook: str  # such as "train_dataloader"
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as its Trainer is set.
+    """A run as its Trainer is set: what is not listed here is as the Trainer has it.
 
     Attributes:
         stage: what runs.
         device: the device of this process.
-        strategy: the Trainer's.
-        datamodule: the user's, if any.
-        callbacks: all of the Trainer's callbacks.
-        world_size: how many processes train together.
-        global_rank: which of them this is.
         accumulate_grad_batches: batches an optimizer step, as set now.
         validates: whether a fit runs validation.
-        val_check_interval: as the Trainer has it.
-        check_val_every_n_epoch: as the Trainer has it; None where the interval counts batches over all epochs.
-        overfit_batches: as the Trainer has it.
+        check_val_every_n_epoch: None where the interval counts batches over all epochs.
         limits: ``limit_train_batches`` and similar, by role.
         uses_distributed_sampler: whether Lightning spreads each loader's samples over the processes.
         sources: where each loop gets its loaders.
-        loggers: the Trainer's.
-        default_root_dir: where files go that no logger has a folder for.
         leaves_files: False for a trial (``fast_dev_run``, ``barebones``), and on ranks other than zero.
     """
 

@@ -8,11 +8,12 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,28 +21,32 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, shapes_of, tensors_in
+from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of
+from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.trace.trace import Shapes
+from lightning_memguard.training.adapter import ddp
 from lightning_memguard.training.adapter.callbacks import Average
+from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
 from lightning_memguard.training.adapter.run_facts import Stage
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.plugins import Precision
-    from pytorch_lightning.strategies import SingleDeviceStrategy
+    from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
+
+    from lightning_memguard.core.capture.program import Change
 
     _Strategy = SingleDeviceStrategy
 else:
     _Strategy = object
 
-STEPS = 2
-"""Each optimizer's first step makes its state, and its second runs with it."""
+_STEPS = 2  # each optimizer's first step makes its state, and its second runs with it
 _MOST_BATCHES = 16  # optimizers stepped by hand may step rarely
 # What a step without a backward pass leaves behind is known after the second: the third runs next to all of it.
 _EVALUATED = 3
 _PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}
+_LIMITS = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
 
 
 class StepsDone(Exception):  # noqa: N818 - not an error: it ends a loop
@@ -49,69 +54,81 @@ class StepsDone(Exception):  # noqa: N818 - not an error: it ends a loop
 
 
 @dataclass(frozen=True)
-class ShadowSettings:
-    """What the shadow Trainer is to run.
+class LightningStep(Program):
+    """What a Trainer runs of a LightningModule.
 
-    Attributes:
-        user: the user's Trainer; its settings are read, nothing is changed.
-        stage: what runs.
-        accumulate_grad_batches: micro-batches a step.
-        steps: how many steps of each optimizer are recorded.
-        precision: its precision plugin.
-        datamodule: a copy of the user's, for the hooks around the transfer of batches.
-        batches_per_epoch: how many batches the loader holds at a size; None where it has no length.
-        limit_batches: how much of the data is evaluated: ``limit_val_batches`` or similar.
-        seen: filled by batch size with the shapes and bytes of the largest batch that a step was given.
+    Attributes: those of `Program`, and
+        trainer: the user's Trainer; its settings are read, nothing is changed.
+        module: the user's LightningModule; only copies of it run.
+        batches_per_epoch: how many batches the loader holds at a size, or None where it has no length.
+        datamodule: the user's LightningDataModule, if any.
+        accumulate_grad_batches: micro-batches a step (default: the Trainer's).
+        stage: what runs; all but ``"fit"`` without a backward pass.
+        setup_stage: what the module's ``setup`` is passed (default: the same): a fit validates a module set up to fit.
+        resident_blocks: blocks, by part and bytes, that are on the device throughout and are not the module's.
+        strategy: the user's, where it makes several processes train together.
+        transferred: the batches are as the hooks around their transfer left them, which do not run again.
+        precision: another precision than the Trainer's; empty to keep that one.
+        changes: done to each copy before it is recorded and before it has optimizers.
+        seen: by batch size, the shapes and bytes of the batch that the step was given.
     """
 
-    user: Trainer
-    stage: Stage
-    accumulate_grad_batches: int
-    steps: int
-    precision: Precision
-    datamodule: LightningDataModule | None
-    batches_per_epoch: Callable[[int], int | None] | None
-    limit_batches: int | float
-    seen: dict[int, tuple[Shapes, int]]
+    trainer: Trainer
+    module: LightningModule
+    batches: Batches | tuple[Batches, ...]
+    device: torch.device
+    batches_per_epoch: Callable[[int], int | None] | None = None
+    datamodule: LightningDataModule | None = None
+    accumulate_grad_batches: int | None = None
+    gpu: Gpu | None = None
+    stage: Stage = "fit"
+    setup_stage: str = ""
+    resident_blocks: tuple[tuple[str, int], ...] = ()
+    strategy: Strategy | None = None
+    transferred: bool = False
+    precision: str = ""
+    changes: tuple[Change, ...] = ()
+    seen: dict[int, tuple[Shapes, int]] = field(default_factory=dict, compare=False)
+
+    @property
+    def trains(self) -> bool:
+        """See `Program.trains`."""
+        return self.stage == "fit"
 
 
 class Shadow:
-    """A shadow Trainer of one package, and the callback in it that marks the phases of its steps.
+    """A shadow Trainer for a program, and the callback in it that marks the phases of its steps.
 
     ``start`` is called with the module's copy when that is on its device and has no optimizers yet.
     """
 
     def __init__(
-        self,
-        pl: ModuleType,
-        settings: ShadowSettings,
-        device: torch.device,
-        recorder: Recorder,
-        start: Callable[[nn.Module], None],
+        self, program: LightningStep, device: torch.device, recorder: Recorder, start: Callable[[nn.Module], None]
     ) -> None:
-        self.settings = settings
+        self.program = program
         self.recorder = recorder
-        self.marker: PhaseMarkerMixin = type("PhaseMarker", (PhaseMarkerMixin, pl.Callback), {})(settings, recorder)
-        self.trainer = self._make_trainer(pl, device, start)
+        kind = type("PhaseMarker", (PhaseMarkerMixin, lightning_of(program.module).Callback), {})
+        self.marker: PhaseMarkerMixin = kind(program, recorder)
+        self.trainer = self._make_trainer(device, start)
 
-    def _make_trainer(self, pl: ModuleType, device: torch.device, start: Callable[[nn.Module], None]) -> Trainer:
-        user, settings = self.settings.user, self.settings
+    def _make_trainer(self, device: torch.device, start: Callable[[nn.Module], None]) -> Trainer:
+        program, user, pl = self.program, self.program.trainer, lightning_of(self.program.module)
         environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
         dummy_logger = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
         strategy = type("InPlaceStrategy", (InPlaceStrategyMixin, pl.strategies.SingleDeviceStrategy), {})
         trainer: Trainer = type("ShadowTrainer", (ShadowTrainerMixin, pl.Trainer), {})(
             accelerator="cpu",
             strategy=strategy(device, start, user.world_size),
-            plugins=[environments.LightningEnvironment(), settings.precision],
+            plugins=[environments.LightningEnvironment(), _precision_of(program)],
             logger=dummy_logger() if user.loggers else False,
             callbacks=[self.marker],
             max_epochs=user.max_epochs if user.max_epochs and user.max_epochs > 0 else 1000,
             max_steps=max(user.max_steps, 2) if user.max_steps > 0 else -1,
             # a third micro-batch would run exactly as the second does
-            accumulate_grad_batches=min(settings.accumulate_grad_batches, 2),
+            accumulate_grad_batches=min(program.accumulate_grad_batches or user.accumulate_grad_batches, 2),
             gradient_clip_val=user.gradient_clip_val,
             gradient_clip_algorithm=user.gradient_clip_algorithm,
-            limit_val_batches=0 if settings.stage == "fit" else 1.0,
+            limit_val_batches=0 if program.trains else 1.0,
             num_sanity_val_steps=0,
             inference_mode=False,  # takes as much as no_grad, under which operators come to the recorder taken apart
             detect_anomaly=user._detect_anomaly,
@@ -123,27 +140,27 @@ class Shadow:
             default_root_dir=user.default_root_dir,
         )
         trainer.memguard_user = user  # type: ignore[attr-defined]
-        trainer.datamodule = settings.datamodule  # type: ignore[attr-defined]
+        trainer.datamodule = None if program.transferred else _idle_datamodule(program.datamodule)  # type: ignore[attr-defined]
         return trainer
 
     def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], batch_size: int, *, fake: bool) -> None:
         """Run batches of a size; of one loader, or of several that are evaluated one after the other."""
-        kind = SizedLoader if self.settings.batches_per_epoch else EndlessLoader
+        kind = SizedLoader if self.program.batches_per_epoch else EndlessLoader
         loaders = [kind(self, each, batch_size, fake) for each in batches]
         self.marker.batch_size = batch_size
-        if self.settings.stage == "fit":
+        if self.program.trains:
             self.trainer.fit(module_copy, train_dataloaders=loaders[0])
         else:
             self.evaluate(module_copy, loaders)
 
     def evaluate(self, module_copy: LightningModule, loaders: list[EndlessLoader]) -> None:
         """Run validation, test or prediction."""
-        trainer, stage = self.trainer, self.settings.stage
+        trainer, stage = self.trainer, self.program.stage
         self.marker.loaders = len(loaders)
         # turning metrics into numbers, at the end of each loader, needs values
         trainer._logger_connector.update_eval_epoch_metrics = dict  # type: ignore[method-assign]
         if stage == "predict":
-            returned = self.settings.user.predict_loop.return_predictions
+            returned = self.program.trainer.predict_loop.return_predictions
             trainer.predict(module_copy, loaders, return_predictions=returned)
         else:
             getattr(trainer, stage)(module_copy, loaders, verbose=False)
@@ -198,9 +215,11 @@ class InPlaceStrategyMixin(_Strategy):
 class PhaseMarkerMixin:
     """The callback that tells the recorder which phase of the step begins, and which part a tensor belongs to."""
 
-    def __init__(self, settings: ShadowSettings, recorder: Recorder) -> None:
-        self.settings = settings
+    def __init__(self, program: LightningStep, recorder: Recorder) -> None:
+        self.program = program
         self.recorder = recorder
+        self.steps_recorded = max(_STEPS, ddp.steps_until_steady(program.strategy))
+        self.limit: int | float = 1.0 if program.trains else getattr(program.trainer, _LIMITS[program.stage])
         self.on_ready: Callable[[], object] = lambda: None
         self.averages: list[Average] = []
         self.batch_size = 0
@@ -220,7 +239,7 @@ class PhaseMarkerMixin:
         self.on_ready()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        if min(self.steps.values(), default=batch_idx) >= self.settings.steps or batch_idx >= _MOST_BATCHES:
+        if min(self.steps.values(), default=batch_idx) >= self.steps_recorded or batch_idx >= _MOST_BATCHES:
             raise StepsDone
         self.note_batch(batch)
         self.recorder.mark("forward", step=batch_idx)
@@ -270,7 +289,7 @@ class PhaseMarkerMixin:
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self.note_batch(batch)
-        self.recorder.mark(_PHASES[self.settings.stage], step=batch_idx)
+        self.recorder.mark(_PHASES[self.program.stage], step=batch_idx)
         if dataloader_idx == 0:
             self.alive_bytes.append(self.recorder.alive_bytes)
             if batch_idx == _EVALUATED - 1:
@@ -285,7 +304,7 @@ class PhaseMarkerMixin:
 
     def keep_for_the_rest(self) -> None:
         """Keep what each batch leaves behind (outputs kept for later) once for every batch that would still come."""
-        count, limit, size = self.settings.batches_per_epoch, self.settings.limit_batches, self.batch_size
+        count, limit, size = self.program.batches_per_epoch, self.limit, self.batch_size
         left, in_all = self.alive_bytes[-1] - self.alive_bytes[-2], (count(1) if count else None) or 0
         samples = in_all * (limit if type(limit) is float else 1)
         if left <= 0 or not samples:
@@ -301,16 +320,16 @@ class PhaseMarkerMixin:
     def note_batch(self, batch: object) -> None:
         self.recorder.label(tensors_in(batch), "batch")
         seen = shapes_of(batch), batch_bytes(batch)
-        known = self.settings.seen.get(self.batch_size, seen)
-        self.settings.seen[self.batch_size] = max(seen, known, key=operator.itemgetter(1))
+        known = self.program.seen.get(self.batch_size, seen)
+        self.program.seen[self.batch_size] = max(seen, known, key=operator.itemgetter(1))
 
     def ends_before(self, index: int) -> bool:
         """Average between two batches; whether the loader ends here, since what its batches leave behind piles up."""
-        if self.settings.stage == "fit":
+        if self.program.trains:
             if index:
                 self.average(between_epochs=True)
             return False
-        count, limit = self.settings.batches_per_epoch, self.settings.limit_batches
+        count, limit = self.program.batches_per_epoch, self.limit
         batches = (count(self.batch_size) if count and self.loaders == 1 else None) or 0  # 0 where unknown
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         return 0 < batches <= index and self.recorder.alive_bytes > self.alive_bytes[-1]
@@ -320,12 +339,12 @@ class EndlessLoader:
     """What the shadow Trainer iterates over: batches without end, each made when it is asked for."""
 
     def __init__(self, shadow: Shadow, batches: Batches, batch_size: int, fake: bool) -> None:
-        self.settings, self.marker, self.recorder = shadow.settings, shadow.marker, shadow.recorder
+        self.program, self.marker, self.recorder = shadow.program, shadow.marker, shadow.recorder
         self.make = batches.fake if fake else batches.real
         self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[object]:
-        for index in range(_EVALUATED) if self.settings.stage != "fit" else itertools.count():
+        for index in itertools.count() if self.program.trains else range(_EVALUATED):
             if self.marker.ends_before(index):
                 return
             yield self._batch()
@@ -342,9 +361,9 @@ class SizedLoader(EndlessLoader):
     """The same with a length, where the user's loader has one: Lightning prefetches where there is none."""
 
     def __len__(self) -> int:
-        if self.settings.stage != "fit":
+        if not self.program.trains:
             return _EVALUATED
-        count = self.settings.batches_per_epoch
+        count = self.program.batches_per_epoch
         return max(_MOST_BATCHES + 1, (count(self.batch_size) if count else None) or 0)
 
 
@@ -359,3 +378,26 @@ def _let_scaler_step(precision: Precision) -> None:
     scaler = getattr(precision, "scaler", None)
     if scaler is not None:
         scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
+
+
+def _precision_of(program: LightningStep) -> Precision:
+    """The user's precision plugin, or one for one device that computes alike; or the one asked for instead."""
+    plugin, plugins = program.trainer.precision_plugin, lightning_of(program.module).plugins
+    if not (program.precision or is_a(plugin, "FSDPPrecision", "DeepSpeedPrecision")):
+        return copy.deepcopy(plugin)
+    precision = program.precision or plugin.precision
+    made: Precision
+    if precision.endswith("-mixed"):
+        made = plugins.MixedPrecision(precision, program.device.type)
+    else:
+        made = plugins.Precision() if precision == "32-true" else plugins.HalfPrecision(precision)
+    return made
+
+
+def _idle_datamodule(datamodule: LightningDataModule | None) -> LightningDataModule | None:
+    """A shallow copy to read from, whose hooks that prepare or clean up do nothing (they have run, or will)."""
+    idle = copy.copy(datamodule)
+    if idle is not None:
+        for hook in ("prepare_data", "setup", "teardown", "on_exception"):
+            setattr(idle, hook, lambda *_, **__: None)
+    return idle

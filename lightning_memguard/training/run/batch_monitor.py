@@ -23,13 +23,7 @@ _NEXT = 1.1  # what was announced once is announced again when it is this much l
 
 
 class BatchWatch:
-    """Compares each batch with the one predicted from; cheap, since it examines every one.
-
-    Args:
-        profile: what was predicted.
-        prediction: of the step that takes these batches.
-        batch_size: the size it runs at.
-    """
+    """Compares each batch of a step, at its batch size, with the one predicted from; cheap: it examines every one."""
 
     def __init__(self, profile: RunProfile, prediction: Prediction, batch_size: int) -> None:
         self.profile = profile
@@ -52,19 +46,16 @@ class BatchWatch:
         return attempt(lambda: self._announce(batch)).value
 
     def _announce(self, batch: object) -> Larger:
-        size = batch_size_of(batch)
+        """Predict a step on batches like this one, as it comes out of the hooks that transfer it."""
+        size, known = batch_size_of(batch), self.prediction
         with torch.inference_mode(mode=False):
-            footprint = self._prediction_of(batch, size).footprint_at(size)
+            like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
+            program = known.program.with_batches(batches_from_one(like, size))
+            prediction = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
+            footprint = prediction.footprint_at(size)
         for part, extra in self.profile.extra.items():
             footprint = footprint.plus(extra, part)
         return Larger(shapes_of(batch), self.predicted_shapes, footprint, self.profile.budget)
-
-    def _prediction_of(self, batch: object, size: int) -> Prediction:
-        """Of a step on batches like this one, as it comes out of the hooks that transfer it."""
-        like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
-        program = self.prediction.program.with_batches(batches_from_one(like, size))
-        known = self.prediction
-        return predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
 
 
 def _quick_bytes(batch: Any) -> int:
@@ -103,15 +94,8 @@ def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measure
     """Compare what was there when memory ran out with the prediction, and find what would have fit."""
     budget = watch.profile.budget
     now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
-    return Failure(
-        predicted=decided,
-        measured=measured,
-        budget=budget,
-        budget_now=now,
-        shapes=watch.shapes,
-        predicted_shapes=watch.predicted_shapes,
-        would_fit=_would_fit(watch, decided, now or budget, measured),
-    )
+    would_fit = _would_fit(watch, decided, now or budget, measured)
+    return Failure(decided, measured, budget, now, watch.shapes, watch.predicted_shapes, would_fit)
 
 
 def _would_fit(watch: BatchWatch, decided: Footprint, now: Budget, measured: Measured | None) -> int | None:
@@ -120,9 +104,8 @@ def _would_fit(watch: BatchWatch, decided: Footprint, now: Budget, measured: Mea
     taken = measured.peak_bytes if measured else 0
     ratio = max(1.0, taken / decided.peak_device_bytes if decided.peak_device_bytes else 1.0)
     scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
-    request = Request(
-        watch.batch_size, max_batch_size=max(1, watch.batch_size - 1), multiple_of=watch.profile.loader_info.unit
-    )
+    size, unit = watch.batch_size, watch.profile.loader_info.unit
+    request = Request(size, max_batch_size=max(1, size - 1), multiple_of=unit)
     try:
         return decide(watch.prediction.footprint_at, scaled, request).batch_size
     except MemGuardError:

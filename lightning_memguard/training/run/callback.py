@@ -147,8 +147,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if stage in ROLES:
             self._close()
             self.records = []
-            run = GuardedRun(trainer, pl_module, self._settings, stage, self.records, self._snapshot_path)
-            self._run = self._last_run = run
+            run = GuardedRun(trainer, pl_module, self._settings, stage, self._snapshot_path)
+            self._run, self._last_run, self.records = run, run, run.records
             run.apply()
             if not run.trains:
                 run.announce()
@@ -246,7 +246,10 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if ran_out_of_memory(exception):
             run = self._run
             text = attempt(run.out_of_memory_note).value if run else "MemGuard had made no prediction."
-            _add_note(exception, text)
+            if text and sys.version_info >= (3, 11):
+                exception.add_note(text)
+            elif text:
+                warnings.warn(text, stacklevel=2)
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -258,10 +261,3 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if self._run:
             self._run.close()
         self._run = None
-
-
-def _add_note(exception: BaseException, text: str | None) -> None:
-    if text and sys.version_info >= (3, 11):
-        exception.add_note(text)
-    elif text:
-        warnings.warn(text, stacklevel=3)

@@ -39,35 +39,29 @@ _STEPS_MEASURED = 4  # optimizers stepped in turn each have a step of their own
 class GuardedRun:
     """A run that MemGuard tunes or checks, as soon as this is made, and then measures. All ranks must make one.
 
-    ``records`` gets predicted and measured memory, epoch by epoch; ``snapshot_path`` the step's memory snapshot.
+    ``records`` gets predicted and measured memory, epoch by epoch; ``snapshot`` is where the step's snapshot goes.
 
     Raises:
         DoesNotFitError: see `tune`.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        settings: GuardSettings,
-        stage: Stage,
-        records: list[EpochRecord],
-        snapshot_path: Path | None = None,
+        self, trainer: Trainer, module: LightningModule, settings: GuardSettings, stage: Stage, snapshot: Path | None
     ) -> None:
         self.trainer = trainer
         self.module = module
         self.settings = settings
-        self.records = records
+        self.records: list[EpochRecord] = []
         self.device = trainer.strategy.root_device
         self._meter = PeakMeter(self.device)
         self.tuning = tune(trainer, module, settings, stage)
         self._sized = False
         self._undo: list[Callable[[], None]] = []
         self._gradient_bytes: list[int] = []
-        self._watches: dict[str, BatchWatch] = {}
+        self._watches: dict[str, BatchWatch | None] = {}  # by role
         self._page: Page | None = None
         self._boards: Boards | None = None
-        self._recorder = SnapshotRecorder(trainer, snapshot_path) if snapshot_path else None
+        self._recorder = SnapshotRecorder(trainer, snapshot) if snapshot else None
 
     @property
     def decision(self) -> Decision:
@@ -109,24 +103,23 @@ class GuardedRun:
     def _batch_size(self) -> int:
         """Asked for when the loaders are made: by then the other callbacks hold what they will hold."""
         before = self.decision.batch_size
-        if self.trains:
-            self._recheck()
+        self._recheck()
         if self.decision.batch_size != before:
             self._follow()
             self._warn(why(self.decision))
         return self.decision.batch_size
 
     def _recheck(self) -> None:
-        self.tuning = recheck(self.tuning, self.trainer.callbacks, self.module, self.settings)  # type: ignore[attr-defined]
+        if self.trains:
+            self.tuning = recheck(self.tuning, self.trainer.callbacks, self.module, self.settings)  # type: ignore[attr-defined]
 
     def recheck_fixed_size(self) -> None:
         """Count what the other callbacks hold by now, where no loader of ours has asked before."""
         profile, before = self.tuning.profile, self.decision
-        if not self.trains or profile is None or (self.settings.mode == "tune" and profile.request.free_to_choose):
-            return
-        self._recheck()
-        if before.fits and not self.decision.fits:
-            self._warn(why(self.decision))
+        if profile is not None and not (self.settings.mode == "tune" and profile.request.free_to_choose):
+            self._recheck()
+            if before.fits and not self.decision.fits:
+                self._warn(why(self.decision))
 
     def load(self, checkpoint: dict[str, object]) -> None:
         """Go on at the checkpoint's batch size while it fits; no optimizer and no loader exists yet."""
@@ -163,13 +156,10 @@ class GuardedRun:
         self._show(profile)  # first: on the CPU, what drawing loads would be measured as the training's
         model = {"model": [*self.module.parameters(), *self.module.buffers()]}
         self._meter.start(part_bytes(model, self.device.type)["model"])
-        runs = [("train" if self.trains else "val", profile.prediction, self.decision.batch_size)]
+        runs = {"train" if self.trains else "val": (profile.prediction, self.decision.batch_size)}
         if profile.validation is not None:
-            runs.append(("val", profile.validation.prediction, profile.validation.batch_size))
-        for role, prediction, size in runs:
-            watch = attempt(partial(BatchWatch, profile, prediction, size)).value
-            if watch is not None:
-                self._watches[role] = watch
+            runs["val"] = (profile.validation.prediction, profile.validation.batch_size)
+        self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
 
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
@@ -200,7 +190,7 @@ class GuardedRun:
         try:
             larger = watch.larger(batch)
         except Exception:  # noqa: BLE001 - a batch that cannot be examined is trained on all the same
-            del self._watches[role]
+            self._watches[role] = None
             return
         if larger is not None:
             self._warn(announcement(larger, role, batch_idx))
@@ -233,7 +223,7 @@ class GuardedRun:
     def end_evaluation(self) -> None:
         """The same where only validation (or test, or prediction) runs."""
         record = self._record()
-        self.records[:] = [record] if record is not None else []
+        self.records[:] = [record] if record else []
         self.summarize()
 
     def _record(self) -> EpochRecord | None:
@@ -245,11 +235,8 @@ class GuardedRun:
         return EpochRecord(epoch, size, decision.footprint, measured, budget.free_bytes, budget.margin_bytes)
 
     def _measure(self) -> Measured:
-        parts = {
-            "parameters": self.module.parameters(),
-            "buffers": self.module.buffers(),
-            "optimizer_state": states_of(self.trainer.optimizers),
-        }
+        module, states = self.module, states_of(self.trainer.optimizers)
+        parts = {"parameters": module.parameters(), "buffers": module.buffers(), "optimizer_state": states}
         nbytes = part_bytes(parts, self.device.type)
         return self._meter.read({**nbytes, "gradients": max(self._gradient_bytes, default=0)})
 
@@ -325,7 +312,7 @@ class GuardedRun:
             return f"MemGuard had made no prediction: {self.decision.reason}."
         trainer = self.trainer
         role = "val" if trainer.evaluating or trainer.predicting or trainer.validating else "train"
-        watch = self._watches.get(role) or next(iter(self._watches.values()), None)
+        watch = self._watches.get(role) or next(filter(None, self._watches.values()), None)
         watch = watch or BatchWatch(profile, profile.prediction, self.decision.batch_size)
         return note(failure(watch, footprint, self.device, attempt(self._measure).value))
 
@@ -343,9 +330,7 @@ class GuardedRun:
 class SnapshotRecorder:
     """Records what the allocator of a CUDA device does, from a batch on until two optimizer steps are over.
 
-    Args:
-        trainer: the user's.
-        path: of the predicted step's snapshot; the actual one is written next to it.
+    ``path`` is that of the predicted step's snapshot; the actual one is written next to it.
     """
 
     def __init__(self, trainer: Trainer, path: Path) -> None:

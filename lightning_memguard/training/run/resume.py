@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.adapter.ranks import Attempt, attempt
 from lightning_memguard.training.run.tune import GuardSettings, RunProfile, Tuning
 from lightning_memguard.units import format_bytes
 
@@ -34,10 +34,9 @@ def saved_state(tuning: Tuning) -> dict[str, int | None]:
 
 
 def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> Saved | None:
-    """Read a checkpoint; one without our entry, saved within an epoch, counts batches of the loader's own size.
+    """Read a checkpoint; None where the run may go on at any size.
 
-    Returns:
-        None where the run may go on at any size.
+    One without our entry, saved within an epoch, counts batches of the loader's own size.
     """
     state = checkpoint.get(KEY)
     if isinstance(state, Mapping) and isinstance(state.get("batch_size"), int):
@@ -52,16 +51,13 @@ def _mid_epoch(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def resume(tuning: Tuning, saved: Saved, settings: GuardSettings) -> Tuning:
-    """Go on at the checkpoint's batch size, if it fits on every rank and the settings still allow it.
-
-    All ranks must call it.
-    """
+    """Go on at the checkpoint's batch size, where all ranks can and the settings allow it. All ranks must call it."""
     profile, ranks = tuning.profile, tuning.ranks
     if profile is None:
         return tuning
     result = attempt(lambda: profile.footprint_at(saved.batch_size))
-    obstacle = _obstacle(saved, settings) or result.reason or _excess(result.unwrap(), profile.budget)
-    obstacle = next((each for each in ranks.gather(obstacle) if each), "")
+    mine = _obstacle(saved.batch_size, settings, result, profile.budget)
+    obstacle = next(filter(None, ranks.gather(mine)), "")
     before = f"the checkpoint was trained at batch size {saved.batch_size}"
     if obstacle:
         if tuning.decision.batch_size == saved.batch_size:
@@ -71,20 +67,18 @@ def resume(tuning: Tuning, saved: Saved, settings: GuardSettings) -> Tuning:
     return replace(tuning, decision=replace(decision, footprint=result.unwrap()))
 
 
-def _excess(footprint: Footprint, budget: Budget) -> str:
-    need, usable = footprint.most_device_bytes, budget.usable_bytes
-    if need <= usable:
-        return ""
-    return f"that needs {format_bytes(need)} and {budget.device} offers {format_bytes(usable)}"
-
-
-def _obstacle(saved: Saved, settings: GuardSettings) -> str:
-    size = saved.batch_size
+def _obstacle(size: int, settings: GuardSettings, footprint: Attempt[Footprint], budget: Budget) -> str:
+    """Why a run cannot go on at a batch size; empty where it can."""
     if settings.max_batch_size is not None and size > settings.max_batch_size:
         return f"max_batch_size={settings.max_batch_size} forbids it"
     if size < settings.min_batch_size:
         return f"min_batch_size={settings.min_batch_size} forbids it"
-    return ""
+    if footprint.value is None:
+        return footprint.reason
+    need, usable = footprint.value.most_device_bytes, budget.usable_bytes
+    if need <= usable:
+        return ""
+    return f"that needs {format_bytes(need)} and {budget.device} offers {format_bytes(usable)}"
 
 
 def _kept(decision: Decision, profile: RunProfile, saved: Saved, settings: GuardSettings) -> Decision:
@@ -94,12 +88,11 @@ def _kept(decision: Decision, profile: RunProfile, saved: Saved, settings: Guard
         accumulate = max(1, effective // (saved.batch_size * ranks))
     elif saved.accumulate_grad_batches and saved.ranks == ranks:
         accumulate = saved.accumulate_grad_batches
-    requested = profile.request.batch_size
     return replace(
         decision,
         batch_size=saved.batch_size,
         accumulate_grad_batches=accumulate,
-        outcome="kept" if saved.batch_size == requested else "tuned",
+        outcome="kept" if saved.batch_size == profile.request.batch_size else "tuned",
         limited_by="checkpoint",
         validation_batch_size=saved.validation_batch_size or decision.validation_batch_size,
     )

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
@@ -14,6 +14,7 @@ from lightning_memguard.core.layers.layers import LayerTable
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
+from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.adapter.run_facts import RunFacts
 from lightning_memguard.training.run.tune import RunProfile
@@ -43,8 +44,14 @@ class Page:
 
 def page_of(title: str, profile: RunProfile, decision: Decision) -> Page | None:
     """The page of a run; None where it leaves no files, see `folder_of`."""
-    folder = folder_of(profile.facts)
-    return Page(folder, _report(title, profile, decision)) if folder else None
+    folder, size = folder_of(profile.facts), decision.batch_size
+    if folder is None:
+        return None
+    trace = attempt(lambda: profile.trace_at(size)).value
+    settings = profile.prediction.settings if trace else None
+    curve = attempt(lambda: _curve(profile, decision)).value or ()
+    layers = attempt(lambda: _layers(profile, size)).value
+    return Page(folder, Report(title, decision, trace, settings, curve, layers=layers))
 
 
 def folder_of(facts: RunFacts) -> Path | None:
@@ -54,11 +61,9 @@ def folder_of(facts: RunFacts) -> Path | None:
     """
     if not facts.leaves_files:
         return None
-    for logger in facts.loggers:
-        folder = attempt(functools.partial(_folder_of_logger, logger)).value
-        if folder:
-            return _local(folder)
-    return _local(f"{facts.default_root_dir}/{FOLDER}")
+    found = (attempt(functools.partial(_folder_of_logger, logger)).value for logger in facts.loggers)
+    folder = next(filter(None, found), f"{facts.default_root_dir}/{FOLDER}")
+    return None if "://" in folder else Path(folder)
 
 
 def boards_of(facts: RunFacts) -> Boards | None:
@@ -75,23 +80,6 @@ def _folder_of_logger(logger: Logger) -> str:
     return f"{logger.save_dir}/{logger.name}/{version}"
 
 
-def _local(folder: str) -> Path | None:
-    return None if "://" in folder else Path(folder)
-
-
-def _report(title: str, profile: RunProfile, decision: Decision) -> Report:
-    size = decision.batch_size
-    trace = attempt(lambda: profile.trace_at(size)).value
-    return Report(
-        title,
-        decision,
-        trace,
-        profile.prediction.settings if trace else None,
-        attempt(lambda: _curve(profile, decision)).value or (),
-        layers=attempt(lambda: _layers(profile, size)).value,
-    )
-
-
 def _curve(profile: RunProfile, decision: Decision) -> Sequence[CurvePoint]:
     """Peaks at other sizes, where they are arithmetic: a capture for each would keep the training waiting."""
     known = profile.prediction.scalable and profile.prediction.growth is not None
@@ -99,5 +87,5 @@ def _curve(profile: RunProfile, decision: Decision) -> Sequence[CurvePoint]:
 
 
 def _layers(profile: RunProfile, batch_size: int) -> LayerTable | None:
-    fake = profile.prediction.method in ("fake", "worst-case")
-    return profile.program.layer_table(batch_size) if fake else None
+    program = cast("LightningProgram", profile.prediction.program)
+    return program.layer_table(batch_size) if profile.prediction.method in ("fake", "worst-case") else None

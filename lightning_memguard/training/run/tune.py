@@ -8,11 +8,10 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_memguard.core.capture.batch import Batches
 from lightning_memguard.core.capture.fake_cuda import gpu_of
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.recorder import part_bytes
@@ -64,9 +63,6 @@ class RunProfile:
     """All that is known of a run before anything is decided.
 
     Attributes:
-        facts: the run as its Trainer is set.
-        loader_info: its data.
-        prediction: its memory at any size.
         budget: what its device offers to this rank.
         request: what was asked for, and what prevents it.
         validation: the fit's validation; None where there is none, or none could be predicted.
@@ -91,11 +87,6 @@ class RunProfile:
     extra: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    @property
-    def program(self) -> LightningProgram:
-        """What was predicted."""
-        return cast("LightningProgram", self.prediction.program)
-
     def trace_at(self, batch_size: int) -> Trace:
         """The events behind `footprint_at`."""
         most = self._larger_validation(batch_size)
@@ -109,12 +100,11 @@ class RunProfile:
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the run at a batch size: of its training step, or of validation where that takes more."""
-        step, validation = self.prediction.footprint_at(batch_size), self._larger_validation(batch_size)
-        most = step
+        most, validation = self.prediction.footprint_at(batch_size), self._larger_validation(batch_size)
         if validation is not None:
             note = f"the peak is in validation, at its batch size of {validation.batch_size}"
-            most = replace(validation.footprint, batch_size=batch_size)
-            most = replace(most, notes=(note, *step.notes, *most.notes))
+            notes = (note, *most.notes, *validation.footprint.notes)
+            most = replace(validation.footprint, batch_size=batch_size, notes=notes)
         for part, nbytes in self.extra.items():
             most = most.plus(nbytes, part)
         return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
@@ -225,28 +215,42 @@ def recheck(
 
 def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> RunProfile:
     """Look at the data, draw samples, capture the steps, read the budget."""
-    loader_info = find(facts, facts.role)
+    fits, device, loader_info = facts.stage == "fit", facts.device, find(facts, facts.role)
     samples = sample(loader_info)
     size = loader_info.batch_size or samples.batches[0].small_size
-    allocator = AllocatorSettings.for_device(facts.device.type, os.environ)
-    callback_bytes = callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=False)
-    program = _program(trainer, module, facts, loader_info, samples.batches, settings, callback_bytes)
+    callback_bytes = callbacks.held_bytes(facts.callbacks, module, device, averaging=False)
+    program = LightningProgram(
+        trainer,
+        module,
+        samples.batches[0] if fits else samples.batches,
+        device,
+        batches_per_epoch=_batches_per_epoch(loader_info),
+        datamodule=facts.datamodule,
+        # where MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
+        accumulate_grad_batches=2 if settings.keep_effective_batch_size and fits else callbacks.accumulation(facts),
+        gpu=gpu_of(device),
+        stage=facts.stage,
+        resident_blocks=(("callbacks", callback_bytes),),
+        strategy=facts.strategy,
+    )
     shards = sharded.shards_of(facts.strategy, facts.world_size)
-    prediction = predict(program, size, allocator, scalable=not (loader_info.fixed_because or shards))
+    fixed = loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
+    prediction = predict(program, size, AllocatorSettings.for_device(device.type, os.environ), scalable=not fixed)
     if shards:
         prediction = sharded.divide_by_rank(prediction, shards)
-    validation, validation_info, notes = None, Attempt[LoaderInfo](), samples.notes
-    if facts.stage == "fit" and facts.validates:
+    fixed = fixed or ("" if prediction.scalable else "the memory of other batch sizes is not known")
+    validation_info, attempted = Attempt[LoaderInfo](), Attempt[ValidationRun]()
+    if fits and facts.validates:
         validation_info = attempt(lambda: find(facts, "val"))
-        predicted = attempt(lambda: _validation_run(validation_info.unwrap(), facts, program, prediction))
-        validation = predicted.value
-        if predicted.reason:
-            notes = (*notes, f"validation was not predicted: {predicted.reason}")
+        attempted = attempt(lambda: _validation_run(validation_info.unwrap(), facts, program, prediction))
     gc.collect()  # what predicting has loaded and left behind is gone before memory is read
-    held = _held_bytes(module, facts)
-    budget = read_budget(facts.device, budget=settings.budget_bytes, margin=settings.margin, already_held_bytes=held)
+    # what of this training is on the device already counts as free, since it is predicted as needed
+    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, device.type)["model"]
+    held += callbacks.held_bytes(facts.callbacks, module, device, averaging=True)
+    budget = read_budget(device, budget=settings.budget_bytes, margin=settings.margin, already_held_bytes=held)
     # after the budget, which counts an open context as ours: measuring it opens it
-    context = context_bytes(facts.device)
+    context, validation = context_bytes(device), attempted.value
+    notes = (f"validation was not predicted: {attempted.reason}",) if attempted.reason else ()
     if validation is not None:
         validation = replace(validation, prediction=replace(validation.prediction, context_bytes=context))
     return RunProfile(
@@ -254,46 +258,13 @@ def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSetti
         loader_info,
         replace(prediction, context_bytes=context),
         budget,
-        _request(facts, loader_info, samples, prediction, settings, size, shards),
+        _request(facts, loader_info, samples, settings, size, fixed),
         validation,
         validation_info.value,
         held,
         callback_bytes,
         avoids_one=any(isinstance(each, _BatchNorm) for each in module.modules()),
-        notes=notes,
-    )
-
-
-def _held_bytes(module: LightningModule, facts: RunFacts) -> int:
-    """What of this training is on the device already: it counts as free, since it is predicted as needed."""
-    own = part_bytes({"model": [*module.parameters(), *module.buffers()]}, facts.device.type)["model"]
-    return own + callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
-
-
-def _program(
-    trainer: Trainer,
-    module: LightningModule,
-    facts: RunFacts,
-    loader_info: LoaderInfo,
-    batches: tuple[Batches, ...],
-    settings: GuardSettings,
-    callback_bytes: int,
-) -> LightningProgram:
-    fits = facts.stage == "fit"
-    # where MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
-    accumulate = 2 if settings.keep_effective_batch_size and fits else callbacks.accumulation(facts)
-    return LightningProgram(
-        trainer,
-        module,
-        batches[0] if fits else batches,
-        facts.device,
-        batches_per_epoch=_batches_per_epoch(loader_info),
-        datamodule=facts.datamodule,
-        accumulate_grad_batches=accumulate,
-        gpu=gpu_of(facts.device),
-        stage=facts.stage,
-        resident_blocks=(("callbacks", callback_bytes),),
-        strategy=facts.strategy,
+        notes=(*samples.notes, *notes),
     )
 
 
@@ -331,13 +302,7 @@ def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str
 
 
 def _request(
-    facts: RunFacts,
-    loader_info: LoaderInfo,
-    samples: RunSamples,
-    prediction: Prediction,
-    settings: GuardSettings,
-    size: int,
-    shards: sharded.Shards | None,
+    facts: RunFacts, loader_info: LoaderInfo, samples: RunSamples, settings: GuardSettings, size: int, fixed: str
 ) -> Request:
     limits = settings if facts.stage == "fit" else replace(settings, keep_effective_batch_size=None)
     largest = largest_for(facts, loader_info)
@@ -348,12 +313,7 @@ def _request(
         accumulate_grad_batches=facts.accumulate_grad_batches,
         ranks=facts.world_size,
     )
-    fixed = loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
-    return replace(
-        request,
-        free_to_choose=settings.mode == "tune" and prediction.scalable and not fixed,
-        fixed_because=fixed or ("" if prediction.scalable else "the memory of other batch sizes is not known"),
-    )
+    return replace(request, free_to_choose=settings.mode == "tune" and not fixed, fixed_because=fixed)
 
 
 # -- choosing
