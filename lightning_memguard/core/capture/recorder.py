@@ -431,7 +431,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         exits.enter_context(nn.modules.module.register_module_forward_pre_hook(enter))
         exits.enter_context(nn.modules.module.register_module_forward_hook(leave, always_call=True))
         if fake.is_compiled(module):
-            recorder.assumptions["the step was predicted without torch.compile; compiled, it may take less or more"] = None
+            recorder.assumptions["predicted without torch.compile; compiled, the step may take less or more"] = None
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
         # Under a dispatch mode the engine adds gradients out of place, without one in place: the walk does the latter.

@@ -509,7 +509,7 @@ def test_a_compiled_module_runs_eagerly_and_a_note_says_so(by):
     else:
         model[0].compile()
     found = planned(model)
-    assert found.notes == ("the step was predicted without torch.compile; compiled, it may take less or more",)
+    assert found.notes == ("predicted without torch.compile; compiled, the step may take less or more",)
     assert found.peak_allocated_bytes == planned().peak_allocated_bytes
 
 
