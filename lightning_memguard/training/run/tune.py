@@ -241,11 +241,7 @@ def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSetti
     if fits and facts.validates:
         validation_info = attempt(lambda: find(facts, "val"))
         attempted = attempt(lambda: _validation_run(validation_info.unwrap(), facts, program, prediction))
-    gc.collect()  # what predicting has loaded and left behind is gone before memory is read
-    # what of this training is on the device already counts as free, since it is predicted as needed
-    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, device.type)["model"]
-    held += callbacks.held_bytes(facts.callbacks, module, device, averaging=True)
-    budget = read_budget(device, budget=settings.budget_bytes, margin=settings.margin, already_held_bytes=held)
+    budget, held = _budget(module, facts, settings)
     # after the budget, which counts an open context as ours: measuring it opens it
     context, validation = context_bytes(device), attempted.value
     notes = (f"validation was not predicted: {attempted.reason}",) if attempted.reason else ()
@@ -264,6 +260,15 @@ def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSetti
         avoids_one=any(isinstance(each, _BatchNorm) for each in module.modules()),
         notes=(*samples.notes, *notes),
     )
+
+
+def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:
+    """What the device offers, and what of this training is there already: predicted as needed, it counts as free."""
+    gc.collect()  # what predicting has loaded and left behind is gone before memory is read
+    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, facts.device.type)["model"]
+    held += callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
+    margin, given = settings.margin, settings.budget_bytes
+    return read_budget(facts.device, budget=given, margin=margin, already_held_bytes=held), held
 
 
 def _batches_per_epoch(loader_info: LoaderInfo) -> Callable[[int], int | None] | None:
