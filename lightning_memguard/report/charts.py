@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from html import escape
 from itertools import groupby
 
@@ -44,7 +44,7 @@ def curve(points: Sequence[CurvePoint], decision: Decision, footprint: Footprint
     points = sorted(points, key=lambda point: point.batch_size)
     peaks = [(point.batch_size, point.peak_device_bytes) for point in points]
     bounds = [(point.batch_size, point.most_device_bytes) for point in points]
-    highest = max(nbytes for _, nbytes in bounds)
+    highest = max(point.most_device_bytes for point in points)
     is_far = budget.usable_bytes > 3 * highest  # a budget far above would flatten the curve
     axis = _Axis.up_to(highest if is_far else max(highest, budget.free_bytes))
     chosen = decision.batch_size, footprint.peak_device_bytes
@@ -63,9 +63,7 @@ def curve(points: Sequence[CurvePoint], decision: Decision, footprint: Footprint
     )
     lines = plot.lines(chosen, None if is_far else budget)
     marks = ("" if is_far else _limit_label(budget, axis)) + plot.marks(chosen, requested)
-    rows = "".join(
-        row(size, format_bytes(peak), format_bytes(most)) for (size, peak), (_, most) in zip(peaks, bounds, strict=True)
-    )
+    rows = "".join(row(size, format_bytes(peak), format_bytes(most)) for size, peak, most in map(astuple, points))
     return f"""<section><h2>Peak by batch size</h2><p class="sub">Predicted peak: {of_what}.</p>
 <figure><div class="plot curve-plot">{axis.labels()}<div class="area"><svg viewBox="0 0 1000 1000"
 preserveAspectRatio="none" role="img" aria-label="{escape(said)}">{lines}</svg>{marks}</div>

@@ -1,7 +1,6 @@
 """Report -> a page to look at, ``memguard_report.html``, and next to it all of its data, ``memguard_report.json``.
 
-This file changes when the page should look different. The page is complete in itself: it loads nothing, and it works
-without scripts, which only read out the timeline under the pointer.
+The page is complete in itself: it loads nothing, and it works without scripts, which only read out the timeline.
 """
 
 from __future__ import annotations
@@ -117,9 +116,8 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
 def _setup(footprint: Footprint, budget: Budget) -> str:
     parts = [(part, footprint.parts[part]) for part in COLORS if footprint.parts.get(part)]
     rows = "".join(_part(part, nbytes, nbytes / footprint.peak_allocated_bytes) for part, nbytes in parts)
-    totals = "".join(
-        charts.row(escape(name), format_bytes(nbytes), "") for name, nbytes in totals_of(footprint, budget)
-    )
+    sums = totals_of(footprint, budget)
+    totals = "".join(charts.row(escape(name), format_bytes(nbytes), "") for name, nbytes in sums)
     peak = peak_words(replace(footprint, phase=escape(footprint.phase)), _code)
     operator = f" ({_code(footprint.operator)})" if footprint.operator else ""
     return f"""<section><h2>At the peak, batch size {footprint.batch_size}</h2>

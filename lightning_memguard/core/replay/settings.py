@@ -95,35 +95,34 @@ def _settings_from(variable: str, text: str) -> AllocatorSettings:
     Any other key is ignored: PyTorch itself refuses an unknown key as soon as CUDA is used, so it belongs to something
     else (such as pinned memory) or to a newer PyTorch.
     """
-    options = {key: _Option(variable, key, value) for key, value in _split_options(variable, text)}
+    options = {option.key: option for option in _options(variable, "".join(text.split()))}
 
     def read(key: str, how: Callable[[_Option], _Value], default: _Value) -> _Value:
         return how(options[key]) if key in options else default
 
     read("backend", _Option.check_backend, None)
     # Read first: it is the minimum of max_split_size_mb and max_non_split_rounding_mb.
-    segment = read("large_segment_size_mb", lambda option: option.mebibytes(OWN_SEGMENT_FROM + MIB), LARGE_SEGMENT)
+    segment = read("large_segment_size_mb", lambda given: given.mebibytes(OWN_SEGMENT_FROM + MIB), LARGE_SEGMENT)
     return AllocatorSettings(
         large_segment_size_bytes=segment,
-        max_split_size_bytes=read("max_split_size_mb", lambda option: option.mebibytes(segment), None),
-        max_non_split_rounding_bytes=read("max_non_split_rounding_mb", lambda option: option.mebibytes(segment), None),
+        max_split_size_bytes=read("max_split_size_mb", lambda given: given.mebibytes(segment), None),
+        max_non_split_rounding_bytes=read("max_non_split_rounding_mb", lambda given: given.mebibytes(segment), None),
         roundup_power2_divisions=read("roundup_power2_divisions", _Option.divisions, (0,) * ROUNDUP_INTERVALS),
         garbage_collection_threshold=read(
-            "garbage_collection_threshold", lambda option: option.share(with_ends=False), 0.0
+            "garbage_collection_threshold", lambda given: given.share(with_ends=False), 0.0
         ),
         per_process_memory_fraction=read("per_process_memory_fraction", _Option.share, 1.0),
         expandable_segments=read("expandable_segments", _Option.flag, default=False),
     )
 
 
-def _split_options(variable: str, text: str) -> Iterator[tuple[str, str]]:
-    text = "".join(text.split())
+def _options(variable: str, text: str) -> Iterator[_Option]:
     at = 0
     while at < len(text):
         option = _OPTION.match(text, at)
         if option is None:
             raise MemGuardError(f"{variable} is {text!r}; expected key:value,key:value, but found {text[at:]!r}.")
-        yield option[1], option[2]
+        yield _Option(variable, option[1], option[2])
         at = option.end()
 
 

@@ -187,9 +187,9 @@ class LightningProgram(LightningStep):
         _copy_optimizers(self.module, module_copy)
         _set_batch_size(module_copy, batch_size)
         module_copy.configure_callbacks = lambda: []  # noqa: PIE807 - Lightning may read its __code__
-        module_copy.prepare_data = _nothing
+        module_copy.prepare_data = lambda: None
         if is_a(self.strategy, "ModelParallelStrategy"):
-            module_copy.configure_model = _nothing  # it shards, and needs the other ranks for that
+            module_copy.configure_model = lambda: None  # it shards, and needs the other ranks for that
         if self.transferred:
             module_copy.on_before_batch_transfer = module_copy.on_after_batch_transfer = lambda batch, _: batch
         if self.setup_stage:
@@ -254,10 +254,6 @@ def _set_batch_size(module_copy: LightningModule, batch_size: int) -> None:
             module_copy.batch_size = batch_size  # type: ignore[assignment]
     if "batch_size" in getattr(module_copy, "hparams", {}):
         module_copy.hparams["batch_size"] = batch_size
-
-
-def _nothing(*_: object, **__: object) -> None:
-    return None
 
 
 @contextlib.contextmanager

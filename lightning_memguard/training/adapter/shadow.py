@@ -106,7 +106,6 @@ class Shadow:
         self, program: LightningStep, device: torch.device, recorder: Recorder, start: Callable[[nn.Module], None]
     ) -> None:
         self.program = program
-        self.recorder = recorder
         kind = type("PhaseMarker", (PhaseMarkerMixin, lightning_of(program.module).Callback), {})
         self.marker: PhaseMarkerMixin = kind(program, recorder)
         self.trainer = self._make_trainer(device, start)
@@ -146,8 +145,8 @@ class Shadow:
     def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], batch_size: int, *, fake: bool) -> None:
         """Run batches of a size; of one loader, or of several that are evaluated one after the other."""
         kind = SizedLoader if self.program.batches_per_epoch else EndlessLoader
-        loaders = [kind(self, each, batch_size, fake) for each in batches]
         self.marker.batch_size = batch_size
+        loaders = [kind(self.marker, each, fake) for each in batches]
         if self.program.trains:
             self.trainer.fit(module_copy, train_dataloaders=loaders[0])
         else:
@@ -230,7 +229,7 @@ class PhaseMarkerMixin:
     # -- training
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _use_hooks_of_datamodule(trainer)
+        self.use_hooks_of_datamodule(trainer)
         for optimizer in trainer.optimizers:
             self.steps[id(optimizer)] = 0
             optimizer.register_step_post_hook(self.after_optimizer)
@@ -280,10 +279,12 @@ class PhaseMarkerMixin:
 
     # -- evaluation
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _use_hooks_of_datamodule(trainer)
+    def use_hooks_of_datamodule(self, trainer: Trainer, *_: object) -> None:
+        datamodule, selector = trainer.datamodule, trainer._data_connector._datahook_selector  # type: ignore[attr-defined]
+        if datamodule is not None and selector is not None:
+            selector.datamodule = datamodule
 
-    on_test_start = on_predict_start = on_validation_start
+    on_validation_start = on_test_start = on_predict_start = use_hooks_of_datamodule
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
@@ -338,10 +339,9 @@ class PhaseMarkerMixin:
 class EndlessLoader:
     """What the shadow Trainer iterates over: batches without end, each made when it is asked for."""
 
-    def __init__(self, shadow: Shadow, batches: Batches, batch_size: int, fake: bool) -> None:
-        self.program, self.marker, self.recorder = shadow.program, shadow.marker, shadow.recorder
+    def __init__(self, marker: PhaseMarkerMixin, batches: Batches, fake: bool) -> None:
+        self.marker, self.program, self.batch_size = marker, marker.program, marker.batch_size
         self.make = batches.fake if fake else batches.real
-        self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[object]:
         for index in itertools.count() if self.program.trains else range(_EVALUATED):
@@ -350,10 +350,11 @@ class EndlessLoader:
             yield self._batch()
 
     def _batch(self) -> object:
-        self.recorder.mark("transfer")
-        with self.recorder.paused():
+        recorder = self.marker.recorder
+        recorder.mark("transfer")
+        with recorder.paused():
             batch = self.make(self.batch_size, torch.device("cpu"))
-        self.recorder.label(tensors_in(batch), "batch")
+        recorder.label(tensors_in(batch), "batch")
         return batch
 
 
@@ -365,12 +366,6 @@ class SizedLoader(EndlessLoader):
             return _EVALUATED
         count = self.program.batches_per_epoch
         return max(_MOST_BATCHES + 1, (count(self.batch_size) if count else None) or 0)
-
-
-def _use_hooks_of_datamodule(trainer: Trainer) -> None:
-    datamodule, selector = trainer.datamodule, trainer._data_connector._datahook_selector  # type: ignore[attr-defined]
-    if datamodule is not None and selector is not None:
-        selector.datamodule = datamodule
 
 
 def _let_scaler_step(precision: Precision) -> None:

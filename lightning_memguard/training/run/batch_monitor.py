@@ -55,7 +55,7 @@ class BatchWatch:
             footprint = prediction.footprint_at(size)
         for part, extra in self.profile.extra.items():
             footprint = footprint.plus(extra, part)
-        return Larger(shapes_of(batch), self.predicted_shapes, footprint, self.profile.budget)
+        return Larger(self.shapes, self.predicted_shapes, footprint, self.profile.budget)
 
 
 def _quick_bytes(batch: Any) -> int:

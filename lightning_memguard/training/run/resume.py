@@ -27,10 +27,8 @@ class Saved:
 
 def saved_state(tuning: Tuning) -> dict[str, int | None]:
     """What goes into a checkpoint: plain numbers, so that it loads with ``weights_only=True``."""
-    decision = tuning.decision
-    return asdict(
-        Saved(decision.batch_size, decision.accumulate_grad_batches, tuning.ranks.size, decision.validation_batch_size)
-    )
+    decision, ranks = tuning.decision, tuning.ranks.size
+    return asdict(Saved(decision.batch_size, decision.accumulate_grad_batches, ranks, decision.validation_batch_size))
 
 
 def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> Saved | None:

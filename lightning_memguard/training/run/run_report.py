@@ -38,8 +38,7 @@ class Page:
         Raises:
             MemGuardError: its folder cannot be written to.
         """
-        path, _ = write_report(self.folder, replace(self.report, decision=decision, records=tuple(records)))
-        return path
+        return write_report(self.folder, replace(self.report, decision=decision, records=tuple(records)))[0]
 
 
 def page_of(title: str, profile: RunProfile, decision: Decision) -> Page | None:

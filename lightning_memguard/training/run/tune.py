@@ -180,15 +180,13 @@ def _remedies(profile: RunProfile) -> Advised | None:
     return try_remedies(profile.prediction, size, profile.budget, most_seconds=_ADVICE_SECONDS)
 
 
-def recheck(
-    tuning: Tuning, callbacks_now: Iterable[Callback], module: LightningModule, settings: GuardSettings
-) -> Tuning:
+def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule, settings: GuardSettings) -> Tuning:
     """Count what other callbacks took since, and choose again where that takes room. All ranks must call it."""
     profile, ranks, before = tuning.profile, tuning.ranks, tuning.decision
     if profile is None:
         return tuning
     device = profile.facts.device
-    held = attempt(lambda: callbacks.held_bytes(callbacks_now, module, device, averaging=False)).value
+    held = attempt(lambda: callbacks.held_bytes(others, module, device, averaging=False)).value
     extra = (held or 0) - profile.callback_bytes
     if max(ranks.gather(extra)) <= 0:
         return tuning
@@ -243,11 +241,7 @@ def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSetti
     if fits and facts.validates:
         validation_info = attempt(lambda: find(facts, "val"))
         attempted = attempt(lambda: _validation_run(validation_info.unwrap(), facts, program, prediction))
-    gc.collect()  # what predicting has loaded and left behind is gone before memory is read
-    # what of this training is on the device already counts as free, since it is predicted as needed
-    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, device.type)["model"]
-    held += callbacks.held_bytes(facts.callbacks, module, device, averaging=True)
-    budget = read_budget(device, budget=settings.budget_bytes, margin=settings.margin, already_held_bytes=held)
+    budget, held = _budget(module, facts, settings)
     # after the budget, which counts an open context as ours: measuring it opens it
     context, validation = context_bytes(device), attempted.value
     notes = (f"validation was not predicted: {attempted.reason}",) if attempted.reason else ()
@@ -268,27 +262,36 @@ def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSetti
     )
 
 
+def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:
+    """What the device offers, and what of this training is there already: predicted as needed, it counts as free."""
+    gc.collect()  # what predicting has loaded and left behind is gone before memory is read
+    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, facts.device.type)["model"]
+    held += callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
+    margin, given = settings.margin, settings.budget_bytes
+    return read_budget(facts.device, budget=given, margin=margin, already_held_bytes=held), held
+
+
 def _batches_per_epoch(loader_info: LoaderInfo) -> Callable[[int], int | None] | None:
     return loader_info.batches if loader_info.dataset_size is not None else None
 
 
 def _validation_run(
-    loader_info: LoaderInfo, facts: RunFacts, program: LightningProgram, training: Prediction
+    info: LoaderInfo, facts: RunFacts, program: LightningProgram, training: Prediction
 ) -> ValidationRun:
     """Predict the fit's validation, next to everything that training keeps."""
-    batches = sample(loader_info).batches
-    size = loader_info.batch_size or batches[0].small_size
+    batches = sample(info).batches
+    size = info.batch_size or batches[0].small_size
     gradients = callbacks.validates_mid_step(facts, program.accumulate_grad_batches or 1)
     program = replace(
         program,
         batches=batches,
-        batches_per_epoch=_batches_per_epoch(loader_info),
+        batches_per_epoch=_batches_per_epoch(info),
         stage="validate",
         setup_stage="fit",
         resident_blocks=tuple(_alive_between_steps(next(iter(training.traces.values())), gradients=gradients)),
     )
     prediction = predict(program, size, training.settings, scalable=False)
-    return ValidationRun(loader_info, replace(prediction, share=training.share), size)
+    return ValidationRun(info, replace(prediction, share=training.share), size)
 
 
 def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
@@ -376,8 +379,7 @@ def _fitting(profile: RunProfile) -> ValidationRun | None:
     if validation.footprint.most_device_bytes <= usable:
         return validation
     known, size, unit = validation.prediction, validation.batch_size, validation.loader_info.unit
-    scaled = predict(known.program, size, known.settings, context_bytes=known.context_bytes)
-    scaled = replace(scaled, share=known.share)
+    scaled = replace(predict(known.program, size, known.settings, context_bytes=known.context_bytes), share=known.share)
     if not scaled.scalable:
         return validation
     try:
