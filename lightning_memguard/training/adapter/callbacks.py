@@ -74,11 +74,12 @@ def _averages(callback: Callback) -> str:
     return ""
 
 
-def _device_type(callback: Any, device: torch.device) -> str:
+def _device_type(callback: Callback, device: torch.device) -> str:
     """Where a callback keeps its average; empty where it keeps none."""
     kind = _averages(callback)
-    if kind and callback._device is not None:  # None: where the module is, at setup or when it begins
-        return torch.device(callback._device).type
+    wanted = callback._device if kind else None  # type: ignore[attr-defined]
+    if wanted is not None:  # None: where the module is, at setup or when it begins
+        return torch.device(wanted).type
     return {"WeightAveraging": "cpu", "StochasticWeightAveraging": device.type}.get(kind, "")
 
 
