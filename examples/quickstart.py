@@ -1,8 +1,8 @@
 """Train a small digit classifier at the batch size that MemGuard chooses.
 
 The data are 1,797 handwritten digits that come with scikit-learn: nothing is downloaded, no GPU is needed, and it takes
-about half a minute on two cores. In a clone, `make demo` runs it; elsewhere, after
-`pip install lightning-memguard scikit-learn`:
+about half a minute on two cores. In a clone, `make demo` runs it; elsewhere, install
+MemGuard and scikit-learn, then:
 
     python quickstart.py                      # a budget of 256 MiB
     python quickstart.py --budget 1GiB        # larger batches, and fewer steps per epoch

@@ -116,5 +116,5 @@ def _advice(failure: Failure) -> str:
         return f"Not even one sample would have fit: use {remedies}."
     measured_bytes = failure.measured.peak_bytes if failure.measured else 0
     over = measured_bytes > failure.predicted.peak_device_bytes
-    scaled = ", assuming steps exceed the prediction as much as this one did" if over else ""
+    scaled = ", assuming other steps exceed it by the same factor" if over else ""
     return f"Batch size {size} would have fit{scaled}: set max_batch_size={size}, or raise `margin`."

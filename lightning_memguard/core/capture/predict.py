@@ -208,7 +208,7 @@ def _captured(program: Program, asked: int, method: Method) -> tuple[list[Trace]
 def _reason(method: Method, error: BaseException) -> str:
     ways = {
         "fake": "the step could not run on fake tensors",
-        "worst-case": "the step could not run on fake tensors, nor with the largest result of each operator",
+        "worst-case": "the step could not run on fake tensors, even assuming the largest result of each operator",
         "real": "the step could not run on a copy",
         "states": "the optimizer could not run on a copy",
     }

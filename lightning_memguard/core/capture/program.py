@@ -39,7 +39,7 @@ class Program(ABC):
         gpu: the GPU behind ``device``, present or simulated; None where it is not a CUDA device.
         batches: batches of any size; several loaders that are evaluated one after the other have one each.
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
-        accumulate_grad_batches: batches an optimizer step.
+        accumulate_grad_batches: batches per optimizer step.
         changes: what is done to each copy of the module before it runs.
     """
 

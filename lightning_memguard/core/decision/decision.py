@@ -16,7 +16,7 @@ Outcome = Literal["tuned", "kept", "checked", "stepped aside"]
 nothing changed. ``stepped aside``: no prediction could be made."""
 
 LimitedBy = Literal["memory", "dataset", "max_batch_size", "request", "checkpoint"]
-"""What keeps the batch size from being larger. ``request``: the size was not ours to choose. ``checkpoint``: the run
+"""What keeps the batch size from being larger. ``request``: MemGuard was not free to choose the size. ``checkpoint``: the run
 goes on from one that was trained at it."""
 
 _NO_LIMIT = 1 << 20  # an iterable dataset has no length; a million samples a step is beyond any use
@@ -50,7 +50,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a batch size is chosen from, as a user sets it.
+    """The user's limits on the batch size.
 
     Attributes:
         margin: share of the device's memory to keep free.
@@ -58,7 +58,7 @@ class Limits:
         min_batch_size: the smallest size to choose.
         max_batch_size: the largest, or None.
         multiple_of: only multiples of this are chosen.
-        keep_effective_batch_size: samples an optimizer step shall see over all ranks, or None.
+        keep_effective_batch_size: samples per optimizer step over all ranks, or None.
 
     Raises:
         MemGuardError: one of them is out of its range, or two contradict each other.
@@ -91,7 +91,7 @@ class Limits:
     def request(
         self, batch_size: int, *, unit: int, dataset_size: int | None, accumulate_grad_batches: int, ranks: int
     ) -> Request:
-        """What a run asks for whose batch sizes are multiples of ``unit``; see `Request`."""
+        """The request of a run whose batch sizes must be multiples of ``unit``; see `Request`."""
         least, most, effective = self.min_batch_size, self.max_batch_size, self.keep_effective_batch_size
         multiple_of = math.lcm(self.multiple_of, unit)
         return Request(batch_size, least, most, multiple_of, dataset_size, effective, accumulate_grad_batches, ranks)
@@ -111,7 +111,7 @@ class Request:
         max_batch_size: the largest, or None.
         multiple_of: only multiples of this are chosen.
         dataset_size: samples a rank has in an epoch, or None where that is unknown.
-        keep_effective_batch_size: samples an optimizer step shall see over all ranks, or None.
+        keep_effective_batch_size: samples per optimizer step over all ranks, or None.
         accumulate_grad_batches: the Trainer's own.
         ranks: processes that train together.
         free_to_choose: False to predict at ``batch_size`` and change nothing.
@@ -140,16 +140,16 @@ class Decision:
     """The batch size, and why.
 
     Attributes:
-        batch_size: samples a batch on each rank; the one to train with.
+        batch_size: samples per batch on each rank; the one to train with.
         requested_batch_size: the loader's own.
-        accumulate_grad_batches: batches an optimizer step.
+        accumulate_grad_batches: batches per optimizer step.
         outcome: see `Outcome`.
         footprint: predicted at ``batch_size``; None where no prediction could be made.
         budget: what the device offers; None where it was not read.
         limited_by: what keeps the batch size from being larger.
         reason: why no size was chosen or no prediction could be made, in plain words; empty otherwise.
         multiple_of: only multiples of this were chosen from.
-        validation_batch_size: samples a batch in the fit's validation: as asked, or the largest that fits; None where
+        validation_batch_size: samples per batch in the fit's validation: as asked, or the largest that fits; None where
             validation was not predicted.
     """
 
@@ -223,7 +223,7 @@ def _range(request: Request) -> tuple[int, int, LimitedBy]:
     if effective is not None and lowest * request.ranks > effective:
         raise MemGuardError(
             f"keep_effective_batch_size={effective} is below the smallest batch there is: {lowest} samples on each of "
-            f"{request.ranks} ranks. Lower `min_batch_size` or `multiple_of`, or raise it."
+            f"{request.ranks} ranks. Lower `min_batch_size` or `multiple_of`, or raise `keep_effective_batch_size`."
         )
     return lowest, max(highest // step * step, lowest), bound
 

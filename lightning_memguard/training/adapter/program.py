@@ -114,7 +114,7 @@ class LightningProgram(LightningStep):
         with self._stage(recorder, batch_size, fake) as (shadow, module_copy):
             shadow.run(module_copy, self.families, batch_size, fake=fake)
         if self.stage == "fit" and not recorder.ran_backward:
-            note = "training_step led to no backward pass (did it return None?): what one takes is missing"
+            note = "training_step led to no backward pass (did it return None?): its memory is not included"
             recorder.assumptions[note] = None
 
     def layer_table(self, batch_size: int) -> LayerTable:
@@ -210,7 +210,7 @@ class LightningProgram(LightningStep):
 
 
 class _Answers(TorchFunctionMode):
-    """Has Lightning's own loops find a value in what they add up on the device, as `watching` does."""
+    """Lets Lightning's loops read the totals that they add up on the device, as `watching` does."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -233,7 +233,7 @@ def _swap_optimizers(configured: Any, swap: SwapOptimizer) -> Any:
 
 
 def _copy_optimizers(module: LightningModule, module_copy: LightningModule) -> None:
-    """Optimizers that LightningCLI set on the module, over the copy's parameters.
+    """Rebind the optimizers that LightningCLI set on the module to the copy's parameters.
 
     They are in a bound partial, which a deep copy shares: the copy would step the user's own. Checked on 2.5.0 to
     2.6.6.

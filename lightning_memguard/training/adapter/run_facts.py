@@ -33,12 +33,12 @@ class DataSource:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as its Trainer is set: what is not listed here is as the Trainer has it.
+    """The settings of one run; fields not listed here mean what they mean on the Trainer.
 
     Attributes:
         stage: what runs.
         device: the device of this process.
-        accumulate_grad_batches: batches an optimizer step, as set now.
+        accumulate_grad_batches: batches per optimizer step, as set now.
         validates: whether a fit runs validation.
         check_val_every_n_epoch: None where the interval counts batches over all epochs.
         limits: ``limit_train_batches`` and similar, by role.

@@ -67,7 +67,7 @@ class LightningStep(Program):
         setup_stage: what the module's ``setup`` is passed (default: the same): a fit validates a module set up to fit.
         resident_blocks: blocks, by part and bytes, that are on the device throughout and are not the module's.
         strategy: the user's, where it makes several processes train together.
-        transferred: the batches are as the hooks around their transfer left them, which do not run again.
+        transferred: whether the hooks around the transfer of batches have run already.
         precision: another precision than the Trainer's; empty to keep that one.
         changes: done to each copy before it is recorded and before it has optimizers.
         seen: by batch size, the shapes and bytes of the batch that the step was given.

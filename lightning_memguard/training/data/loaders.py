@@ -35,7 +35,7 @@ class Source:
 
     Attributes:
         loader: a loader like the run's; not to be iterated.
-        batch_size: samples a batch; 0 where it has no such setting.
+        batch_size: samples per batch; 0 where it has no such setting.
         fixed_because: why the batch size cannot be changed; empty if it can.
         ranks: how many the Trainer will spread its samples over.
     """

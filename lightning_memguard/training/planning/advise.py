@@ -52,7 +52,7 @@ def try_remedies(
 
     Args:
         prediction: the step as it is.
-        batch_size: samples a batch.
+        batch_size: samples per batch.
         budget: what the step is to fit into.
         combinations: try pairs of the best remedies too.
         progress: called with the name of each remedy before it is tried, and with why one was left out.

@@ -1,4 +1,4 @@
-"""MemGuard: Lightning's hooks, each handed on to the run at hand."""
+"""MemGuard: Lightning's hooks, each forwarded to the current run."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         """Add to an out-of-memory error what was predicted and what would have fit; leave the Trainer as it was."""
         if ran_out_of_memory(exception):
             run = self._run
-            text = attempt(run.out_of_memory_note).value if run else "MemGuard had made no prediction."
+            text = attempt(run.out_of_memory_note).value if run else "MemGuard made no prediction."
             if text and sys.version_info >= (3, 11):
                 exception.add_note(text)
             elif text:

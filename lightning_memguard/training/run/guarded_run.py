@@ -37,7 +37,7 @@ _STEPS_MEASURED = 4  # optimizers stepped in turn each have a step of their own
 
 
 class GuardedRun:
-    """A run that MemGuard tunes or checks, as soon as this is made, and then measures. All ranks must make one.
+    """Creating this tunes or checks the run; then the run is measured. All ranks must make one.
 
     ``records`` gets predicted and measured memory, epoch by epoch; ``snapshot`` is where the step's snapshot goes.
 
@@ -92,7 +92,7 @@ class GuardedRun:
         self._follow()
 
     def _follow(self) -> None:
-        """Set what schedules and loggers read."""
+        """Set the batch size and accumulation that schedules and loggers read."""
         decision = self.decision
         if decision.outcome == "tuned" or self._sized:
             set_batch_size(self.module, self.trainer.datamodule, decision.batch_size)  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ class GuardedRun:
             self.tuning = recheck(self.tuning, self.trainer.callbacks, self.module, self.settings)  # type: ignore[attr-defined]
 
     def recheck_fixed_size(self) -> None:
-        """Count what the other callbacks hold by now, where no loader of ours has asked before."""
+        """Count what the other callbacks hold by now, if the loaders have not triggered a recheck."""
         profile, before = self.tuning.profile, self.decision
         if profile is not None and not (self.settings.mode == "tune" and profile.request.free_to_choose):
             self._recheck()
@@ -309,7 +309,7 @@ class GuardedRun:
         """What was predicted of a run that ran out of memory, and what would have fit."""
         profile, footprint = self.tuning.profile, self.decision.footprint
         if profile is None or footprint is None:
-            return f"MemGuard had made no prediction: {self.decision.reason}."
+            return f"MemGuard made no prediction: {self.decision.reason}."
         trainer = self.trainer
         role = "val" if trainer.evaluating or trainer.predicting or trainer.validating else "train"
         watch = self._watches.get(role) or next(filter(None, self._watches.values()), None)

@@ -181,7 +181,7 @@ def _remedies(profile: RunProfile) -> Advised | None:
 
 
 def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule, settings: GuardSettings) -> Tuning:
-    """Count what other callbacks took since, and choose again where that takes room. All ranks must call it."""
+    """Count memory that other callbacks took since setup, and choose again if that is needed. All ranks must call it."""
     profile, ranks, before = tuning.profile, tuning.ranks, tuning.decision
     if profile is None:
         return tuning
@@ -341,7 +341,7 @@ def choose(profile: RunProfile, ranks: Ranks, settings: GuardSettings) -> tuple[
         if validation is not None and validation.batch_size > least_val > 0:
             validation = replace(validation, batch_size=least_val)
         asked = replace(asked, request=capped, validation=validation)
-    raise CannotTraceError(f"the ranks came to no common batch size (their last: {sizes})")
+    raise CannotTraceError(f"the ranks could not agree on a batch size (last proposals: {sizes})")
 
 
 def _with_common_limit(decision: Decision, sizes: list[tuple[int, int]], request: Request) -> Decision:

@@ -159,7 +159,7 @@ def test_where_the_run_was_not_tuned_the_note_says_that_there_was_no_prediction(
     once = iter([(torch.zeros(4, 16), torch.zeros(4, dtype=torch.long))] * 4)
     with pytest.warns(UserWarning, match="MemGuard"), pytest.raises(torch.OutOfMemoryError) as caught:
         trainer(MemGuard()).fit(module, once)
-    assert caught.value.__notes__[0].startswith("MemGuard had made no prediction: ")
+    assert caught.value.__notes__[0].startswith("MemGuard made no prediction: ")
 
 
 @pytest.mark.parametrize(
