@@ -240,7 +240,7 @@ def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSetti
     validation_info, attempted = Attempt[LoaderInfo](), Attempt[ValidationRun]()
     if fits and facts.validates:
         validation_info = attempt(lambda: find(facts, "val"))
-        attempted = attempt(lambda: _validation_run(validation_info.unwrap(), facts, program, prediction))
+        attempted = attempt(lambda: _validation(validation_info.unwrap(), facts, program, prediction))
     budget, held = _budget(module, facts, settings)
     # after the budget, which counts an open context as ours: measuring it opens it
     context, validation = context_bytes(device), attempted.value
@@ -275,9 +275,7 @@ def _batches_per_epoch(loader_info: LoaderInfo) -> Callable[[int], int | None] |
     return loader_info.batches if loader_info.dataset_size is not None else None
 
 
-def _validation_run(
-    info: LoaderInfo, facts: RunFacts, program: LightningProgram, training: Prediction
-) -> ValidationRun:
+def _validation(info: LoaderInfo, facts: RunFacts, program: LightningProgram, training: Prediction) -> ValidationRun:
     """Predict the fit's validation, next to everything that training keeps."""
     batches = sample(info).batches
     size = info.batch_size or batches[0].small_size
