@@ -28,7 +28,7 @@ _METHODS = {
 
 
 def new_table(title: str, *columns: str, box: Box = HEAVY_HEAD, pad_edge: bool = True, no_wrap: bool = False) -> Table:
-    """A table with ``columns`` of these headings; A leading ``>`` right-aligns a column; ``no_wrap`` applies to those."""
+    """A table with ``columns`` of these headings; ``>`` in front right-aligns one, ``no_wrap`` applies to these."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box, pad_edge=pad_edge)
     for column in columns:
         right = column.startswith(">")

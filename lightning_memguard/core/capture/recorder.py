@@ -315,13 +315,15 @@ def _tensors(out: object) -> Iterator[Tensor]:
 def _kernel(name: str, rule: Rule[Any], call: Call[Any]) -> Kernel:
     """A call whose numbers are apart from the rest, so that its rule can be asked again with other numbers."""
     numbers: list[int] = []
-    arguments, results = (_emptied(tuple(values), numbers) for values in (call.arguments.values(), call.results))
-    again = _AskAgain(rule, tuple(call.arguments), arguments, results, call.target)
+    arguments, results = (
+        _extract_numbers(tuple(values), numbers) for values in (call.arguments.values(), call.results)
+    )
+    again = _RuleTemplate(rule, tuple(call.arguments), arguments, results, call.target)
     return Kernel(name, tuple(numbers), (arguments, results), again)
 
 
 @dataclass(frozen=True)
-class _AskAgain:
+class _RuleTemplate:
     """A rule, and the arguments and results of one call with all numbers taken out."""
 
     rule: Rule[Any]
@@ -332,39 +334,39 @@ class _AskAgain:
 
     def __call__(self, numbers: Sequence[int]) -> Scratch:
         left = iter(numbers)
-        arguments = dict(zip(self.names, _filled(self.arguments, left), strict=True))
-        return self.rule(Call(arguments, _filled(self.results, left), self.target))
+        arguments = dict(zip(self.names, _restore_numbers(self.arguments, left), strict=True))
+        return self.rule(Call(arguments, _restore_numbers(self.results, left), self.target))
 
 
-class _Hole(NamedTuple):
+class _Placeholder(NamedTuple):
     """In place of a whole number, or of a tensor with this many dimensions and this dtype."""
 
     dimensions: int = -1
     dtype: torch.dtype | None = None
 
 
-def _emptied(value: object, numbers: list[int]) -> Any:
+def _extract_numbers(value: object, numbers: list[int]) -> Any:
     if isinstance(value, torch.Tensor):
         numbers += value.shape
         numbers += value.stride()
-        return _Hole(value.dim(), value.dtype)
+        return _Placeholder(value.dim(), value.dtype)
     if type(value) is int:
         numbers.append(value)
-        return _Hole()
+        return _Placeholder()
     if isinstance(value, (list, tuple)):
-        return tuple([_emptied(item, numbers) for item in value])
+        return tuple([_extract_numbers(item, numbers) for item in value])
     return value
 
 
-def _filled(value: object, numbers: Iterator[int]) -> Any:
-    if isinstance(value, _Hole):
+def _restore_numbers(value: object, numbers: Iterator[int]) -> Any:
+    if isinstance(value, _Placeholder):
         if value.dtype is None:
             return next(numbers)
         shape = [next(numbers) for _ in range(value.dimensions)]
         stride = [next(numbers) for _ in range(value.dimensions)]
         return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
     if isinstance(value, tuple):
-        return [_filled(item, numbers) for item in value]
+        return [_restore_numbers(item, numbers) for item in value]
     return value
 
 
@@ -376,7 +378,7 @@ def line_behind(error: BaseException) -> str:
     return ""
 
 
-def answered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call a function of torch, or ours in place of one that fake tensors or a simulated GPU do not support."""
     return (fake_cuda if fake_cuda.is_overridden(func, args) else fake).call(func, args, kwargs)
 
@@ -391,7 +393,7 @@ class _ModulePaths(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        out = answered(func, args, kwargs or {})
+        out = call_with_overrides(func, args, kwargs or {})
         for tensor in _tensors(out):
             self._follow(tensor.grad_fn)
         return out

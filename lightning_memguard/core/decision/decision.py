@@ -16,7 +16,7 @@ Outcome = Literal["tuned", "kept", "checked", "stepped aside"]
 nothing changed. ``stepped aside``: no prediction could be made."""
 
 LimitedBy = Literal["memory", "dataset", "max_batch_size", "request", "checkpoint"]
-"""What keeps the batch size from being larger. ``request``: MemGuard was not free to choose the size. ``checkpoint``: the run
+"""What keeps the batch size from being larger. ``request``: MemGuard was not free to choose it. ``checkpoint``: the run
 goes on from one that was trained at it."""
 
 _NO_LIMIT = 1 << 20  # an iterable dataset has no length; a million samples a step is beyond any use

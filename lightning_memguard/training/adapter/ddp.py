@@ -65,7 +65,7 @@ def steps_until_steady(strategy: object) -> int:
     return 3 if wraps_in_ddp(strategy) and Arguments.of(strategy).static_graph else 2
 
 
-def attach(strategy: object, module_copy: nn.Module, recorder: Recorder, *, fits: bool = True) -> None:
+def attach(strategy: object, module_copy: nn.Module, recorder: Recorder, *, is_fit: bool = True) -> None:
     """Have a copy's run allocate what it would under DistributedDataParallel; nothing for any other strategy.
 
     Call it where DDP would wrap the module: when the copy is on its device and recorded, before it has optimizers.
@@ -74,11 +74,11 @@ def attach(strategy: object, module_copy: nn.Module, recorder: Recorder, *, fits
         strategy: the user's Lightning strategy; its settings are read, nothing is changed.
         module_copy: the LightningModule that will run; its ``training_step`` and ``manual_backward`` are wrapped.
         recorder: records the copy.
-        fits: False for a validation, test or prediction: Lightning then only broadcasts parameters and buffers.
+        is_fit: False for a validation, test or prediction: Lightning then only broadcasts parameters and buffers.
     """
     if not wraps_in_ddp(strategy):
         return
-    if not fits:
+    if not is_fit:
         _broadcast(_states_of(module_copy, buffers=True), recorder)
         return
     if not any(parameter.requires_grad for parameter in module_copy.parameters()):

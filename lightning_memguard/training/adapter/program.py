@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_memguard.core.capture.batch import Batches
 from lightning_memguard.core.capture.fake import fake_copy, real_copy
 from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
-from lightning_memguard.core.capture.recorder import Recorder, answered, watching
+from lightning_memguard.core.capture.recorder import Recorder, call_with_overrides, watching
 from lightning_memguard.core.layers.layers import LayerTable, table_of
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError
@@ -170,7 +170,7 @@ class LightningProgram(LightningStep):
             def start(model: nn.Module) -> None:
                 for change in self.changes:
                     change(model)
-                watch.enter_context(watching(recorder, model) if recorded else _Answers())
+                watch.enter_context(watching(recorder, model) if recorded else _ReadableTotals())
                 if recorded:
                     self._record_surroundings(recorder, model, shadow.marker)
 
@@ -199,23 +199,23 @@ class LightningProgram(LightningStep):
 
     def _record_surroundings(self, recorder: Recorder, model: nn.Module, marker: PhaseMarkerMixin) -> None:
         """Record what the run has on the device besides the module's own tensors."""
-        fits = self.stage == "fit"
-        if fits or not self.setup_stage:  # a fit's own validation runs in its wrapper
-            ddp.attach(self.strategy, model, recorder, fits=fits)
+        is_fit = self.stage == "fit"
+        if is_fit or not self.setup_stage:  # a fit's own validation runs in its wrapper
+            ddp.attach(self.strategy, model, recorder, is_fit=is_fit)
         for part, nbytes in self.resident_blocks:
             recorder.keep(nbytes, part)
-        marker.averages += callbacks.averages(self.trainer.callbacks, self.device, model) if fits else []  # type: ignore[attr-defined]
+        marker.averages += callbacks.averages(self.trainer.callbacks, self.device, model) if is_fit else []  # type: ignore[attr-defined]
         for average in marker.averages:
             recorder.label(average.tensors, "callbacks")
 
 
-class _Answers(TorchFunctionMode):
+class _ReadableTotals(TorchFunctionMode):
     """Lets Lightning's loops read the totals that they add up on the device, as `watching` does."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        return answered(func, args, kwargs or {})
+        return call_with_overrides(func, args, kwargs or {})
 
 
 _STEP_HOOKS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}

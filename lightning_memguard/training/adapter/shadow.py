@@ -294,7 +294,7 @@ class PhaseMarkerMixin:
         if dataloader_idx == 0:
             self.alive_bytes.append(self.recorder.alive_bytes)
             if batch_idx == _EVALUATED - 1:
-                self.keep_for_the_rest()
+                self.count_remaining_batches()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -303,7 +303,7 @@ class PhaseMarkerMixin:
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
-    def keep_for_the_rest(self) -> None:
+    def count_remaining_batches(self) -> None:
         """Keep what each batch leaves behind (outputs kept for later) once for every batch that would still come."""
         count, limit, size = self.program.batches_per_epoch, self.limit, self.batch_size
         left, in_all = self.alive_bytes[-1] - self.alive_bytes[-2], (count(1) if count else None) or 0
@@ -325,7 +325,7 @@ class PhaseMarkerMixin:
         self.program.seen[self.batch_size] = max(seen, known, key=operator.itemgetter(1))
 
     def ends_before(self, index: int) -> bool:
-        """Average between two batches; whether the loader ends here, since what its batches leave behind piles up."""
+        """Update averages between two batches; True if the loader ends here, because what its batches leave adds up."""
         if self.program.trains:
             if index:
                 self.average(between_epochs=True)

@@ -69,7 +69,7 @@ class RunProfile:
         validation_info: the fit's validation data, predicted or not.
         held_bytes: what of this training is on the device already.
         callback_bytes: what other callbacks hold there, without Lightning's averages.
-        avoids_one: whether a last batch of one sample may fail.
+        avoids_single_sample: whether a last batch of one sample may fail.
         extra: bytes found after the steps were predicted, by part.
         notes: what had to be assumed, in plain words.
     """
@@ -83,7 +83,7 @@ class RunProfile:
     validation_info: LoaderInfo | None = None
     held_bytes: int = 0
     callback_bytes: int = 0
-    avoids_one: bool = False
+    avoids_single_sample: bool = False
     extra: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -181,7 +181,7 @@ def _remedies(profile: RunProfile) -> Advised | None:
 
 
 def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule, settings: GuardSettings) -> Tuning:
-    """Count memory that other callbacks took since setup, and choose again if that is needed. All ranks must call it."""
+    """Count memory that other callbacks took since setup; choose again if needed. All ranks must call it."""
     profile, ranks, before = tuning.profile, tuning.ranks, tuning.decision
     if profile is None:
         return tuning
@@ -213,19 +213,19 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
 
 def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> RunProfile:
     """Look at the data, draw samples, capture the steps, read the budget."""
-    fits, device, loader_info = facts.stage == "fit", facts.device, find(facts, facts.role)
+    is_fit, device, loader_info = facts.stage == "fit", facts.device, find(facts, facts.role)
     samples = sample(loader_info)
     size = loader_info.batch_size or samples.batches[0].small_size
     callback_bytes = callbacks.held_bytes(facts.callbacks, module, device, averaging=False)
     program = LightningProgram(
         trainer,
         module,
-        samples.batches[0] if fits else samples.batches,
+        samples.batches[0] if is_fit else samples.batches,
         device,
         batches_per_epoch=_batches_per_epoch(loader_info),
         datamodule=facts.datamodule,
         # where MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
-        accumulate_grad_batches=2 if settings.keep_effective_batch_size and fits else callbacks.accumulation(facts),
+        accumulate_grad_batches=2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts),
         gpu=gpu_of(device),
         stage=facts.stage,
         resident_blocks=(("callbacks", callback_bytes),),
@@ -238,7 +238,7 @@ def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSetti
         prediction = sharded.divide_by_rank(prediction, shards)
     fixed = fixed or ("" if prediction.scalable else "the memory of other batch sizes is not known")
     validation_info, attempted = Attempt[LoaderInfo](), Attempt[ValidationRun]()
-    if fits and facts.validates:
+    if is_fit and facts.validates:
         validation_info = attempt(lambda: find(facts, "val"))
         attempted = attempt(lambda: _validation(validation_info.unwrap(), facts, program, prediction))
     budget, held = _budget(module, facts, settings)
@@ -257,7 +257,7 @@ def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSetti
         validation_info.value,
         held,
         callback_bytes,
-        avoids_one=any(isinstance(each, _BatchNorm) for each in module.modules()),
+        avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
         notes=(*samples.notes, *notes),
     )
 
@@ -360,7 +360,7 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> tuple[Decision, Run
         profile.request,
         footprint_at=lambda prediction, size: replace(profile, prediction=prediction).footprint_at(size),
         # a last batch of one sample, which batch norm refuses
-        is_refused=lambda size: profile.avoids_one and leaves_one(profile.loader_info, size),
+        is_refused=lambda size: profile.avoids_single_sample and leaves_one(profile.loader_info, size),
     )
     if validation is not None:
         decision = replace(decision, validation_batch_size=validation.batch_size)
