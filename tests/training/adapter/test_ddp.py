@@ -36,6 +36,7 @@ from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.training.adapter import ddp
 from lightning_memguard.training.adapter import program as program_module
+from lightning_memguard.training.adapter import shadow
 
 BATCH_SIZE = 8
 WIDTH = 256
@@ -258,7 +259,7 @@ def predict(monkeypatch: pytest.MonkeyPatch) -> Any:
                 yield
 
         monkeypatch.setattr(program_module, "watching", watched)
-        monkeypatch.setattr(program_module, "STEPS", STEPS)
+        monkeypatch.setattr(shadow, "STEPS", STEPS)
         trainer = pl.Trainer(accelerator="cpu", devices=1, accumulate_grad_batches=accumulate, logger=False)
         sample = [[torch.randn(n, 64), torch.randint(0, 10, (n,))] for n in (2, 4)]
         program = program_module.LightningProgram(
