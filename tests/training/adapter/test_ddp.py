@@ -34,9 +34,8 @@ from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.trace.trace import Event, Trace
-from lightning_memguard.training.adapter import ddp
+from lightning_memguard.training.adapter import ddp, shadow
 from lightning_memguard.training.adapter import program as program_module
-from lightning_memguard.training.adapter import shadow
 
 BATCH_SIZE = 8
 WIDTH = 256
