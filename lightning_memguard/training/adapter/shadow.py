@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 else:
     _Strategy = object
 
-_STEPS = 2  # each optimizer's first step makes its state, and its second runs with it
+STEPS = 2  # each optimizer's first step makes its state, and its second runs with it
 _MOST_BATCHES = 16  # optimizers stepped by hand may step rarely
 # What a step without a backward pass leaves behind is known after the second: the third runs next to all of it.
 _EVALUATED = 3
@@ -217,7 +217,7 @@ class PhaseMarkerMixin:
     def __init__(self, program: LightningStep, recorder: Recorder) -> None:
         self.program = program
         self.recorder = recorder
-        self.steps_recorded = max(_STEPS, ddp.steps_until_steady(program.strategy))
+        self.steps_recorded = max(STEPS, ddp.steps_until_steady(program.strategy))
         self.limit: int | float = 1.0 if program.trains else getattr(program.trainer, _LIMITS[program.stage])
         self.on_ready: Callable[[], object] = lambda: None
         self.averages: list[Average] = []

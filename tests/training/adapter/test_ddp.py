@@ -258,7 +258,7 @@ def predict(monkeypatch: pytest.MonkeyPatch) -> Any:
                 yield
 
         monkeypatch.setattr(program_module, "watching", watched)
-        monkeypatch.setattr(shadow, "_STEPS", STEPS)
+        monkeypatch.setattr(shadow, "STEPS", STEPS)
         trainer = pl.Trainer(accelerator="cpu", devices=1, accumulate_grad_batches=accumulate, logger=False)
         sample = [[torch.randn(n, 64), torch.randint(0, 10, (n,))] for n in (2, 4)]
         program = program_module.LightningProgram(
@@ -419,7 +419,7 @@ def test_a_validation_alone_broadcasts_the_module_and_wraps_nothing() -> None:
     with tensors(fake=True):
         module_copy = Net()
         with watching(recorder, module_copy):
-            ddp.attach(strategy_of(pl, {}), module_copy, recorder, is_fit=False)
+            ddp.attach(strategy_of(pl, {}), module_copy, recorder, fits=False)
     assert [event.nbytes for event in sent(recorder.trace(1, "fake"))] == [GRADIENT_BYTES]
     assert "training_step" not in vars(module_copy)
 
