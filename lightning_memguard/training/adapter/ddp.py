@@ -4,7 +4,7 @@ Nothing wraps the shadow Trainer's copy of the module, so what the wrapper would
 moments: torch/nn/parallel/distributed.py, reducer.cpp and comm.cpp in torch/csrc/distributed/c10d; measured on torch
 2.13 with two gloo processes (`tests/training/adapter/test_ddp.py`). Not counted: what NCCL and gloo take outside of
 torch's allocator; a few hundred bytes that live while ranks compare shapes and bucket indices; and when a stream of
-NCCL's lets go of a tensor. Private names of Lightning's DDPStrategy are read here, checked on 2.6.6.
+NCCL's lets go of a tensor. Private names of Lightning's DDPStrategy and fit loop are read here, checked on 2.6.6.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.training.run.tune import Tuning
@@ -135,7 +135,7 @@ def test_what_the_copy_does_is_not_seen(
 
 
 def test_the_private_names_of_lightning_are_still_there(trainer: Any) -> None:
-    """A canary: what `step` and `loaders` read of Lightning, checked here so that a rename is noticed first."""
+    """A canary: the private names that training/adapter reads, so that a rename is noticed here first."""
     fit = trainer()
     assert hasattr(fit.fit_loop, "_data_source")
     assert hasattr(fit.fit_loop._data_source, "dataloader")
@@ -145,6 +145,16 @@ def test_the_private_names_of_lightning_are_still_there(trainer: Any) -> None:
     assert hasattr(fit, "_detect_anomaly")
     assert hasattr(fit.predict_loop, "inference_mode")
     assert hasattr(fit._logger_connector, "update_eval_epoch_metrics")
+    assert hasattr(fit.fit_loop, "_should_accumulate")
+    assert hasattr(fit._data_connector, "_datahook_selector")
+    assert hasattr(fit._accelerator_connector, "use_distributed_sampler")
+    combined = pl.utilities.CombinedLoader([DataLoader([1, 2])], "sequential")
+    assert {"_mode", "_spec"} <= vars(combined).keys()
+    ddp = pl.strategies.DDPStrategy(find_unused_parameters=True)
+    assert {"_ddp_kwargs", "_ddp_comm_hook", "_ddp_comm_wrapper", "_layer_sync"} <= vars(ddp).keys()
+    module = pl.LightningModule()
+    module.save_hyperparameters({"batch_size": 1})
+    assert {"_hparams", "_hparams_initial"} <= vars(module).keys()
     assert {"_device", "_avg_fn"} <= vars(pl.callbacks.StochasticWeightAveraging(0.1)).keys()
     if hasattr(pl.callbacks, "WeightAveraging"):
         assert {"_device", "_use_buffers", "_kwargs"} <= vars(pl.callbacks.WeightAveraging()).keys()
