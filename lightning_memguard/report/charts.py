@@ -57,7 +57,7 @@ def curve(points: Sequence[CurvePoint], decision: Decision, footprint: Footprint
         *([("", f"usable: {format_bytes(budget.usable_bytes)}, far above")] if is_far else []),
     ]
     of_what = "allocated memory" if footprint.device == "cpu" else "total on device"
-    said = (
+    label = (
         f"Predicted peak on the device by batch size, from {peaks[0][0]} to {peaks[-1][0]}; "
         f"{format_bytes(chosen[1])} at the chosen {chosen[0]}; {format_bytes(budget.usable_bytes)} are usable."
     )
@@ -66,7 +66,7 @@ def curve(points: Sequence[CurvePoint], decision: Decision, footprint: Footprint
     rows = "".join(row(size, format_bytes(peak), format_bytes(most)) for size, peak, most in map(astuple, points))
     return f"""<section><h2>Peak by batch size</h2><p class="sub">Predicted peak: {of_what}.</p>
 <figure><div class="plot curve-plot">{axis.labels()}<div class="area"><svg viewBox="0 0 1000 1000"
-preserveAspectRatio="none" role="img" aria-label="{escape(said)}">{lines}</svg>{marks}</div>
+preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{lines}</svg>{marks}</div>
 {plot.size_axis()}</div>{_legend(legend)}</figure>
 <details><summary>As a table</summary><div class="scroll"><table><thead><tr><th scope="col">Batch size</th>
 <th scope="col">Peak on the device</th><th scope="col">At most</th></tr></thead><tbody>{rows}</tbody></table></div>
@@ -189,7 +189,7 @@ def timeline(shown: Timeline, batch_size: int) -> str:
         legend.append(('<i class="key line"></i>', "reserved by the allocator"))
     steps = len({span.step for span in shown.spans})
     many = {1: "one step", 2: "two steps"}.get(steps, f"{steps} steps")
-    said = (
+    label = (
         f"Live bytes by part over {count} allocations and frees of {many}. The peak, {highest}, is in step "
         f"{shown.events[peak].step + 1}, {shown.events[peak].phase}."
     )
@@ -199,7 +199,7 @@ def timeline(shown: Timeline, batch_size: int) -> str:
 <p class="sub">From left to right: {order}</p>
 <figure id="timeline"><div class="plot">{axis.labels()}<div class="area" tabindex="0" role="group"
 aria-label="Timeline; left and right arrow keys show its values"><svg viewBox="0 0 {len(totals)} 1000"
-preserveAspectRatio="none" role="img" aria-label="{escape(said)}">{_stack(shown, axis)}</svg>
+preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{_stack(shown, axis)}</svg>
 {_label((peak + 0.5) / len(totals), totals[peak] / axis.top, f"peak {highest}", "peak")}
 <span class="cursor" hidden></span></div>{_lanes(shown)}</div>{_legend(legend)}
 <p class="readout" aria-live="polite">Point at the picture to see its values.</p></figure>{_phase_table(shown)}

@@ -194,7 +194,7 @@ class _Drawing:
         self.pen.text(at, text, fill=fill, font_size=size, anchor=anchor)
 
     def x(self, nbytes: float) -> int:
-        """Where a number of bytes is on the scale; at its end if it lies beyond."""
+        """Where a number of bytes is on the scale; at its end if it is beyond."""
         return _LEFT + round((_RIGHT - _LEFT) * min(nbytes / self.picture.span_bytes, 1))
 
     def scale(self) -> None:

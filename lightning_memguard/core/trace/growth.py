@@ -30,7 +30,7 @@ class Growth:
         sizes: the batch sizes that were captured.
         coefficients: by position in the template, for each event whose bytes depend on the batch size.
         kernels: by kernel of the template, for each of its numbers that depends on the batch size. Scratch follows
-            rules that are no polynomials; the numbers they are given grow like everything else.
+            rules that are not polynomials; the numbers they are given grow like everything else.
         same: by kernel of the template, the first one called the same way at every size.
     """
 
