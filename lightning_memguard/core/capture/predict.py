@@ -104,7 +104,7 @@ class Prediction:
         if proof.events == self.growth.at(batch_size).events:
             return self
         sizes = list(self.growth.sizes)
-        note = f"the step at batch size {batch_size} did not grow as at {sizes}: each size was captured"
+        note = f"the step at size {batch_size} allocates differently than at {sizes}; each size was captured"
         return replace(self, growth=None, notes=(*self.notes, note), traces={**self.traces, batch_size: proof})
 
 

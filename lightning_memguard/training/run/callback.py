@@ -88,7 +88,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             raise MemGuardError(f"mode={mode!r} is unknown; choose 'tune' or 'check'.")
         nbytes = None if budget is None else parse_bytes(budget)
         if nbytes is not None and nbytes < KIB:
-            raise MemGuardError(f"budget={budget!r} is {nbytes} bytes, which no training fits; is '{budget}MiB' meant?")
+            raise MemGuardError(f"budget={budget!r} is {nbytes} bytes, too small to train in; is '{budget}MiB' meant?")
         self._settings = GuardSettings(
             margin, nbytes, min_batch_size, max_batch_size, multiple_of, keep_effective_batch_size, mode
         )

@@ -369,7 +369,7 @@ def test_a_size_that_runs_otherwise_puts_an_end_to_growth_and_a_note_says_so():
     promised = grown.footprint_at(50).peak_allocated_bytes
     proven = grown.proven_at(50)
     assert proven.growth is None
-    assert proven.notes == ("the step at batch size 50 did not grow as at [4, 8, 16]: each size was captured",)
+    assert proven.notes == ("the step at size 50 allocates differently than at [4, 8, 16]; each size was captured",)
     assert proven.footprint_at(50).peak_allocated_bytes == promised + 50 * 32, "tanh keeps its result"
     assert proven.footprint_at(30).peak_allocated_bytes == grown.footprint_at(30).peak_allocated_bytes
     assert grown.footprint_at(50).peak_allocated_bytes == promised, "the first prediction was edited"
