@@ -47,7 +47,9 @@ class LSTMRecorder(Recorder):
             return super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in out:
             self._watch(tensor, str(func))
-        self._take_inside(mkldnn_lstm.scratch_bytes(func, args, kwargs or {}), str(func))
+        inside = mkldnn_lstm.scratch_bytes(func, args, kwargs or {})
+        if inside:
+            self._add_row("free", self._take(inside, str(func), "workspaces"), str(func))
         return out
 
 
