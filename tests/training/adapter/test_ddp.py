@@ -419,7 +419,7 @@ def test_a_validation_alone_broadcasts_the_module_and_wraps_nothing() -> None:
     with tensors(fake=True):
         module_copy = Net()
         with watching(recorder, module_copy):
-            ddp.attach(strategy_of(pl, {}), module_copy, recorder, fits=False)
+            ddp.attach(strategy_of(pl, {}), module_copy, recorder, is_fit=False)
     assert [event.nbytes for event in sent(recorder.trace(1, "fake"))] == [GRADIENT_BYTES]
     assert "training_step" not in vars(module_copy)
 
