@@ -90,7 +90,7 @@ def _room(failure: Failure) -> str:
         return f"{then}."
     others = max(0, now.total_bytes - now.free_bytes)
     return (
-        f"{then}; it now offers {format_bytes(now.free_bytes)} of {format_bytes(now.total_bytes)} to this run "
+        f"{then}; now it offers {format_bytes(now.free_bytes)} of {format_bytes(now.total_bytes)} to this run "
         f"({now.source}), and other processes hold {format_bytes(others)}."
     )
 
