@@ -5,18 +5,15 @@ The ways to capture a step are here, best first; every trace says how it was cap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-from lightning_memguard.core.capture.fake import ValueNeededError
-from lightning_memguard.core.capture.program import Program, device_to_run_on
-from lightning_memguard.core.capture.recorder import Recorder, line_behind
+from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, capture, captures_of
+from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.replay.footprint import Footprint, footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import Growth, grow
-from lightning_memguard.core.trace.trace import Method, Trace
+from lightning_memguard.core.trace.trace import Method, Shapes, Trace
 from lightning_memguard.errors import CannotTraceError
 
 # Powers of two, so that a step that divides its batch runs; above 2, so that batch norm and pairs do; small, since the
@@ -24,8 +21,6 @@ from lightning_memguard.errors import CannotTraceError
 FAKE_SIZES = (4, 8, 16, 32)
 REAL_SIZES = (2, 4, 8)
 _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
-
-_VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
 
 
 class StepFailsError(CannotTraceError):
@@ -46,6 +41,7 @@ class Prediction:
         notes: what had to be assumed, in plain words.
         traces: those captured to predict from, by batch size.
         share: a trace -> what one process has of it, where several divide it.
+        seen: the batches that the step was given where it was captured, by batch size: shapes and bytes.
     """
 
     program: Program
@@ -57,6 +53,7 @@ class Prediction:
     notes: tuple[str, ...] = ()
     traces: Mapping[int, Trace] = field(default_factory=dict)
     share: Callable[[Trace], Trace] | None = None
+    seen: dict[int, tuple[Shapes, int] | None] = field(default_factory=dict, compare=False)
     # What it was asked for so far; a copy starts with its own.
     _known_traces: dict[int, Trace] = field(init=False, repr=False, compare=False, default_factory=dict)
     _known_footprints: dict[int, Footprint] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -70,8 +67,17 @@ class Prediction:
         if self.growth is not None:
             return self.growth.at(batch_size)
         if batch_size not in self._known_traces:
-            self._known_traces[batch_size] = capture(self.program, batch_size, self.method)
+            self._known_traces[batch_size] = self._captured_at(batch_size)
         return self._known_traces[batch_size]
+
+    def _captured_at(self, batch_size: int) -> Trace:
+        trace = capture(self.program, batch_size, self.method)
+        self.seen[batch_size] = trace.batch
+        return trace
+
+    def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
+        """Shapes and bytes of the batch that the step was given, else of what its loaders give."""
+        return self.seen.get(batch_size) or self.program.expected_batch(batch_size)
 
     def own_trace_at(self, batch_size: int) -> Trace:
         """The same as one process has them."""
@@ -98,35 +104,14 @@ class Prediction:
         if self.growth is None or self.method not in ("fake", "worst-case") or batch_size in self.traces:
             return self
         try:
-            proof = capture(self.program, batch_size, self.method)
-        except Exception as error:
+            proof = self._captured_at(batch_size)
+        except CaptureFailedError as error:
             raise StepFailsError(f"at batch size {batch_size} {_reason(self.method, error)}") from error
         if proof.events == self.growth.at(batch_size).events:
             return self
         sizes = list(self.growth.sizes)
         note = f"the step at size {batch_size} allocates differently than at {sizes}; each size was captured"
         return replace(self, growth=None, notes=(*self.notes, note), traces={**self.traces, batch_size: proof})
-
-
-def capture(program: Program, batch_size: int, method: Method) -> Trace:
-    """Run the program once under a recorder.
-
-    Raises:
-        CannotTraceError: the recorder saw something whose size depends on values.
-        Exception: whatever the user's own code raised.
-    """
-    kernel_target = program.gpu.kernel_target if program.gpu else None
-    where = device_to_run_on(program, fake=method != "real")
-    recorder = Recorder(where.type, worst_case=method == "worst-case", kernel_target=kernel_target)
-    if method == "states":
-        program.run_states(recorder)
-    else:
-        program.run(recorder, batch_size, fake=method != "real")
-    trace = recorder.trace(batch_size, method)
-    if where.type == program.device.type:
-        return trace
-    note = f"the step ran on the {where.type.upper()}, whose kernels may keep other tensors than the GPU's"
-    return replace(trace, device=program.device.type, notes=(*trace.notes, note))
 
 
 def predict(
@@ -149,37 +134,51 @@ def predict(
     Raises:
         CannotTraceError: not even the states could be made.
     """
+    with captures_of(program) as captures:
+        return _predicted(captures, program, batch_size, settings, context_bytes, scalable)
+
+
+def _predicted(
+    captures: Captures,
+    program: Program,
+    batch_size: int,
+    settings: AllocatorSettings,
+    context_bytes: int | tuple[int, int, int],
+    scalable: bool,
+) -> Prediction:
     why_not: list[str] = []
     value_needed = True
     for method in _WAYS:
         if method == "worst-case" and not value_needed:
             continue  # it would fail in the same way
         try:
-            traces, growth = _traces_and_growth(program, batch_size, method, scalable)
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything on a copy
+            traces, growth = _traces_and_growth(captures, program, batch_size, method, scalable)
+        except CaptureFailedError as error:
             why_not.append(_reason(method, error))
-            value_needed = _needs_value(error)
+            value_needed = error.value_needed
         else:
             known = {trace.batch_size: trace for trace in traces}
             scalable = scalable and (growth is not None or len(known) > 1)
-            notes = tuple(why_not[-1:]) if method == "real" else ()
-            return Prediction(program, settings, method, growth, context_bytes, scalable, notes, known)
+            seen = {trace.batch_size: trace.batch for trace in traces}
+            notes = tuple(why_not) if method == "real" else ()
+            return Prediction(program, settings, method, growth, context_bytes, scalable, notes, known, seen=seen)
     try:
         states = capture(program, batch_size, "states")
-    except Exception as error:
+    except CaptureFailedError as error:
         raise CannotTraceError("; ".join([*why_not, _reason("states", error)])) from error
-    notes = tuple(why_not[-1:])
-    return Prediction(program, settings, "states", None, context_bytes, False, notes, {batch_size: states})
+    return Prediction(program, settings, "states", None, context_bytes, False, tuple(why_not), {batch_size: states})
 
 
 def _traces_and_growth(
-    program: Program, asked: int, method: Method, scalable: bool
+    captures: Captures, program: Program, asked: int, method: Method, scalable: bool
 ) -> tuple[list[Trace], Growth | None]:
     """Traces at a few sizes, and their growth where they agree."""
     if method == "real":  # at small sizes whatever was asked, so only their growth is of use
-        traces = [capture(program, size, method) for size in REAL_SIZES]
+        traces = _all_captured(captures, program, REAL_SIZES, method)
         return traces, grow(traces)
-    traces, fourth_size = _captured(program, asked, method) if scalable else ([capture(program, asked, method)], 0)
+    if not scalable:
+        return [capture(program, asked, method)], None
+    traces, fourth_size = _captured(captures, program, asked, method)
     if not fourth_size:
         return traces, None
     try:
@@ -192,36 +191,30 @@ def _traces_and_growth(
     return traces, growth
 
 
-def _captured(program: Program, asked: int, method: Method) -> tuple[list[Trace], int]:
+def _captured(captures: Captures, program: Program, asked: int, method: Method) -> tuple[list[Trace], int]:
     """Traces at three sizes, and a fourth size; at the size asked for alone, and 0, where no others run."""
     try:
-        return [capture(program, size, method) for size in FAKE_SIZES[:3]], FAKE_SIZES[3]
-    except Exception as error:
-        if _needs_value(error):
+        return _all_captured(captures, program, FAKE_SIZES[:3], method), FAKE_SIZES[3]
+    except CaptureFailedError as error:
+        if error.value_needed:
             raise
     try:
-        return [capture(program, asked << doubling, method) for doubling in range(3)], asked << 3
-    except Exception:  # noqa: BLE001 - the size asked for is the last that may run
+        return _all_captured(captures, program, [asked << doubling for doubling in range(3)], method), asked << 3
+    except CaptureFailedError:  # the size asked for is the last that may run
         return [capture(program, asked, method)], 0
 
 
-def _reason(method: Method, error: BaseException) -> str:
+def _all_captured(captures: Captures, program: Program, sizes: Sequence[int], method: Method) -> list[Trace]:
+    for size in sizes:
+        captures.start(program, size, method)
+    return [capture(program, size, method) for size in sizes]
+
+
+def _reason(method: Method, error: CaptureFailedError) -> str:
     ways = {
         "fake": "the step could not run on fake tensors",
         "worst-case": "the step could not run on fake tensors, even assuming the largest result of each operator",
         "real": "the step could not run on a copy",
         "states": "the optimizer could not run on a copy",
     }
-    text = str(error).strip().splitlines()
-    place = line_behind(error)
-    where = f", at {place}" if place else ""
-    return f"{ways[method]} ({type(error).__name__}: {text[0][:200] if text else 'no message'}{where})"
-
-
-def _needs_value(error: BaseException | None) -> bool:
-    """Whether a value that fake tensors lack is behind an error, however the user's code wrapped it."""
-    while error is not None:
-        if isinstance(error, _VALUE_NEEDED):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return f"{ways[method]} ({error})"

@@ -18,6 +18,7 @@ from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of, watching
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -134,7 +135,7 @@ def device_to_run_on(program: Program, *, fake: bool) -> torch.device:
         return program.device
     if fake:
         return FAKE_DEVICE
-    return program.device if torch.cuda.is_available() else torch.device("cpu")
+    return program.device if torch.cuda.is_available() and not in_child() else torch.device("cpu")
 
 
 # -- a plain module in PyTorch's canonical loop

@@ -7,6 +7,7 @@ same on fake and on real tensors, so one recorder serves every method in `lightn
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import traceback
@@ -28,15 +29,17 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.capture import cudnn_rnn, fake, fake_cuda, mkldnn_lstm
 from lightning_memguard.core.capture.backward import graph_task, walking
+from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.capture.fake import Function, by_name
+from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.kernels import table
-from lightning_memguard.core.kernels.arguments import Call, Rule
+from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
 from lightning_memguard.core.trace.trace import Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
 
 if TYPE_CHECKING:
-    from lightning_memguard.core.trace.trace import Action, Method
+    from lightning_memguard.core.trace.trace import Action, Method, Shapes
 
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -52,9 +55,17 @@ class Recorder(TorchDispatchMode):
         device_type: only storages on this type of device are recorded.
         worst_case: return the largest result of operators whose result depends on values, instead of failing.
         kernel_target: the GPU whose kernels' scratch is counted, where the device is one.
+        threads: intra-op threads of the training, where its device is the CPU (default: those of this process).
     """
 
-    def __init__(self, device_type: str, *, worst_case: bool = False, kernel_target: CudaTarget | None = None) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        worst_case: bool = False,
+        kernel_target: CudaTarget | None = None,
+        threads: int | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type, self.worst_case = device_type, worst_case
         self.assumptions: dict[str, None] = {}
@@ -73,12 +84,14 @@ class Recorder(TorchDispatchMode):
         self._on: CpuTarget | CudaTarget | None = kernel_target
         if device_type == "cpu" and kernel_target is None:
             channel_block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8  # oneDNN's
-            self._on = CpuTarget(torch.get_num_threads(), channel_block)
+            self._on = CpuTarget(threads or torch.get_num_threads(), channel_block)
         self._finalizers: list[weakref.finalize[Any, Any]] = []
         self._cublas: set[bool] = set()  # where a handle is open: in the backward pass or not
         self._graph_task = -1
         self._recording = True
         self.ran_backward = False
+        self._batch: tuple[Shapes, int] | None = None
+        self._held_at = 0
 
     # -- called by the code that runs the step
 
@@ -106,6 +119,17 @@ class Recorder(TorchDispatchMode):
         """What is allocated inside comes from another stream's pool, whose free memory no other stream uses."""
         return mock.patch.object(self, "_stream", stream)
 
+    def note_batch(self, batch: object) -> None:
+        """Note a batch that the step is given; of several the largest."""
+        self.label(tensors_in(batch), "batch")
+        known, nbytes = self._batch, batch_bytes(batch)
+        if known is None or nbytes > known[1]:
+            self._batch = shapes_of(batch), nbytes
+
+    def mark_held(self) -> None:
+        """Whatever else the run has on its device throughout was there before what is recorded from now on."""
+        self._held_at = len(self._rows)
+
     def keep(self, nbytes: int, part: str) -> None:
         """Count a block that is held from now to the end, without a tensor of the step."""
         if nbytes:
@@ -127,6 +151,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._recording:
             return func(*args, **kwargs)
+        beat()
         task = graph_task()
         if task != self._graph_task:
             if self._graph_task == -1:  # and not a backward pass inside one, as reentrant checkpointing runs
@@ -176,7 +201,7 @@ class Recorder(TorchDispatchMode):
         if rule and self._on:
             call = Call(by_name(func, args, kwargs), results, self._on)
             scratch = rule(call)
-            self._kernels.append(_kernel(name, rule, call))
+            self._kernels.append(_kernel(name, call))
             self._scratch(scratch, -1, name)
         # a real storage has its true size
         kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
@@ -279,7 +304,8 @@ class Recorder(TorchDispatchMode):
             row if row.part else row._replace(part=self._parts.get(row.block, "temporaries")) for row in self._rows
         )
         kernels, spans = tuple(self._kernels), tuple(self._scratch_spans)
-        return Trace(batch_size, self.device_type, method, events, (*notes, *self.assumptions), kernels, spans)
+        assumed, held_at = (*notes, *self.assumptions), self._held_at
+        return Trace(batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at)
 
 
 @functools.cache
@@ -293,7 +319,7 @@ def _is_composed(func: OpOverload) -> bool:
 
 # Packages around the model's own code.
 _NOT_THE_MODEL = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memguard", "contextlib"}
-_END_OF_THE_STEP = "lightning_memguard.core.capture.predict"  # callers of it are not the model
+_END_OF_THE_STEP = "lightning_memguard.core.capture.capture"  # callers of it are not the model
 
 
 def _is_the_models(frame: FrameType) -> bool:
@@ -312,21 +338,21 @@ def _tensors(out: object) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _kernel(name: str, rule: Rule[Any], call: Call[Any]) -> Kernel:
+def _kernel(name: str, call: Call[Any]) -> Kernel:
     """A call whose numbers are apart from the rest, so that its rule can be asked again with other numbers."""
     numbers: list[int] = []
     arguments, results = (
         _extract_numbers(tuple(values), numbers) for values in (call.arguments.values(), call.results)
     )
-    again = _RuleTemplate(rule, tuple(call.arguments), arguments, results, call.target)
+    again = _RuleTemplate(name.split(".")[1], tuple(call.arguments), arguments, results, call.target)
     return Kernel(name, tuple(numbers), (arguments, results), again)
 
 
 @dataclass(frozen=True)
 class _RuleTemplate:
-    """A rule, and the arguments and results of one call with all numbers taken out."""
+    """A rule by its operator, and the arguments and results of one call with all numbers taken out."""
 
-    rule: Rule[Any]
+    operator: str
     names: tuple[str, ...]
     arguments: tuple[object, ...]
     results: tuple[object, ...]
@@ -335,7 +361,8 @@ class _RuleTemplate:
     def __call__(self, numbers: Sequence[int]) -> Scratch:
         left = iter(numbers)
         arguments = dict(zip(self.names, _restore_numbers(self.arguments, left), strict=True))
-        return self.rule(Call(arguments, _restore_numbers(self.results, left), self.target))
+        rule = table.rule(self.operator, self.target)
+        return rule(Call(arguments, _restore_numbers(self.results, left), self.target)) if rule else NONE
 
 
 class _Placeholder(NamedTuple):
@@ -355,7 +382,13 @@ def _extract_numbers(value: object, numbers: list[int]) -> Any:
         return _Placeholder()
     if isinstance(value, (list, tuple)):
         return tuple([_extract_numbers(item, numbers) for item in value])
-    return value
+    if isinstance(value, float):
+        return "nan" if math.isnan(value) else float(value)  # one nan is not another's equal
+    return value if isinstance(value, _PLAIN) else type(value).__name__
+
+
+# What can be sent between processes and compared there; no rule reads anything else.
+_PLAIN = (bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def _restore_numbers(value: object, numbers: Iterator[int]) -> Any:

@@ -9,8 +9,8 @@ import torch
 
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.device.context import context_bytes_between, has_context, reserved_bytes
-from lightning_memguard.core.device.host import cgroup_memory, host_memory, rlimit_memory
-from lightning_memguard.core.device.memory_info import MemoryInfo, least_free, or_none
+from lightning_memguard.core.device.host import available_memory, host_memory
+from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
 from lightning_memguard.core.device.nvml import GpuFacts, gpu_facts_of, nvml_memory, with_index
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import format_bytes
@@ -74,8 +74,7 @@ def device_name(device: torch.device) -> str:
 def _memory(device: torch.device, held_bytes: int) -> MemoryInfo | None:
     """What the process may take in total, from the first source that answers."""
     if device.type == "cpu":
-        memories = (or_none(host_memory), or_none(cgroup_memory), or_none(rlimit_memory))
-        return _with_own(least_free(memories), held_bytes)
+        return _with_own(available_memory(), held_bytes)
     if device.type == "mps":
         return _with_own(or_none(_mps_memory), held_bytes)
     if device.type == "cuda":

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import psutil
 
-from lightning_memguard.core.device.memory_info import MemoryInfo, least_free
+from lightning_memguard.core.device.memory_info import MemoryInfo, least_free, or_none
 
 _NO_LIMIT_BYTES = 1 << 60  # control groups v1 write "no limit" as the largest multiple of a page below 2**63
+
+
+def available_memory() -> MemoryInfo | None:
+    """The least that the host, control groups and the process's own limits leave; None where none can be read."""
+    return least_free((or_none(host_memory), or_none(cgroup_memory), or_none(rlimit_memory)))
 
 
 def host_memory() -> MemoryInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -93,7 +93,9 @@ class Trace:
     """The events of a few consecutive training steps at one batch size.
 
     ``device`` is a torch device type such as ``"cpu"`` or ``"cuda"``. ``notes`` are assumptions in plain words.
-    ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule.
+    ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule. ``batch`` is the shapes and bytes
+    of the largest batch that the step was given, where it was noted. ``held_at`` is the place among the events at which
+    `holding` puts blocks.
     """
 
     batch_size: int
@@ -103,6 +105,8 @@ class Trace:
     notes: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     scratch_spans: tuple[ScratchSpan, ...] = ()
+    batch: tuple[Shapes, int] | None = None
+    held_at: int = 0
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
@@ -116,9 +120,19 @@ class Trace:
 
     def plus(self, parts: Mapping[str, int]) -> Trace:
         """The trace with a block for each part in front, of these bytes, that is never freed."""
+        return self._with_blocks(0, parts.items())
+
+    def holding(self, blocks: Iterable[tuple[str, int]]) -> Trace:
+        """The trace with blocks, by part and bytes, that the run has on its device throughout."""
+        return self._with_blocks(self.held_at, blocks)
+
+    def _with_blocks(self, place: int, blocks: Iterable[tuple[str, int]]) -> Trace:
         first = 1 + max((event.block for event in self.events), default=0)
-        blocks = (Event("alloc", block, parts[part], part, "setup") for block, part in enumerate(parts, first))
-        return replace(self, events=(*blocks, *self.events), kernels=(), scratch_spans=()) if parts else self
+        held = [Event("alloc", block, size, part, "setup") for block, (part, size) in enumerate(blocks, first)]
+        if not held:
+            return self
+        events = (*self.events[:place], *held, *self.events[place:])
+        return replace(self, events=events, kernels=(), scratch_spans=())
 
     def __len__(self) -> int:
         return len(self.events)

@@ -11,10 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import io
-import logging
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,11 +24,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memguard.core.capture.batch import Batches
+from lightning_memguard.core.capture.capture import CaptureFailedError, isolated
 from lightning_memguard.core.capture.fake import fake_copy, real_copy
 from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.capture.recorder import Recorder, call_with_overrides, watching
 from lightning_memguard.core.layers.layers import LayerTable, table_of
-from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks, ddp
 from lightning_memguard.training.adapter.lightning_types import is_a
@@ -65,19 +62,20 @@ class LightningProgram(LightningStep):
 
     def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
         """See `Program.inspect`; ``configure_model`` and ``setup`` may make parts of the module."""
+        try:
+            return isolated(lambda: self._inspect_copy(examine))
+        except CaptureFailedError:
+            return examine(self.module, "self")
+
+    def _inspect_copy(self, examine: Callable[[nn.Module, str], T]) -> T:
         found: list[T] = []
 
         def show(module_copy: nn.Module) -> None:
             found.append(examine(module_copy, "self"))
             raise StepsDone
 
-        with contextlib.suppress(Exception):
-            self.with_change(show).run_states(Recorder(self.device.type))
-        return found[0] if found else examine(self.module, "self")
-
-    def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
-        """Shapes and bytes of the batch that the step was given, else of what its loaders give."""
-        return self.seen.get(batch_size) or super().expected_batch(batch_size)
+        self.with_change(show).run_states(Recorder(self.device.type))
+        return found[0]
 
     def setting(self, name: str, value: str | int) -> str:
         """See `Program.setting`."""
@@ -101,13 +99,6 @@ class LightningProgram(LightningStep):
     def with_batches(self, batches: Batches) -> LightningProgram:
         """See `Program.with_batches`."""
         return replace(self, batches=batches, transferred=True)
-
-    def without_samples(self) -> LightningProgram:
-        """See `Program.without_samples`; what the batches looked like stays known."""
-        return replace(super().without_samples(), seen=self.seen)
-
-    def _with(self, **fields: Any) -> LightningProgram:
-        return replace(self, seen={}, **fields)
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `lightning_memguard.core.capture.program.Program`."""
@@ -156,7 +147,6 @@ class LightningProgram(LightningStep):
     ) -> Iterator[tuple[Shadow, LightningModule]]:
         """The shadow Trainer and the module's copy; nothing they do is seen outside. Ends at `StepsDone`."""
         with (
-            quiet(),
             no_collectives(),
             preserve_loader_classes(),
             tensors(fake=fake, gpu=self.gpu) as mode,
@@ -202,8 +192,9 @@ class LightningProgram(LightningStep):
         is_fit = self.stage == "fit"
         if is_fit or not self.setup_stage:  # a fit's own validation runs in its wrapper
             ddp.attach(self.strategy, model, recorder, is_fit=is_fit)
-        for part, nbytes in self.resident_blocks:
-            recorder.keep(nbytes, part)
+        if self.callback_bytes:
+            recorder.keep(self.callback_bytes, "callbacks")
+        recorder.mark_held()
         marker.averages += callbacks.averages(self.trainer.callbacks, self.device, model) if is_fit else []  # type: ignore[attr-defined]
         for average in marker.averages:
             recorder.label(average.tensors, "callbacks")
@@ -254,19 +245,6 @@ def _set_batch_size(module_copy: LightningModule, batch_size: int) -> None:
             module_copy.batch_size = batch_size  # type: ignore[assignment]
     if "batch_size" in getattr(module_copy, "hparams", {}):
         module_copy.hparams["batch_size"] = batch_size
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hide what a copy prints, warns or logs: the real run will repeat it."""
-    before = logging.root.manager.disable
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        logging.disable(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            logging.disable(before)
 
 
 def logging_step(trainer: Trainer) -> int:

@@ -11,20 +11,18 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
-import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memguard.core.capture.batch import Batches, batch_bytes, shapes_of, tensors_in
+from lightning_memguard.core.capture.batch import Batches, tensors_in
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.training.adapter import ddp
 from lightning_memguard.training.adapter.callbacks import Average
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
@@ -65,12 +63,11 @@ class LightningStep(Program):
         accumulate_grad_batches: micro-batches a step (default: the Trainer's).
         stage: what runs; all but ``"fit"`` without a backward pass.
         setup_stage: what the module's ``setup`` is passed (default: the same): a fit validates a module set up to fit.
-        resident_blocks: blocks, by part and bytes, that are on the device throughout and are not the module's.
+        callback_bytes: what other callbacks hold on the device throughout.
         strategy: the user's, where it makes several processes train together.
         transferred: whether the hooks around the transfer of batches have run already.
         precision: another precision than the Trainer's; empty to keep that one.
         changes: done to each copy before it is recorded and before it has optimizers.
-        seen: by batch size, the shapes and bytes of the batch that the step was given.
     """
 
     trainer: Trainer
@@ -83,12 +80,11 @@ class LightningStep(Program):
     gpu: Gpu | None = None
     stage: Stage = "fit"
     setup_stage: str = ""
-    resident_blocks: tuple[tuple[str, int], ...] = ()
+    callback_bytes: int = 0
     strategy: Strategy | None = None
     transferred: bool = False
     precision: str = ""
     changes: tuple[Change, ...] = ()
-    seen: dict[int, tuple[Shapes, int]] = field(default_factory=dict, compare=False)
 
     @property
     def trains(self) -> bool:
@@ -240,7 +236,7 @@ class PhaseMarkerMixin:
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if min(self.steps.values(), default=batch_idx) >= self.steps_recorded or batch_idx >= _MOST_BATCHES:
             raise StepsDone
-        self.note_batch(batch)
+        self.recorder.note_batch(batch)
         self.recorder.mark("forward", step=batch_idx)
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -289,7 +285,7 @@ class PhaseMarkerMixin:
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.note_batch(batch)
+        self.recorder.note_batch(batch)
         self.recorder.mark(_PHASES[self.program.stage], step=batch_idx)
         if dataloader_idx == 0:
             self.alive_bytes.append(self.recorder.alive_bytes)
@@ -317,12 +313,6 @@ class PhaseMarkerMixin:
             self.recorder.keep(-(-left // size) * rest, "activations")
 
     # -- both
-
-    def note_batch(self, batch: object) -> None:
-        self.recorder.label(tensors_in(batch), "batch")
-        seen = shapes_of(batch), batch_bytes(batch)
-        known = self.program.seen.get(self.batch_size, seen)
-        self.program.seen[self.batch_size] = max(seen, known, key=operator.itemgetter(1))
 
     def ends_before(self, index: int) -> bool:
         """Update averages between two batches; True if the loader ends here, because what its batches leave adds up."""

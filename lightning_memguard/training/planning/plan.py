@@ -11,6 +11,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 
+from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import without_memory
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, decide
@@ -19,7 +20,6 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError
 from lightning_memguard.training.adapter import sharded
-from lightning_memguard.training.adapter.program import quiet
 from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.training.planning.subject import Subject, lightning_program, program_of
 from lightning_memguard.training.planning.target import target_and_budget, target_of
@@ -87,8 +87,7 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
     started = time.monotonic()
     limits = limits or Limits()
     prediction, budget = predict_on(subject, device, limits)
-    with quiet():
-        proven = prediction.proven_at(subject.batch_size)
+    proven = prediction.proven_at(subject.batch_size)
     if proven is not prediction:
         # A single sample differs from how other sizes grow: tensors of length 1 need no copies to be contiguous. Other
         # sizes still come from the growth, which is proven where it is used.
@@ -108,8 +107,7 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
     largest, too_large = None, None
     if not reason:
         try:
-            with quiet():
-                largest, _ = largest_that_runs(prediction, budget, request)
+            largest, _ = largest_that_runs(prediction, budget, request)
         except DoesNotFitError as error:
             reason, too_large = str(error), error.with_traceback(None)  # which would hold on to the search
     seconds = time.monotonic() - started
@@ -126,9 +124,8 @@ def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> t
     settings, context = AllocatorSettings.for_device(target.device.type, os.environ), target.context_bytes
     shards = sharded.shards_of(subject.strategy, subject.ranks)
     scalable = not (shards or subject.fixed_because)
-    with quiet():
-        program = program_of(subject, target)
-        prediction = predict(program, subject.batch_size, settings, context_bytes=context, scalable=scalable)
+    program = program_of(subject, target)
+    prediction = predict(program, subject.batch_size, settings, context_bytes=context, scalable=scalable)
     if prediction.method == "states":
         states = prediction.footprint_at(subject.batch_size).peak_allocated_bytes
         raise CannotTraceError(
@@ -147,15 +144,16 @@ def layers_on(subject: Subject, device: str) -> LayerTable:
         CannotTraceError: the model cannot be run on a copy.
     """
     target, size = target_of(device), subject.batch_size
-    with quiet():
-        if not subject.runs_in_lightning:
-            batch = without_memory(subject.batches, size)
-            return layer_table(subject.model, batch, batch_size=size, step=subject.step, gpu=target.gpu)
-        program = lightning_program(subject, target)
-        try:
-            return program.layer_table(size)
-        except Exception as error:
-            raise CannotTraceError(
-                f"The layers of {type(subject.model).__name__} are not known, as a copy of its step did not run on "
-                f"fake tensors ({type(error).__name__}: {str(error).strip()[:200]}). The batch: {subject.shapes}."
-            ) from error
+    if not subject.runs_in_lightning:
+        batch = without_memory(subject.batches, size)
+        return isolated(
+            lambda: layer_table(subject.model, batch, batch_size=size, step=subject.step, gpu=target.gpu)
+        )
+    program = lightning_program(subject, target)
+    try:
+        return isolated(lambda: program.layer_table(size))
+    except CaptureFailedError as error:
+        raise CannotTraceError(
+            f"The layers of {type(subject.model).__name__} are not known, as a copy of its step did not run on "
+            f"fake tensors ({error}). The batch: {subject.shapes}."
+        ) from error

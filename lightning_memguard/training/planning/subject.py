@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, batches_from_one, tensors_in
+from lightning_memguard.core.capture.capture import quiet
 from lightning_memguard.core.capture.fake_cuda import simulated_cuda
 from lightning_memguard.core.capture.program import LoopProgram, Program, check_precision, without_memory
 from lightning_memguard.core.decision.decision import check_count
@@ -20,7 +21,7 @@ from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter import sharded
 from lightning_memguard.training.adapter.lightning_types import lightning_of
 from lightning_memguard.training.adapter.loader_access import set_data_source
-from lightning_memguard.training.adapter.program import LightningProgram, quiet
+from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.adapter.run_facts import read_run_facts
 from lightning_memguard.training.data.loaders import LoaderInfo, find
 from lightning_memguard.training.data.samples import sample

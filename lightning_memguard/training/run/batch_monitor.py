@@ -29,7 +29,7 @@ class BatchWatch:
         self.profile = profile
         self.prediction = prediction
         self.batch_size = batch_size
-        self.predicted_shapes, self.limit_bytes = prediction.program.expected_batch(batch_size)
+        self.predicted_shapes, self.limit_bytes = prediction.expected_batch(batch_size)
         self.shapes: Shapes = ()
         self._quick_bytes = -1
 

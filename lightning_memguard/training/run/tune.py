@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.fake_cuda import gpu_of
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.recorder import part_bytes
@@ -133,20 +134,19 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
     try:
         facts = attempt(lambda: read_run_facts(trainer, stage)).unwrap()
         ranks = Ranks.of(facts)
-        profile = ranks.agree(attempt(lambda: _profile_run(trainer, module, settings, facts)))
-        profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, profile.held_bytes))
-        free = all(ranks.gather(profile.request.free_to_choose))
-        profile = replace(profile, request=replace(profile.request, free_to_choose=free))
-        try:
-            decision, profile = choose(profile, ranks, settings)
-        except DoesNotFitError as error:
-            raise _with_advice(error, profile) from None
+        with ExitStack() as captures:
+            profile = ranks.agree(attempt(lambda: _profile_run(trainer, module, settings, facts, captures)))
+            profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, profile.held_bytes))
+            free = all(ranks.gather(profile.request.free_to_choose))
+            profile = replace(profile, request=replace(profile.request, free_to_choose=free))
+            try:
+                decision, profile = choose(profile, ranks, settings)
+            except DoesNotFitError as error:
+                raise _with_advice(error, profile) from None
         return Tuning(decision, facts.role, _without_samples(profile), ranks)
     except CannotTraceError as error:
         accumulate = trainer.accumulate_grad_batches
         return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", str(error)), ROLES[stage])
-    finally:
-        gc.collect()  # captures leave cycles, which would take memory while it trains
 
 
 def _without_samples(profile: RunProfile) -> RunProfile:
@@ -211,8 +211,10 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
 # -- what is known of a run
 
 
-def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> RunProfile:
-    """Look at the data, draw samples, capture the steps, read the budget."""
+def _profile_run(
+    trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts, captures: ExitStack
+) -> RunProfile:
+    """Look at the data, draw samples, read the budget, capture the steps; ``captures`` holds what captures them."""
     is_fit, device, loader_info = facts.stage == "fit", facts.device, find(facts, facts.role)
     samples = sample(loader_info)
     size = loader_info.batch_size or samples.batches[0].small_size
@@ -228,20 +230,24 @@ def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSetti
         accumulate_grad_batches=2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts),
         gpu=gpu_of(device),
         stage=facts.stage,
-        resident_blocks=(("callbacks", callback_bytes),),
+        callback_bytes=callback_bytes,
         strategy=facts.strategy,
     )
+    budget, held = _budget(module, facts, settings)
+    validation_info, evaluation = Attempt[LoaderInfo](), Attempt[_Evaluation]()
+    if is_fit and facts.validates:
+        validation_info = attempt(lambda: find(facts, "val"))
+        evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), program))
+    side_by_side = captures.enter_context(Captures(program, *([evaluation.value.program] if evaluation.value else [])))
+    if evaluation.value:
+        side_by_side.start(evaluation.value.program, evaluation.value.batch_size, "fake")
     shards = sharded.shards_of(facts.strategy, facts.world_size)
     fixed = loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
     prediction = predict(program, size, AllocatorSettings.for_device(device.type, os.environ), scalable=not fixed)
     if shards:
         prediction = sharded.divide_by_rank(prediction, shards)
     fixed = fixed or ("" if prediction.scalable else "the memory of other batch sizes is not known")
-    validation_info, attempted = Attempt[LoaderInfo](), Attempt[ValidationRun]()
-    if is_fit and facts.validates:
-        validation_info = attempt(lambda: find(facts, "val"))
-        attempted = attempt(lambda: _validation(validation_info.unwrap(), facts, program, prediction))
-    budget, held = _budget(module, facts, settings)
+    attempted = attempt(lambda: _validation(evaluation.unwrap(), facts, prediction)) if evaluation.value else evaluation
     # after the budget, which counts an open context as ours: measuring it opens it
     context, validation = context_bytes(device), attempted.value
     notes = (f"validation was not predicted: {attempted.reason}",) if attempted.reason else ()
@@ -264,7 +270,6 @@ def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSetti
 
 def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:
     """What the device offers, and what of this training is there already: predicted as needed, it counts as free."""
-    gc.collect()  # what predicting has loaded and left behind is gone before memory is read
     held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, facts.device.type)["model"]
     held += callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
     margin, given = settings.margin, settings.budget_bytes
@@ -275,21 +280,40 @@ def _batches_per_epoch(loader_info: LoaderInfo) -> Callable[[int], int | None] |
     return loader_info.batches if loader_info.dataset_size is not None else None
 
 
-def _validation(info: LoaderInfo, facts: RunFacts, program: LightningProgram, training: Prediction) -> ValidationRun:
-    """Predict the fit's validation, next to everything that training keeps."""
+@dataclass(frozen=True)
+class _Evaluation:
+    """What a fit's validation runs."""
+
+    info: LoaderInfo
+    program: LightningProgram
+    batch_size: int
+
+
+def _evaluation(info: LoaderInfo, training: LightningProgram) -> _Evaluation:
     batches = sample(info).batches
-    size = info.batch_size or batches[0].small_size
-    gradients = callbacks.validates_mid_step(facts, program.accumulate_grad_batches or 1)
     program = replace(
-        program,
+        training,
         batches=batches,
         batches_per_epoch=_batches_per_epoch(info),
         stage="validate",
         setup_stage="fit",
-        resident_blocks=tuple(_alive_between_steps(next(iter(training.traces.values())), gradients=gradients)),
+        callback_bytes=0,
     )
+    return _Evaluation(info, program, info.batch_size or batches[0].small_size)
+
+
+def _validation(evaluation: _Evaluation, facts: RunFacts, training: Prediction) -> ValidationRun:
+    """Predict the fit's validation, next to everything that training keeps."""
+    program, size, share = evaluation.program, evaluation.batch_size, training.share
+    gradients = callbacks.validates_mid_step(facts, program.accumulate_grad_batches or 1)
+    kept = tuple(_alive_between_steps(next(iter(training.traces.values())), gradients=gradients))
     prediction = predict(program, size, training.settings, scalable=False)
-    return ValidationRun(info, replace(prediction, share=training.share), size)
+    next_to_it = replace(prediction, share=lambda trace: (share or _unshared)(trace.holding(kept)))
+    return ValidationRun(evaluation.info, next_to_it, size)
+
+
+def _unshared(trace: Trace) -> Trace:
+    return trace
 
 
 def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:

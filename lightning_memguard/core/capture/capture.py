@@ -1,0 +1,204 @@
+"""One run of a program under a recorder -> its trace, captured in a forked child; several at the same time.
+
+Where a child cannot answer, the step runs in this process, which is then put back as it was, as far as that can be done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from lightning_memguard.core.capture.fake import ValueNeededError
+from lightning_memguard.core.capture.program import Program, device_to_run_on
+from lightning_memguard.core.capture.recorder import Recorder, line_behind
+from lightning_memguard.core.isolation.pool import Answer, Pool, can_fork, in_child
+from lightning_memguard.core.trace.trace import Method, Trace
+from lightning_memguard.errors import CannotTraceError
+
+T = TypeVar("T")
+
+_VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
+# What CUDA and autograd say in a child whose parent used them.
+_NOT_AFTER_A_FORK = ("in forked subprocess", "fork-based multiprocessing", "initialization error")
+_Task = tuple[int, int, Method]  # the program's place, the batch size, the way
+
+
+class CaptureFailedError(CannotTraceError):
+    """The step raised, or ended the process it ran in.
+
+    ``value_needed`` tells that it needed a value that fake tensors lack.
+    """
+
+    def __init__(self, reason: str, *, value_needed: bool = False) -> None:
+        super().__init__(reason)
+        self.value_needed = value_needed
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """What a piece of work raised, as a value that can be sent."""
+
+    reason: str
+    value_needed: bool = False
+
+    @classmethod
+    def from_error(cls, error: BaseException) -> _Raised:
+        lines = str(error).strip().splitlines() or ["no message"]
+        place = line_behind(error)
+        where = f", at {place}" if place else ""
+        return cls(f"{type(error).__name__}: {lines[0][:200]}{where}", _needs_value(error))
+
+
+def _needs_value(error: BaseException | None) -> bool:
+    """Whether a value that fake tensors lack is behind an error, however the user's code wrapped it."""
+    while error is not None:
+        if isinstance(error, _VALUE_NEEDED):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class Captures:
+    """Captures of some programs, side by side in children that stay until this is closed.
+
+    Inside the ``with`` block, `capture` finds its programs here.
+    """
+
+    def __init__(self, *programs: Program) -> None:
+        self._programs = list(programs)
+        threads = torch.get_num_threads()
+        self._pool = Pool[_Task, "Trace | _Raised"](lambda task: self._run(threads, *task))
+
+    def _run(self, threads: int, place: int, batch_size: int, method: Method) -> Trace | _Raised:
+        return _attempt(lambda: capture_here(self._programs[place], batch_size, method, threads))
+
+    def start(self, program: Program, batch_size: int, method: Method) -> None:
+        """Begin with a capture that will be asked for."""
+        if can_fork() and not in_child():
+            self._pool.start((self.place_of(program), batch_size, method))
+
+    def place_of(self, program: Program) -> int:
+        """Its place among the programs; -1 where it is none of them."""
+        return next((place for place, each in enumerate(self._programs) if each is program), -1)
+
+    def answer(self, program: Program, batch_size: int, method: Method) -> Answer[Trace | _Raised]:
+        """Wait for a capture."""
+        return self._pool.result((self.place_of(program), batch_size, method))
+
+    def __enter__(self) -> Captures:
+        _open.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _open.remove(self)
+        self._pool.close()
+
+
+_open: list[Captures] = []
+
+
+def captures_of(program: Program) -> contextlib.AbstractContextManager[Captures]:
+    """The captures that are open for a program; else new ones, which are closed at the end."""
+    known = next((each for each in _open if each.place_of(program) >= 0), None)
+    return contextlib.nullcontext(known) if known else Captures(program)
+
+
+def capture(program: Program, batch_size: int, method: Method) -> Trace:
+    """Run the program once under a recorder.
+
+    Raises:
+        CaptureFailedError: the user's code raised, or needs what cannot be known, or ended the process.
+    """
+    if in_child():
+        return _value(_attempt(lambda: capture_here(program, batch_size, method)))
+    with captures_of(program) as captures:
+        return _unless_lost(
+            lambda: captures.answer(program, batch_size, method),
+            lambda: capture_here(program, batch_size, method),
+            lambda trace, note: replace(trace, notes=(*trace.notes, note)),
+        )
+
+
+def isolated(work: Callable[[], T]) -> T:
+    """Do something that runs the user's code, in a child; its result is sent from there.
+
+    Raises:
+        CaptureFailedError: it raised, or ended the process.
+    """
+    if in_child():
+        return _value(_attempt(work))
+    with Pool[int, "T | _Raised"](lambda _: _attempt(work), most=1) as pool:
+        return _unless_lost(lambda: pool.result(0), work, lambda result, _: result)
+
+
+def _attempt(work: Callable[[], T]) -> T | _Raised:
+    if in_child():
+        torch.set_num_threads(1)  # the others did not come along, and would be waited for
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        return _Raised.from_error(error)
+
+
+def _value(result: T | _Raised) -> T:
+    if isinstance(result, _Raised):
+        raise CaptureFailedError(result.reason, value_needed=result.value_needed)
+    return result
+
+
+def _unless_lost(
+    ask: Callable[[], Answer[T | _Raised]], work: Callable[[], T], with_note: Callable[[T, str], T]
+) -> T:
+    """What a child answers; where none can, what the same work gives in this process, with a note that says so."""
+    answer = ask() if can_fork() else Answer[T | _Raised](lost="this system cannot fork", here=True)
+    lost, here, result = answer.lost, answer.here, answer.value
+    if isinstance(result, _Raised) and any(text in result.reason for text in _NOT_AFTER_A_FORK):
+        lost, here = result.reason, True
+    if lost and here:
+        with quiet():
+            return with_note(_value(_attempt(work)), f"the step was captured in this process, not in a child: {lost}")
+    if lost:
+        raise CaptureFailedError(lost)
+    return _value(result)  # type: ignore[arg-type]  # an answer that is not lost has a value
+
+
+def capture_here(program: Program, batch_size: int, method: Method, threads: int | None = None) -> Trace:
+    """The same in this process; ``threads`` are those that the training will have.
+
+    Raises:
+        CannotTraceError: the recorder saw something whose size depends on values.
+        Exception: whatever the user's own code raised.
+    """
+    kernel_target = program.gpu.kernel_target if program.gpu else None
+    where = device_to_run_on(program, fake=method != "real")
+    recorder = Recorder(where.type, worst_case=method == "worst-case", kernel_target=kernel_target, threads=threads)
+    if method == "states":
+        program.run_states(recorder)
+    else:
+        program.run(recorder, batch_size, fake=method != "real")
+    trace = recorder.trace(batch_size, method)
+    if where.type == program.device.type:
+        return trace
+    note = f"the step ran on the {where.type.upper()}, whose kernels may keep other tensors than the GPU's"
+    return replace(trace, device=program.device.type, notes=(*trace.notes, note))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what a copy prints, warns or logs: the real run will repeat it."""
+    before = logging.root.manager.disable
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(before)

@@ -1,0 +1,190 @@
+"""The first thing a forked child does: cut itself off, so that nothing it does reaches a file or another process.
+
+What it does in memory ends with it anyway. Here go the rest: descriptors that it shares with its parent, memory that
+both have mapped, files and processes that it might name.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import gc
+import io
+import logging
+import os
+import resource
+import signal
+import stat
+import struct
+import sys
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+_LINUX = sys.platform.startswith("linux")
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_MOST_COPIED = 64 << 20  # bytes of shared memory that are worth a copy
+_MEMORY_DEVICES = 1  # the major number of /dev/null, /dev/zero, /dev/urandom (man 4 null)
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38  # linux/prctl.h
+_NAMED = """
+    chmod chown fchmod fchown ftruncate kill killpg lchown link mkdir mkfifo mknod remove rename replace rmdir symlink
+    truncate unlink utime
+""".split()  # noqa: SIM905 - the formatter would put each name on a line of its own
+
+
+def cut_off(parent: int, keep: Collection[int], memory_bytes: int | None) -> None:
+    """Leave nothing that what runs next could change outside of this process.
+
+    Args:
+        parent: the process that forked this one, and whose end is its end.
+        keep: descriptors that stay as they are.
+        memory_bytes: what it may take on top of what it has; None for no limit.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the parent, which ends this process
+    gc.freeze()  # the parent's objects are not searched for garbage, which would copy them
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    if _LINUX:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+        _unshare_memory()
+    _limit(memory_bytes)
+    _replace_descriptors(keep)
+    _divert_writes()
+    if _LINUX:
+        _forbid_writes()
+
+
+def _limit(memory_bytes: int | None) -> None:
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0}
+    if memory_bytes is not None and _LINUX:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + memory_bytes
+    for kind, most in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+# -- descriptors
+
+
+def _replace_descriptors(keep: Collection[int]) -> None:
+    """Files open for reading are opened again, with an offset of their own; all else that could be written is not."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd" if _LINUX else "/dev/fd"):
+        descriptor = int(name)
+        if descriptor not in keep and descriptor != null:
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
+                _replace(descriptor, null)
+    sys.stdout = sys.__stdout__ = open(os.devnull, "w")  # noqa: SIM115 - a notebook's would go another way
+    sys.stderr = sys.__stderr__ = sys.stdout
+
+
+def _replace(descriptor: int, null: int) -> None:
+    import fcntl
+
+    status = os.fstat(descriptor)
+    reads = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    if stat.S_ISDIR(status.st_mode) or (stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) == _MEMORY_DEVICES):
+        return
+    if reads and stat.S_ISREG(status.st_mode):
+        with contextlib.suppress(OSError):
+            again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+            os.lseek(again, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+            os.dup2(again, descriptor)
+            os.close(again)
+            return
+    os.dup2(null, descriptor)
+
+
+# -- memory that is mapped here and in other processes
+
+
+def _unshare_memory() -> None:
+    """Make shared memory private: a copy of what is small; what is large can only be read."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, access, _, _, _, *path = line.split(maxsplit=5)
+        name = path[0] if path else ""
+        device = name.startswith(("/dev/", "anon_inode:")) and not name.startswith(("/dev/shm", "/dev/zero"))
+        if access.startswith("rw") and access.endswith("s") and not device:
+            start, end = (int(part, 16) for part in place.split("-"))
+            _unshare(start, end - start)
+
+
+def _unshare(start: int, nbytes: int) -> None:
+    import mmap
+
+    libc = _libc()
+    if nbytes > _MOST_COPIED:
+        libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.PROT_READ)
+        return
+    content = ctypes.string_at(start, nbytes)
+    fixed, access = 0x10, mmap.PROT_READ | mmap.PROT_WRITE  # MAP_FIXED in linux/mman.h
+    flags = fixed | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    libc.mmap.restype = ctypes.c_void_p
+    placed = libc.mmap(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), access, flags, -1, ctypes.c_long(0))
+    if placed == start:
+        ctypes.memmove(start, content, nbytes)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+# -- files and processes, by name
+
+
+def _divert_writes() -> None:
+    """What Python opens for writing is the null device; what it would make, move, remove or signal stays as it is."""
+    open_file, open_descriptor = io.open, os.open
+
+    def open_(file: Any, mode: str = "r", *args: Any, opener: Any = None, **kwargs: Any) -> Any:
+        if isinstance(file, int) or not {*mode} & {*"wax+"}:
+            return open_file(file, mode, *args, opener=opener, **kwargs)
+        return open_file(os.devnull, mode.replace("x", "w"), *args, **kwargs)
+
+    def os_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        return open_descriptor(os.devnull, os.O_RDWR) if flags & _WRITES else open_descriptor(path, flags, *args, **kwargs)
+
+    builtins.open = io.open = open_
+    os.open = os_open
+    for name in _NAMED:
+        if hasattr(os, name):
+            setattr(os, name, lambda *_, **__: None)
+
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's system calls, alike on all architectures
+_WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
+_CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # removing and making files of any kind
+_BIND_AND_CONNECT, _SCOPES = 3, 3  # TCP; abstract sockets and signals to processes outside
+
+
+def _forbid_writes() -> None:
+    """Have the kernel refuse what code in C would write, make, connect to or signal, where it has Landlock.
+
+    See docs.kernel.org/userspace-api/landlock.html. An older kernel refuses less; `RLIMIT_FSIZE` then keeps files
+    from growing.
+    """
+    libc = _libc()
+    version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    if version < 1:
+        return
+    changes = _CHANGES | (_TRUNCATE if version >= 3 else 0)
+    wanted = struct.pack("QQQ", changes, _BIND_AND_CONNECT, _SCOPES)[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = libc.syscall(_CREATE_RULESET, wanted, ctypes.c_size_t(len(wanted)), 0)
+    if ruleset < 0:
+        return
+    null = os.open(os.devnull, os.O_RDWR)
+    allowed = struct.pack("=Qi", changes & (_WRITE_FILE | _TRUNCATE), null)
+    libc.syscall(_ADD_RULE, ruleset, 1, allowed, 0)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.syscall(_RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)

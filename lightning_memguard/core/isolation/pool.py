@@ -1,0 +1,279 @@
+"""Children that work side by side: each is asked for values, one after the other, and answers with them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import select
+import signal
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import psutil
+
+from lightning_memguard.core.device.host import available_memory
+from lightning_memguard.core.isolation.child import cut_off
+
+Request = TypeVar("Request", bound=Hashable)
+Value = TypeVar("Value")
+
+MOST_SECONDS = 300.0  # for one request
+SILENT_SECONDS = 30.0  # without a sign of life: no operator that a step calls takes so long
+BLOCKED_SECONDS = 10.0  # the same, and without using the processor
+_BEAT_SECONDS = 1.0
+_POLL_SECONDS = 0.2
+_BEAT, _ANSWER = b"\0", b"\1"
+_LENGTH = 8  # bytes of the number in front of what is sent
+
+
+@dataclass(frozen=True)
+class Answer(Generic[Value]):
+    """What a child answered: a value, or why there is none.
+
+    ``here`` tells that the same may be tried in this process: what failed was the child, not what ran in it.
+    """
+
+    value: Value | None = None
+    lost: str = ""
+    here: bool = False
+
+
+class Pool(Generic[Request, Value]):
+    """Forked children that call a function of one argument; nothing else that it does reaches this process.
+
+    A child is forked when it is first needed, and the function sees this process as it was then. Close the pool to end
+    them.
+
+    Args:
+        handle: the function; what it is given and returns is pickled.
+        most: how many children work at the same time (default: one for each processor).
+    """
+
+    def __init__(self, handle: Callable[[Request], Value], most: int | None = None) -> None:
+        self._handle = handle
+        self._most = most or _processors()
+        self._children: list[_Child] = []
+        self._waiting: deque[Request] = deque()
+        self._answers: dict[Request, Answer[Value]] = {}
+
+    def start(self, *requests: Request) -> None:
+        """Have these worked on as soon as a child is free."""
+        working = [child.request for child in self._children]
+        self._waiting += (each for each in requests if each not in (*self._waiting, *working, *self._answers))
+        self._hand_out()
+
+    def result(self, request: Request) -> Answer[Value]:
+        """Wait for the answer to a request, which need not have been started."""
+        self.start(request)
+        while request not in self._answers:
+            self._wait()
+        return self._answers.pop(request)
+
+    def close(self) -> None:
+        """End the children, whatever they do."""
+        self._waiting.clear()
+        for child in self._children:
+            child.end()
+        self._children.clear()
+
+    def __enter__(self) -> Pool[Request, Value]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _hand_out(self) -> None:
+        while self._waiting:
+            child = next((child for child in self._children if child.request is None), None)
+            if child is None and len(self._children) < self._most:
+                child = self._fork()
+            if child is None:
+                return
+            child.ask(self._waiting.popleft())
+
+    def _fork(self) -> _Child | None:
+        try:
+            free = available_memory()
+            child = _Child(cast("Callable[[Any], Any]", self._handle), free and free.free_bytes // self._most)
+        except OSError as error:
+            if not self._children:
+                lost = Answer[Value](lost=f"no process could be forked ({error})", here=True)
+                self._answers |= dict.fromkeys(self._waiting, lost)
+                self._waiting.clear()
+            return None
+        self._children.append(child)
+        return child
+
+    def _wait(self) -> None:
+        busy = {child.answers: child for child in self._children if child.request is not None}
+        poll = select.poll()
+        for descriptor in busy:
+            poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(_POLL_SECONDS * 1000)}
+        for descriptor, child in busy.items():
+            answer = child.read() if descriptor in ready else child.overdue()
+            if answer is not None:
+                self._answers[cast("Request", child.request)] = answer
+                child.request = None
+                if answer.lost:
+                    child.end()
+                    self._children.remove(child)
+        self._hand_out()
+
+
+class _Child:
+    """One child, seen from its parent. ``request`` is what it works on; None where it waits for one."""
+
+    def __init__(self, handle: Callable[[Any], Any], memory_bytes: int | None) -> None:
+        parent, state = os.getpid(), random.getstate()
+        asked, self._requests = os.pipe()
+        self.answers, answers = os.pipe()
+        self.request: Any = None
+        self._received = bytearray()
+        try:
+            self._process = _fork()
+        except OSError:
+            for descriptor in (asked, answers, self._requests, self.answers):
+                os.close(descriptor)
+            raise
+        if not self._process:
+            try:
+                cut_off(parent, (asked, answers), memory_bytes)
+                random.setstate(state)  # which Python sets anew after a fork
+                _serve(handle, asked, answers)
+            finally:
+                os._exit(1)
+        os.close(asked)
+        os.close(answers)
+        self._started = self._heard = time.monotonic()
+        self._used = 0.0  # seconds of processor time when it was heard last
+
+    def ask(self, request: Any) -> None:
+        """Have it work on a request."""
+        self.request = request
+        self._started = self._heard = time.monotonic()
+        try:
+            _send(self._requests, b"", request)
+        except BrokenPipeError:
+            pass  # it has died, which `read` will find
+
+    def read(self) -> Answer[Any] | None:
+        """Read what it sent; its answer, once that is complete."""
+        data = os.read(self.answers, 1 << 20)
+        if not data:
+            return Answer(lost=_ending(os.waitpid(self._process, 0)[1]))
+        self._heard, self._used = time.monotonic(), self._processor_seconds()
+        self._received += data
+        sent = self._received.lstrip(_BEAT)
+        start = len(_ANSWER) + _LENGTH
+        if len(sent) < start or len(sent) < start + int.from_bytes(sent[1:start], "big"):
+            return None
+        self._received.clear()
+        return cast("Answer[Any]", pickle.loads(sent[start:]))
+
+    def overdue(self) -> Answer[Any] | None:
+        """Why no more is to be expected of it; None while it may still answer."""
+        now = time.monotonic()
+        silent = now - self._heard
+        if now - self._started > MOST_SECONDS:
+            return Answer(lost=f"it had not ended after {MOST_SECONDS:.0f} s")
+        if silent > SILENT_SECONDS:
+            return Answer(lost=f"it went on for {SILENT_SECONDS:.0f} s without calling an operator of torch")
+        if silent > BLOCKED_SECONDS and self._processor_seconds() - self._used < 0.01 * silent:
+            return Answer(lost=f"it waited {BLOCKED_SECONDS:.0f} s for something that never came", here=True)
+        return None
+
+    def _processor_seconds(self) -> float:
+        try:
+            times = psutil.Process(self._process).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
+
+    def end(self) -> None:
+        """End it, whatever it does."""
+        os.close(self._requests)
+        os.close(self.answers)
+        try:
+            os.kill(self._process, signal.SIGKILL)
+            os.waitpid(self._process, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+
+
+def _fork() -> int:
+    if sys.version_info < (3, 12):
+        return os.fork()
+    with warnings.catch_warnings():  # of other threads: what they hold, the child cannot wait for, and it is given up
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _ending(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"it was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"it ended the process (exit code {os.WEXITSTATUS(status)})"
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# -- in the child
+
+_beats_to = -1  # the descriptor; -1 in a process that is nobody's child
+_next_beat = 0.0
+
+
+def can_fork() -> bool:
+    """Whether this system can fork; Windows cannot."""
+    return hasattr(os, "fork")
+
+
+def in_child() -> bool:
+    """Whether this process is a child of a pool."""
+    return _beats_to >= 0
+
+
+def beat() -> None:
+    """Give a sign of life, where this is a child of a pool."""
+    global _next_beat  # noqa: PLW0603
+    if _beats_to >= 0 and time.monotonic() > _next_beat:
+        _next_beat = time.monotonic() + _BEAT_SECONDS
+        os.write(_beats_to, _BEAT)
+
+
+def _serve(handle: Callable[[Any], Any], requests: int, answers: int) -> None:
+    global _beats_to  # noqa: PLW0603
+    _beats_to = answers
+    while True:
+        length = int.from_bytes(_read(requests, _LENGTH), "big")
+        request = pickle.loads(_read(requests, length))
+        try:
+            answer = Answer(handle(request))
+        except BaseException as error:  # noqa: BLE001 - whatever it was ends here
+            answer = Answer(lost=f"{type(error).__name__}: {error}")
+        _send(answers, _ANSWER, answer)
+
+
+def _send(descriptor: int, kind: bytes, value: object) -> None:
+    content = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    left = memoryview(kind + len(content).to_bytes(_LENGTH, "big") + content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _read(descriptor: int, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = os.read(descriptor, count - len(data))
+        if not more:
+            os._exit(0)
+        data += more
+    return data
