@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Record what an operator allocated: scratch, results, and scratch next to the results."""
-        name = str(func)
+        name = sys.intern(str(func))
         results = list(_tensors(out))
         if isinstance(self._on, CudaTarget) and table.takes_cublas(name):
             self._open_cublas(name, self._on)
@@ -284,7 +284,7 @@ class Recorder(TorchDispatchMode):
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__") != _END_OF_THE_STEP:
             if _is_the_models(frame):
-                return f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}"
+                return sys.intern(f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}")
             frame = frame.f_back
         return ""
 

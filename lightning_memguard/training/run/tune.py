@@ -161,7 +161,7 @@ def _with_shapes_alone(prediction: Prediction) -> Prediction:
     if prediction.growth is None or prediction.method == "real":  # another size may still have to be run
         return prediction
     program = attempt(prediction.program.without_samples).value  # None for a kind of tensor without a meta copy
-    return replace(prediction, program=program) if program else prediction
+    return replace(prediction, program=program or prediction.program, traces={})  # which the growth reproduces
 
 
 def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError:
