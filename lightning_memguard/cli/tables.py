@@ -86,8 +86,8 @@ def _largest_words(plan: Plan, advice: Sequence[Advice]) -> str:
         return f"{'No batch size fits' if error else 'Largest batch size unknown'}: {why.rstrip('.')}."
     reasons = {
         "memory": "Larger sizes do not fit",
-        "dataset": "Limited by the size of the dataset; memory would allow more",
-        "max_batch_size": "Larger sizes were not considered; memory would allow more",
+        "dataset": "Limited by the size of the dataset, not by memory",
+        "max_batch_size": "Larger sizes were not considered; memory is not the limit",
     }
     why = reasons.get(plan.largest.limited_by, plan.largest.limited_by)
     return f"Largest batch size: {plan.largest.batch_size}, which needs {peak_range(plan.largest.footprint)}. {why}."

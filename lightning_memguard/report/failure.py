@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.decision.decision import Budget, Verdict, verdict
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Shapes
@@ -24,19 +24,24 @@ class Larger:
     budget: Budget
 
     @property
-    def fits(self) -> bool:
+    def verdict(self) -> Verdict:
         """Whether it fits nevertheless."""
-        return self.footprint.most_device_bytes <= self.budget.usable_bytes
+        return verdict(self.footprint, self.budget)
 
 
 def announcement(larger: Larger, role: str, batch_idx: int) -> str:
     """Say what a batch that is larger than predicted needs, and whether it fits."""
     need, budget = larger.footprint.most_device_bytes, larger.budget
+    least = "at least " if larger.footprint.is_partial else ""
     kind = "Training" if role == "train" else "Evaluation"
-    fits = "It fits" if larger.fits else "It may run out of memory: lower the batch size or truncate long samples"
+    fits = {
+        "fits": "It fits",
+        "unknown": "Whether it fits is unknown, as its activations are",
+        "does not fit": "It may run out of memory: lower the batch size or truncate long samples",
+    }[larger.verdict]
     return (
         f"{kind} batch {batch_idx} has {_listed(larger.shapes)}, larger than the {_listed(larger.predicted_shapes)} "
-        f"of the prediction. It is predicted to need {format_bytes(need)}; {budget.device} offers "
+        f"of the prediction. It is predicted to need {least}{format_bytes(need)}; {budget.device} offers "
         f"{format_bytes(budget.usable_bytes)} after the margin. {fits}."
     )
 
@@ -66,8 +71,8 @@ class Failure:
 
 def note(failure: Failure) -> str:
     """Predicted versus measured, what else is on the device, which batch it was, and what would have fit."""
-    assumed = [f"The prediction assumed: {text}." for text in failure.predicted.notes]
-    return "\n".join([_predicted(failure), _room(failure), _batch(failure), *assumed, _advice(failure)])
+    notes = [f"Note on the prediction: {text}." for text in failure.predicted.notes]
+    return "\n".join([_predicted(failure), _room(failure), _batch(failure), *notes, _advice(failure)])
 
 
 def _predicted(failure: Failure) -> str:
@@ -77,6 +82,8 @@ def _predicted(failure: Failure) -> str:
     so_far = "the peak up to this error could not be measured"
     if measured is not None and measured.peak_bytes:
         so_far = f"the measured peak up to this error is {format_bytes(measured.peak_bytes)} ({measured.source})"
+    if predicted.is_partial:
+        return f"MemGuard predicted {peak} without activations, which are unknown; {so_far}."
     return (
         f"MemGuard predicted a peak of {peak}{at_most} in the {peak_words(predicted)} at batch size "
         f"{predicted.batch_size}; {so_far}."
@@ -111,6 +118,8 @@ def _listed(shapes: Shapes) -> str:
 
 def _advice(failure: Failure) -> str:
     size = failure.would_fit
+    if failure.predicted.is_partial:
+        return "Which batch size would have fit is unknown: try a smaller one."
     if size is None:
         remedies = "bf16-mixed precision, activation checkpointing, or a smaller model"
         return f"Not even one sample would have fit: use {remedies}."

@@ -102,7 +102,8 @@ def picture_of_setup(decision: Decision) -> Picture | None:
 def picture_of_epoch(record: EpochRecord) -> Picture:
     """Predicted versus measured."""
     footprint, measured = record.predicted, record.measured
-    peak = f"measured {format_bytes(measured.peak_bytes)} ({record.error_ratio:+.1%})"
+    error = f" ({record.error_ratio:+.1%})" if record.has_error else ""
+    peak = f"measured {format_bytes(measured.peak_bytes)}{error}"
     return Picture(
         f"Epoch {record.epoch}, batch size {record.batch_size}",
         f"predicted {peak_range(footprint)}, {peak if measured.peak_bytes else 'not measured'}",

@@ -21,7 +21,7 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report import charts
 from lightning_memguard.report.page_data import Report, report_data
-from lightning_memguard.report.table import totals_of, why
+from lightning_memguard.report.table import method_words, notes_of, totals_of, why
 from lightning_memguard.report.words import COLORS, part_words, peak_words
 from lightning_memguard.units import format_bytes, format_count
 
@@ -96,20 +96,24 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
     share = footprint.most_device_bytes / budget.usable_bytes if budget.usable_bytes > 0 else math.inf
     asked, accumulated = decision.requested_batch_size, decision.accumulate_grad_batches
     size = f"was {asked}" if asked != decision.batch_size else "as requested"
-    is_uncertain = footprint.most_device_bytes > footprint.peak_device_bytes
-    most = f"at most {format_bytes(footprint.most_device_bytes)}" if is_uncertain else f"on {footprint.device}"
+    most = f"on {footprint.device}"
+    if footprint.is_partial:
+        most = "at least: its activations are unknown"
+    elif footprint.most_device_bytes > footprint.peak_device_bytes:
+        most = f"at most {format_bytes(footprint.most_device_bytes)}"
+    fits = "unknown whether it fits" if decision.verdict == "unknown" else "fits" if decision.fits else "does NOT fit"
     tiles = [
         ("Batch size", f"{decision.batch_size}", size + (f", {accumulated} accumulated" if accumulated > 1 else "")),
         ("Predicted peak", format_bytes(footprint.peak_device_bytes), most),
         ("Usable", format_bytes(budget.usable_bytes), f"of {format_bytes(budget.free_bytes)} on {budget.device}"),
-        ("Share used", f"{share:.1%}" if math.isfinite(share) else "none", "fits" if decision.fits else "does NOT fit"),
+        ("Share used", f"{share:.1%}" if math.isfinite(share) else "none", fits),
     ]
     cells = "".join(
         f'<div class="tile{" bad" if note == "does NOT fit" else ""}"><dt>{escape(name)}</dt>'
         f"<dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in tiles
     )
-    notes = "".join(f'<p class="note">Note: {escape(note)}.</p>' for note in footprint.notes)
+    notes = "".join(f'<p class="note">Note: {escape(note)}.</p>' for note in notes_of(decision))
     return f'<p class="lead">{escape(why(decision))}</p><dl class="tiles">{cells}</dl>{notes}'
 
 
@@ -118,10 +122,13 @@ def _setup(footprint: Footprint, budget: Budget) -> str:
     rows = "".join(_part(part, nbytes, nbytes / footprint.peak_allocated_bytes) for part, nbytes in parts)
     sums = totals_of(footprint, budget)
     totals = "".join(charts.row(escape(name), format_bytes(nbytes), "") for name, nbytes in sums)
-    peak = peak_words(replace(footprint, phase=escape(footprint.phase)), _code)
     operator = f" ({_code(footprint.operator)})" if footprint.operator else ""
-    return f"""<section><h2>At the peak, batch size {footprint.batch_size}</h2>
-<p class="sub">In the {peak}{operator}.</p>
+    heading = f"At the peak, batch size {footprint.batch_size}"
+    where = f"In the {peak_words(replace(footprint, phase=escape(footprint.phase)), _code)}{operator}."
+    if footprint.is_partial:
+        heading, where = "What is known", method_words(footprint)
+    return f"""<section><h2>{heading}</h2>
+<p class="sub">{where}</p>
 <table class="setup"><caption class="hidden">Predicted bytes at the peak, by part, and the budget</caption>
 <thead><tr><th scope="col">Part</th><th scope="col">Predicted</th><th scope="col">Share</th></tr></thead>
 <tbody>{rows}</tbody><tbody class="sums">{totals}</tbody></table></section>"""
@@ -155,7 +162,7 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
     shown = list(records)
     omitted = ""
     if len(shown) > _EPOCHS_SHOWN:
-        worst = max(shown, key=lambda record: abs(record.error_ratio) if record.measured.peak_bytes else -1)
+        worst = max(shown, key=lambda record: abs(record.error_ratio) if record.has_error else -1)
         latest = shown[-_EPOCHS_SHOWN + 1 :]
         shown = latest if worst in latest else [worst, *latest]
         omitted = f" {len(shown)} of {len(records)} epochs: the latest, and the one with the largest error."
@@ -176,7 +183,7 @@ def _epoch(record: EpochRecord, scale: float) -> str:
     return (
         f'<tr><th scope="row">{record.epoch}</th><td class="narrow-off">{record.batch_size}</td>'
         f"<td>{format_bytes(predicted)}</td><td>{format_bytes(measured) if measured else 'unknown'}</td>"
-        f"<td>{f'{record.error_ratio:+.1%}' if measured else ''}</td><td>{format_bytes(record.headroom_bytes)}</td>"
+        f"<td>{f'{record.error_ratio:+.1%}' if record.has_error else ''}</td><td>{format_bytes(record.headroom_bytes)}</td>"
         f'<td class="wide">{_meter(measured / scale, "var(--accent)", predicted / scale)}</td></tr>'
     )
 

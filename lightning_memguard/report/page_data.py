@@ -101,9 +101,10 @@ def report_data(report: Report) -> dict[str, Any]:
     """What the page shows, as plain data with the unit of every quantity in its name."""
     decision = report.decision
     sizes = ("batch_size", "requested_batch_size", "accumulate_grad_batches", "validation_batch_size")
+    steps = ("steps_per_epoch", "requested_steps_per_epoch")
     return {
         "title": report.title,
-        "decision": picked(decision, *sizes, "outcome", "limited_by", "reason", "fits"),
+        "decision": picked(decision, *sizes, *steps, "outcome", "limited_by", "reason", "fits", "verdict"),
         "footprint": footprint_data(decision.footprint) if decision.footprint else None,
         "budget": budget_data(decision.budget) if decision.budget else None,
         "timeline": _timeline_data(report.timeline) if report.timeline.parts else None,
@@ -137,6 +138,6 @@ def _record_data(record: EpochRecord) -> dict[str, Any]:
         "measured_parts_bytes": dict(measured.parts),
         "measured_peak_allocated_bytes": measured.peak_allocated_bytes,
         "measured_peak_reserved_bytes": measured.peak_reserved_bytes,
-        "error_ratio": record.error_ratio if measured.peak_bytes else None,
+        "error_ratio": record.error_ratio if record.has_error else None,
         "headroom_bytes": record.headroom_bytes,
     }

@@ -10,10 +10,10 @@ from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import counted, part_words, peak_words
+from lightning_memguard.report.words import counted, part_words, peak_range, peak_words
 from lightning_memguard.units import format_bytes
 
 Row = tuple[str, str, str]
@@ -23,7 +23,17 @@ _METHODS = {
     "fake": "traced on fake tensors, no memory allocated",
     "worst-case": "traced on fake tensors; sizes that depend on values are assumed to be the largest possible",
     "real": "from real steps at small batch sizes, run on a copy",
-    "states": "parameters, gradients and optimizer state only, without activations",
+    "states": "Without activations, which are unknown: the step needs more than this",
+}
+
+_FEW_STEPS = 20
+_AS_ASKED = ("request", "checkpoint")
+_LIMITS: dict[LimitedBy, str] = {
+    "dataset": "limited by the size of the dataset, not by memory",
+    "max_batch_size": "limited by max_batch_size, not by memory",
+    "request": "keeps the effective batch size",
+    "checkpoint": "the one the checkpoint was trained with, and it fits",
+    "last_batch": "a larger one leaves a last batch of a single sample, which batch norm refuses",
 }
 
 
@@ -37,18 +47,22 @@ def new_table(title: str, *columns: str, box: Box = HEAVY_HEAD, pad_edge: bool =
     return table
 
 
-def print_decision(decision: Decision, console: Console | None = None, kind: str = "training") -> None:
+def print_decision(
+    decision: Decision, console: Console | None = None, kind: str = "training", *, explain: bool = True
+) -> None:
     """Print what was predicted, and why this batch size.
 
     Args:
         decision: what was predicted and chosen.
         console: where (default: the terminal).
         kind: what runs, if the phase of the peak does not say so.
+        explain: False to leave out why this batch size, where a warning says it.
     """
     console = console or Console(highlight=False)
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
-        console.print(f"MemGuard did not tune this run: {decision.reason}", markup=False)
+        if explain:
+            console.print(f"MemGuard did not tune this run: {decision.reason}", markup=False)
         return
     part, predicted, share = _heading(footprint)
     table = new_table(_title(footprint, kind), part, f">{predicted}", f">{share}")
@@ -58,7 +72,7 @@ def print_decision(decision: Decision, console: Console | None = None, kind: str
     for row in _total_rows(footprint, budget):
         table.add_row(*row)
     console.print(table)
-    for line in (_peak(footprint), why(decision), *_notes(footprint)):
+    for line in (method_words(footprint), *([why(decision)] if explain else []), *_notes(decision)):
         console.print(line, markup=False)
 
 
@@ -68,7 +82,8 @@ def _title(footprint: Footprint, kind: str) -> str:
 
 
 def _heading(footprint: Footprint) -> Row:
-    return "Part at the peak", f"Predicted at batch size {footprint.batch_size}", "Share"
+    part = "Part that is known" if footprint.is_partial else "Part at the peak"
+    return part, f"Predicted at batch size {footprint.batch_size}", "Share"
 
 
 def _part_rows(footprint: Footprint) -> list[Row]:
@@ -86,20 +101,40 @@ def _total_rows(footprint: Footprint, budget: Budget) -> list[Row]:
 
 def totals_of(footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
     """What the parts add up to on the device, and what the device offers, in bytes under their names."""
-    totals = [("Peak allocated", footprint.peak_allocated_bytes)]
+    least = ", at least" if footprint.is_partial else ""
+    totals = [(f"Peak allocated{least}", footprint.peak_allocated_bytes)]
     if footprint.peak_device_bytes != footprint.peak_allocated_bytes:
-        totals.append(("Peak reserved", footprint.peak_reserved_bytes))
+        totals.append((f"Peak reserved{least}", footprint.peak_reserved_bytes))
         totals.append(("Context and libraries", footprint.outside_bytes))
-        totals.append(("Total on device", footprint.peak_device_bytes))
-    if footprint.most_device_bytes > footprint.peak_device_bytes:  # what is compared with the budget
+        totals.append((f"Total on device{least}", footprint.peak_device_bytes))
+    if not footprint.is_partial and footprint.most_device_bytes > footprint.peak_device_bytes:  # what is compared with the budget
         totals.append(("Total on device, at most", footprint.most_device_bytes))
     totals.append((f"Budget on {budget.device} ({budget.source})", budget.free_bytes))
     totals.append((f"Usable after {budget.margin_share:.0%} margin", budget.usable_bytes))
     return totals
 
 
-def _notes(footprint: Footprint) -> list[str]:
-    return [f"Note: {note}." for note in footprint.notes]
+def notes_of(decision: Decision) -> list[str]:
+    """What else is to be known, in plain words without a full stop; not what `why` says already."""
+    notes = decision.footprint.notes if decision.footprint else ()
+    return [*_few_steps(decision), *(note for note in notes if note not in decision.reason)]
+
+
+def _few_steps(decision: Decision) -> list[str]:
+    """Where larger batches leave few optimizer steps an epoch, and the user did not ask for that."""
+    steps, before = decision.steps_per_epoch, decision.requested_steps_per_epoch
+    if steps is None or before is None or steps >= min(_FEW_STEPS, before) or decision.limited_by in _AS_ASKED:
+        return []
+    whole = steps == decision.accumulate_grad_batches == 1 and decision.limited_by == "dataset"
+    because = ": the whole dataset is one batch" if whole else ""
+    return [
+        f"an epoch now has {counted(steps, 'optimizer step')} (was {before}){because}; for more, set max_batch_size, "
+        "or keep_effective_batch_size to the samples you want in each step"
+    ]
+
+
+def _notes(decision: Decision) -> list[str]:
+    return [f"Note: {note}." for note in notes_of(decision)]
 
 
 def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
@@ -107,8 +142,8 @@ def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
         return ("", "MemGuard did not tune this run", ""), [("Why", decision.reason, "")]
-    sentences = [("Peak", _peak(footprint), ""), ("Batch size", why(decision), "")]
-    notes = [("Note", f"{note}.", "") for note in footprint.notes]
+    sentences = [("Peak", method_words(footprint), ""), ("Batch size", why(decision), "")]
+    notes = [("Note", f"{note}.", "") for note in notes_of(decision)]
     return _heading(footprint), [*_part_rows(footprint), *_total_rows(footprint, budget), *sentences, *notes]
 
 
@@ -130,7 +165,7 @@ def markdown(decision: Decision, kind: str = "training") -> str:
     ]
     # The most important line comes first: viewers such as TensorBoard's show ten lines of a text.
     above = [f"### {_title(footprint, kind)}", _escaped(why(decision))]
-    below = map(_escaped, (_peak(footprint), *_notes(footprint)))
+    below = map(_escaped, (method_words(footprint), *_notes(decision)))
     return "\n\n".join([*above, "\n".join(lines), *below]) + "\n"
 
 
@@ -145,44 +180,68 @@ def _escaped(text: str) -> str:
     return "`".join(pieces)
 
 
-def _peak(footprint: Footprint) -> str:
+def method_words(footprint: Footprint) -> str:
+    """Where the peak is, and how it was obtained; or what is missing where that is unknown."""
+    if footprint.is_partial:
+        return f"{_METHODS[footprint.method]}."
     return f"Peak in the {peak_words(footprint)}; {_METHODS[footprint.method]}."
 
 
 def why(decision: Decision) -> str:
-    """One sentence: the batch size, and what set it."""
-    reason = decision.reason.rstrip(".")
-    if decision.footprint is None or decision.budget is None:
+    """The batch size, and what set it, or whether it fits."""
+    reason, footprint, budget = decision.reason.rstrip("."), decision.footprint, decision.budget
+    if footprint is None or budget is None:
         return f"Batch size unchanged: {reason}."
     size, asked = decision.batch_size, decision.requested_batch_size
     change = f"Batch size {size} (was {asked})" if size != asked else f"Batch size {size}, as requested"
-    if decision.outcome == "tuned" and reason:
-        return f"{change}: {reason}."
-    if decision.outcome == "checked" or reason:
-        fits = "fits" if decision.fits else "does NOT fit"
-        return f"Batch size {size} {fits}" + (f"; unchanged because {reason}." if reason else ".")
-    many = decision.multiple_of
-    reasons = {
-        "memory": "the largest that fits" if many == 1 else f"the largest multiple of {many} that fits",
-        "dataset": "limited by the size of the dataset; memory would allow more",
-        "max_batch_size": "limited by max_batch_size; memory would allow more",
-        "request": "keeps the effective batch size",
-        "checkpoint": "the one the checkpoint was trained with, and it fits",
-    }
+    if decision.verdict == "unknown":
+        return (
+            f"Batch size {size} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. Without "
+            f"its activations it takes {format_bytes(footprint.peak_device_bytes)} of the "
+            f"{format_bytes(budget.usable_bytes)} usable."
+        )
+    is_tuned = decision.outcome == "tuned"
+    because = f"{': ' if is_tuned else '; unchanged because '}{reason}" if reason else ""
+    if decision.verdict == "does not fit":
+        without = ", even without its activations" if footprint.is_partial else ""
+        return f"Batch size {size} does NOT fit{without}{because}."
+    if decision.outcome == "checked" or (reason and not is_tuned):
+        return f"Batch size {size} fits{because}."
     batches = decision.accumulate_grad_batches
     accumulated = f", with gradients accumulated over {batches} batches" if batches > 1 else ""
-    return f"{change}: {reasons[decision.limited_by]}{accumulated}."
+    return f"{change}: {reason or _limit(decision)}{accumulated}."
+
+
+def _limit(decision: Decision) -> str:
+    limit, many = decision.limited_by, decision.multiple_of
+    if limit == "memory":
+        return "the largest that fits" if many == 1 else f"the largest multiple of {many} that fits"
+    return _LIMITS.get(limit, f"limited by {limit}: with larger batches, an epoch has too few of them for it")
+
+
+def warning_of(decision: Decision) -> str:
+    """What a user should act on: MemGuard could not do what was asked, or the step may not fit. Else empty."""
+    footprint, budget = decision.footprint, decision.budget
+    if footprint is None or budget is None:
+        return f"MemGuard did not tune this run: {decision.reason}"
+    if decision.verdict == "does not fit":
+        return (
+            f"{why(decision)} It is predicted to need {peak_range(footprint)}; {budget.device} offers "
+            f"{format_bytes(budget.usable_bytes)} after the margin ({budget.source})."
+        )
+    return why(decision) if decision.reason and decision.outcome != "checked" else ""
 
 
 def last_line(records: Sequence[EpochRecord]) -> str:
     """One line for the end of a fit: predicted versus measured."""
     worst = max(records, key=lambda record: record.measured.peak_bytes)
-    predicted, measured = format_bytes(worst.predicted.peak_device_bytes), worst.measured
+    footprint, measured = worst.predicted, worst.measured
+    size = format_bytes(footprint.peak_device_bytes)
+    predicted = f"{size} without activations" if footprint.is_partial else f"a peak of {size}"
     run = f"batch size {worst.batch_size}, {counted(len(records), 'epoch')}."
     if not measured.peak_bytes:
-        return f"MemGuard: predicted a peak of {predicted}; no measurement ({measured.source}); {run}"
+        return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"
+    error = f": {worst.error_ratio:+.1%}" if worst.has_error else " with them"
     over = f", {format_bytes(-worst.headroom_bytes)} over budget" if worst.headroom_bytes < 0 else ""
-    return (
-        f"MemGuard: predicted a peak of {predicted}, measured {format_bytes(measured.peak_bytes)} "
-        f"({measured.source}): {worst.error_ratio:+.1%}{over}; {run}"
-    )
+    peak = f"measured {format_bytes(measured.peak_bytes)} ({measured.source})"
+    return f"MemGuard: predicted {predicted}, {peak}{error}{over}; {run}"

@@ -55,6 +55,8 @@ def bounds_of(footprint: Footprint) -> tuple[int, int] | None:
 
 def peak_range(footprint: Footprint) -> str:
     """The predicted peak on the device, and its bounds if they differ: ``"100.0 MiB (90.0 to 120.0 MiB)"``."""
+    if footprint.is_partial:
+        return f"at least {format_bytes(footprint.peak_device_bytes)}"
     point, bounds = footprint.peak_device_bytes, bounds_of(footprint) or ()
     if len({format_bytes(nbytes) for nbytes in (point, *bounds)}) == 1:
         return format_bytes(point)

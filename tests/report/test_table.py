@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.trace.trace import PARTS
-from lightning_memguard.report.table import last_line, print_decision, why
+from lightning_memguard.report.table import last_line, markdown, notes_of, print_decision, warning_of, why
 from lightning_memguard.units import GIB, MIB
 
 PARTS_OF_20_GIB = dict.fromkeys(PARTS, 0) | {
@@ -26,6 +27,10 @@ ON_CUDA = Footprint(
 )
 L4 = Budget(24 * GIB, 20 * GIB, GIB, "nvml", "NVIDIA L4 (cuda:0)")
 TUNED = Decision(96, 32, 1, "tuned", ON_CUDA, replace(L4, free_bytes=24 * GIB), "memory")
+
+STATES_ALONE = Footprint(
+    96, "cuda", 7 * GIB, 7 * GIB, 8 * GIB, PARTS_OF_20_GIB | {"activations": 0}, "optimizer", method="states"
+)
 
 ON_CPU = Footprint(
     8, "cpu", 4 * MIB, 4 * MIB, 4 * MIB, dict.fromkeys(PARTS, 0) | {"parameters": MIB, "batch": 3 * MIB}, "optimizer"
@@ -107,7 +112,7 @@ Batch size 8 fits."""
         ("fake", "traced on fake tensors, no memory allocated."),
         ("worst-case", "traced on fake tensors; sizes that depend on values are assumed to be the largest possible."),
         ("real", "from real steps at small batch sizes, run on a copy."),
-        ("states", "parameters, gradients and optimizer state only, without activations."),
+        ("states", "Without activations, which are unknown: the step needs more than this."),
     ],
 )
 def test_under_the_table_it_says_how_the_numbers_were_obtained(method, words):
@@ -145,18 +150,44 @@ def test_it_goes_to_the_terminal_where_no_console_is_given(capsys):
         ({"requested_batch_size": 96, "outcome": "kept"}, "Batch size 96, as requested: the largest that fits."),
         (
             {"limited_by": "dataset"},
-            "Batch size 96 (was 32): limited by the size of the dataset; memory would allow more.",
+            "Batch size 96 (was 32): limited by the size of the dataset, not by memory.",
         ),
         (
             {"limited_by": "max_batch_size"},
-            "Batch size 96 (was 32): limited by max_batch_size; memory would allow more.",
+            "Batch size 96 (was 32): limited by max_batch_size, not by memory.",
         ),
         ({"limited_by": "request"}, "Batch size 96 (was 32): keeps the effective batch size."),
         (
             {"accumulate_grad_batches": 4},
             "Batch size 96 (was 32): the largest that fits, with gradients accumulated over 4 batches.",
         ),
+        (
+            {"limited_by": "val_check_interval"},
+            "Batch size 96 (was 32): limited by val_check_interval: with larger batches, an epoch has too few of them "
+            "for it.",
+        ),
+        (
+            {"limited_by": "last_batch"},
+            "Batch size 96 (was 32): a larger one leaves a last batch of a single sample, which batch norm refuses.",
+        ),
         ({"outcome": "checked"}, "Batch size 96 fits."),
+        (
+            {"outcome": "checked", "reason": 'mode="check" changes nothing'},
+            'Batch size 96 fits; unchanged because mode="check" changes nothing.',
+        ),
+        (
+            {"reason": "other callbacks have taken 2.0 GiB", "budget": L4},
+            "Batch size 96 does NOT fit: other callbacks have taken 2.0 GiB.",
+        ),
+        (
+            {"outcome": "kept", "reason": "the step could not run on a copy (OSError: no)", "footprint": STATES_ALONE},
+            "Batch size 96 is unchanged, and whether it fits is unknown: the step could not run on a copy (OSError: "
+            "no). Without its activations it takes 8.0 GiB of the 23.0 GiB usable.",
+        ),
+        (
+            {"outcome": "checked", "footprint": STATES_ALONE, "budget": replace(L4, free_bytes=8 * GIB)},
+            "Batch size 96 does NOT fit, even without its activations.",
+        ),
         ({"outcome": "checked", "budget": L4}, "Batch size 96 does NOT fit."),
         (
             {"outcome": "kept", "reason": "the loader has batch_size=None"},
@@ -175,6 +206,93 @@ def test_one_sentence_says_the_size_and_what_set_it(change, sentence):
 def test_a_reason_that_ends_in_a_full_stop_gets_no_second_one():
     decision = replace(TUNED, outcome="stepped aside", footprint=None, reason="The batch holds no tensor.")
     assert why(decision) == "Batch size unchanged: The batch holds no tensor."
+
+
+# What is not known
+
+
+def test_where_activations_are_unknown_every_figure_is_a_least_one():
+    """States alone fit nearly anywhere: that they do says nothing about the step."""
+    decision = replace(TUNED, outcome="kept", requested_batch_size=96, reason="it raises", footprint=STATES_ALONE)
+    assert (decision.verdict, decision.fits) == ("unknown", False)
+    text = printed(decision)
+    assert "fits;" not in text
+    assert "Part that is known" in text
+    for name, size in (("Peak allocated", 7), ("Peak reserved", 7), ("Total on device", 8)):
+        assert any(f"{name}, at least" in line and f"{size}.0 GiB" in line for line in text.splitlines())
+
+
+def test_a_note_that_is_the_reason_is_read_once():
+    cause = "the step could not run on a copy (OSError: no)"
+    footprint = replace(STATES_ALONE, notes=(cause, "torch.compile is left out"))
+    decision = replace(TUNED, outcome="kept", reason=cause, footprint=footprint)
+    text = " ".join(printed(decision).split())
+    assert text.count("OSError") == 1
+    assert "Note: torch.compile is left out." in text
+    assert markdown(decision).count("OSError") == 1
+
+
+# Warnings
+
+
+@pytest.mark.parametrize(
+    ("change", "start"),
+    [
+        ({}, ""),
+        ({"outcome": "checked", "reason": 'mode="check" changes nothing'}, ""),
+        ({"outcome": "checked", "reason": "it raises", "footprint": STATES_ALONE}, ""),
+        ({"outcome": "kept", "reason": "the loader has no size"}, "Batch size 96 fits; unchanged because the loader"),
+        ({"outcome": "kept", "reason": "it raises", "footprint": STATES_ALONE}, "Batch size 96 is unchanged, and"),
+        ({"outcome": "checked", "budget": L4}, "Batch size 96 does NOT fit. It is predicted to need 22.0 GiB; NVIDIA"),
+        ({"footprint": None, "reason": "no loader"}, "MemGuard did not tune this run: no loader"),
+    ],
+)
+def test_it_warns_where_something_is_to_be_done_about_it(change, start):
+    warning = warning_of(replace(TUNED, **change))
+    assert warning.startswith(start)
+    assert bool(warning) == bool(start)
+
+
+def test_what_is_said_in_a_warning_can_be_left_out_of_the_table():
+    console = Console(width=100, record=True, file=io.StringIO(), highlight=False)
+    print_decision(TUNED, console, explain=False)
+    print_decision(replace(TUNED, footprint=None, reason="no loader"), console, explain=False)
+    text = console.export_text()
+    assert "Usable after 4% margin" in text
+    assert "Batch size 96 (was 32)" not in text
+    assert "did not tune" not in text
+
+
+# Few steps
+
+FEW = replace(TUNED, steps_per_epoch=8, requested_steps_per_epoch=25)
+
+
+def test_few_optimizer_steps_after_tuning_come_with_the_settings_for_more():
+    assert notes_of(FEW) == [
+        "an epoch now has 8 optimizer steps (was 25); for more, set max_batch_size, or keep_effective_batch_size to "
+        "the samples you want in each step"
+    ]
+    assert printed(FEW).endswith("to the samples you want in each step.")
+
+
+def test_a_dataset_that_became_one_batch_is_called_that():
+    (note,) = notes_of(replace(FEW, limited_by="dataset", steps_per_epoch=1))
+    assert note.startswith("an epoch now has 1 optimizer step (was 25): the whole dataset is one batch; for more,")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps_per_epoch": 20},
+        {"steps_per_epoch": None},
+        {"requested_steps_per_epoch": 8},  # limit_train_batches=8: as few as before
+        {"limited_by": "request"},  # an effective batch size was asked for
+        {"limited_by": "checkpoint"},
+    ],
+)
+def test_enough_steps_or_as_few_as_asked_for_need_no_words(change):
+    assert notes_of(replace(FEW, **change)) == []
 
 
 # The last line
@@ -201,3 +319,11 @@ def test_of_several_epochs_the_one_with_the_highest_peak_is_reported():
 
 def test_where_nothing_was_measured_no_error_is_reported():
     assert "nan" not in last_line([epoch(22 * GIB, 0)])
+
+
+def test_what_was_predicted_without_activations_has_no_error():
+    record = replace(epoch(0, 20 * GIB), predicted=STATES_ALONE)
+    assert last_line([record]) == (
+        "MemGuard: predicted 8.0 GiB without activations, measured 20.0 GiB (nvml) with them; batch size 96, 1 epoch."
+    )
+    assert math.isnan(record.as_metrics()["memguard/error_pct"])

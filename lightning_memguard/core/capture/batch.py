@@ -232,7 +232,8 @@ class _Scaler:
         growth, rest = divmod((large - small) * (self.n - sizes[0]), sizes[1] - sizes[0])
         if rest:
             raise CannotTraceError(
-                f"A dimension is {small} at {sizes[0]} samples and {large} at {sizes[1]}: it does not grow linearly."
+                f"A dimension of the batch is {small} at {sizes[0]} samples and {large} at {sizes[1]}: it does not "
+                "grow linearly."
             )
         return small + growth
 

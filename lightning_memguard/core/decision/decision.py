@@ -15,9 +15,26 @@ Outcome = Literal["tuned", "kept", "checked", "stepped aside"]
 """``tuned``: the batch size was changed. ``kept``: it is what was asked for. ``checked``: ``mode="check"``: predicted,
 nothing changed. ``stepped aside``: no prediction could be made."""
 
-LimitedBy = Literal["memory", "dataset", "max_batch_size", "request", "checkpoint"]
+LimitedBy = Literal[
+    "memory",
+    "dataset",
+    "max_batch_size",
+    "request",
+    "checkpoint",
+    "last_batch",
+    "val_check_interval",
+    "overfit_batches",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+]
 """What keeps the batch size from being larger. ``request``: MemGuard was not free to choose it. ``checkpoint``: the run
-goes on from one that was trained at it."""
+goes on from one that was trained at it. ``last_batch``: a larger one leaves a last batch of a single sample, which batch
+norm refuses. Names of the Trainer's arguments: with larger batches, an epoch would have too few of them for it."""
+
+Verdict = Literal["fits", "does not fit", "unknown"]
+"""Whether a step is within the usable budget. ``unknown``: what is known of it is, but not all of it is known."""
 
 _NO_LIMIT = 1 << 20  # an iterable dataset has no length; a million samples a step is beyond any use
 
@@ -110,7 +127,8 @@ class Request:
         min_batch_size: the smallest size to choose.
         max_batch_size: the largest, or None.
         multiple_of: only multiples of this are chosen.
-        dataset_size: samples a rank has in an epoch, or None where that is unknown.
+        dataset_size: the largest size that a rank's data allows, or None where that is unknown.
+        dataset_limit: what sets ``dataset_size``: the samples there are, or a setting that needs several batches.
         keep_effective_batch_size: samples per optimizer step over all ranks, or None.
         accumulate_grad_batches: the Trainer's own.
         ranks: processes that train together.
@@ -128,6 +146,7 @@ class Request:
     ranks: int = 1
     free_to_choose: bool = True
     fixed_because: str = ""
+    dataset_limit: LimitedBy = "dataset"
 
     @property
     def smallest_batch_size(self) -> int:
@@ -147,10 +166,14 @@ class Decision:
         footprint: predicted at ``batch_size``; None where no prediction could be made.
         budget: what the device offers; None where it was not read.
         limited_by: what keeps the batch size from being larger.
-        reason: why no size was chosen or no prediction could be made, in plain words; empty otherwise.
+        reason: why no size was chosen, why another than planned, or why no prediction could be made, in plain words;
+            empty otherwise.
         multiple_of: only multiples of this were chosen from.
         validation_batch_size: samples per batch in the fit's validation: as asked, or the largest that fits; None where
             validation was not predicted.
+        steps_per_epoch: optimizer steps of an epoch at this size and accumulation; None where unknown, and outside a
+            fit.
+        requested_steps_per_epoch: the same as requested.
     """
 
     batch_size: int
@@ -163,19 +186,33 @@ class Decision:
     reason: str = ""
     multiple_of: int = 1
     validation_batch_size: int | None = None
+    steps_per_epoch: int | None = None
+    requested_steps_per_epoch: int | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the step fits the usable budget; ``unknown`` where not all of its memory was predicted."""
+        if self.footprint is None or self.budget is None:
+            return "unknown"
+        return verdict(self.footprint, self.budget)
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak is within the usable budget; False where nothing was predicted."""
-        if self.footprint is None or self.budget is None:
-            return False
-        return self.footprint.most_device_bytes <= self.budget.usable_bytes
+        """Whether the step is known to fit the usable budget; see `verdict`."""
+        return self.verdict == "fits"
 
     def would_overrun(self, ratio: float) -> bool:
         """Whether a peak ``ratio`` times the predicted one would pass the whole budget, margin included."""
         if self.footprint is None or self.budget is None:
             return False
         return self.footprint.most_device_bytes * ratio > self.budget.free_bytes
+
+
+def verdict(footprint: Footprint, budget: Budget) -> Verdict:
+    """Whether a step fits a budget, as far as its memory is known."""
+    if footprint.most_device_bytes > budget.usable_bytes:
+        return "does not fit"
+    return "unknown" if footprint.is_partial else "fits"
 
 
 def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Request) -> Decision:
@@ -215,7 +252,7 @@ def _range(request: Request) -> tuple[int, int, LimitedBy]:
     step, lowest, effective = request.multiple_of, request.smallest_batch_size, request.keep_effective_batch_size
     bounds: dict[LimitedBy, int | None] = {
         "memory": _NO_LIMIT,
-        "dataset": request.dataset_size,
+        request.dataset_limit: request.dataset_size,
         "max_batch_size": request.max_batch_size,
         "request": None if effective is None else effective // request.ranks,
     }

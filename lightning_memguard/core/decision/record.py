@@ -39,10 +39,14 @@ class EpochRecord:
     margin_bytes: int = 0
 
     @property
+    def has_error(self) -> bool:
+        """Whether there are two peaks to compare: one was measured, and a whole step was predicted."""
+        return bool(self.measured.peak_bytes) and not self.predicted.is_partial
+
+    @property
     def error_ratio(self) -> float:
-        """``predicted / measured - 1``; positive when the prediction was too high."""
-        measured_bytes = self.measured.peak_bytes
-        return self.predicted.peak_device_bytes / measured_bytes - 1 if measured_bytes else float("nan")
+        """``predicted / measured - 1``; positive when the prediction was too high. NaN without `has_error`."""
+        return self.predicted.peak_device_bytes / self.measured.peak_bytes - 1 if self.has_error else float("nan")
 
     @property
     def headroom_bytes(self) -> int:

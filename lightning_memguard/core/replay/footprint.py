@@ -76,6 +76,11 @@ class Footprint:
         return self.high.device_bytes if self.high else self.peak_device_bytes
 
     @property
+    def is_partial(self) -> bool:
+        """Whether the step could not be run, so that its activations are unknown and the peak is more than predicted."""
+        return self.method == "states"
+
+    @property
     def outside_bytes(self) -> int:
         """What the process takes on its device outside the allocator: CUDA's context and libraries."""
         return self.peak_device_bytes - self.peak_reserved_bytes

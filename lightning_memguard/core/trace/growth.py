@@ -146,11 +146,12 @@ def _same_kernels(traces: Sequence[Trace]) -> tuple[int, ...]:
 
 def _grow_kernels(traces: Sequence[Trace], firsts: set[int], fit: _Fit) -> dict[int, dict[int, _Coefficients]]:
     found: dict[int, dict[int, _Coefficients]] = {}
+    places = {span.kernel: span.like for span in traces[0].scratch_spans}
     for index, kernels in enumerate(zip(*(trace.kernels for trace in traces), strict=True)):
         if index in firsts and len({kernel.numbers for kernel in kernels}) > 1:
             for place, numbers in enumerate(zip(*(kernel.numbers for kernel in kernels), strict=True)):
                 if min(numbers) != max(numbers):
-                    found.setdefault(index, {})[place] = fit(numbers, traces[0].events[0])
+                    found.setdefault(index, {})[place] = fit(numbers, places.get(index, traces[0].events[0]))
     return found
 
 
@@ -159,11 +160,11 @@ def _check_same_events(traces: Sequence[Trace], outlines: Sequence[Sequence[Even
     for other, events in zip(traces[1:], outlines[1:], strict=True):
         for mine, theirs in zip(outlines[0], events, strict=False):
             if mine[:2] != theirs[:2] or mine[3:-1] != theirs[3:-1]:  # the line may differ, as blocks are built by size
-                raise _differ(first, other, f"{_words(mine)} in one is {_words(theirs)} in the other")
+                raise _differ(first, other, f"first in {_place(mine)}")
         if len(outlines[0]) != len(events):
-            raise _differ(first, other, f"{len(outlines[0])} events versus {len(events)}")
+            raise _differ(first, other, "at one it allocates more often")
         if [kernel.rest for kernel in first.kernels] != [kernel.rest for kernel in other.kernels]:
-            raise _differ(first, other, "its kernels get other arguments")
+            raise _differ(first, other, "an operator gets other arguments")
 
 
 def _differ(first: Trace, other: Trace, how: str) -> CannotTraceError:
@@ -171,8 +172,10 @@ def _differ(first: Trace, other: Trace, how: str) -> CannotTraceError:
     return CannotTraceError(f"The step runs differently at {sizes}: {how}.")
 
 
-def _words(event: Event) -> str:
-    return f"{event.action} by {event.operator or 'nothing'} in {event.module or 'the step'} ({event.phase})"
+def _place(event: Event) -> str:
+    """Where in the step it is, such as ``encoder.layers.1 (forward, at train.py:12)``."""
+    line = event.source.rpartition(":")[0]
+    return f"{event.module or 'the step'} ({event.phase}{f', at {line}' if line else ''})"
 
 
 def _fit(
@@ -186,7 +189,7 @@ def _fit(
         if all(_evaluate(coefficients, n) == b for n, b in points) and coefficients[-1] > 0:
             return coefficients
     pairs = ", ".join(f"{b} B at {n}" for n, b in points)
-    raise CannotTraceError(f"The bytes of {_words(event)} are not linear or quadratic in the batch size: {pairs}.")
+    raise CannotTraceError(f"What {_place(event)} allocates is not linear or quadratic in the batch size: {pairs}.")
 
 
 def _interpolate(points: Sequence[tuple[int, int]]) -> _Coefficients:

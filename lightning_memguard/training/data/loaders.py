@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_memguard.core.capture.fake import fake_copy
-from lightning_memguard.core.decision.decision import largest_that
+from lightning_memguard.core.decision.decision import LimitedBy, largest_that
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access
 from lightning_memguard.training.adapter.lightning_types import lightning_of
@@ -27,6 +27,15 @@ from lightning_memguard.training.data.copies import preserve_state
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.utilities import CombinedLoader
+
+
+_LIMIT_NAMES: dict[Role, LimitedBy] = {
+    "train": "limit_train_batches",
+    "val": "limit_val_batches",
+    "validate": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
 
 
 @dataclass(frozen=True)
@@ -224,6 +233,24 @@ def largest_for(facts: RunFacts, info: LoaderInfo) -> int | None:
         return min(limited, default=0) > 0 and info.combined_count(limited) >= needed
 
     return largest_that(has_enough_batches, info.batch_size, most) if has_enough_batches(info.batch_size) else most
+
+
+def limit_of(facts: RunFacts, info: LoaderInfo, largest: int | None) -> LimitedBy:
+    """What sets `largest_for`: the samples there are, or the name of a Trainer's argument that needs more batches."""
+    if largest is None or largest == info.dataset_size:
+        return "dataset"
+    limit, counts = facts.limits[info.role], info.counts(largest + 1)
+    if isinstance(limit, float) and any(count and not int(count * limit) for count in counts):
+        return "overfit_batches" if facts.overfit_batches else _LIMIT_NAMES[info.role]
+    return "val_check_interval" if info.role == "train" and isinstance(facts.val_check_interval, int) else "dataset"
+
+
+def batches_taken(facts: RunFacts, info: LoaderInfo, batch_size: int) -> int | None:
+    """Batches of an epoch that the Trainer takes at a batch size; None where unknown."""
+    count, limit = info.batches(batch_size), facts.limits[info.role]
+    if count is None:
+        return None
+    return int(count * limit) if isinstance(limit, float) else min(count, limit)
 
 
 def leaves_one(info: LoaderInfo, batch_size: int) -> bool:

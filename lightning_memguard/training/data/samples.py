@@ -206,7 +206,7 @@ class _LargestSamples:
         try:
             batch = self._collate_alone(item)
         except Exception as error:  # noqa: BLE001 - a collate function may raise anything
-            self.failure = error
+            self.failure = self.failure or error
             return
         self.seen += 1
         nbytes = batch_bytes(batch)
@@ -331,7 +331,7 @@ def _read(loader: DataLoader[Any], indices: list[Any]) -> Iterator[Any]:
         try:
             items = dataset.__getitems__(some) if len(some) > 1 else [dataset[some[0]]]
         except Exception as error:  # noqa: BLE001 - a dataset may raise anything
-            failure = error
+            failure = failure or error
             continue
         any_read = True
         yield from items

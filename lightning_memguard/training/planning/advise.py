@@ -16,10 +16,18 @@ from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.advice import Advice, by_savings
 from lightning_memguard.core.decision.decision import Budget, largest_that
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.trace.trace import Method
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.planning.remedies import Family, families_for
 
 _KINDS_PAIRED = 4  # the best remedy of each of so many kinds is tried in pairs: at most six
+
+_OTHERWISE: dict[Method, str] = {  # why the step with a remedy cannot be compared with the step as it is
+    "fake": "only with it, the step runs on fake tensors",
+    "worst-case": "with it, only the largest size possible is known",
+    "real": "with it, the step runs on real tensors only",
+    "states": "with it, the step does not run on a copy",
+}
 
 _Single = tuple[Family, Advice]
 
@@ -158,7 +166,7 @@ class _Attempts:
                 changed = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
                 changed = replace(changed, share=known.share)
             if changed.method != known.method:
-                raise CannotTraceError(f"it could be predicted by its {changed.method} alone")
+                raise CannotTraceError(f"{_OTHERWISE[changed.method]}")
             return changed.footprint_at(size)
 
     def leave_out(self, name: str, why: str) -> None:

@@ -103,7 +103,7 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
     request = replace(request, max_batch_size=limits.max_batch_size or _MOST_SAMPLES)
     asked = decide(prediction.footprint_at, budget, replace(request, free_to_choose=False))
     footprint = prediction.footprint_at(subject.batch_size)
-    reason = subject.fixed_because or ("" if prediction.scalable else "the memory of other sizes is not known")
+    reason = subject.fixed_because or ("" if prediction.scalable else "the step runs at no other size that was tried")
     largest, too_large = None, None
     if not reason:
         try:

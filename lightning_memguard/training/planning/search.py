@@ -34,20 +34,21 @@ def largest_that_runs(
 
     Raises:
         DoesNotFitError: even the smallest size does not fit.
-        StepFailsError: the step fails at each size tried.
+        StepFailsError: the step fails at each size tried; the error is that of the first.
     """
+    failures = []
     for power in range(5):
         even = replace(request, multiple_of=math.lcm(request.multiple_of, 1 << power))
         decision = _decide(partial(footprint_at, prediction), budget, even, is_refused)
         try:
             proven = prediction.proven_at(decision.batch_size)
         except StepFailsError as error:
-            failure = error
+            failures.append(error)
             continue
         if proven is not prediction:
             decision = _decide(partial(footprint_at, proven), budget, even, is_refused)
         return decision, proven
-    raise failure
+    raise failures[0]
 
 
 def _decide(
@@ -60,4 +61,4 @@ def _decide(
     if size == decision.batch_size:
         return decision
     smaller = decide(footprint_at, budget, replace(request, max_batch_size=size))
-    return replace(smaller, limited_by=decision.limited_by)
+    return replace(smaller, limited_by="last_batch" if smaller.batch_size == size else decision.limited_by)

@@ -17,7 +17,7 @@ from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import announcement, note
 from lightning_memguard.report.loggers import Boards
-from lightning_memguard.report.table import last_line, print_decision, why
+from lightning_memguard.report.table import last_line, print_decision, warning_of, why
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.adapter.run_facts import Stage
@@ -25,8 +25,7 @@ from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of
-from lightning_memguard.training.run.tune import GuardSettings, RunProfile, recheck, tune
-from lightning_memguard.units import format_bytes
+from lightning_memguard.training.run.tune import GuardSettings, RunProfile, recheck, tune, with_steps
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -102,11 +101,13 @@ class GuardedRun:
 
     def _batch_size(self) -> int:
         """Asked for when the loaders are made: by then the other callbacks hold what they will hold."""
-        before = self.decision.batch_size
+        before = self.decision
         self._recheck()
-        if self.decision.batch_size != before:
+        if self.decision.batch_size != before.batch_size:
             self._follow()
-            self._warn(why(self.decision))
+            self._warn(warning_of(self.decision) or why(self.decision))
+        elif self.decision.verdict != before.verdict:
+            self._warn(warning_of(self.decision))
         return self.decision.batch_size
 
     def _recheck(self) -> None:
@@ -118,8 +119,8 @@ class GuardedRun:
         profile, before = self.tuning.profile, self.decision
         if profile is not None and not (self.settings.mode == "tune" and profile.request.free_to_choose):
             self._recheck()
-            if before.fits and not self.decision.fits:
-                self._warn(why(self.decision))
+            if self.decision.verdict != before.verdict:
+                self._warn(warning_of(self.decision))
 
     def load(self, checkpoint: dict[str, object]) -> None:
         """Go on at the checkpoint's batch size while it fits; no optimizer and no loader exists yet."""
@@ -128,25 +129,19 @@ class GuardedRun:
             return
         saved = saved_in(checkpoint, profile.request.batch_size)
         if saved is not None:
-            self.tuning = resume(self.tuning, saved, self.settings)
+            self.tuning = with_steps(resume(self.tuning, saved, self.settings))
             self._follow()
 
     def announce(self) -> None:
-        """Print the table; warn where MemGuard could not do what was asked, or the training will not fit."""
-        decision = self.decision
-        if not self.trainer.is_global_zero:
-            return
-        print_decision(decision)
-        if decision.footprint is None or decision.budget is None:
-            self._warn(f"MemGuard did not tune this run: {decision.reason}")
-        elif not decision.fits:
-            self._warn(
-                f"{why(decision)} It is predicted to need {format_bytes(decision.footprint.peak_device_bytes)}; "
-                f"{decision.budget.device} offers {format_bytes(decision.budget.usable_bytes)} after the margin "
-                f"({decision.budget.source})."
-            )
-        elif decision.reason:
-            self._warn(" ".join([why(decision), *decision.footprint.notes]))
+        """Print the table; warn where MemGuard could not do what was asked, or the training may not fit.
+
+        What the warning says is not printed as well.
+        """
+        if self.trainer.is_global_zero:
+            warning = warning_of(self.decision)
+            print_decision(self.decision, explain=not warning)
+            if warning:
+                self._warn(warning)
 
     def start(self) -> None:
         """Start measuring, now that the model is on its device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -28,7 +28,7 @@ from lightning_memguard.training.adapter import callbacks, sharded
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.adapter.ranks import Attempt, Ranks, attempt, shared
 from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
-from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, leaves_one
+from lightning_memguard.training.data.loaders import LoaderInfo, batches_taken, find, largest_for, leaves_one, limit_of
 from lightning_memguard.training.data.samples import RunSamples, sample
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.planning.search import largest_that_runs
@@ -137,16 +137,38 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         with ExitStack() as captures:
             profile = ranks.agree(attempt(lambda: _profile_run(trainer, module, settings, facts, captures)))
             profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, profile.held_bytes))
-            free = all(ranks.gather(profile.request.free_to_choose))
-            profile = replace(profile, request=replace(profile.request, free_to_choose=free))
+            answers = ranks.gather((profile.request.free_to_choose, profile.request.fixed_because))
+            profile = replace(profile, request=_common(profile.request, answers))
             try:
                 decision, profile = choose(profile, ranks, settings)
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
-        return Tuning(decision, facts.role, _without_samples(profile), ranks)
+        return with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks))
     except CannotTraceError as error:
         accumulate = trainer.accumulate_grad_batches
         return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", str(error)), ROLES[stage])
+
+
+def _common(request: Request, answers: Sequence[tuple[bool, str]]) -> Request:
+    """A request that is free where it is on all ranks; each answers whether it is, and why it is not."""
+    free = all(is_free for is_free, _ in answers)
+    elsewhere = next((f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why), "")
+    return replace(request, free_to_choose=free, fixed_because=request.fixed_because or elsewhere)
+
+
+def with_steps(tuning: Tuning) -> Tuning:
+    """The same with the optimizer steps that a fit has in an epoch, as decided and as requested."""
+    profile, decision = tuning.profile, tuning.decision
+    if profile is None or tuning.role != "train":
+        return tuning
+
+    def steps(batch_size: int, accumulate: int) -> int | None:
+        batches = batches_taken(profile.facts, profile.loader_info, batch_size)
+        return None if batches is None else math.ceil(batches / accumulate)
+
+    now = attempt(lambda: steps(decision.batch_size, decision.accumulate_grad_batches)).value
+    asked = attempt(lambda: steps(decision.requested_batch_size, profile.request.accumulate_grad_batches)).value
+    return replace(tuning, decision=replace(decision, steps_per_epoch=now, requested_steps_per_epoch=asked))
 
 
 def _without_samples(profile: RunProfile) -> RunProfile:
@@ -205,7 +227,7 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
         reason = f"other callbacks have taken {format_bytes(extra)} on the device since setup"
         requested = before.requested_batch_size
         decision = replace(decision, requested_batch_size=requested, limited_by="memory", reason=reason)
-    return replace(tuning, profile=chosen, decision=decision)
+    return with_steps(replace(tuning, profile=chosen, decision=decision))
 
 
 # -- what is known of a run
@@ -244,14 +266,17 @@ def _profile_run(
     shards = sharded.shards_of(facts.strategy, facts.world_size)
     fixed = loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
     prediction = predict(program, size, AllocatorSettings.for_device(device.type, os.environ), scalable=not fixed)
+    if not prediction.scalable:
+        fixed = "; ".join(filter(None, (_why_one_size(prediction, asked=not fixed), fixed)))
     if shards:
         prediction = sharded.divide_by_rank(prediction, shards)
-    fixed = fixed or ("" if prediction.scalable else "the memory of other batch sizes is not known")
     attempted = attempt(lambda: _validation(evaluation.unwrap(), facts, prediction)) if evaluation.value else evaluation
     # after the budget, which counts an open context as ours: measuring it opens it
     context, validation = context_bytes(device), attempted.value
     notes = (f"validation was not predicted: {attempted.reason}",) if attempted.reason else ()
     if validation is not None:
+        if validation.prediction.method == "states":
+            notes = (f"the memory of validation's activations is unknown: {'; '.join(validation.prediction.notes)}",)
         validation = replace(validation, prediction=replace(validation.prediction, context_bytes=context))
     return RunProfile(
         facts,
@@ -266,6 +291,14 @@ def _profile_run(
         avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
         notes=(*samples.notes, *notes),
     )
+
+
+def _why_one_size(prediction: Prediction, *, asked: bool) -> str:
+    """Why a step's memory is known at one batch size or at none; empty where others were not ``asked`` for."""
+    if prediction.method == "states":
+        return "; ".join(prediction.notes) or "the step could not be run"
+    sizes = ", ".join(map(str, prediction.traces))
+    return f"the step runs at batch size {sizes}, but not at the others that were tried" if asked else ""
 
 
 def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:
@@ -338,7 +371,9 @@ def _request(
         accumulate_grad_batches=facts.accumulate_grad_batches,
         ranks=facts.world_size,
     )
-    return replace(request, free_to_choose=settings.mode == "tune" and not fixed, fixed_because=fixed)
+    free = settings.mode == "tune" and not fixed
+    limit = limit_of(facts, loader_info, largest)
+    return replace(request, free_to_choose=free, fixed_because=fixed, dataset_limit=limit)
 
 
 # -- choosing
@@ -388,9 +423,19 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> tuple[Decision, Run
     )
     if validation is not None:
         decision = replace(decision, validation_batch_size=validation.batch_size)
-    if settings.mode == "tune" and not profile.request.free_to_choose:
-        decision = replace(decision, outcome="kept", reason=profile.request.fixed_because)
+    if not profile.request.free_to_choose:
+        decision = _unchanged(decision, profile.request.fixed_because, settings)
     return decision, replace(profile, prediction=proven)
+
+
+def _unchanged(decision: Decision, fixed_because: str, settings: GuardSettings) -> Decision:
+    """A decision to keep the batch size, with the reason; where a check could not tell more, that comes first."""
+    if settings.mode == "tune":
+        return replace(decision, outcome="kept", reason=fixed_because)
+    if decision.verdict == "unknown":
+        return replace(decision, reason=fixed_because)
+    could_not = f', and mode="tune" could not change it: {fixed_because}' if fixed_because else ""
+    return replace(decision, reason=f'mode="check" changes nothing{could_not}')
 
 
 def _fitting(profile: RunProfile) -> ValidationRun | None:

@@ -270,7 +270,7 @@ def test_keys_that_come_and_go_are_refused():
 def test_a_dimension_that_does_not_grow_linearly_is_refused():
     with FakeTensorMode(), pytest.raises(CannotTraceError) as error:
         Batches(torch.zeros(2), torch.zeros(5), 2, 4).fake(11)
-    assert str(error.value) == "A dimension is 2 at 2 samples and 5 at 4: it does not grow linearly."
+    assert str(error.value) == "A dimension of the batch is 2 at 2 samples and 5 at 4: it does not grow linearly."
 
 
 # Fake batches
