@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1] / "lightning_memguard"
 ROOMS = {
     "": ["errors", "units"],
     "core": ["__init__"],
-    "core/trace": ["__init__", "scratch", "trace", "growth"],
+    "core/trace": ["__init__", "scratch", "trace", "growth", "packed"],
     "core/replay": ["__init__", "settings", "allocator", "replay", "timeline", "snapshot", "footprint"],
     "core/kernels": [
         "__init__",
@@ -100,7 +100,17 @@ ROOMS = {
         "estimate",
         "plan",
     ],
-    "training/run": ["__init__", "tune", "resume", "batch_monitor", "run_report", "guarded_run", "callback"],
+    "training/run": [
+        "__init__",
+        "profile",
+        "choose",
+        "tune",
+        "resume",
+        "batch_monitor",
+        "run_report",
+        "guarded_run",
+        "callback",
+    ],
     "cli": ["__init__", "progress", "options", "target", "config", "subject", "tables"],
     "cli/commands": ["__init__", "plan", "layers", "snapshot", "gpus", "devices"],
     "cli/main": [],

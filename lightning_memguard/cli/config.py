@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_memguard.cli.target import load, users_code
+from lightning_memguard.core.capture.capture import quiet
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.adapter.lightning_types import lightning_of
-from lightning_memguard.core.capture.capture import quiet
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule

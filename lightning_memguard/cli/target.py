@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memguard.core.capture.capture import quiet
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.core.capture.capture import quiet
 from lightning_memguard.training.planning.subject import MakeOptimizer, Step
 
 PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}

@@ -107,7 +107,9 @@ def totals_of(footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
         totals.append((f"Peak reserved{least}", footprint.peak_reserved_bytes))
         totals.append(("Context and libraries", footprint.outside_bytes))
         totals.append((f"Total on device{least}", footprint.peak_device_bytes))
-    if not footprint.is_partial and footprint.most_device_bytes > footprint.peak_device_bytes:  # what is compared with the budget
+    if (
+        not footprint.is_partial and footprint.most_device_bytes > footprint.peak_device_bytes
+    ):  # what is compared with the budget
         totals.append(("Total on device, at most", footprint.most_device_bytes))
     totals.append((f"Budget on {budget.device} ({budget.source})", budget.free_bytes))
     totals.append((f"Usable after {budget.margin_share:.0%} margin", budget.usable_bytes))

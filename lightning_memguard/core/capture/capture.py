@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -22,6 +22,9 @@ from lightning_memguard.core.capture.recorder import Recorder, line_behind
 from lightning_memguard.core.isolation.pool import Answer, Pool, can_fork, in_child
 from lightning_memguard.core.trace.trace import Method, Trace
 from lightning_memguard.errors import CannotTraceError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -93,7 +96,7 @@ class Captures:
         """Wait for a capture."""
         return self._pool.result((self.place_of(program), batch_size, method))
 
-    def __enter__(self) -> Captures:
+    def __enter__(self) -> Self:
         _open.append(self)
         return self
 
@@ -154,9 +157,7 @@ def _value(result: T | _Raised) -> T:
     return result
 
 
-def _unless_lost(
-    ask: Callable[[], Answer[T | _Raised]], work: Callable[[], T], with_note: Callable[[T, str], T]
-) -> T:
+def _unless_lost(ask: Callable[[], Answer[T | _Raised]], work: Callable[[], T], with_note: Callable[[T, str], T]) -> T:
     """What a child answers; where none can, what the same work gives in this process, with a note that says so."""
     answer = ask() if can_fork() else Answer[T | _Raised](lost="this system cannot fork", here=True)
     lost, here, result = answer.lost, answer.here, answer.value

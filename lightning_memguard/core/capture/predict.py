@@ -13,6 +13,7 @@ from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.replay.footprint import Footprint, footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import Growth, grow
+from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
 from lightning_memguard.core.trace.trace import Method, Shapes, Trace
 from lightning_memguard.errors import CannotTraceError
 
@@ -47,7 +48,7 @@ class Prediction:
     program: Program
     settings: AllocatorSettings
     method: Method
-    growth: Growth | None
+    growth: Growth | PackedGrowth | None
     context_bytes: int | tuple[int, int, int] = 0
     scalable: bool = True
     notes: tuple[str, ...] = ()
@@ -57,6 +58,11 @@ class Prediction:
     # What it was asked for so far; a copy starts with its own.
     _known_traces: dict[int, Trace] = field(init=False, repr=False, compare=False, default_factory=dict)
     _known_footprints: dict[int, Footprint] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def packed(self) -> Prediction:
+        """The same in little memory, slower to ask. Captures that the growth reproduces are let go."""
+        growth = PackedGrowth.of(self.growth) if isinstance(self.growth, Growth) else self.growth
+        return replace(self, growth=growth, traces=PackedTraces({} if growth else self.traces))
 
     def trace_at(self, batch_size: int) -> Trace:
         """The step's events at one batch size."""

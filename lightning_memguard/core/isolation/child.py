@@ -152,7 +152,9 @@ def _divert_writes() -> None:
         return open_file(os.devnull, mode.replace("x", "w"), *args, **kwargs)
 
     def os_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        return open_descriptor(os.devnull, os.O_RDWR) if flags & _WRITES else open_descriptor(path, flags, *args, **kwargs)
+        return (
+            open_descriptor(os.devnull, os.O_RDWR) if flags & _WRITES else open_descriptor(path, flags, *args, **kwargs)
+        )
 
     builtins.open = io.open = open_
     os.open = os_open

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -13,12 +14,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import psutil
 
 from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.core.isolation.child import cut_off
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Request = TypeVar("Request", bound=Hashable)
 Value = TypeVar("Value")
@@ -53,10 +57,12 @@ class Pool(Generic[Request, Value]):
     Args:
         handle: the function; what it is given and returns is pickled.
         most: how many children work at the same time (default: one for each processor).
+        trusted: whether the function only does what is ours. Such a child has no limit of time, and may have children.
     """
 
-    def __init__(self, handle: Callable[[Request], Value], most: int | None = None) -> None:
+    def __init__(self, handle: Callable[[Request], Value], most: int | None = None, *, trusted: bool = False) -> None:
         self._handle = handle
+        self._trusted = trusted
         self._most = most or _processors()
         self._children: list[_Child] = []
         self._waiting: deque[Request] = deque()
@@ -64,7 +70,7 @@ class Pool(Generic[Request, Value]):
 
     def start(self, *requests: Request) -> None:
         """Have these worked on as soon as a child is free."""
-        working = [child.request for child in self._children]
+        working = [child.request for child in self._children if child.is_busy]
         self._waiting += (each for each in requests if each not in (*self._waiting, *working, *self._answers))
         self._hand_out()
 
@@ -82,7 +88,7 @@ class Pool(Generic[Request, Value]):
             child.end()
         self._children.clear()
 
-    def __enter__(self) -> Pool[Request, Value]:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,7 +96,7 @@ class Pool(Generic[Request, Value]):
 
     def _hand_out(self) -> None:
         while self._waiting:
-            child = next((child for child in self._children if child.request is None), None)
+            child = next((child for child in self._children if not child.is_busy), None)
             if child is None and len(self._children) < self._most:
                 child = self._fork()
             if child is None:
@@ -100,7 +106,8 @@ class Pool(Generic[Request, Value]):
     def _fork(self) -> _Child | None:
         try:
             free = available_memory()
-            child = _Child(cast("Callable[[Any], Any]", self._handle), free and free.free_bytes // self._most)
+            memory_bytes = free and free.free_bytes // self._most
+            child = _Child(cast("Callable[[Any], Any]", self._handle), memory_bytes, trusted=self._trusted)
         except OSError as error:
             if not self._children:
                 lost = Answer[Value](lost=f"no process could be forked ({error})", here=True)
@@ -111,16 +118,17 @@ class Pool(Generic[Request, Value]):
         return child
 
     def _wait(self) -> None:
-        busy = {child.answers: child for child in self._children if child.request is not None}
+        busy = {child.answers: child for child in self._children if child.is_busy}
         poll = select.poll()
         for descriptor in busy:
             poll.register(descriptor, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(_POLL_SECONDS * 1000)}
         for descriptor, child in busy.items():
-            answer = child.read() if descriptor in ready else child.overdue()
+            late = None if self._trusted else child.overdue()
+            answer = child.read() if descriptor in ready else late
             if answer is not None:
                 self._answers[cast("Request", child.request)] = answer
-                child.request = None
+                child.is_busy = False
                 if answer.lost:
                     child.end()
                     self._children.remove(child)
@@ -128,13 +136,14 @@ class Pool(Generic[Request, Value]):
 
 
 class _Child:
-    """One child, seen from its parent. ``request`` is what it works on; None where it waits for one."""
+    """One child, seen from its parent. ``request`` is what it works on, or worked on last."""
 
-    def __init__(self, handle: Callable[[Any], Any], memory_bytes: int | None) -> None:
+    def __init__(self, handle: Callable[[Any], Any], memory_bytes: int | None, *, trusted: bool) -> None:
         parent, state = os.getpid(), random.getstate()
         asked, self._requests = os.pipe()
         self.answers, answers = os.pipe()
         self.request: Any = None
+        self.is_busy = False
         self._received = bytearray()
         try:
             self._process = _fork()
@@ -146,7 +155,7 @@ class _Child:
             try:
                 cut_off(parent, (asked, answers), memory_bytes)
                 random.setstate(state)  # which Python sets anew after a fork
-                _serve(handle, asked, answers)
+                _serve(handle, asked, answers, trusted=trusted)
             finally:
                 os._exit(1)
         os.close(asked)
@@ -156,12 +165,10 @@ class _Child:
 
     def ask(self, request: Any) -> None:
         """Have it work on a request."""
-        self.request = request
+        self.request, self.is_busy = request, True
         self._started = self._heard = time.monotonic()
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has died, which `read` will find
             _send(self._requests, b"", request)
-        except BrokenPipeError:
-            pass  # it has died, which `read` will find
 
     def read(self) -> Answer[Any] | None:
         """Read what it sent; its answer, once that is complete."""
@@ -175,7 +182,7 @@ class _Child:
         if len(sent) < start or len(sent) < start + int.from_bytes(sent[1:start], "big"):
             return None
         self._received.clear()
-        return cast("Answer[Any]", pickle.loads(sent[start:]))
+        return cast("Answer[Any]", pickle.loads(sent[start:]))  # noqa: S301 - from our own child
 
     def overdue(self) -> Answer[Any] | None:
         """Why no more is to be expected of it; None while it may still answer."""
@@ -227,7 +234,7 @@ def _processors() -> int:
 
 # -- in the child
 
-_beats_to = -1  # the descriptor; -1 in a process that is nobody's child
+_beats_to = -1  # the descriptor; -1 in a process that nobody waits for a sign of life of
 _next_beat = 0.0
 
 
@@ -237,24 +244,24 @@ def can_fork() -> bool:
 
 
 def in_child() -> bool:
-    """Whether this process is a child of a pool."""
+    """Whether this process is a child of a pool that is not trusted."""
     return _beats_to >= 0
 
 
 def beat() -> None:
-    """Give a sign of life, where this is a child of a pool."""
+    """Give a sign of life, where one is waited for."""
     global _next_beat  # noqa: PLW0603
     if _beats_to >= 0 and time.monotonic() > _next_beat:
         _next_beat = time.monotonic() + _BEAT_SECONDS
         os.write(_beats_to, _BEAT)
 
 
-def _serve(handle: Callable[[Any], Any], requests: int, answers: int) -> None:
+def _serve(handle: Callable[[Any], Any], requests: int, answers: int, *, trusted: bool) -> None:
     global _beats_to  # noqa: PLW0603
-    _beats_to = answers
+    _beats_to = -1 if trusted else answers
     while True:
         length = int.from_bytes(_read(requests, _LENGTH), "big")
-        request = pickle.loads(_read(requests, length))
+        request = pickle.loads(_read(requests, length))  # noqa: S301 - from our own parent
         try:
             answer = Answer(handle(request))
         except BaseException as error:  # noqa: BLE001 - whatever it was ends here

@@ -11,7 +11,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 
-from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, isolated
+from lightning_memguard.core.capture.capture import CaptureFailedError, isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import without_memory
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, decide
@@ -146,9 +146,7 @@ def layers_on(subject: Subject, device: str) -> LayerTable:
     target, size = target_of(device), subject.batch_size
     if not subject.runs_in_lightning:
         batch = without_memory(subject.batches, size)
-        return isolated(
-            lambda: layer_table(subject.model, batch, batch_size=size, step=subject.step, gpu=target.gpu)
-        )
+        return isolated(lambda: layer_table(subject.model, batch, batch_size=size, step=subject.step, gpu=target.gpu))
     program = lightning_program(subject, target)
     try:
         return isolated(lambda: program.layer_table(size))

@@ -17,7 +17,7 @@ from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import Failure, Larger
 from lightning_memguard.training.adapter.ranks import attempt
-from lightning_memguard.training.run.tune import RunProfile
+from lightning_memguard.training.run.profile import RunProfile
 
 _NEXT = 1.1  # what was announced once is announced again when it is this much larger
 

@@ -18,7 +18,7 @@ from lightning_memguard.training.adapter.run_facts import ROLES
 from lightning_memguard.training.run import resume
 from lightning_memguard.training.run.batch_monitor import ran_out_of_memory
 from lightning_memguard.training.run.guarded_run import GuardedRun
-from lightning_memguard.training.run.tune import GuardSettings
+from lightning_memguard.training.run.profile import GuardSettings
 from lightning_memguard.units import KIB, parse_bytes
 
 if TYPE_CHECKING:

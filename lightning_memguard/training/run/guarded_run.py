@@ -23,9 +23,10 @@ from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.adapter.run_facts import Stage
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
+from lightning_memguard.training.run.profile import GuardSettings, RunProfile
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of
-from lightning_memguard.training.run.tune import GuardSettings, RunProfile, recheck, tune, with_steps
+from lightning_memguard.training.run.tune import recheck, tune, with_steps
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -82,7 +83,7 @@ class GuardedRun:
         if profile.request.free_to_choose:
             rewrite = partial(rewrite_loaders, self.trainer, profile.facts)
             self._undo.append(rewrite(self.tuning.role, self._batch_size))
-            validation = profile.validation_info
+            validation = profile.run.validation_info
             if validation is not None and not validation.fixed_because:
                 own_size = validation.batch_size
                 self._undo.append(rewrite("val", lambda: self.decision.validation_batch_size or own_size))

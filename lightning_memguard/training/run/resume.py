@@ -9,7 +9,8 @@ from typing import Any
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.training.adapter.ranks import Attempt, attempt
-from lightning_memguard.training.run.tune import GuardSettings, RunProfile, Tuning
+from lightning_memguard.training.run.profile import GuardSettings, RunProfile
+from lightning_memguard.training.run.tune import Tuning
 from lightning_memguard.units import format_bytes
 
 KEY = "lightning_memguard"  # in the checkpoint, next to Lightning's own keys

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from lightning_memguard.core.capture.capture import isolated
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.layers.layers import LayerTable
@@ -17,7 +18,7 @@ from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.adapter.run_facts import RunFacts
-from lightning_memguard.training.run.tune import RunProfile
+from lightning_memguard.training.run.profile import RunProfile
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import Logger
@@ -87,4 +88,5 @@ def _curve(profile: RunProfile, decision: Decision) -> Sequence[CurvePoint]:
 
 def _layers(profile: RunProfile, batch_size: int) -> LayerTable | None:
     program = cast("LightningProgram", profile.prediction.program)
-    return program.layer_table(batch_size) if profile.prediction.method in ("fake", "worst-case") else None
+    known = profile.prediction.method in ("fake", "worst-case")
+    return isolated(lambda: program.layer_table(batch_size)) if known else None

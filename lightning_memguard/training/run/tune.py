@@ -2,113 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
-from lightning_memguard.core.capture.capture import Captures
-from lightning_memguard.core.capture.fake_cuda import gpu_of
-from lightning_memguard.core.capture.predict import Prediction, predict
-from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.advice import shortlist, what_would_fit
-from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide
-from lightning_memguard.core.device.budget import read_budget
+from lightning_memguard.core.decision.decision import Decision, Request
 from lightning_memguard.core.device.context import context_bytes
-from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, Trace
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
-from lightning_memguard.training.adapter import callbacks, sharded
-from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.adapter.ranks import Attempt, Ranks, attempt, shared
-from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
-from lightning_memguard.training.data.loaders import LoaderInfo, batches_taken, find, largest_for, leaves_one, limit_of
-from lightning_memguard.training.data.samples import RunSamples, sample
+from lightning_memguard.training.adapter import callbacks
+from lightning_memguard.training.adapter.ranks import Ranks, attempt, shared
+from lightning_memguard.training.adapter.run_facts import ROLES, Role, Stage, read_run_facts
+from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.planning.advise import Advised, try_remedies
-from lightning_memguard.training.planning.search import largest_that_runs
+from lightning_memguard.training.run.choose import Planner, choose
+from lightning_memguard.training.run.profile import GuardSettings, RunProfile, read_run
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
-
-
-@dataclass(frozen=True)
-class GuardSettings(Limits):
-    """MemGuard's settings, checked; see there."""
-
-    mode: Literal["tune", "check"] = "tune"
-
-
-@dataclass(frozen=True)
-class ValidationRun:
-    """A fit's validation, at a batch size of its own."""
-
-    loader_info: LoaderInfo
-    prediction: Prediction
-    batch_size: int
-
-    @property
-    def footprint(self) -> Footprint:
-        """Its memory at its size."""
-        return self.prediction.footprint_at(self.batch_size)
-
-
-@dataclass(frozen=True)
-class RunProfile:
-    """All that is known of a run before anything is decided.
-
-    Attributes:
-        budget: what its device offers to this rank.
-        request: what was asked for, and what prevents it.
-        validation: the fit's validation; None where there is none, or none could be predicted.
-        validation_info: the fit's validation data, predicted or not.
-        held_bytes: what of this training is on the device already.
-        callback_bytes: what other callbacks hold there, without Lightning's averages.
-        avoids_single_sample: whether a last batch of one sample may fail.
-        extra: bytes found after the steps were predicted, by part.
-        notes: what had to be assumed, in plain words.
-    """
-
-    facts: RunFacts
-    loader_info: LoaderInfo
-    prediction: Prediction
-    budget: Budget
-    request: Request
-    validation: ValidationRun | None = None
-    validation_info: LoaderInfo | None = None
-    held_bytes: int = 0
-    callback_bytes: int = 0
-    avoids_single_sample: bool = False
-    extra: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    def trace_at(self, batch_size: int) -> Trace:
-        """The events behind `footprint_at`."""
-        most = self._larger_validation(batch_size)
-        trace = most.prediction.own_trace_at(most.batch_size) if most else self.prediction.own_trace_at(batch_size)
-        return trace.plus(self.extra)
-
-    def _larger_validation(self, batch_size: int) -> ValidationRun | None:
-        """Validation, where it takes more than the training step."""
-        step, validation = self.prediction.footprint_at(batch_size), self.validation
-        return validation if validation and validation.footprint.most_device_bytes > step.most_device_bytes else None
-
-    def footprint_at(self, batch_size: int) -> Footprint:
-        """The memory of the run at a batch size: of its training step, or of validation where that takes more."""
-        most, validation = self.prediction.footprint_at(batch_size), self._larger_validation(batch_size)
-        if validation is not None:
-            note = f"the peak is in validation, at its batch size of {validation.batch_size}"
-            notes = (note, *most.notes, *validation.footprint.notes)
-            most = replace(validation.footprint, batch_size=batch_size, notes=notes)
-        for part, nbytes in self.extra.items():
-            most = most.plus(nbytes, part)
-        return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
 
 
 @dataclass(frozen=True)
@@ -121,7 +34,6 @@ class Tuning:
     ranks: Ranks = field(default_factory=Ranks)
 
 
-_MOST_ROUNDS = 5
 _ADVICE_SECONDS = 20.0  # the run cannot start: its user should soon know why
 
 
@@ -134,13 +46,17 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
     try:
         facts = attempt(lambda: read_run_facts(trainer, stage)).unwrap()
         ranks = Ranks.of(facts)
-        with ExitStack() as captures:
-            profile = ranks.agree(attempt(lambda: _profile_run(trainer, module, settings, facts, captures)))
+        reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
+        with Planner(settings, reading) as planner:
+            planner.start()
+            # after the budget, which counts an open context as ours: measuring it opens it
+            context = attempt(lambda: context_bytes(facts.device))
+            profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
             profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, profile.held_bytes))
             answers = ranks.gather((profile.request.free_to_choose, profile.request.fixed_because))
             profile = replace(profile, request=_common(profile.request, answers))
             try:
-                decision, profile = choose(profile, ranks, settings)
+                decision, profile = choose(profile, ranks, planner)
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
         return with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks))
@@ -172,18 +88,10 @@ def with_steps(tuning: Tuning) -> Tuning:
 
 
 def _without_samples(profile: RunProfile) -> RunProfile:
-    """Let go of the samples drawn: they are not needed any more, and would take memory while it trains."""
-    validation = profile.validation
-    if validation is not None:
-        validation = replace(validation, prediction=_with_shapes_alone(validation.prediction))
-    return replace(profile, prediction=_with_shapes_alone(profile.prediction), validation=validation)
-
-
-def _with_shapes_alone(prediction: Prediction) -> Prediction:
-    if prediction.growth is None or prediction.method == "real":  # another size may still have to be run
-        return prediction
-    program = attempt(prediction.program.without_samples).value  # None for a kind of tensor without a meta copy
-    return replace(prediction, program=program or prediction.program, traces={})  # which the growth reproduces
+    """Let go of the samples drawn, unless another size may still have to be run."""
+    known = profile.prediction
+    scales = known.growth is not None and known.method != "real"
+    return profile.attached_to(profile.run.without_samples()) if scales else profile
 
 
 def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError:
@@ -218,7 +126,8 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
         return replace(tuning, profile=profile, decision=larger)
     capped = replace(profile, request=replace(profile.request, max_batch_size=before.batch_size))
     try:
-        decision, chosen = choose(capped, ranks, settings)
+        with Planner(settings, capped) as planner:
+            decision, chosen = choose(capped, ranks, planner)
     except MemGuardError:  # it may run out of memory now, but MemGuard does not end a fit that has started
         return replace(tuning, profile=profile, decision=larger)
     if decision.batch_size == before.batch_size:
@@ -228,230 +137,3 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
         requested = before.requested_batch_size
         decision = replace(decision, requested_batch_size=requested, limited_by="memory", reason=reason)
     return with_steps(replace(tuning, profile=chosen, decision=decision))
-
-
-# -- what is known of a run
-
-
-def _profile_run(
-    trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts, captures: ExitStack
-) -> RunProfile:
-    """Look at the data, draw samples, read the budget, capture the steps; ``captures`` holds what captures them."""
-    is_fit, device, loader_info = facts.stage == "fit", facts.device, find(facts, facts.role)
-    samples = sample(loader_info)
-    size = loader_info.batch_size or samples.batches[0].small_size
-    callback_bytes = callbacks.held_bytes(facts.callbacks, module, device, averaging=False)
-    program = LightningProgram(
-        trainer,
-        module,
-        samples.batches[0] if is_fit else samples.batches,
-        device,
-        batches_per_epoch=_batches_per_epoch(loader_info),
-        datamodule=facts.datamodule,
-        # where MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
-        accumulate_grad_batches=2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts),
-        gpu=gpu_of(device),
-        stage=facts.stage,
-        callback_bytes=callback_bytes,
-        strategy=facts.strategy,
-    )
-    budget, held = _budget(module, facts, settings)
-    validation_info, evaluation = Attempt[LoaderInfo](), Attempt[_Evaluation]()
-    if is_fit and facts.validates:
-        validation_info = attempt(lambda: find(facts, "val"))
-        evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), program))
-    side_by_side = captures.enter_context(Captures(program, *([evaluation.value.program] if evaluation.value else [])))
-    if evaluation.value:
-        side_by_side.start(evaluation.value.program, evaluation.value.batch_size, "fake")
-    shards = sharded.shards_of(facts.strategy, facts.world_size)
-    fixed = loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
-    prediction = predict(program, size, AllocatorSettings.for_device(device.type, os.environ), scalable=not fixed)
-    if not prediction.scalable:
-        fixed = "; ".join(filter(None, (_why_one_size(prediction, asked=not fixed), fixed)))
-    if shards:
-        prediction = sharded.divide_by_rank(prediction, shards)
-    attempted = attempt(lambda: _validation(evaluation.unwrap(), facts, prediction)) if evaluation.value else evaluation
-    # after the budget, which counts an open context as ours: measuring it opens it
-    context, validation = context_bytes(device), attempted.value
-    notes = (f"validation was not predicted: {attempted.reason}",) if attempted.reason else ()
-    if validation is not None:
-        if validation.prediction.method == "states":
-            notes = (f"the memory of validation's activations is unknown: {'; '.join(validation.prediction.notes)}",)
-        validation = replace(validation, prediction=replace(validation.prediction, context_bytes=context))
-    return RunProfile(
-        facts,
-        loader_info,
-        replace(prediction, context_bytes=context),
-        budget,
-        _request(facts, loader_info, samples, settings, size, fixed),
-        validation,
-        validation_info.value,
-        held,
-        callback_bytes,
-        avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
-        notes=(*samples.notes, *notes),
-    )
-
-
-def _why_one_size(prediction: Prediction, *, asked: bool) -> str:
-    """Why a step's memory is known at one batch size or at none; empty where others were not ``asked`` for."""
-    if prediction.method == "states":
-        return "; ".join(prediction.notes) or "the step could not be run"
-    sizes = ", ".join(map(str, prediction.traces))
-    return f"the step runs at batch size {sizes}, but not at the others that were tried" if asked else ""
-
-
-def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:
-    """What the device offers, and what of this training is there already: predicted as needed, it counts as free."""
-    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, facts.device.type)["model"]
-    held += callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
-    margin, given = settings.margin, settings.budget_bytes
-    return read_budget(facts.device, budget=given, margin=margin, already_held_bytes=held), held
-
-
-def _batches_per_epoch(loader_info: LoaderInfo) -> Callable[[int], int | None] | None:
-    return loader_info.batches if loader_info.dataset_size is not None else None
-
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """What a fit's validation runs."""
-
-    info: LoaderInfo
-    program: LightningProgram
-    batch_size: int
-
-
-def _evaluation(info: LoaderInfo, training: LightningProgram) -> _Evaluation:
-    batches = sample(info).batches
-    program = replace(
-        training,
-        batches=batches,
-        batches_per_epoch=_batches_per_epoch(info),
-        stage="validate",
-        setup_stage="fit",
-        callback_bytes=0,
-    )
-    return _Evaluation(info, program, info.batch_size or batches[0].small_size)
-
-
-def _validation(evaluation: _Evaluation, facts: RunFacts, training: Prediction) -> ValidationRun:
-    """Predict the fit's validation, next to everything that training keeps."""
-    program, size, share = evaluation.program, evaluation.batch_size, training.share
-    gradients = callbacks.validates_mid_step(facts, program.accumulate_grad_batches or 1)
-    kept = tuple(_alive_between_steps(next(iter(training.traces.values())), gradients=gradients))
-    prediction = predict(program, size, training.settings, scalable=False)
-    next_to_it = replace(prediction, share=lambda trace: (share or _unshared)(trace.holding(kept)))
-    return ValidationRun(evaluation.info, next_to_it, size)
-
-
-def _unshared(trace: Trace) -> Trace:
-    return trace
-
-
-def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
-    """What is on the device between two training steps besides the module, by part; validation clears the gradients."""
-    parts = {"optimizer_state", *OPTIONAL_PARTS, *(["gradients"] if gradients else [])}
-    alive = {event.block: event for event in trace.events if event.action == "alloc" and event.part in parts}
-    for event in trace.events:
-        if event.action == "free":
-            alive.pop(event.block, None)
-    yield from ((event.part, event.nbytes) for event in alive.values())
-
-
-def _request(
-    facts: RunFacts, loader_info: LoaderInfo, samples: RunSamples, settings: GuardSettings, size: int, fixed: str
-) -> Request:
-    limits = settings if facts.stage == "fit" else replace(settings, keep_effective_batch_size=None)
-    largest = largest_for(facts, loader_info)
-    request = limits.request(
-        size,
-        unit=math.lcm(loader_info.unit, samples.unit),
-        dataset_size=samples.samples if largest is None else largest,
-        accumulate_grad_batches=facts.accumulate_grad_batches,
-        ranks=facts.world_size,
-    )
-    free = settings.mode == "tune" and not fixed
-    limit = limit_of(facts, loader_info, largest)
-    return replace(request, free_to_choose=free, fixed_because=fixed, dataset_limit=limit)
-
-
-# -- choosing
-
-
-def choose(profile: RunProfile, ranks: Ranks, settings: GuardSettings) -> tuple[Decision, RunProfile]:
-    """Choose a batch size from what is known, the same on all ranks. All ranks must call it.
-
-    Raises:
-        DoesNotFitError: even the smallest size does not fit, on some rank.
-        CannotTraceError: the ranks come to no size that runs on all of them.
-    """
-    asked = profile
-    for _ in range(_MOST_ROUNDS):
-        decision, chosen = ranks.agree(attempt(functools.partial(_choice, asked, settings)))
-        sizes = ranks.gather((decision.batch_size, decision.validation_batch_size or 0))
-        least, least_val = min(size for size, _ in sizes), min(size for _, size in sizes)
-        if all(size == (least, least_val) for size in sizes):
-            return _with_common_limit(decision, sizes, profile.request), chosen
-        capped = replace(asked.request, max_batch_size=least) if asked.request.free_to_choose else asked.request
-        validation = asked.validation
-        if validation is not None and validation.batch_size > least_val > 0:
-            validation = replace(validation, batch_size=least_val)
-        asked = replace(asked, request=capped, validation=validation)
-    raise CannotTraceError(f"the ranks could not agree on a batch size (last proposals: {sizes})")
-
-
-def _with_common_limit(decision: Decision, sizes: list[tuple[int, int]], request: Request) -> Decision:
-    """Where another rank set the size, that rank's memory limits it, not ``max_batch_size``."""
-    if len(sizes) == 1 or decision.limited_by != "max_batch_size":
-        return decision
-    held_back = request.max_batch_size is None or decision.batch_size < request.max_batch_size
-    return replace(decision, limited_by="memory") if held_back else decision
-
-
-def _choice(profile: RunProfile, settings: GuardSettings) -> tuple[Decision, RunProfile]:
-    """This rank's choice, and what it is made from once the step was captured at its size."""
-    validation = _fitting(profile)
-    profile = replace(profile, validation=validation)
-    decision, proven = largest_that_runs(
-        profile.prediction,
-        profile.budget,
-        profile.request,
-        footprint_at=lambda prediction, size: replace(profile, prediction=prediction).footprint_at(size),
-        # a last batch of one sample, which batch norm refuses
-        is_refused=lambda size: profile.avoids_single_sample and leaves_one(profile.loader_info, size),
-    )
-    if validation is not None:
-        decision = replace(decision, validation_batch_size=validation.batch_size)
-    if not profile.request.free_to_choose:
-        decision = _unchanged(decision, profile.request.fixed_because, settings)
-    return decision, replace(profile, prediction=proven)
-
-
-def _unchanged(decision: Decision, fixed_because: str, settings: GuardSettings) -> Decision:
-    """A decision to keep the batch size, with the reason; where a check could not tell more, that comes first."""
-    if settings.mode == "tune":
-        return replace(decision, outcome="kept", reason=fixed_because)
-    if decision.verdict == "unknown":
-        return replace(decision, reason=fixed_because)
-    could_not = f', and mode="tune" could not change it: {fixed_because}' if fixed_because else ""
-    return replace(decision, reason=f'mode="check" changes nothing{could_not}')
-
-
-def _fitting(profile: RunProfile) -> ValidationRun | None:
-    """Validation at its own batch size, or where that does not fit, at the largest that does."""
-    validation, usable = profile.validation, profile.budget.usable_bytes
-    if validation is None or not profile.request.free_to_choose or validation.loader_info.fixed_because:
-        return validation
-    if validation.footprint.most_device_bytes <= usable:
-        return validation
-    known, size, unit = validation.prediction, validation.batch_size, validation.loader_info.unit
-    scaled = replace(predict(known.program, size, known.settings, context_bytes=known.context_bytes), share=known.share)
-    if not scaled.scalable:
-        return validation
-    try:
-        request = Request(size, max_batch_size=size, multiple_of=unit)
-        size = decide(scaled.footprint_at, profile.budget, request).batch_size
-    except MemGuardError:  # not even one sample fits, so training does not either
-        size = unit
-    return replace(validation, prediction=scaled, batch_size=size)

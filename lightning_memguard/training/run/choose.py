@@ -1,0 +1,192 @@
+"""What is known of a run -> its batch size, the same on all ranks; chosen in a child, which leaves nothing behind."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+from lightning_memguard.core.capture.capture import Captures
+from lightning_memguard.core.capture.predict import predict
+from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
+from lightning_memguard.core.isolation.pool import Answer, Pool, can_fork
+from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.training.adapter.ranks import Attempt, Ranks, attempt
+from lightning_memguard.training.data.loaders import leaves_one
+from lightning_memguard.training.planning.search import largest_that_runs
+from lightning_memguard.training.run.profile import GuardSettings, Reading, Run, RunProfile, ValidationRun, profile_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_MOST_ROUNDS = 5
+
+Chosen = tuple[Decision, RunProfile]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What may differ from one choice to the next."""
+
+    budget: Budget
+    request: Request
+    validation_batch_size: int | None
+    extra: tuple[tuple[str, int], ...]
+    context_bytes: int | tuple[int, int, int]
+
+    @classmethod
+    def of(cls, profile: RunProfile) -> _Asked:
+        """What a profile asks for."""
+        validation = profile.validation
+        size, context = validation and validation.batch_size, profile.prediction.context_bytes
+        return cls(profile.budget, profile.request, size, tuple(profile.extra.items()), context)
+
+    def put_to(self, profile: RunProfile) -> RunProfile:
+        """The same profile, asked this."""
+        validation = profile.validation
+        if validation is not None and self.validation_batch_size is not None:
+            validation = replace(validation, batch_size=self.validation_batch_size)
+        asked = replace(profile, budget=self.budget, request=self.request, extra=dict(self.extra))
+        return replace(asked, validation=validation).with_context(self.context_bytes)
+
+
+class Planner:
+    """Predicts and chooses for a run, in a child of its own that has children for the captures.
+
+    Traces are large; here none of them ever is in the run's own process, where they would take memory while it trains.
+    Where there can be no child, the same is done here.
+    """
+
+    def __init__(self, settings: GuardSettings, known: Reading | RunProfile) -> None:
+        self._settings = settings
+        self._reading = known if isinstance(known, Reading) else None
+        self._profile = None if isinstance(known, Reading) else known
+        self._run: Run = known.run
+        self._captures: Captures | None = None
+        self._open = ExitStack()
+        self._pool = Pool[_Asked | None, "Attempt[RunProfile] | Attempt[Chosen]"](self._work, most=1, trusted=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+        self._open.close()
+
+    def start(self) -> None:
+        """Begin to predict."""
+        if can_fork():
+            self._pool.start(None)
+
+    def profile(self) -> Attempt[RunProfile]:
+        """All that is known of the run once its steps were captured."""
+        answer = cast("Attempt[RunProfile]", self._ask(None))
+        return replace(answer, value=answer.value.attached_to(self._run)) if answer.value else answer
+
+    def choose(self, profile: RunProfile) -> Attempt[Chosen]:
+        """This rank's choice, and what it is made from."""
+        answer = cast("Attempt[Chosen]", self._ask(_Asked.of(profile)))
+        if answer.value is None:
+            return answer
+        decision, chosen = answer.value
+        return replace(answer, value=(decision, chosen.attached_to(self._run)))
+
+    def _ask(self, asked: _Asked | None) -> Attempt[RunProfile] | Attempt[Chosen]:
+        answer = self._pool.result(asked) if can_fork() else Answer[Attempt[RunProfile] | Attempt[Chosen]](lost="none")
+        return answer.value or self._work(asked)
+
+    def _work(self, asked: _Asked | None) -> Attempt[RunProfile] | Attempt[Chosen]:
+        if asked is None:
+            return attempt(lambda: self._known().detached())
+        return attempt(lambda: self._chosen(asked))
+
+    def _known(self) -> RunProfile:
+        if self._captures is None:
+            evaluation = self._run.evaluation.value
+            programs = [self._run.program, *([evaluation.program] if evaluation else [])]
+            self._captures = self._open.enter_context(Captures(*programs))
+        if self._profile is None and self._reading is not None:
+            self._profile = profile_of(self._reading, self._captures)
+        return cast("RunProfile", self._profile)
+
+    def _chosen(self, asked: _Asked) -> Chosen:
+        decision, profile = _choice(asked.put_to(self._known()), self._settings)
+        return decision, profile.detached()
+
+
+def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
+    """Choose a batch size from what is known, the same on all ranks. All ranks must call it.
+
+    Raises:
+        DoesNotFitError: even the smallest size does not fit, on some rank.
+        CannotTraceError: the ranks come to no size that runs on all of them.
+    """
+    asked = profile
+    for _ in range(_MOST_ROUNDS):
+        decision, chosen = ranks.agree(planner.choose(asked))
+        sizes = ranks.gather((decision.batch_size, decision.validation_batch_size or 0))
+        least, least_val = min(size for size, _ in sizes), min(size for _, size in sizes)
+        if all(size == (least, least_val) for size in sizes):
+            return _with_common_limit(decision, sizes, profile.request), chosen
+        capped = replace(asked.request, max_batch_size=least) if asked.request.free_to_choose else asked.request
+        validation = asked.validation
+        if validation is not None and validation.batch_size > least_val > 0:
+            validation = replace(validation, batch_size=least_val)
+        asked = replace(asked, request=capped, validation=validation)
+    raise CannotTraceError(f"the ranks could not agree on a batch size (last proposals: {sizes})")
+
+
+def _with_common_limit(decision: Decision, sizes: list[tuple[int, int]], request: Request) -> Decision:
+    """Where another rank set the size, that rank's memory limits it, not ``max_batch_size``."""
+    if len(sizes) == 1 or decision.limited_by != "max_batch_size":
+        return decision
+    held_back = request.max_batch_size is None or decision.batch_size < request.max_batch_size
+    return replace(decision, limited_by="memory") if held_back else decision
+
+
+def _choice(profile: RunProfile, settings: GuardSettings) -> Chosen:
+    """This rank's choice, and what it is made from once the step was captured at its size."""
+    validation = _fitting(profile)
+    profile = replace(profile, validation=validation)
+    decision, proven = largest_that_runs(
+        profile.prediction,
+        profile.budget,
+        profile.request,
+        footprint_at=lambda prediction, size: replace(profile, prediction=prediction).footprint_at(size),
+        # a last batch of one sample, which batch norm refuses
+        is_refused=lambda size: profile.avoids_single_sample and leaves_one(profile.loader_info, size),
+    )
+    if validation is not None:
+        decision = replace(decision, validation_batch_size=validation.batch_size)
+    if not profile.request.free_to_choose:
+        decision = _unchanged(decision, profile.request.fixed_because, settings)
+    return decision, replace(profile, prediction=proven)
+
+
+def _unchanged(decision: Decision, fixed_because: str, settings: GuardSettings) -> Decision:
+    """A decision to keep the batch size, with the reason; where a check could not tell more, that comes first."""
+    if settings.mode == "tune":
+        return replace(decision, outcome="kept", reason=fixed_because)
+    if decision.verdict == "unknown":
+        return replace(decision, reason=fixed_because)
+    could_not = f', and mode="tune" could not change it: {fixed_because}' if fixed_because else ""
+    return replace(decision, reason=f'mode="check" changes nothing{could_not}')
+
+
+def _fitting(profile: RunProfile) -> ValidationRun | None:
+    """Validation at its own batch size, or where that does not fit, at the largest that does."""
+    validation, usable = profile.validation, profile.budget.usable_bytes
+    if validation is None or not profile.request.free_to_choose or validation.is_fixed:
+        return validation
+    if validation.footprint.most_device_bytes <= usable:
+        return validation
+    known, size, unit = validation.prediction, validation.batch_size, validation.unit
+    scaled = replace(predict(known.program, size, known.settings, context_bytes=known.context_bytes), share=known.share)
+    if not scaled.scalable:
+        return validation
+    try:
+        request = Request(size, max_batch_size=size, multiple_of=unit)
+        size = decide(scaled.footprint_at, profile.budget, request).batch_size
+    except MemGuardError:  # not even one sample fits, so training does not either
+        size = unit
+    return replace(validation, prediction=scaled, batch_size=size)

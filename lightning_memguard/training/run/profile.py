@@ -1,0 +1,357 @@
+"""What is known of a run before anything is decided: its data, its budget, and the predicted memory of its steps.
+
+The data is read in the run's own process; the steps are captured in children.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_memguard.core.capture.capture import Captures
+from lightning_memguard.core.capture.fake_cuda import gpu_of
+from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.core.capture.recorder import part_bytes
+from lightning_memguard.core.decision.decision import Budget, Limits, Request
+from lightning_memguard.core.device.budget import read_budget
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, Trace
+from lightning_memguard.training.adapter import callbacks, sharded
+from lightning_memguard.training.adapter.program import LightningProgram
+from lightning_memguard.training.adapter.ranks import Attempt, attempt
+from lightning_memguard.training.adapter.run_facts import RunFacts
+from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, limit_of
+from lightning_memguard.training.data.samples import RunSamples, sample
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+
+@dataclass(frozen=True)
+class GuardSettings(Limits):
+    """MemGuard's settings, checked; see there."""
+
+    mode: Literal["tune", "check"] = "tune"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a fit's validation runs, and its own batch size."""
+
+    program: LightningProgram
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is read of a run in its own process, where it stays.
+
+    Attributes:
+        program: its step.
+        evaluation: its validation, where it is a fit with one; or why that is not known.
+        validation_info: the data of that validation, predicted or not.
+    """
+
+    facts: RunFacts
+    loader_info: LoaderInfo
+    program: LightningProgram
+    evaluation: Attempt[Evaluation]
+    validation_info: LoaderInfo | None
+
+    def without_samples(self) -> Run:
+        """Let go of the samples drawn, which would take memory while it trains."""
+        evaluation, program = self.evaluation, _with_shapes_alone(self.program)
+        if evaluation.value is not None:
+            bare = replace(evaluation.value, program=_with_shapes_alone(evaluation.value.program))
+            evaluation = Attempt(bare)
+        return replace(self, program=program, evaluation=evaluation)
+
+
+def _with_shapes_alone(program: LightningProgram) -> LightningProgram:
+    return attempt(program.without_samples).value or program  # a kind of tensor may have no meta copy
+
+
+@dataclass(frozen=True)
+class ValidationRun:
+    """A fit's validation, at a batch size of its own; ``is_fixed`` where that cannot be changed."""
+
+    prediction: Prediction
+    batch_size: int
+    unit: int
+    is_fixed: bool
+
+    @property
+    def footprint(self) -> Footprint:
+        """Its memory at its size."""
+        return self.prediction.footprint_at(self.batch_size)
+
+
+@dataclass(frozen=True)
+class RunProfile:
+    """All that is known of a run before anything is decided.
+
+    Attributes:
+        run: what of it stays in its own process.
+        prediction: the memory of its step.
+        budget: what its device offers to this rank.
+        request: what was asked for, and what prevents it.
+        validation: the fit's validation; None where there is none, or none could be predicted.
+        held_bytes: what of this training is on the device already.
+        callback_bytes: what other callbacks hold there, without Lightning's averages.
+        avoids_single_sample: whether a last batch of one sample may fail.
+        extra: bytes found after the steps were predicted, by part.
+        notes: what had to be assumed, in plain words.
+    """
+
+    run: Run
+    prediction: Prediction
+    budget: Budget
+    request: Request
+    validation: ValidationRun | None = None
+    held_bytes: int = 0
+    callback_bytes: int = 0
+    avoids_single_sample: bool = False
+    extra: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> RunFacts:
+        """The settings of the run."""
+        return self.run.facts
+
+    @property
+    def loader_info(self) -> LoaderInfo:
+        """The data of the run."""
+        return self.run.loader_info
+
+    def detached(self) -> RunProfile:
+        """The same as a value that can be sent, without what stays in the run's own process."""
+        nothing: Any = None
+        validation = self.validation
+        if validation is not None:
+            validation = replace(validation, prediction=replace(validation.prediction.packed(), program=nothing))
+        prediction = replace(self.prediction.packed(), program=nothing)
+        return replace(self, run=nothing, prediction=prediction, validation=validation)
+
+    def attached_to(self, run: Run) -> RunProfile:
+        """The same in the run's own process."""
+        validation = self.validation
+        if validation is not None:
+            program = run.evaluation.unwrap().program
+            validation = replace(validation, prediction=replace(validation.prediction, program=program))
+        return replace(self, run=run, prediction=replace(self.prediction, program=run.program), validation=validation)
+
+    def with_context(self, nbytes: int | tuple[int, int, int]) -> RunProfile:
+        """The same with what the process takes on its device outside the allocator."""
+        validation = self.validation
+        if validation is not None:
+            validation = replace(validation, prediction=replace(validation.prediction, context_bytes=nbytes))
+        return replace(self, prediction=replace(self.prediction, context_bytes=nbytes), validation=validation)
+
+    def trace_at(self, batch_size: int) -> Trace:
+        """The events behind `footprint_at`."""
+        most = self._larger_validation(batch_size)
+        trace = most.prediction.own_trace_at(most.batch_size) if most else self.prediction.own_trace_at(batch_size)
+        return trace.plus(self.extra)
+
+    def _larger_validation(self, batch_size: int) -> ValidationRun | None:
+        """Validation, where it takes more than the training step."""
+        step, validation = self.prediction.footprint_at(batch_size), self.validation
+        return validation if validation and validation.footprint.most_device_bytes > step.most_device_bytes else None
+
+    def footprint_at(self, batch_size: int) -> Footprint:
+        """The memory of the run at a batch size: of its training step, or of validation where that takes more."""
+        most, validation = self.prediction.footprint_at(batch_size), self._larger_validation(batch_size)
+        if validation is not None:
+            note = f"the peak is in validation, at its batch size of {validation.batch_size}"
+            notes = (note, *most.notes, *validation.footprint.notes)
+            most = replace(validation.footprint, batch_size=batch_size, notes=notes)
+        for part, nbytes in self.extra.items():
+            most = most.plus(nbytes, part)
+        return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
+
+
+# -- reading and predicting
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A run as it is read, before its steps are captured."""
+
+    run: Run
+    batch_size: int
+    request_of: Callable[[str], Request]
+    budget: Budget
+    held_bytes: int
+    avoids_single_sample: bool
+    notes: tuple[str, ...]
+
+    @property
+    def programs(self) -> list[LightningProgram]:
+        """What is to be captured."""
+        evaluation = self.run.evaluation.value
+        return [self.run.program, *([evaluation.program] if evaluation else [])]
+
+
+def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> Reading:
+    """Look at the data, draw samples, read the budget.
+
+    Raises:
+        CannotTraceError: there is no data to predict from.
+    """
+    is_fit, device, loader_info = facts.stage == "fit", facts.device, find(facts, facts.role)
+    samples = sample(loader_info)
+    size = loader_info.batch_size or samples.batches[0].small_size
+    program = LightningProgram(
+        trainer,
+        module,
+        samples.batches[0] if is_fit else samples.batches,
+        device,
+        batches_per_epoch=_batches_per_epoch(loader_info),
+        datamodule=facts.datamodule,
+        # where MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
+        accumulate_grad_batches=2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts),
+        gpu=gpu_of(device),
+        stage=facts.stage,
+        callback_bytes=callbacks.held_bytes(facts.callbacks, module, device, averaging=False),
+        strategy=facts.strategy,
+    )
+    validation_info, evaluation = Attempt[LoaderInfo](), Attempt[Evaluation]()
+    if is_fit and facts.validates:
+        validation_info = attempt(lambda: find(facts, "val"))
+        evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), program))
+    budget, held = _budget(module, facts, settings)
+    return Reading(
+        Run(facts, loader_info, program, evaluation, validation_info.value),
+        size,
+        lambda fixed: _request(facts, loader_info, samples, settings, size, fixed),
+        budget,
+        held,
+        avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
+        notes=samples.notes,
+    )
+
+
+def profile_of(reading: Reading, captures: Captures) -> RunProfile:
+    """Capture the steps of a run, and its validation next to them.
+
+    Raises:
+        CannotTraceError: not even what stays could be predicted.
+    """
+    run, size = reading.run, reading.batch_size
+    facts, evaluation = run.facts, run.evaluation.value
+    if evaluation:
+        captures.start(evaluation.program, evaluation.batch_size, "fake")
+    shards = sharded.shards_of(facts.strategy, facts.world_size)
+    fixed = run.loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
+    rules = AllocatorSettings.for_device(facts.device.type, os.environ)
+    prediction = predict(run.program, size, rules, scalable=not fixed)
+    if not prediction.scalable:
+        fixed = "; ".join(filter(None, (_why_one_size(prediction, asked=not fixed), fixed)))
+    if shards:
+        prediction = sharded.divide_by_rank(prediction, shards)
+    validation = attempt(lambda: _validation(run, prediction)) if evaluation else Attempt(reason=run.evaluation.reason)
+    notes = (f"validation was not predicted: {validation.reason}",) if validation.reason else ()
+    if validation.value and validation.value.prediction.method == "states":
+        why = "; ".join(validation.value.prediction.notes)
+        notes = (f"the memory of validation's activations is unknown: {why}",)
+    return RunProfile(
+        run,
+        prediction,
+        reading.budget,
+        reading.request_of(fixed),
+        validation.value,
+        reading.held_bytes,
+        run.program.callback_bytes,
+        reading.avoids_single_sample,
+        notes=(*reading.notes, *notes),
+    )
+
+
+def _why_one_size(prediction: Prediction, *, asked: bool) -> str:
+    """Why a step's memory is known at one batch size or at none; empty where others were not ``asked`` for."""
+    if prediction.method == "states":
+        return "; ".join(prediction.notes) or "the step could not be run"
+    sizes = ", ".join(map(str, prediction.traces))
+    return f"the step runs at batch size {sizes}, but not at the others that were tried" if asked else ""
+
+
+def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:
+    """What the device offers, and what of this training is there already: predicted as needed, it counts as free."""
+    held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, facts.device.type)["model"]
+    held += callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
+    margin, given = settings.margin, settings.budget_bytes
+    return read_budget(facts.device, budget=given, margin=margin, already_held_bytes=held), held
+
+
+def _batches_per_epoch(loader_info: LoaderInfo) -> Callable[[int], int | None] | None:
+    return loader_info.batches if loader_info.dataset_size is not None else None
+
+
+def _evaluation(info: LoaderInfo, training: LightningProgram) -> Evaluation:
+    batches = sample(info).batches
+    program = replace(
+        training,
+        batches=batches,
+        batches_per_epoch=_batches_per_epoch(info),
+        stage="validate",
+        setup_stage="fit",
+        callback_bytes=0,
+    )
+    return Evaluation(program, info.batch_size or batches[0].small_size)
+
+
+def _validation(run: Run, training: Prediction) -> ValidationRun:
+    """Predict the fit's validation, next to everything that training keeps."""
+    evaluation, info = run.evaluation.unwrap(), run.validation_info
+    gradients = callbacks.validates_mid_step(run.facts, run.program.accumulate_grad_batches or 1)
+    kept = tuple(_alive_between_steps(next(iter(training.traces.values())), gradients=gradients))
+    prediction = predict(evaluation.program, evaluation.batch_size, training.settings, scalable=False)
+    prediction = replace(prediction, share=_NextToTraining(kept, training.share))
+    unit, is_fixed = (info.unit, bool(info.fixed_because)) if info else (1, True)
+    return ValidationRun(prediction, evaluation.batch_size, unit, is_fixed)
+
+
+@dataclass(frozen=True)
+class _NextToTraining:
+    """Validation with blocks, by part and bytes, that training keeps meanwhile; and its rank's share of all that."""
+
+    kept: tuple[tuple[str, int], ...]
+    share: Callable[[Trace], Trace] | None
+
+    def __call__(self, trace: Trace) -> Trace:
+        held = trace.holding(self.kept)
+        return self.share(held) if self.share else held
+
+
+def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
+    """What is on the device between two training steps besides the module, by part; validation clears the gradients."""
+    parts = {"optimizer_state", *OPTIONAL_PARTS, *(["gradients"] if gradients else [])}
+    alive = {event.block: event for event in trace.events if event.action == "alloc" and event.part in parts}
+    for event in trace.events:
+        if event.action == "free":
+            alive.pop(event.block, None)
+    yield from ((event.part, event.nbytes) for event in alive.values())
+
+
+def _request(
+    facts: RunFacts, loader_info: LoaderInfo, samples: RunSamples, settings: GuardSettings, size: int, fixed: str
+) -> Request:
+    limits = settings if facts.stage == "fit" else replace(settings, keep_effective_batch_size=None)
+    largest = largest_for(facts, loader_info)
+    request = limits.request(
+        size,
+        unit=math.lcm(loader_info.unit, samples.unit),
+        dataset_size=samples.samples if largest is None else largest,
+        accumulate_grad_batches=facts.accumulate_grad_batches,
+        ranks=facts.world_size,
+    )
+    free = settings.mode == "tune" and not fixed
+    limit = limit_of(facts, loader_info, largest)
+    return replace(request, free_to_choose=free, fixed_because=fixed, dataset_limit=limit)
