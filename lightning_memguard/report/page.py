@@ -180,10 +180,11 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
 
 def _epoch(record: EpochRecord, scale: float) -> str:
     measured, predicted = record.measured.peak_bytes, record.predicted.peak_device_bytes
+    error = f"{record.error_ratio:+.1%}" if record.has_error else ""
     return (
         f'<tr><th scope="row">{record.epoch}</th><td class="narrow-off">{record.batch_size}</td>'
         f"<td>{format_bytes(predicted)}</td><td>{format_bytes(measured) if measured else 'unknown'}</td>"
-        f"<td>{f'{record.error_ratio:+.1%}' if record.has_error else ''}</td><td>{format_bytes(record.headroom_bytes)}</td>"
+        f"<td>{error}</td><td>{format_bytes(record.headroom_bytes)}</td>"
         f'<td class="wide">{_meter(measured / scale, "var(--accent)", predicted / scale)}</td></tr>'
     )
 

@@ -107,10 +107,9 @@ def totals_of(footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
         totals.append((f"Peak reserved{least}", footprint.peak_reserved_bytes))
         totals.append(("Context and libraries", footprint.outside_bytes))
         totals.append((f"Total on device{least}", footprint.peak_device_bytes))
-    if (
-        not footprint.is_partial and footprint.most_device_bytes > footprint.peak_device_bytes
-    ):  # what is compared with the budget
-        totals.append(("Total on device, at most", footprint.most_device_bytes))
+    most = footprint.most_device_bytes  # what is compared with the budget
+    if most > footprint.peak_device_bytes and not footprint.is_partial:
+        totals.append(("Total on device, at most", most))
     totals.append((f"Budget on {budget.device} ({budget.source})", budget.free_bytes))
     totals.append((f"Usable after {budget.margin_share:.0%} margin", budget.usable_bytes))
     return totals
@@ -129,10 +128,8 @@ def _few_steps(decision: Decision) -> list[str]:
         return []
     whole = steps == decision.accumulate_grad_batches == 1 and decision.limited_by == "dataset"
     because = ": the whole dataset is one batch" if whole else ""
-    return [
-        f"an epoch now has {counted(steps, 'optimizer step')} (was {before}){because}; for more, set max_batch_size, "
-        "or keep_effective_batch_size to the samples you want in each step"
-    ]
+    few = f"an epoch now has {counted(steps, 'optimizer step')} (was {before}){because}"
+    return [f"{few}; for more, set max_batch_size, or keep_effective_batch_size to the samples you want in each step"]
 
 
 def _notes(decision: Decision) -> list[str]:

@@ -259,6 +259,19 @@ def test_a_guard_that_did_not_tune_says_why(tmp_path):
     assert data["footprint"] is None
 
 
+def test_a_step_that_is_known_in_part_is_not_called_fitting(tmp_path):
+    footprint = replace(FOOTPRINT, method="states", notes=())
+    decision = replace(DECISION, batch_size=4, outcome="kept", reason="it raises", footprint=footprint)
+    record = replace(RECORDS[0], predicted=footprint)
+    read, data = written(Report("Net", decision, records=[record]), tmp_path)
+    for words in ("whether it fits is unknown: it raises.", "at least: its activations are unknown", "What is known"):
+        assert words in read.text
+    assert "unknown whether it fits" in read.text
+    assert "At the peak" not in read.text
+    assert (data["decision"]["fits"], data["decision"]["verdict"]) == (False, "unknown")
+    assert data["epochs"][0]["error_ratio"] is None
+
+
 def test_what_does_not_fit_is_marked(tmp_path):
     small = replace(BUDGET, free_bytes=400 * MIB, margin_bytes=0)
     read, data = written(replace(FULL, decision=replace(DECISION, budget=small, outcome="checked")), tmp_path)

@@ -30,8 +30,8 @@ LimitedBy = Literal[
     "limit_predict_batches",
 ]
 """What keeps the batch size from being larger. ``request``: MemGuard was not free to choose it. ``checkpoint``: the run
-goes on from one that was trained at it. ``last_batch``: a larger one leaves a last batch of a single sample, which batch
-norm refuses. Names of the Trainer's arguments: with larger batches, an epoch would have too few of them for it."""
+goes on from one that was trained at it. ``last_batch``: a larger one leaves a last batch of a single sample, which
+batch norm refuses. Names of the Trainer's arguments: with larger batches, an epoch would have too few of them."""
 
 Verdict = Literal["fits", "does not fit", "unknown"]
 """Whether a step is within the usable budget. ``unknown``: what is known of it is, but not all of it is known."""
@@ -128,12 +128,12 @@ class Request:
         max_batch_size: the largest, or None.
         multiple_of: only multiples of this are chosen.
         dataset_size: the largest size that a rank's data allows, or None where that is unknown.
-        dataset_limit: what sets ``dataset_size``: the samples there are, or a setting that needs several batches.
         keep_effective_batch_size: samples per optimizer step over all ranks, or None.
         accumulate_grad_batches: the Trainer's own.
         ranks: processes that train together.
         free_to_choose: False to predict at ``batch_size`` and change nothing.
         fixed_because: why the size is not free to choose, in plain words; empty where it is, or none was to be chosen.
+        dataset_limit: what sets ``dataset_size``: the samples there are, or a setting that needs several batches.
     """
 
     batch_size: int

@@ -77,7 +77,7 @@ class Footprint:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the step could not be run, so that its activations are unknown and the peak is more than predicted."""
+        """Whether the step could not be run: its activations are unknown, and the peak is more than predicted."""
         return self.method == "states"
 
     @property

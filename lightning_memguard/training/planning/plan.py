@@ -103,7 +103,7 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
     request = replace(request, max_batch_size=limits.max_batch_size or _MOST_SAMPLES)
     asked = decide(prediction.footprint_at, budget, replace(request, free_to_choose=False))
     footprint = prediction.footprint_at(subject.batch_size)
-    reason = subject.fixed_because or ("" if prediction.scalable else "the step runs at no other size that was tried")
+    reason = subject.fixed_because or _why_one_size(prediction)
     largest, too_large = None, None
     if not reason:
         try:
@@ -112,6 +112,14 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
             reason, too_large = str(error), error.with_traceback(None)  # which would hold on to the search
     seconds = time.monotonic() - started
     return Plan(asked, footprint, budget, largest, prediction, reason, seconds, too_large)
+
+
+def _why_one_size(prediction: Prediction) -> str:
+    """Why no largest size is looked for; empty where one is."""
+    if prediction.scalable:
+        return ""
+    shared = "what the strategy divides over its ranks is predicted in part only"
+    return shared if prediction.share else "the step runs at no other size that was tried"
 
 
 def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> tuple[Prediction, Budget]:

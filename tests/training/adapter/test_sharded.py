@@ -12,6 +12,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_memguard.training.adapter import sharded
 from lightning_memguard.training.adapter.sharded import Shards, shards_of
+from lightning_memguard.training.planning.plan import plan_on
+from lightning_memguard.training.planning.subject import subject_of
 
 EIGHT = {"parameters": 8, "gradients": 8, "optimizer_state": 8}
 
@@ -84,6 +86,13 @@ def test_a_sharding_fit_keeps_its_size_and_says_why(
     assert (decision.outcome, decision.batch_size) == ("kept", 10)
     assert decision.reason == "FSDPStrategy (FULL_SHARD) is predicted in part only"
     assert any("parameters / 8, gradients / 8" in note for note in decision.footprint.notes)
+
+
+def test_a_plan_with_a_sharding_strategy_says_why_it_looks_for_no_largest_size(small: Any) -> None:
+    batch = (torch.zeros(8, 16), torch.zeros(8, dtype=torch.long))
+    plan = plan_on(subject_of(small(), batch, trainer={"strategy": "fsdp", "devices": 4}), "T4")
+    assert plan.largest is None
+    assert plan.reason == "what the strategy divides over its ranks is predicted in part only"
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])

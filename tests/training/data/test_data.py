@@ -433,8 +433,22 @@ def ran(loader: Any, guard: MemGuard | None = None, **settings: Any) -> Any:
 def test_an_interval_of_validation_leaves_as_many_batches() -> None:
     """Lightning refuses an int `val_check_interval` above the number of batches, validation or none."""
     module, decision = ran(DataLoader(numbered(), 4), val_check_interval=5)
-    assert decision.batch_size == 24
+    assert (decision.batch_size, decision.limited_by) == (24, "val_check_interval")
+    assert (decision.steps_per_epoch, decision.requested_steps_per_epoch) == (5, 25)
     assert len(module.shapes) == 5
+
+
+def test_a_share_that_needs_several_batches_is_the_limit_by_its_name() -> None:
+    for setting in ("limit_train_batches", "overfit_batches"):
+        _, decision = ran(DataLoader(numbered(), 4), **{setting: 0.2})
+        assert (decision.batch_size, decision.limited_by) == (24, setting)
+        assert (decision.steps_per_epoch, decision.requested_steps_per_epoch) == (1, 5)
+
+
+def test_a_dataset_is_the_limit_where_one_batch_holds_all_of_it() -> None:
+    _, decision = ran(DataLoader(numbered(), 4), accumulate_grad_batches=2)
+    assert (decision.batch_size, decision.limited_by) == (100, "dataset")
+    assert (decision.steps_per_epoch, decision.requested_steps_per_epoch) == (1, 13)
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])

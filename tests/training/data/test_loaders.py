@@ -185,6 +185,23 @@ def test_a_batch_sampler_that_follows_its_attribute_is_resized(dataset: TensorDa
     assert (sampler.batch_size, len(next(iter(loader))[0])) == (5, 5)
 
 
+def test_where_no_sample_can_be_read_the_first_failure_is_the_reason() -> None:
+    """A dataset whose connection broke at the first sample says so there; what follows is another error."""
+
+    class Broken(Dataset[torch.Tensor]):
+        reads = 0
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            type(self).reads += 1
+            raise OSError("connection refused" if type(self).reads == 1 else "already closed")
+
+    with pytest.raises(OSError, match="connection refused"):
+        drawn(DataLoader(Broken(), batch_size=4))
+
+
 def test_a_batch_without_a_tensor_is_refused() -> None:
     words: Any = ["to", "be"]
     with pytest.raises(CannotTraceError, match="holds no tensor"):

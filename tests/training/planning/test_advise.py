@@ -220,6 +220,18 @@ def test_a_remedy_that_cannot_run_is_left_out_with_the_reason() -> None:
     assert lines == ["bf16-true", "bf16-true: left out, ValueError: float32 or nothing"]
 
 
+def test_a_remedy_with_which_less_is_known_is_left_out_in_plain_words() -> None:
+    class Particular(Stacked):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if self.head.weight.dtype != torch.float32 or self.head.weight.sum().item() > 1e9:
+                raise ValueError("float32 or nothing")
+            return super().training_step(batch, batch_idx)
+
+    program = program_of(Particular())
+    assert known(program).method == "real"
+    assert tried(program, only="bf16-true").left_out == (("bf16-true", "with it, the step does not run on a copy"),)
+
+
 def test_nothing_is_begun_when_time_is_up() -> None:
     found = tried(program_of(Stacked()), most_seconds=-1.0)
     assert found.advice == ()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memguard import MemGuardError
+from lightning_memguard import MemGuard, MemGuardError
+from lightning_memguard.core.decision.decision import Request
+from lightning_memguard.report.table import why
 from lightning_memguard.training.run import tune as tuning_module
 from lightning_memguard.units import KIB
 
@@ -44,6 +50,118 @@ def test_a_step_that_grows_otherwise_is_captured_where_it_is_asked(
     assert decision.batch_size == 40
     assert decision.limited_by == "memory"
     assert "each size was captured" in " ".join(decision.footprint.notes)
+
+
+class Fails(pl.LightningModule):
+    """Connects to something at the start of a fit, which a copy cannot."""
+
+    def __init__(self, hook: str = "on_fit_start") -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(16, 4)
+        setattr(self, hook, self._fail)
+
+    @staticmethod
+    def _fail(*_: Any) -> None:
+        raise OSError("no feature store")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("mode", ["tune", "check"])
+def test_a_step_that_cannot_run_is_not_said_to_fit(trainer: Any, dataset: TensorDataset, tuned: Any, mode: str) -> None:
+    """Its activations are unknown: that all else fits says little. The reason is the error, not what follows of it."""
+    decision = tuned(trainer(), Fails(), dataset, mode=mode).decision
+    assert decision.footprint.method == "states"
+    assert (decision.outcome, decision.batch_size) == ("kept" if mode == "tune" else "checked", 10)
+    assert (decision.verdict, decision.fits) == ("unknown", False)
+    assert "OSError: no feature store" in decision.reason
+    assert "whether it fits is unknown" in why(decision)
+
+
+def test_states_that_are_too_large_alone_do_not_fit(trainer: Any, dataset: TensorDataset, tuned: Any) -> None:
+    decision = tuned(trainer(), Fails(), dataset, mode="check", budget=1024, margin=0.0).decision
+    footprint = decision.footprint
+    assert decision.verdict == ("does not fit" if footprint.most_device_bytes > 1024 else "unknown")
+    tight = replace(decision, budget=replace(decision.budget, free_bytes=footprint.most_device_bytes - 1))
+    assert tight.verdict == "does not fit"
+
+
+def test_validation_that_cannot_run_is_said_to_be_unknown(
+    trainer: Any, dataset: TensorDataset, tuned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Fails("validation_step")
+    monkeypatch.setattr(module, "val_dataloader", lambda: DataLoader(dataset, batch_size=10))
+    decision = tuned(trainer(), module, dataset).decision
+    assert decision.outcome == "tuned"
+    (note,) = [note for note in decision.footprint.notes if "validation" in note]
+    assert note.startswith("the memory of validation's activations is unknown: the step could not run on")
+    assert "no feature store" in note
+
+
+def test_a_check_says_why_nothing_changed_and_whether_it_could_have(
+    trainer: Any, small: Any, dataset: TensorDataset, tuned: Any
+) -> None:
+    assert tuned(trainer(), small(), dataset, mode="check").decision.reason == 'mode="check" changes nothing'
+    guard, module = MemGuard("check"), small()
+    trainer(guard).fit(module, DataLoader(dataset, batch_size=None))
+    assert guard.decision is not None
+    assert guard.decision.reason == (
+        'mode="check" changes nothing, and mode="tune" could not change it: fit(train_dataloaders=...) has '
+        "batch_size=None: its dataset makes the batches itself"
+    )
+
+
+def test_a_rank_that_may_not_choose_tells_the_others_why() -> None:
+    answers = [(True, ""), (False, "its loader has no size"), (False, "nor has this one")]
+    agreed = tuning_module._common(Request(8), answers)
+    assert (agreed.free_to_choose, agreed.fixed_because) == (False, "rank 1: its loader has no size")
+    own = Request(8, free_to_choose=False, fixed_because="nor has this one")
+    assert tuning_module._common(own, answers).fixed_because == "nor has this one"
+    assert tuning_module._common(Request(8), [(True, ""), (True, "")]) == Request(8)
+
+
+@pytest.mark.parametrize("data", ["own sampler", "too large", "no tensor", "fails"])
+def test_a_sentence_is_in_the_table_or_in_a_warning_and_never_in_both(
+    trainer: Any, small: Any, dataset: TensorDataset, capsys: pytest.CaptureFixture[str], data: str
+) -> None:
+    module, loader, settings = small(), DataLoader(dataset, batch_size=10), {}
+    if data == "own sampler":
+        loader = DataLoader(dataset, batch_sampler=[list(range(10))] * 3)  # type: ignore[arg-type]
+    elif data == "too large":
+        settings = {"mode": "check", "budget": 2048}
+    elif data == "no tensor":
+        loader = DataLoader(["a", "b"], batch_size=1)  # type: ignore[arg-type]
+    else:
+        module = Fails()
+    guard = MemGuard(**settings)
+    with warnings.catch_warnings(record=True) as caught, suppress(Exception):
+        warnings.simplefilter("always")
+        trainer(guard).fit(module, loader)
+    said = [str(warning.message) for warning in caught if "lightning_memguard" in warning.filename]
+    assert len(said) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    for sentence in said[0].split(". "):
+        assert sentence.rstrip(".") not in printed
+    assert guard.decision is not None
+    assert printed.count(guard.decision.reason) == 0
+
+
+def test_where_nothing_is_to_be_done_the_table_explains_and_nothing_warns(
+    trainer: Any, small: Any, dataset: TensorDataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(MemGuard()).fit(small(), DataLoader(dataset, batch_size=10))
+    assert not [warning for warning in caught if "lightning_memguard" in warning.filename]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Batch size 100 (was 10): limited by the size of the dataset, not by memory." in printed
+    assert "an epoch now has 1 optimizer step (was 10): the whole dataset is one batch; for more, set" in printed
 
 
 @pytest.mark.parametrize("error", [MemGuardError("no driver"), ZeroDivisionError("a mistake of ours")])

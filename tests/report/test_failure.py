@@ -1,0 +1,53 @@
+"""What is said during a run of a batch that is larger than predicted, and of a step that ran out of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.decision.record import Measured
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.report.failure import Failure, Larger, announcement, note
+from lightning_memguard.units import GIB
+
+FOOTPRINT = Footprint(8, "cpu", 4 * GIB, 4 * GIB, 4 * GIB, {"activations": 4 * GIB}, "forward", notes=("a guess",))
+STATES = replace(FOOTPRINT, method="states", notes=("the step could not run on a copy",))
+BUDGET = Budget(8 * GIB, 8 * GIB, 0, "host", "CPU")
+LARGER = Larger(((8, 20),), ((8, 10),), FOOTPRINT, BUDGET)
+FAILURE = Failure(FOOTPRINT, Measured(6 * GIB, "rss"), BUDGET, None, ((8, 10),), ((8, 10),), 4)
+
+
+@pytest.mark.parametrize(
+    ("footprint", "budget", "need", "end"),
+    [
+        (FOOTPRINT, BUDGET, "to need 4.0 GiB;", "It fits."),
+        (FOOTPRINT, replace(BUDGET, free_bytes=GIB), "to need 4.0 GiB;", "truncate long samples."),
+        (STATES, BUDGET, "to need at least 4.0 GiB;", "Whether it fits is unknown, as its activations are."),
+        (STATES, replace(BUDGET, free_bytes=GIB), "to need at least 4.0 GiB;", "truncate long samples."),
+    ],
+)
+def test_a_larger_batch_is_said_to_fit_only_where_that_is_known(footprint, budget, need, end):
+    text = announcement(replace(LARGER, footprint=footprint, budget=budget), "train", 3)
+    assert text.startswith("Training batch 3 has [8, 20], larger than the [8, 10] of the prediction.")
+    assert need in text
+    assert text.endswith(end)
+
+
+def test_out_of_memory_after_a_whole_prediction():
+    lines = note(replace(FAILURE, measured=Measured(3 * GIB, "rss"))).splitlines()
+    assert lines[0].startswith("MemGuard predicted a peak of 4.0 GiB in the forward pass at batch size 8;")
+    assert lines[-2:] == [
+        "Note on the prediction: a guess.",
+        "Batch size 4 would have fit: set max_batch_size=4, or raise `margin`.",
+    ]
+
+
+def test_out_of_memory_where_activations_were_unknown_names_no_size_that_would_have_fit():
+    """The states take the same at any size: the largest size that they fit at is not one that the step fits at."""
+    text = note(replace(FAILURE, predicted=STATES, would_fit=7))
+    assert "MemGuard predicted 4.0 GiB without activations, which are unknown;" in text
+    assert "Note on the prediction: the step could not run on a copy." in text
+    assert text.endswith("Which batch size would have fit is unknown: try a smaller one.")
+    assert "7" not in text

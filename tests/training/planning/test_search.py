@@ -1,0 +1,56 @@
+"""The largest batch size that fits and runs: what is passed over, and the words for it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from lightning_memguard.core.capture.predict import Prediction, StepFailsError
+from lightning_memguard.core.decision.decision import Budget, Decision, Request
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.report.table import why
+from lightning_memguard.training.planning.search import largest_that_runs
+
+BUDGET = Budget(100, 100, 0, "given", "CPU")
+
+
+class Steps:
+    """Stands for a prediction: a byte for each sample, and a step that runs at multiples of some number."""
+
+    def __init__(self, runs_at: int = 1) -> None:
+        self.runs_at = runs_at
+
+    def footprint_at(self, n: int) -> Footprint:
+        return Footprint(n, "cpu", n, n, n)
+
+    def proven_at(self, n: int) -> Steps:
+        if n % self.runs_at:
+            raise StepFailsError(f"at batch size {n} the step could not run")
+        return self
+
+
+def largest(steps: Steps, **settings: Any) -> Decision:
+    return largest_that_runs(
+        cast("Prediction", steps), BUDGET, Request(8), footprint_at=lambda known, n: known.footprint_at(n), **settings
+    )[0]
+
+
+def test_a_size_passed_over_for_its_last_batch_is_not_called_the_largest_that_fits() -> None:
+    decision = largest(Steps(), is_refused=lambda size: size > 97)
+    assert (decision.batch_size, decision.limited_by) == (97, "last_batch")
+    assert why(decision) == (
+        "Batch size 97 (was 8): a larger one leaves a last batch of a single sample, which batch norm refuses."
+    )
+    assert largest(Steps()).limited_by == "memory"
+
+
+def test_a_step_that_runs_at_a_multiple_gets_one() -> None:
+    decision = largest(Steps(8))
+    assert (decision.batch_size, decision.multiple_of) == (96, 8)
+
+
+def test_where_the_step_fails_at_each_size_the_first_failure_is_the_reason() -> None:
+    """It is of the largest size that fits; those after it are of sizes that were tried in its place."""
+    with pytest.raises(StepFailsError, match="at batch size 100 the step could not run"):
+        largest(Steps(101))
