@@ -1,6 +1,6 @@
 """One run of a program under a recorder -> its trace, captured in a forked child; several at the same time.
 
-Where a child cannot answer, the step runs in this process, which is then put back as it was, as far as that can be done.
+Where a child cannot answer, the step runs in this process, as far as that can be put back as it was.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -168,7 +168,7 @@ def _unless_lost(ask: Callable[[], Answer[T | _Raised]], work: Callable[[], T], 
             return with_note(_value(_attempt(work)), f"the step was captured in this process, not in a child: {lost}")
     if lost:
         raise CaptureFailedError(lost)
-    return _value(result)  # type: ignore[arg-type]  # an answer that is not lost has a value
+    return _value(cast("T | _Raised", result))
 
 
 def capture_here(program: Program, batch_size: int, method: Method, threads: int | None = None) -> Trace:

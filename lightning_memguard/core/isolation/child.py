@@ -79,13 +79,13 @@ def _limit(memory_bytes: int | None) -> None:
 def _replace_descriptors(keep: Collection[int]) -> None:
     """Files open for reading are opened again, with an offset of their own; all else that could be written is not."""
     null = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd" if _LINUX else "/dev/fd"):
-        descriptor = int(name)
+    for path in list(Path("/proc/self/fd" if _LINUX else "/dev/fd").iterdir()):
+        descriptor = int(path.name)
         if descriptor not in keep and descriptor != null:
             with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
                 _replace(descriptor, null)
-    sys.stdout = sys.__stdout__ = open(os.devnull, "w")  # noqa: SIM115 - a notebook's would go another way
-    sys.stderr = sys.__stderr__ = sys.stdout
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - a notebook's would go another way
+    sys.stderr = sys.stdout
 
 
 def _replace(descriptor: int, null: int) -> None:
@@ -113,7 +113,7 @@ def _unshare_memory() -> None:
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, access, _, _, _, *path = line.split(maxsplit=5)
         name = path[0] if path else ""
-        device = name.startswith(("/dev/", "anon_inode:")) and not name.startswith(("/dev/shm", "/dev/zero"))
+        device = name.startswith(("/dev/", "anon_inode:")) and not name.startswith(("/dev/shm", "/dev/zero"))  # noqa: S108
         if access.startswith("rw") and access.endswith("s") and not device:
             start, end = (int(part, 16) for part in place.split("-"))
             _unshare(start, end - start)
@@ -144,7 +144,8 @@ def _libc() -> ctypes.CDLL:
 
 def _divert_writes() -> None:
     """What Python opens for writing is the null device; what it would make, move, remove or signal stays as it is."""
-    open_file, open_descriptor = io.open, os.open
+    open_file: Any = io.open
+    open_descriptor = os.open
 
     def open_(file: Any, mode: str = "r", *args: Any, opener: Any = None, **kwargs: Any) -> Any:
         if isinstance(file, int) or not {*mode} & {*"wax+"}:

@@ -8,7 +8,6 @@ import pickle
 import random
 import select
 import signal
-import sys
 import time
 import warnings
 from collections import deque
@@ -106,7 +105,7 @@ class Pool(Generic[Request, Value]):
     def _fork(self) -> _Child | None:
         try:
             free = available_memory()
-            memory_bytes = free and free.free_bytes // self._most
+            memory_bytes = free.free_bytes // self._most if free else None
             child = _Child(cast("Callable[[Any], Any]", self._handle), memory_bytes, trusted=self._trusted)
         except OSError as error:
             if not self._children:
@@ -215,8 +214,6 @@ class _Child:
 
 
 def _fork() -> int:
-    if sys.version_info < (3, 12):
-        return os.fork()
     with warnings.catch_warnings():  # of other threads: what they hold, the child cannot wait for, and it is given up
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

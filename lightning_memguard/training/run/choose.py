@@ -38,7 +38,7 @@ class _Asked:
     def of(cls, profile: RunProfile) -> _Asked:
         """What a profile asks for."""
         validation = profile.validation
-        size, context = validation and validation.batch_size, profile.prediction.context_bytes
+        size, context = validation.batch_size if validation else None, profile.prediction.context_bytes
         return cls(profile.budget, profile.request, size, tuple(profile.extra.items()), context)
 
     def put_to(self, profile: RunProfile) -> RunProfile:

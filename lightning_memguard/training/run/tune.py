@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lightning_memguard.core.decision.advice import shortlist, what_would_fit
 from lightning_memguard.core.decision.decision import Decision, Request
 from lightning_memguard.core.device.context import context_bytes
+from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.ranks import Ranks, attempt, shared
@@ -59,7 +60,10 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
                 decision, profile = choose(profile, ranks, planner)
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
-        return with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks))
+        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks))
+        del reading, profile
+        trim_heap()  # of the samples drawn
+        return tuning
     except CannotTraceError as error:
         accumulate = trainer.accumulate_grad_batches
         return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", str(error)), ROLES[stage])
