@@ -134,6 +134,59 @@ def test_what_the_copy_does_is_not_seen(
     assert module.trainer is fit
 
 
+class Compiled(pl.LightningModule):
+    """Compiles a part of itself, in the ways that people do."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.calls = 0
+        if by == "net":
+            self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
+        elif by == "Module.compile":
+            self.compile(backend="eager")
+        elif by == "method":
+            self.loss = torch.compile(self.loss, backend="eager")  # type: ignore[method-assign]
+        elif by == "function":
+            self.loss = torch.compile(lambda x, y: self.plain(x, y), backend="eager")  # type: ignore[method-assign]
+
+    def plain(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    loss = plain
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(*batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("by", ["trainer.fit", "net", "Module.compile", "method", "function"])
+def test_what_is_compiled_runs_eagerly_and_on_the_copy(
+    trainer: Any, dataset: TensorDataset, tuned: Any, by: str
+) -> None:
+    """Compiled functions are bound to the user's module, and a deep copy shares functions."""
+
+    def bytes_of(trace: Trace) -> list[tuple[str, int]]:
+        return [(event.action, event.nbytes) for event in trace]
+
+    eager = trace_of(tuned(trainer(), Compiled(""), dataset, mode="check"))
+    module = Compiled(by)
+    if by == "trainer.fit":  # what fit(torch.compile(module)) does first
+        pl.utilities.compile.from_compiled(torch.compile(module, backend="eager"))
+    trace = trace_of(tuned(trainer(), module, dataset, mode="check"))
+    assert trace.notes == ("predicted without torch.compile; compiled, the step may take less or more",)
+    assert (trace.method, bytes_of(trace)) == ("fake", bytes_of(eager))
+    norm = next(child for child in module.modules() if isinstance(child, nn.BatchNorm1d))
+    assert (module.calls, int(norm.num_batches_tracked)) == (0, 0)  # type: ignore[arg-type]
+    assert not norm.running_mean.any()  # type: ignore[union-attr]
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
 def test_the_private_names_of_lightning_are_still_there(trainer: Any) -> None:
     """A canary: the private names that training/adapter reads, so that a rename is noticed here first."""
     fit = trainer()
