@@ -80,6 +80,7 @@ ROOMS = {
         "no_collectives",
         "ddp",
         "callbacks",
+        "metrics",
         "sharded",
         "ranks",
         "shadow",

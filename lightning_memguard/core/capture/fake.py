@@ -228,7 +228,7 @@ def isolated_rng() -> Iterator[None]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` or ``Module.compile`` was used on a module, a part of it, a function of it, or its original."""
+    """Whether ``torch.compile`` or ``Module.compile`` was used on a module, a part of it, or its original."""
     return module in _COPIES_OF_COMPILED or any(
         isinstance(child, torch._dynamo.OptimizedModule)
         or child._compiled_call_impl is not None

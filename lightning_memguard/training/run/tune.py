@@ -131,7 +131,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit, on some rank.
     """
     try:
-        facts = attempt(lambda: read_run_facts(trainer, stage)).unwrap()
+        facts = attempt(lambda: _facts_of(trainer, stage)).unwrap()
         ranks = Ranks.of(facts)
         profile = ranks.agree(attempt(lambda: _profile_run(trainer, module, settings, facts)))
         profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, profile.held_bytes))
@@ -209,6 +209,13 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
 
 
 # -- what is known of a run
+
+
+def _facts_of(trainer: Trainer, stage: Stage) -> RunFacts:
+    facts = read_run_facts(trainer, stage)
+    if callbacks.finds_batch_size(facts.callbacks):
+        raise CannotTraceError("BatchSizeFinder chooses its batch size, by trial")
+    return facts
 
 
 def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> RunProfile:
