@@ -83,6 +83,7 @@ ROOMS = {
         "metrics",
         "sharded",
         "ranks",
+        "stand_ins",
         "shadow",
         "program",
     ],

@@ -267,6 +267,24 @@ def _resize_all(facts: RunFacts, loaders: object, role: Role, batch_size: int) -
     return info.combined if isinstance(loaders, type(info.combined)) else loader_access.arrange(info.combined, resized)
 
 
+def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) -> object:
+    """A run's loaders for its step to read, nested as they were given; None where the run has none.
+
+    Those that are known are at a batch size, others at their own.
+    """
+    if role != known.role:
+        both = {role, known.role} == {"train", "val"}
+        with contextlib.suppress(Exception):  # of the user's hook
+            return (
+                loader_access.arrange((info := find(facts, role)).combined, info.combined.flattened) if both else None
+            )
+        return None
+    fixed = bool(known.fixed_because)
+    sized = [(source.loader, known.size_of(source, batch_size)) for source in known.sources]
+    own = [loader if fixed else resizing.resize(loader, size, "") for loader, size in sized]
+    return loader_access.arrange(known.combined, own)
+
+
 def set_batch_size(
     module: LightningModule, datamodule: LightningDataModule | None, batch_size: int
 ) -> Callable[[], None]:

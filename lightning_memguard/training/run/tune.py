@@ -27,7 +27,7 @@ from lightning_memguard.training.adapter import callbacks, sharded
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.adapter.ranks import Attempt, Ranks, attempt, shared
 from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
-from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, leaves_one
+from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, leaves_one, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.planning.search import largest_that_runs
@@ -237,6 +237,7 @@ def _profile_run(trainer: Trainer, module: LightningModule, settings: GuardSetti
         stage=facts.stage,
         resident_blocks=(("callbacks", callback_bytes),),
         strategy=facts.strategy,
+        loaders_at=functools.partial(loaders_at, facts, loader_info),
     )
     shards = sharded.shards_of(facts.strategy, facts.world_size)
     fixed = loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
@@ -293,6 +294,7 @@ def _validation(info: LoaderInfo, facts: RunFacts, program: LightningProgram, tr
         batches_per_epoch=_batches_per_epoch(info),
         stage="validate",
         setup_stage="fit",
+        loaders_at=functools.partial(loaders_at, facts, info),
         resident_blocks=tuple(_alive_between_steps(next(iter(training.traces.values())), gradients=gradients)),
     )
     prediction = predict(program, size, training.settings, scalable=False)
