@@ -163,7 +163,7 @@ def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
         for name, value in vars(child).items():
             if not isinstance(value, types.FunctionType) or own.get(name) is not value:
                 continue
-            function = torch._dynamo.eval_frame.innermost_fn(value)
+            function: Any = torch._dynamo.eval_frame.innermost_fn(value)
             if id(getattr(function, "__self__", None)) in copies:
                 own[name] = types.MethodType(function.__func__, copies[id(function.__self__)])
             elif any(id(each) in copies for each in _closed_over(function)):

@@ -24,8 +24,8 @@ class StandIn:
     def __init__(self, original: object) -> None:
         vars(self)["memguard_original"] = original
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(vars(self)["memguard_original"])
 
     def __getattr__(self, name: str) -> Any:

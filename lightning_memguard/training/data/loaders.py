@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from lightning_memguard.core.decision.decision import largest_that
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access
 from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.adapter.ranks import warn
 from lightning_memguard.training.adapter.run_facts import Role, RunFacts
 from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import preserve_state
@@ -260,8 +260,7 @@ def _resize_all(facts: RunFacts, loaders: object, role: Role, batch_size: int) -
         sized = [(source.loader, info.size_of(source, batch_size)) for source in info.sources]
         resized = [resizing.resize(loader, size, info.fixed_because) for loader, size in sized]
     except Exception as error:  # noqa: BLE001 - what the user's hook gave is trained with as it is
-        with contextlib.suppress(Warning):  # where warnings are errors
-            warnings.warn(f"MemGuard left the {role} loader as it is: {error}", stacklevel=2)
+        warn(f"MemGuard left the {role} loader as it is: {error}")
         return loaders
     info.combined.flattened = resized
     return info.combined if isinstance(loaders, type(info.combined)) else loader_access.arrange(info.combined, resized)

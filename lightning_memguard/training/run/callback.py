@@ -6,7 +6,6 @@ import functools
 import importlib
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -15,7 +14,7 @@ from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
-from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.adapter.ranks import attempt, warn
 from lightning_memguard.training.adapter.run_facts import ROLES
 from lightning_memguard.training.run import resume
 from lightning_memguard.training.run.batch_monitor import ran_out_of_memory
@@ -305,7 +304,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
                 if text and sys.version_info >= (3, 11):
                     exception.add_note(text)
                 elif text:
-                    warnings.warn(text, stacklevel=2)
+                    warn(text)
         finally:
             self._close()
 
@@ -325,7 +324,4 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             return
         self._failed.add(hook)
         text = f"MemGuard failed in {hook}, and the run goes on without what that does: {type(error).__name__}: {error}"
-        try:
-            warnings.warn(text, stacklevel=3)
-        except Warning:  # where warnings are errors
-            sys.stderr.write(f"{text}\n")
+        warn(text, stacklevel=3)

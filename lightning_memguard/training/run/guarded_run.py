@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.metrics import show_to_callbacks
 from lightning_memguard.training.adapter.program import logging_step
-from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.adapter.ranks import attempt, warn
 from lightning_memguard.training.adapter.run_facts import Stage
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
@@ -115,7 +114,9 @@ class GuardedRun:
 
     def _batch_size(self) -> int:
         """Asked for when the loaders are made: by then the other callbacks hold what they will hold."""
-        attempt(self._follow_recheck)
+        reason = attempt(self._follow_recheck).reason
+        if reason:
+            self._warn(f"MemGuard could not count what other callbacks hold: {reason}")
         return self.decision.batch_size
 
     def _follow_recheck(self) -> None:
@@ -331,12 +332,12 @@ class GuardedRun:
     def _try_writing(self, what: str, write: Callable[[], T]) -> T | None:
         written = attempt(write)
         if written.reason:
-            warnings.warn(f"MemGuard's {what} was not written: {written.reason}", stacklevel=3)
+            warn(f"MemGuard's {what} was not written: {written.reason}", stacklevel=3)
         return written.value
 
     def _warn(self, text: str) -> None:
         if self.trainer.is_global_zero:
-            warnings.warn(text, stacklevel=3)
+            warn(text, stacklevel=3)
 
     # -- when it is over
 

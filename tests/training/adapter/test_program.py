@@ -103,6 +103,8 @@ class Nosy(pl.LightningModule):
         assert self.trainer.mine == "kept"
         assert self.trainer.max_epochs == 1
         assert self.trainer.checkpoint_callback is not None
+        assert self.trainer.ckpt_path == "last.ckpt"
+        self.trainer.save_checkpoint("from_the_step.ckpt")
         self.logger.experiment.add_scalar("x", 1.0, self.global_step)
         self.logger.log_metrics({"y": 1.0})
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -121,7 +123,7 @@ def test_what_the_copy_does_is_not_seen(
             written.append(args)
 
     fit = trainer(logger=Writing(), enable_checkpointing=True, default_root_dir=tmp_path)
-    fit.mine = "kept"
+    fit.mine, fit.ckpt_path = "kept", "last.ckpt"
     module = Nosy()
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     weights = [parameter.clone() for parameter in module.parameters()]
@@ -248,7 +250,6 @@ _READS = {
     "the loader": lambda self: (self.trainer.train_dataloader.batch_size, len(self.trainer.train_dataloader)),
     "the datamodule": lambda self: (self.trainer.datamodule.classes, self.trainer.datamodule.hparams.batch_size),
     "a callback": lambda self: next(c for c in self.trainer.callbacks if isinstance(c, Marked)).mark,
-    "ckpt_path": lambda self: self.trainer.ckpt_path,
     "log_every_n_steps": lambda self: self.trainer.log_every_n_steps,
     "a method of one's own Trainer": lambda self: self.trainer.rate(),
     "the Trainer by another name": lambda self: self.other.optimizers[0].param_groups[0]["lr"],
