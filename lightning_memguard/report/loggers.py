@@ -17,6 +17,7 @@ from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.report.figure import Picture, draw, picture_of_epoch, picture_of_setup
 from lightning_memguard.report.table import markdown, setup_rows
+from lightning_memguard.report.words import with_stage
 from lightning_memguard.units import MIB
 
 if TYPE_CHECKING:
@@ -33,9 +34,17 @@ _MOST_TO_READ = 8 * MIB  # a layout is at the start; a run that is resumed may h
 
 @dataclass(frozen=True)
 class _Board(ABC):
-    """A logger or a folder, where a run's table and pictures go, each by its ``name``; any method may raise."""
+    """A logger or a folder, where a run's table and pictures go, each by its ``name``; any method may raise.
+
+    An evaluation's are named after its ``stage``.
+    """
 
     target: Any
+    stage: str = "fit"
+
+    def named(self, name: str) -> str:
+        """The name of something that is shown of this stage."""
+        return with_stage(name, self.stage)
 
     @abstractmethod
     def show_setup(self, decision: Decision, text: str, step: int) -> None:
@@ -56,10 +65,12 @@ class Boards:
         folder: where files go if no logger takes the table and pictures; None for nowhere. The names are
             ``memguard_setup.md`` and ``memguard_peak.png``, the most recent one; a CSV logger gets the same next to its
             ``metrics.csv``.
+        stage: what runs; any but ``"fit"`` is part of the names of files and of what loggers show.
     """
 
     loggers: Iterable[Any]
     folder: Path | None = None
+    stage: str = "fit"
     _boards: list[tuple[str, _Board]] = field(default_factory=list, init=False, repr=False)
     _epochs: int = field(default=0, init=False, repr=False)
     _last_drawn_bytes: int = field(default=0, init=False, repr=False)
@@ -68,12 +79,12 @@ class Boards:
         for logger in self.loggers:
             name = type(logger).__name__
             try:
-                if board := _board_of(logger):
+                if board := _board_of(logger, self.stage):
                     self._boards.append((name, board))
             except Exception as error:  # noqa: BLE001 - a logger's failure must not fail the training
                 _warn(name, error)
         if not self._boards and self.folder is not None:
-            self._boards.append((str(self.folder), _Folder(self.folder)))
+            self._boards.append((str(self.folder), _Folder(self.folder, self.stage)))
 
     def log_setup(self, decision: Decision, step: int = 0, kind: str = "training") -> None:
         """Show the table, the layout of the charts and the predicted picture: once per run, after the decision.
@@ -128,20 +139,20 @@ def _warn(name: str, error: Exception) -> None:
     warnings.warn(f"MemGuard's table and pictures are missing from {name}: {why}", stacklevel=2)
 
 
-def _board_of(logger: Any) -> _Board | None:
+def _board_of(logger: Any, stage: str) -> _Board | None:
     """What shows tables and pictures on this logger; None if nothing of ours is known to work."""
     if _has(logger, "log_table", "log_image"):
-        return _WeightsAndBiases(logger)
+        return _WeightsAndBiases(logger, stage)
     experiment = logger.experiment
     if _has(experiment, "add_text", "add_image", "add_custom_scalars"):
-        return _TensorBoard(logger)
+        return _TensorBoard(logger, stage)
     if _has(logger, "run_id") and _has(experiment, "log_text", "log_image"):
-        return _MLflow(logger)
+        return _MLflow(logger, stage)
     if _has(experiment, "log_text", "log_image", "log_table", "log_html"):
-        return _Comet(logger)
+        return _Comet(logger, stage)
     table = getattr(experiment, "metrics_file_path", None)
     if isinstance(table, str) and "://" not in table:
-        return _Folder(Path(table).parent)
+        return _Folder(Path(table).parent, stage)
     return None
 
 
@@ -154,14 +165,15 @@ class _TensorBoard(_Board):
 
     def show_setup(self, decision: Decision, text: str, step: int) -> None:
         writer = self.target.experiment
-        writer.add_text(_SETUP, text, step)
+        writer.add_text(self.named(_SETUP), text, step)
         if not _has_layout(writer):
             writer.add_custom_scalars(layout(decision, getattr(self.target, "_prefix", "")))
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one tag, by step
         import numpy as np
 
-        self.target.experiment.add_image(_PICTURE, np.asarray(picture), step, dataformats="HWC")
+        image = np.asarray(picture)
+        self.target.experiment.add_image(self.named(_PICTURE), image, step, dataformats="HWC")
 
 
 def layout(decision: Decision, prefix: str | None = "") -> dict[str, dict[str, list[Any]]]:
@@ -206,20 +218,22 @@ class _WeightsAndBiases(_Board):
 
     def show_setup(self, decision: Decision, text: str, step: int) -> None:  # noqa: ARG002 - no Markdown
         heading, rows = setup_rows(decision)
-        self.target.log_table(_SETUP, columns=list(heading), data=[list(row) for row in rows], step=step)
+        data = [list(row) for row in rows]
+        self.target.log_table(self.named(_SETUP), columns=list(heading), data=data, step=step)
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one key, by step
-        self.target.log_image(_PICTURE, [picture], step)
+        self.target.log_image(self.named(_PICTURE), [picture], step)
 
 
 class _MLflow(_Board):
     """Lightning's `MLFlowLogger` and its `MlflowClient`: artifacts of the run, in a folder of ours."""
 
     def show_setup(self, decision: Decision, text: str, step: int) -> None:  # noqa: ARG002 - a file has no step
-        self.target.experiment.log_text(self.target.run_id, text, f"memguard/{SETUP_NAME}")
+        self.target.experiment.log_text(self.target.run_id, text, f"memguard/{self.named(SETUP_NAME)}")
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - a file has no step
-        self.target.experiment.log_image(self.target.run_id, picture, f"memguard/peak_{name}.png")
+        file = self.named(f"peak_{name}.png")
+        self.target.experiment.log_image(self.target.run_id, picture, f"memguard/{file}")
 
 
 class _Comet(_Board):
@@ -227,11 +241,13 @@ class _Comet(_Board):
 
     def show_setup(self, decision: Decision, text: str, step: int) -> None:
         heading, rows = setup_rows(decision)
-        self.target.experiment.log_table("memguard_setup.csv", [list(row) for row in rows], headers=list(heading))
+        self.target.experiment.log_table(
+            self.named("memguard_setup.csv"), [list(row) for row in rows], headers=list(heading)
+        )
         self.target.experiment.log_text(text, step=step)
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one name, by step
-        self.target.experiment.log_image(picture, name=_PICTURE, step=step)
+        self.target.experiment.log_image(picture, name=self.named(_PICTURE), step=step)
 
 
 class _Folder(_Board):
@@ -241,10 +257,10 @@ class _Folder(_Board):
 
     def show_setup(self, decision: Decision, text: str, step: int) -> None:  # noqa: ARG002 - a file has no step
         self.target.mkdir(parents=True, exist_ok=True)
-        (self.target / SETUP_NAME).write_text(text, encoding="utf-8")
+        (self.target / self.named(SETUP_NAME)).write_text(text, encoding="utf-8")
 
     def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - the newest replaces it
         self.target.mkdir(parents=True, exist_ok=True)
-        unfinished = self.target / f".{PICTURE_NAME}"
+        unfinished = self.target / f".{self.named(PICTURE_NAME)}"
         picture.save(unfinished, "png")
-        unfinished.replace(self.target / PICTURE_NAME)  # no reader sees half of it
+        unfinished.replace(self.target / self.named(PICTURE_NAME))  # no reader sees half of it

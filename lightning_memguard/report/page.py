@@ -1,5 +1,7 @@
 """Report -> a page to look at, ``memguard_report.html``, and next to it all of its data, ``memguard_report.json``.
 
+An evaluation's are named after its stage, such as ``memguard_report_test.html``.
+
 The page is complete in itself: it loads nothing, and it works without scripts, which only read out the timeline.
 """
 
@@ -22,7 +24,7 @@ from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report import charts
 from lightning_memguard.report.page_data import Report, report_data
 from lightning_memguard.report.table import method_words, notes_of, totals_of, why
-from lightning_memguard.report.words import COLORS, part_words, peak_words
+from lightning_memguard.report.words import COLORS, part_words, peak_words, with_stage
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -36,12 +38,13 @@ _LAYERS_SHOWN = 400
 _LAYERS_AT_ONCE = 40  # more are scrolled
 
 
-def write_report(directory: str | os.PathLike[str], report: Report) -> tuple[Path, Path]:
-    """Write the page and its data; those of an earlier call are replaced.
+def write_report(directory: str | os.PathLike[str], report: Report, stage: str = "fit") -> tuple[Path, Path]:
+    """Write the page and its data; those of an earlier call for this stage are replaced.
 
     Args:
         directory: where; created if it does not exist.
         report: what to show.
+        stage: what runs; any but ``"fit"`` is part of the files' names.
 
     Returns:
         Paths of the page and of the data.
@@ -50,7 +53,9 @@ def write_report(directory: str | os.PathLike[str], report: Report) -> tuple[Pat
         MemGuardError: the directory cannot be created or written to.
     """
     folder = Path(directory)
-    contents = {PAGE_NAME: page(report), DATA_NAME: json.dumps(report_data(report), indent=1, allow_nan=False)}
+    page_name, data_name = with_stage(PAGE_NAME, stage), with_stage(DATA_NAME, stage)
+    data = json.dumps(report_data(report), indent=1, allow_nan=False)
+    contents = {page_name: page(report, data_name), data_name: data}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
@@ -62,11 +67,11 @@ def write_report(directory: str | os.PathLike[str], report: Report) -> tuple[Pat
             f"The report cannot be written to {folder} ({error.strerror or error}); give a directory that you may "
             "write to."
         ) from error
-    return folder / PAGE_NAME, folder / DATA_NAME
+    return folder / page_name, folder / data_name
 
 
-def page(report: Report) -> str:
-    """The page as HTML."""
+def page(report: Report, data_name: str = DATA_NAME) -> str:
+    """The page as HTML, with a link to its data."""
     decision, footprint, budget = report.decision, report.decision.footprint, report.decision.budget
     if footprint is None or budget is None:
         reason = escape(decision.reason or "nothing was predicted")
@@ -83,7 +88,7 @@ def page(report: Report) -> str:
         title=escape(report.title),
         style=_asset("page.css"),
         body="\n".join(filter(None, sections)),
-        data=DATA_NAME,
+        data=data_name,
         script="\n" + _asset("page.js") if report.timeline.parts else "",
     )
 

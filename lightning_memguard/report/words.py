@@ -31,6 +31,16 @@ def part_words(part: str) -> str:
     return part.replace("_", " ")
 
 
+def with_stage(name: str, stage: str) -> str:
+    """The name of a file, or of what a logger shows: a fit's as it is, those of an evaluation next to it.
+
+    >>> with_stage("memguard_setup.md", "test")
+    'memguard_setup_test.md'
+    """
+    stem, dot, kind = name.partition(".")
+    return name if stage == "fit" else f"{stem}_{stage}{dot}{kind}"
+
+
 def counted(count: int, noun: str) -> str:
     """A count and what it counts: ``"1 epoch"``, ``"3 epochs"``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

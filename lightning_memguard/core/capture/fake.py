@@ -11,6 +11,7 @@ import functools
 import importlib
 import operator
 import random
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -146,7 +147,48 @@ def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) ->
         module_copy = copy.deepcopy(module, dict(memo))
     if is_compiled(module):
         _COPIES_OF_COMPILED.add(module_copy)
+    _rebind_functions(module, module_copy)
     return module_copy
+
+
+def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
+    """Have functions that a module keeps as attributes use the copy: a deep copy shares them.
+
+    These are compiled methods, as ``Trainer.fit(torch.compile(module))`` sets them, and those that close over a module.
+    """
+    theirs = dict(module_copy.named_modules(remove_duplicate=False))
+    copies = {id(mine): theirs[path] for path, mine in module.named_modules() if path in theirs}
+    for child in module.modules():
+        own = vars(copies.get(id(child), child))
+        for name, value in vars(child).items():
+            if not isinstance(value, types.FunctionType) or own.get(name) is not value:
+                continue
+            function: Any = torch._dynamo.eval_frame.innermost_fn(value)
+            if id(getattr(function, "__self__", None)) in copies:
+                own[name] = types.MethodType(function.__func__, copies[id(function.__self__)])
+            elif any(id(each) in copies for each in _closed_over(function)):
+                own[name] = _with_modules(function, copies)
+
+
+def _closed_over(function: Function) -> list[object]:
+    """What a function closes over; for a cell that is not set yet, the cell."""
+    found: list[object] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # noqa: PERF203 - a function has a few
+            found.append(cell)
+    return found
+
+
+def _with_modules(function: Any, copies: Mapping[int, nn.Module]) -> types.FunctionType:
+    """The same function over the copies of its modules."""
+    pairs = zip(function.__closure__, _closed_over(function), strict=True)
+    closure = tuple(types.CellType(copies[id(value)]) if id(value) in copies else cell for cell, value in pairs)
+    code, defaults = function.__code__, function.__defaults__
+    own = types.FunctionType(code, function.__globals__, function.__name__, defaults, closure)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
 
 
 _OWN_DICTS = ("_parameters", "_buffers", "_modules")  # never shared with the user's module
@@ -188,9 +230,18 @@ def isolated_rng() -> Iterator[None]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` or ``Module.compile`` was used on a module, a part of it, or its original."""
     return module in _COPIES_OF_COMPILED or any(
-        isinstance(child, torch._dynamo.OptimizedModule) or child._compiled_call_impl is not None
+        isinstance(child, torch._dynamo.OptimizedModule)
+        or child._compiled_call_impl is not None
+        or any(map(_is_compiled_function, vars(child).values()))
         for child in module.modules()
     )
+
+
+def _is_compiled_function(value: object) -> bool:
+    """Whether a function was compiled; one that is only kept from being compiled was not."""
+    if not isinstance(value, types.FunctionType) or not hasattr(value, "_torchdynamo_orig_callable"):
+        return False
+    return not getattr(value, "_torchdynamo_disable", False)
 
 
 _COPIES_OF_COMPILED: WeakSet[nn.Module] = WeakSet()  # a copy loses `Module.compile`

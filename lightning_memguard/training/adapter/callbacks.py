@@ -103,6 +103,17 @@ def schedules_accumulation(callbacks: Iterable[Callback]) -> bool:
     return any(is_a(callback, _SCHEDULER) for callback in callbacks)
 
 
+def finds_batch_size(callbacks: Iterable[Callback]) -> bool:
+    """Whether a callback of Lightning will try batch sizes; ``Tuner.scale_batch_size`` adds it for its run."""
+    return any(is_a(callback, "BatchSizeFinder") for callback in callbacks)
+
+
+def learning_rates_tried(callbacks: Iterable[Callback]) -> int:
+    """How many learning rates a callback of Lightning, or ``Tuner.lr_find``, will try: one a step; 0 without."""
+    finders: list[Any] = [callback for callback in callbacks if is_a(callback, "LearningRateFinder")]
+    return max((int(finder._num_training_steps) for finder in finders), default=0)
+
+
 def held_bytes(callbacks: Iterable[Callback], module: nn.Module, device: torch.device, *, averaging: bool) -> int:
     """Bytes of tensors that other callbacks hold on this type of device now, without the module's own.
 

@@ -34,7 +34,13 @@ from lightning_memguard.training.adapter import callbacks, ddp
 from lightning_memguard.training.adapter.lightning_types import is_a
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
 from lightning_memguard.training.adapter.no_collectives import no_collectives
-from lightning_memguard.training.adapter.shadow import LightningStep, PhaseMarkerMixin, Shadow, StepsDone
+from lightning_memguard.training.adapter.shadow import (
+    LightningStep,
+    PhaseMarkerMixin,
+    Shadow,
+    StepsDone,
+    lending_optimizers,
+)
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -150,6 +156,7 @@ class LightningProgram(LightningStep):
             no_collectives(),
             preserve_loader_classes(),
             tensors(fake=fake, gpu=self.gpu) as mode,
+            lending_optimizers(self.trainer),
             ExitStack() as watch,
         ):
             if mode is None:
@@ -164,7 +171,10 @@ class LightningProgram(LightningStep):
                 if recorded:
                     self._record_surroundings(recorder, model, shadow.marker)
 
-            shadow = Shadow(self, device, recorder, start)
+            shadow = Shadow(self, device, recorder, start, batch_size)
+            for path, child in self.module.named_modules():
+                for name in [name for name, value in vars(child).items() if value is self.trainer]:
+                    vars(module_copy.get_submodule(path))[name] = shadow.trainer
             with contextlib.suppress(StepsDone):
                 yield shadow, module_copy
 

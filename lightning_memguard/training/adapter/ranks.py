@@ -7,6 +7,8 @@ order, and none waits for one that took another branch.
 from __future__ import annotations
 
 import socket
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -50,6 +52,14 @@ def attempt(work: Callable[[], T]) -> Attempt[T]:
         return Attempt(reason=str(error))
     except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training
         return Attempt(reason=f"{type(error).__name__}: {error}")
+
+
+def warn(text: str, stacklevel: int = 2) -> None:
+    """Warn of something that must not fail the training: where warnings are errors, it is a line of text."""
+    try:
+        warnings.warn(text, stacklevel=stacklevel + 1)
+    except Warning:
+        sys.stderr.write(f"{text}\n")
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class RunFacts:
         device: the device of this process.
         accumulate_grad_batches: batches per optimizer step, as set now.
         validates: whether a fit runs validation.
+        val_check_interval: None where validation comes by time, so that it may come at any batch.
         check_val_every_n_epoch: None where the interval counts batches over all epochs.
         limits: ``limit_train_batches`` and similar, by role.
         uses_distributed_sampler: whether Lightning spreads each loader's samples over the processes.
@@ -56,7 +57,7 @@ class RunFacts:
     global_rank: int
     accumulate_grad_batches: int
     validates: bool
-    val_check_interval: int | float
+    val_check_interval: int | float | None
     check_val_every_n_epoch: int | None
     overfit_batches: int | float
     limits: Mapping[Role, int | float]
@@ -93,7 +94,8 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         global_rank=trainer.global_rank,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         validates=trainer.enable_validation,
-        val_check_interval=trainer.val_check_interval,
+        # Lightning 2.6 sets no such attribute where the interval is a time
+        val_check_interval=getattr(trainer, "val_check_interval", None),
         check_val_every_n_epoch=trainer.check_val_every_n_epoch,
         overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]  # set by a connector
         limits={

@@ -8,14 +8,16 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,7 +28,14 @@ from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.training.adapter import ddp
 from lightning_memguard.training.adapter.callbacks import Average
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
-from lightning_memguard.training.adapter.run_facts import Stage
+from lightning_memguard.training.adapter.run_facts import Role, Stage
+from lightning_memguard.training.adapter.stand_ins import (
+    IdleCallback,
+    SilentLogger,
+    attribute_of,
+    idle_datamodule,
+    log_dir_of,
+)
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
@@ -68,6 +77,7 @@ class LightningStep(Program):
         transferred: whether the hooks around the transfer of batches have run already.
         precision: another precision than the Trainer's; empty to keep that one.
         changes: done to each copy before it is recorded and before it has optimizers.
+        loaders_at: the run's loaders at a batch size, by role, for its step to read.
     """
 
     trainer: Trainer
@@ -85,6 +95,7 @@ class LightningStep(Program):
     transferred: bool = False
     precision: str = ""
     changes: tuple[Change, ...] = ()
+    loaders_at: Callable[[Role, int], object] | None = field(default=None, compare=False)
 
     @property
     def trains(self) -> bool:
@@ -99,23 +110,28 @@ class Shadow:
     """
 
     def __init__(
-        self, program: LightningStep, device: torch.device, recorder: Recorder, start: Callable[[nn.Module], None]
+        self,
+        program: LightningStep,
+        device: torch.device,
+        recorder: Recorder,
+        start: Callable[[nn.Module], None],
+        batch_size: int,
     ) -> None:
         self.program = program
         kind = type("PhaseMarker", (PhaseMarkerMixin, lightning_of(program.module).Callback), {})
         self.marker: PhaseMarkerMixin = kind(program, recorder)
+        self.marker.batch_size = batch_size
         self.trainer = self._make_trainer(device, start)
 
     def _make_trainer(self, device: torch.device, start: Callable[[nn.Module], None]) -> Trainer:
         program, user, pl = self.program, self.program.trainer, lightning_of(self.program.module)
         environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
-        dummy_logger = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
         strategy = type("InPlaceStrategy", (InPlaceStrategyMixin, pl.strategies.SingleDeviceStrategy), {})
         trainer: Trainer = type("ShadowTrainer", (ShadowTrainerMixin, pl.Trainer), {})(
             accelerator="cpu",
             strategy=strategy(device, start, user.world_size),
             plugins=[environments.LightningEnvironment(), _precision_of(program)],
-            logger=dummy_logger() if user.loggers else False,
+            logger=False,
             callbacks=[self.marker],
             max_epochs=user.max_epochs if user.max_epochs and user.max_epochs > 0 else 1000,
             max_steps=max(user.max_steps, 2) if user.max_steps > 0 else -1,
@@ -127,21 +143,24 @@ class Shadow:
             num_sanity_val_steps=0,
             inference_mode=False,  # takes as much as no_grad, under which operators come to the recorder taken apart
             detect_anomaly=user._detect_anomaly,
-            log_every_n_steps=1 << 30,  # turning metrics into numbers needs values
+            log_every_n_steps=user.log_every_n_steps,  # type: ignore[attr-defined]  # set by a connector
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,
             default_root_dir=user.default_root_dir,
         )
-        trainer.memguard_user = user  # type: ignore[attr-defined]
-        trainer.datamodule = None if program.transferred else _idle_datamodule(program.datamodule)  # type: ignore[attr-defined]
+        quiet = {"should_update_logs": False}  # turning metrics into numbers needs values
+        trainer._logger_connector.__class__ = type("QuietConnector", (type(trainer._logger_connector),), quiet)
+        trainer.loggers = [SilentLogger(logger) for logger in user.loggers]  # type: ignore[misc]
+        trainer.callbacks = [*map(IdleCallback, getattr(user, "callbacks", ())), self.marker]  # type: ignore[attr-defined]
+        trainer.datamodule = idle_datamodule(program.datamodule, self.marker.batch_size)  # type: ignore[attr-defined]
+        trainer.memguard_shadow = self  # type: ignore[attr-defined]
         return trainer
 
     def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], batch_size: int, *, fake: bool) -> None:
         """Run batches of a size; of one loader, or of several that are evaluated one after the other."""
         kind = SizedLoader if self.program.batches_per_epoch else EndlessLoader
-        self.marker.batch_size = batch_size
         loaders = [kind(self.marker, each, fake) for each in batches]
         if self.program.trains:
             self.trainer.fit(module_copy, train_dataloaders=loaders[0])
@@ -161,26 +180,60 @@ class Shadow:
             getattr(trainer, stage)(module_copy, loaders, verbose=False)
 
 
-def _read_from_user(name: str) -> property:
+def _loaders(name: str, role: Role) -> property:
     def read(trainer: ShadowTrainerMixin) -> object:
-        user = vars(trainer).get("memguard_user")
-        return getattr(super(ShadowTrainerMixin, trainer) if user is None else user, name)
+        shadow: Shadow | None = vars(trainer).get("memguard_shadow")
+        at = shadow.program.loaders_at if shadow else None
+        found = at(role, shadow.marker.batch_size) if shadow and at else None
+        return getattr(super(ShadowTrainerMixin, trainer), name) if found is None else found
 
     return property(read)
 
 
 class ShadowTrainerMixin:
-    """Answers reads of the user's callbacks and own attributes as the user's Trainer does, once it has that Trainer."""
+    """Answers a step's reads as the user's Trainer would: of its loaders, folders, checkpoint, and own attributes."""
 
-    checkpoint_callback = _read_from_user("checkpoint_callback")
-    checkpoint_callbacks = _read_from_user("checkpoint_callbacks")
-    early_stopping_callback = _read_from_user("early_stopping_callback")
-    early_stopping_callbacks = _read_from_user("early_stopping_callbacks")
+    train_dataloader = _loaders("train_dataloader", "train")
+    val_dataloaders = _loaders("val_dataloaders", "val")
+    test_dataloaders = _loaders("test_dataloaders", "test")
+    predict_dataloaders = _loaders("predict_dataloaders", "predict")
+    progress_bar_callback = None
+
+    @property
+    def log_dir(self) -> str | None:
+        return log_dir_of(self.memguard_shadow.program.trainer)  # type: ignore[no-any-return]
+
+    @property
+    def ckpt_path(self) -> object:
+        return self.memguard_shadow.program.trainer.ckpt_path
+
+    @property
+    def world_size(self) -> int:
+        shadow: Shadow | None = vars(self).get("memguard_shadow")
+        # where there is no process group, a step that is told of other ranks would fail as it calls them
+        alone = shadow is None or not (dist.is_available() and dist.is_initialized())
+        return 1 if alone or shadow is None else shadow.program.trainer.world_size
+
+    def save_checkpoint(self, *_: object, **__: object) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "memguard_user" not in vars(self):
+        if name.startswith("_") or "memguard_shadow" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(vars(self)["memguard_user"], name)
+        return attribute_of(vars(self)["memguard_shadow"].program.trainer, name, self)
+
+
+@contextlib.contextmanager
+def lending_optimizers(user: Trainer) -> Iterator[None]:
+    """A step may know the user's Trainer by another name: its optimizers are, until the end, those of the copy."""
+    own = {name: value for name, value in vars(user.strategy).items() if name in _OPTIMIZERS}
+    try:
+        yield
+    finally:
+        vars(user.strategy).update(own)
+
+
+_OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 
 
 class InPlaceStrategyMixin(_Strategy):
@@ -226,6 +279,8 @@ class PhaseMarkerMixin:
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.use_hooks_of_datamodule(trainer)
+        user, lent = self.program.trainer.strategy, vars(trainer.strategy)
+        vars(user).update({name: lent[name] for name in _OPTIMIZERS if name in vars(user) and name in lent})
         for optimizer in trainer.optimizers:
             self.steps[id(optimizer)] = 0
             optimizer.register_step_post_hook(self.after_optimizer)
@@ -277,7 +332,7 @@ class PhaseMarkerMixin:
 
     def use_hooks_of_datamodule(self, trainer: Trainer, *_: object) -> None:
         datamodule, selector = trainer.datamodule, trainer._data_connector._datahook_selector  # type: ignore[attr-defined]
-        if datamodule is not None and selector is not None:
+        if datamodule is not None and selector is not None and not self.program.transferred:
             selector.datamodule = datamodule
 
     on_validation_start = on_test_start = on_predict_start = use_hooks_of_datamodule
@@ -377,12 +432,3 @@ def _precision_of(program: LightningStep) -> Precision:
     else:
         made = plugins.Precision() if precision == "32-true" else plugins.HalfPrecision(precision)
     return made
-
-
-def _idle_datamodule(datamodule: LightningDataModule | None) -> LightningDataModule | None:
-    """A shallow copy to read from, whose hooks that prepare or clean up do nothing (they have run, or will)."""
-    idle = copy.copy(datamodule)
-    if idle is not None:
-        for hook in ("prepare_data", "setup", "teardown", "on_exception"):
-            setattr(idle, hook, lambda *_, **__: None)
-    return idle

@@ -6,8 +6,7 @@ import contextlib
 import copy
 import functools
 import math
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from lightning_memguard.core.decision.decision import LimitedBy, largest_that
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access
 from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.adapter.ranks import warn
 from lightning_memguard.training.adapter.run_facts import Role, RunFacts
 from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import preserve_state
@@ -232,7 +232,9 @@ def largest_for(facts: RunFacts, info: LoaderInfo) -> int | None:
         limited = [int(count * limit) if isinstance(limit, float) else min(count, limit) for count in counts]
         return min(limited, default=0) > 0 and info.combined_count(limited) >= needed
 
-    return largest_that(has_enough_batches, info.batch_size, most) if has_enough_batches(info.batch_size) else most
+    if has_enough_batches(info.batch_size):
+        return largest_that(has_enough_batches, info.batch_size, most)
+    return largest_that(has_enough_batches, 1, info.batch_size) if has_enough_batches(1) else info.batch_size
 
 
 def limit_of(facts: RunFacts, info: LoaderInfo, largest: int | None) -> LimitedBy:
@@ -285,18 +287,62 @@ def _resize_all(facts: RunFacts, loaders: object, role: Role, batch_size: int) -
         sized = [(source.loader, info.size_of(source, batch_size)) for source in info.sources]
         resized = [resizing.resize(loader, size, info.fixed_because) for loader, size in sized]
     except Exception as error:  # noqa: BLE001 - what the user's hook gave is trained with as it is
-        warnings.warn(f"MemGuard left the {role} loader as it is: {error}", stacklevel=2)
+        warn(f"MemGuard left the {role} loader as it is: {error}")
         return loaders
     info.combined.flattened = resized
     return info.combined if isinstance(loaders, type(info.combined)) else loader_access.arrange(info.combined, resized)
 
 
-def set_batch_size(module: LightningModule, datamodule: LightningDataModule | None, batch_size: int) -> None:
-    """Set ``batch_size`` wherever module or datamodule keeps one: attribute, hparams, and the copy that loggers get."""
+def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) -> object:
+    """A run's loaders for its step to read, nested as they were given; None where the run has none.
+
+    Those that are known are at a batch size, others at their own.
+    """
+    if role != known.role:
+        both = {role, known.role} == {"train", "val"}
+        with contextlib.suppress(Exception):  # of the user's hook
+            return (
+                loader_access.arrange((info := find(facts, role)).combined, info.combined.flattened) if both else None
+            )
+        return None
+    fixed = bool(known.fixed_because)
+    sized = [(source.loader, known.size_of(source, batch_size)) for source in known.sources]
+    own = [loader if fixed else resizing.resize(loader, size, "") for loader, size in sized]
+    return loader_access.arrange(known.combined, own)
+
+
+def set_batch_size(
+    module: LightningModule, datamodule: LightningDataModule | None, batch_size: int
+) -> Callable[[], None]:
+    """Set ``batch_size`` wherever module or datamodule keeps one: attribute, hparams, and the copy that loggers get.
+
+    Returns:
+        A function that sets back what still has this size.
+    """
+    undo: list[Callable[[], object]] = []
     for owner in (module, *([] if datamodule is None else [datamodule])):
-        if isinstance(getattr(owner, "batch_size", None), int):
+        before = getattr(owner, "batch_size", None)
+        if isinstance(before, int):
             with contextlib.suppress(AttributeError):  # a property without a setter follows something else
                 setattr(owner, "batch_size", batch_size)  # noqa: B010 - neither class declares one
+                undo.append(functools.partial(_set_attribute_back, owner, batch_size, before))
         for hparams in loader_access.hyperparameters_of(owner):
             if "batch_size" in hparams:
+                undo.append(functools.partial(_set_item_back, hparams, batch_size, hparams["batch_size"]))
                 hparams["batch_size"] = batch_size
+
+    def set_back() -> None:
+        for each in reversed(undo):
+            each()
+
+    return set_back
+
+
+def _set_attribute_back(owner: object, ours: int, before: int) -> None:
+    if getattr(owner, "batch_size", None) == ours:
+        setattr(owner, "batch_size", before)  # noqa: B010 - as above
+
+
+def _set_item_back(hparams: MutableMapping[str, Any], ours: int, before: object) -> None:
+    if hparams.get("batch_size") == ours:
+        hparams["batch_size"] = before

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
-import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
-from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.adapter.ranks import attempt, warn
 from lightning_memguard.training.adapter.run_facts import ROLES
 from lightning_memguard.training.run import resume
 from lightning_memguard.training.run.batch_monitor import ran_out_of_memory
@@ -45,6 +46,29 @@ def _callback_classes() -> tuple[type, ...]:
     return tuple(classes)
 
 
+_Hook = TypeVar("_Hook", bound=Callable[..., None])
+
+
+def _guarded(hook: _Hook) -> _Hook:
+    """A hook that raises nothing of ours: what fails is warned of once a run, and the run goes on.
+
+    ``setup`` may refuse a run with a `MemGuardError`, before it starts.
+    """
+
+    @functools.wraps(hook)
+    def call(self: MemGuard, *arguments: Any, **named: Any) -> None:
+        try:
+            hook(self, *arguments, **named)
+        except Exception as error:
+            if hook.__name__ == "setup":
+                attempt(self._close)
+                if isinstance(error, MemGuardError):
+                    raise
+            self._announce_failure(arguments[0], hook.__name__, error)
+
+    return cast("_Hook", call)
+
+
 class MemGuard(*_callback_classes()):  # type: ignore[misc]
     """Predict the memory of a training step, choose the largest batch size that fits, and log predicted next to actual.
 
@@ -60,8 +84,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             close to this as it can without passing it.
 
     Attributes:
-        decision: the batch size and why, once a run has been set up; else None.
-        records: predicted and measured memory, one for each epoch of the last fit, or one for the last evaluation.
+        decision: the batch size of the last run and why, once one has been set up; else None.
+        records: predicted and measured memory, one for each epoch of the last fit.
+        evaluations: the same of the last ``"validate"``, ``"test"`` and ``"predict"``, by these names.
 
     Raises:
         MemGuardError: an argument is out of its range; or, at setup, the Trainer has two MemGuards.
@@ -93,8 +118,12 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             margin, nbytes, min_batch_size, max_batch_size, multiple_of, keep_effective_batch_size, mode
         )
         self.records: list[EpochRecord] = []
+        self.evaluations: dict[str, EpochRecord] = {}
         self._run: GuardedRun | None = None
         self._last_run: GuardedRun | None = None
+        self._last_fit: GuardedRun | None = None
+        self._known_decision: Decision | None = None  # of a copy, which has no run
+        self._failed: set[str] = set()  # hooks whose failure was announced in this run
         self._snapshot_path: Path | None = None  # asked for before the run
         self._skip(*_NOT_USED)
 
@@ -112,7 +141,12 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     @property
     def decision(self) -> Decision | None:
         """The batch size and why; None before the first run was set up."""
-        return self._last_run.decision if self._last_run else None
+        return self._last_run.decision if self._last_run else self._known_decision
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies know the decision and the records, and have no run: that belongs to one Trainer in one process."""
+        runs = dict.fromkeys(("_run", "_last_run", "_last_fit"))
+        return {**vars(self), **runs, "_known_decision": self.decision}
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write the predicted step as a PyTorch memory snapshot; on CUDA, the actual one of the same steps next to it.
@@ -141,17 +175,26 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     # -- Lightning's hooks: before a run
 
+    @_guarded
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Predict and choose, before the model reaches its device."""
+        stage = getattr(stage, "value", stage)  # Lightning passes an enumeration
         self._check(trainer, stage)
-        if stage in ROLES:
-            self._close()
+        if stage not in ROLES:
+            return
+        self._close()
+        self._failed.clear()
+        if stage == "fit":
             self.records = []
-            run = GuardedRun(trainer, pl_module, self._settings, stage, self._snapshot_path)
-            self._run, self._last_run, self.records = run, run, run.records
-            run.apply()
-            if not run.trains:
-                run.announce()
+            self._last_fit = None
+        self.evaluations.pop(stage, None)
+        run = GuardedRun(trainer, pl_module, self._settings, stage, self._snapshot_path)
+        self._run = self._last_run = run
+        if run.trains:
+            self._last_fit, self.records = run, run.records
+        run.apply()
+        if run.is_decided:
+            run.announce()
 
     def _check(self, trainer: Trainer, stage: str) -> None:
         guards = sum(isinstance(callback, MemGuard) for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -164,29 +207,35 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
                 "accumulation: remove one."
             )
 
+    @_guarded
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the batch size, so that a resumed run can keep it."""
-        run = self._last_run
-        if run and run.trains and run.tuning.profile is not None:
+        """Save the batch size, so that a resumed fit can keep it."""
+        run = self._last_fit
+        if run and run.tuning.profile is not None:
             checkpoint[resume.KEY] = resume.saved_state(run.tuning)
 
+    @_guarded
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Go on at the checkpoint's batch size while it fits."""
+        """Go on at the batch size of a fit's checkpoint while it fits."""
         if self._run:
             self._run.load(checkpoint)
 
+    @_guarded
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table, now that any checkpoint is loaded; start measuring, now that the model is on its device."""
         if self._run:
-            self._run.announce()
+            if not self._run.is_decided:
+                self._run.announce()
             self._run.start()
             self._run.write_snapshot()
 
+    @_guarded
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count what the other callbacks hold by now."""
         if self._run:
             self._run.recheck_fixed_size()
 
+    @_guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring where only validation (or test, or prediction) runs."""
         if self._run and not self._run.trains:
@@ -196,18 +245,21 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     # -- Lightning's hooks: during a run
 
+    @_guarded
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure each epoch by itself."""
         self.__dict__.pop("on_before_optimizer_step", None)  # see `_skip`
         if self._run:
             self._run.start_epoch()
 
+    @_guarded
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Warn of a batch that is larger than predicted."""
         if self._run:
             self._run.record_step()
             self._run.check_batch("train", batch, batch_idx)
 
+    @_guarded
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
@@ -217,11 +269,13 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
+    @_guarded
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the gradients in the first steps of an epoch."""
         if not (self._run and self._run.measure_gradients()):
             self._skip("on_before_optimizer_step")
 
+    @_guarded
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record and log predicted next to measured."""
         if self._run:
@@ -229,35 +283,51 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     # -- Lightning's hooks: when a run is over
 
+    @_guarded
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print how close the prediction came."""
         if self._run:
             self._run.summarize()
 
+    @_guarded
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The same where only validation (or test, or prediction) runs."""
-        if self._run and not self._run.trains:
-            self._run.end_evaluation()
+        run = self._run
+        if run and not run.trains:
+            record = run.end_evaluation()
+            if record:
+                self.evaluations[run.stage] = record
 
     on_test_end = on_predict_end = on_validation_end
 
+    @_guarded
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add to an out-of-memory error what was predicted and what would have fit; leave the Trainer as it was."""
-        if ran_out_of_memory(exception):
-            run = self._run
-            text = attempt(run.out_of_memory_note).value if run else "MemGuard made no prediction."
-            if text and sys.version_info >= (3, 11):
-                exception.add_note(text)
-            elif text:
-                warnings.warn(text, stacklevel=2)
-        self._close()
+        try:
+            if ran_out_of_memory(exception):
+                run = self._run
+                text = attempt(run.out_of_memory_note).value if run else "MemGuard made no prediction."
+                if text and sys.version_info >= (3, 11):
+                    exception.add_note(text)
+                elif text:
+                    warn(text)
+        finally:
+            self._close()
 
+    @_guarded
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
         self._close()
         self._snapshot_path = None
 
     def _close(self) -> None:
-        if self._run:
-            self._run.close()
-        self._run = None
+        run, self._run = self._run, None
+        if run:
+            run.close()
+
+    def _announce_failure(self, trainer: Trainer, hook: str, error: Exception) -> None:
+        if hook in self._failed or not trainer.is_global_zero:
+            return
+        self._failed.add(hook)
+        text = f"MemGuard failed in {hook}, and the run goes on without what that does: {type(error).__name__}: {error}"
+        warn(text, stacklevel=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,11 @@ from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import announcement, note
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.table import last_line, print_decision, warning_of, why
+from lightning_memguard.report.words import counted
+from lightning_memguard.training.adapter.callbacks import learning_rates_tried
+from lightning_memguard.training.adapter.metrics import show_to_callbacks
 from lightning_memguard.training.adapter.program import logging_step
-from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.adapter.ranks import attempt, warn
 from lightning_memguard.training.adapter.run_facts import Stage
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
@@ -52,6 +54,7 @@ class GuardedRun:
         self.module = module
         self.settings = settings
         self.records: list[EpochRecord] = []
+        self.stage = stage
         self.device = trainer.strategy.root_device
         self._meter = PeakMeter(self.device)
         self.tuning = tune(trainer, module, settings, stage)
@@ -71,7 +74,12 @@ class GuardedRun:
     @property
     def trains(self) -> bool:
         """Whether it is a fit."""
-        return self.tuning.role == "train"
+        return self.stage == "fit"
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether its decision is final at setup: a checkpoint may still change a fit's."""
+        return not self.trains or self.tuning.profile is None
 
     # -- before the first step
 
@@ -90,18 +98,28 @@ class GuardedRun:
         if self.decision.would_overrun(KEPT_FREED_RATIO):
             self._undo.append(return_freed_memory(self.device))
         self._follow()
+        self._warn_of_short_search()
 
     def _follow(self) -> None:
         """Set the batch size and accumulation that schedules and loggers read."""
         decision = self.decision
+        trainer, accumulate = self.trainer, self.trainer.accumulate_grad_batches
         if decision.outcome == "tuned" or self._sized:
-            set_batch_size(self.module, self.trainer.datamodule, decision.batch_size)  # type: ignore[attr-defined]
+            undo = set_batch_size(self.module, trainer.datamodule, decision.batch_size)  # type: ignore[attr-defined]
+            self._undo.append(undo)
             self._sized = True
-        if self.trains and decision.accumulate_grad_batches != self.trainer.accumulate_grad_batches:
-            self.trainer.accumulate_grad_batches = decision.accumulate_grad_batches
+        if self.trains and decision.accumulate_grad_batches != accumulate:
+            self._undo.append(partial(setattr, trainer, "accumulate_grad_batches", accumulate))
+            trainer.accumulate_grad_batches = decision.accumulate_grad_batches
 
     def _batch_size(self) -> int:
         """Asked for when the loaders are made: by then the other callbacks hold what they will hold."""
+        reason = attempt(self._follow_recheck).reason
+        if reason:
+            self._warn(f"MemGuard could not count what other callbacks hold: {reason}")
+        return self.decision.batch_size
+
+    def _follow_recheck(self) -> None:
         before = self.decision
         self._recheck()
         if self.decision.batch_size != before.batch_size:
@@ -109,7 +127,6 @@ class GuardedRun:
             self._warn(warning_of(self.decision) or why(self.decision))
         elif self.decision.verdict != before.verdict:
             self._warn(warning_of(self.decision))
-        return self.decision.batch_size
 
     def _recheck(self) -> None:
         if self.trains:
@@ -124,9 +141,9 @@ class GuardedRun:
                 self._warn(warning_of(self.decision))
 
     def load(self, checkpoint: dict[str, object]) -> None:
-        """Go on at the checkpoint's batch size while it fits; no optimizer and no loader exists yet."""
+        """Go on at the batch size of a fit's checkpoint while it fits; no optimizer and no loader exists yet."""
         profile = self.tuning.profile
-        if profile is None or not profile.request.free_to_choose:
+        if not self.trains or profile is None or not profile.request.free_to_choose:
             return
         saved = saved_in(checkpoint, profile.request.batch_size)
         if saved is not None:
@@ -143,6 +160,22 @@ class GuardedRun:
             print_decision(self.decision, explain=not warning)
             if warning:
                 self._warn(warning)
+
+    def _warn_of_short_search(self) -> None:
+        """A LearningRateFinder tries one rate a step, until the epochs are over."""
+        profile, decision, trainer = self.tuning.profile, self.decision, self.trainer
+        if profile is None or decision.batch_size <= decision.requested_batch_size:
+            return
+        tried, epochs = learning_rates_tried(trainer.callbacks), trainer.max_epochs or -1  # type: ignore[attr-defined]
+        batches = profile.loader_info.batches(decision.batch_size)
+        if not self.trains or batches is None or epochs < 0:
+            return
+        steps = -(-batches // decision.accumulate_grad_batches) * epochs
+        if steps < tried:
+            self._warn(
+                f"LearningRateFinder tries {tried} learning rates, one a step, but at batch size {decision.batch_size} "
+                f"this run has {counted(steps, 'step')}. Set `max_batch_size` in MemGuard, or train for more epochs."
+            )
 
     def start(self) -> None:
         """Start measuring, now that the model is on its device."""
@@ -212,15 +245,18 @@ class GuardedRun:
         if record is None:
             return
         self.records.append(record)
-        self._log(record)
-        if len(self.records).bit_count() == 1:  # after 1, 2, 4, 8, ... epochs: some take no time
-            self._write_page()
+        try:
+            self._log(record)
+        finally:
+            if len(self.records).bit_count() == 1:  # after 1, 2, 4, 8, ... epochs: some take no time
+                self._write_page()
 
-    def end_evaluation(self) -> None:
+    def end_evaluation(self) -> EpochRecord | None:
         """The same where only validation (or test, or prediction) runs."""
         record = self._record()
         self.records[:] = [record] if record else []
         self.summarize()
+        return record
 
     def _record(self) -> EpochRecord | None:
         decision = self.decision
@@ -238,13 +274,13 @@ class GuardedRun:
 
     def _log(self, record: EpochRecord) -> None:
         metrics, step = record.as_metrics(), logging_step(self.trainer)
+        if not self.trainer.barebones:
+            watched = ("memguard/predicted_peak_gib", "memguard/actual_peak_gib")
+            show_to_callbacks(self.trainer, {name: metrics[name] for name in watched})
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
         if self._boards is not None:
             self._boards.log_epoch(record, step)
-        if not self.trainer.barebones:
-            watched = {name: metrics[name] for name in ("memguard/predicted_peak_gib", "memguard/actual_peak_gib")}
-            self.module.log_dict(watched, logger=False, on_step=False, on_epoch=True)
 
     def summarize(self) -> None:
         """Print how close the prediction came."""
@@ -292,12 +328,12 @@ class GuardedRun:
     def _try_writing(self, what: str, write: Callable[[], T]) -> T | None:
         written = attempt(write)
         if written.reason:
-            warnings.warn(f"MemGuard's {what} was not written: {written.reason}", stacklevel=3)
+            warn(f"MemGuard's {what} was not written: {written.reason}", stacklevel=3)
         return written.value
 
     def _warn(self, text: str) -> None:
         if self.trainer.is_global_zero:
-            warnings.warn(text, stacklevel=3)
+            warn(text, stacklevel=3)
 
     # -- when it is over
 
@@ -313,14 +349,13 @@ class GuardedRun:
         return note(failure(watch, footprint, self.device, attempt(self._measure).value))
 
     def close(self) -> None:
-        """Stop measuring and recording, and leave the Trainer as it was."""
-        self._end_recording()
-        self._page = self._boards = None
-        self._meter.close()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        """Stop measuring and recording, and leave the Trainer and the user's objects as they were."""
+        while self._undo:
+            attempt(self._undo.pop())
         self._watches.clear()
+        self._page = self._boards = None
+        attempt(self._end_recording)
+        attempt(self._meter.close)
 
 
 class SnapshotRecorder:

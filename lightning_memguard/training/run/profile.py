@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,7 +27,7 @@ from lightning_memguard.training.adapter import callbacks, sharded
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.adapter.ranks import Attempt, attempt
 from lightning_memguard.training.adapter.run_facts import RunFacts
-from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, limit_of
+from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
 
 if TYPE_CHECKING:
@@ -221,11 +222,12 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         stage=facts.stage,
         callback_bytes=callbacks.held_bytes(facts.callbacks, module, device, averaging=False),
         strategy=facts.strategy,
+        loaders_at=partial(loaders_at, facts, loader_info),
     )
     validation_info, evaluation = Attempt[LoaderInfo](), Attempt[Evaluation]()
     if is_fit and facts.validates:
         validation_info = attempt(lambda: find(facts, "val"))
-        evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), program))
+        evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), facts, program))
     budget, held = _budget(module, facts, settings)
     return Reading(
         Run(facts, loader_info, program, evaluation, validation_info.value),
@@ -294,7 +296,7 @@ def _batches_per_epoch(loader_info: LoaderInfo) -> Callable[[int], int | None] |
     return loader_info.batches if loader_info.dataset_size is not None else None
 
 
-def _evaluation(info: LoaderInfo, training: LightningProgram) -> Evaluation:
+def _evaluation(info: LoaderInfo, facts: RunFacts, training: LightningProgram) -> Evaluation:
     batches = sample(info).batches
     program = replace(
         training,
@@ -303,6 +305,7 @@ def _evaluation(info: LoaderInfo, training: LightningProgram) -> Evaluation:
         stage="validate",
         setup_stage="fit",
         callback_bytes=0,
+        loaders_at=partial(loaders_at, facts, info),
     )
     return Evaluation(program, info.batch_size or batches[0].small_size)
 

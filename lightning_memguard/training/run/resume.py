@@ -1,4 +1,4 @@
-"""The batch size in a checkpoint, and a run that resumes from one: it keeps the size if that fits."""
+"""The batch size in a checkpoint, and a fit that resumes from one: it keeps the size if that fits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.training.adapter.ranks import Attempt, attempt
 from lightning_memguard.training.run.profile import GuardSettings, RunProfile
@@ -28,8 +28,12 @@ class Saved:
 
 def saved_state(tuning: Tuning) -> dict[str, int | None]:
     """What goes into a checkpoint: plain numbers, so that it loads with ``weights_only=True``."""
+    return asdict(_saved_of(tuning))
+
+
+def _saved_of(tuning: Tuning) -> Saved:
     decision, ranks = tuning.decision, tuning.ranks.size
-    return asdict(Saved(decision.batch_size, decision.accumulate_grad_batches, ranks, decision.validation_batch_size))
+    return Saved(decision.batch_size, decision.accumulate_grad_batches, ranks, decision.validation_batch_size)
 
 
 def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> Saved | None:
@@ -52,10 +56,10 @@ def _mid_epoch(checkpoint: Mapping[str, Any]) -> bool:
 def resume(tuning: Tuning, saved: Saved, settings: GuardSettings) -> Tuning:
     """Go on at the checkpoint's batch size, where all ranks can and the settings allow it. All ranks must call it."""
     profile, ranks = tuning.profile, tuning.ranks
-    if profile is None:
+    if profile is None or saved == _saved_of(tuning):  # as when a LearningRateFinder restores the checkpoint it saved
         return tuning
     result = attempt(lambda: profile.footprint_at(saved.batch_size))
-    mine = _obstacle(saved.batch_size, settings, result, profile.budget)
+    mine = _obstacle(saved.batch_size, settings, result, profile)
     obstacle = next(filter(None, ranks.gather(mine)), "")
     before = f"the checkpoint was trained at batch size {saved.batch_size}"
     if obstacle:
@@ -66,12 +70,15 @@ def resume(tuning: Tuning, saved: Saved, settings: GuardSettings) -> Tuning:
     return replace(tuning, decision=replace(decision, footprint=result.unwrap()))
 
 
-def _obstacle(size: int, settings: GuardSettings, footprint: Attempt[Footprint], budget: Budget) -> str:
+def _obstacle(size: int, settings: GuardSettings, footprint: Attempt[Footprint], profile: RunProfile) -> str:
     """Why a run cannot go on at a batch size; empty where it can."""
+    most, budget = profile.request.dataset_size, profile.budget
     if settings.max_batch_size is not None and size > settings.max_batch_size:
         return f"max_batch_size={settings.max_batch_size} forbids it"
     if size < settings.min_batch_size:
         return f"min_batch_size={settings.min_batch_size} forbids it"
+    if most is not None and size > max(most, profile.request.batch_size):
+        return f"this run's data and limits allow {most} at most"
     if footprint.value is None:
         return footprint.reason
     need, usable = footprint.value.most_device_bytes, budget.usable_bytes

@@ -17,7 +17,7 @@ from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.adapter.ranks import attempt
-from lightning_memguard.training.adapter.run_facts import RunFacts
+from lightning_memguard.training.adapter.run_facts import RunFacts, Stage
 from lightning_memguard.training.run.profile import RunProfile
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Page:
 
     folder: Path
     report: Report
+    stage: Stage
 
     def write(self, decision: Decision, records: Sequence[EpochRecord]) -> Path:
         """Write it again.
@@ -39,7 +40,8 @@ class Page:
         Raises:
             MemGuardError: its folder cannot be written to.
         """
-        return write_report(self.folder, replace(self.report, decision=decision, records=tuple(records)))[0]
+        report = replace(self.report, decision=decision, records=tuple(records))
+        return write_report(self.folder, report, self.stage)[0]
 
 
 def page_of(title: str, profile: RunProfile, decision: Decision) -> Page | None:
@@ -51,7 +53,7 @@ def page_of(title: str, profile: RunProfile, decision: Decision) -> Page | None:
     settings = profile.prediction.settings if trace else None
     curve = attempt(lambda: _curve(profile, decision)).value or ()
     layers = attempt(lambda: _layers(profile, size)).value
-    return Page(folder, Report(title, decision, trace, settings, curve, layers=layers))
+    return Page(folder, Report(title, decision, trace, settings, curve, layers=layers), profile.facts.stage)
 
 
 def folder_of(facts: RunFacts) -> Path | None:
@@ -68,7 +70,7 @@ def folder_of(facts: RunFacts) -> Path | None:
 
 def boards_of(facts: RunFacts) -> Boards | None:
     """What the loggers of a run show besides scalars; None where it leaves no files."""
-    return Boards(facts.loggers, folder_of(facts)) if facts.leaves_files else None
+    return Boards(facts.loggers, folder_of(facts), facts.stage) if facts.leaves_files else None
 
 
 def _folder_of_logger(logger: Logger) -> str:

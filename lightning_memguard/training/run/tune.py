@@ -14,7 +14,7 @@ from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.ranks import Ranks, attempt, shared
-from lightning_memguard.training.adapter.run_facts import ROLES, Role, Stage, read_run_facts
+from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.run.choose import Planner, choose
@@ -45,7 +45,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit, on some rank.
     """
     try:
-        facts = attempt(lambda: read_run_facts(trainer, stage)).unwrap()
+        facts = attempt(lambda: _facts_of(trainer, stage)).unwrap()
         ranks = Ranks.of(facts)
         reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
         with Planner(settings, reading) as planner:
@@ -141,3 +141,10 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
         requested = before.requested_batch_size
         decision = replace(decision, requested_batch_size=requested, limited_by="memory", reason=reason)
     return with_steps(replace(tuning, profile=chosen, decision=decision))
+
+
+def _facts_of(trainer: Trainer, stage: Stage) -> RunFacts:
+    facts = read_run_facts(trainer, stage)
+    if callbacks.finds_batch_size(facts.callbacks):
+        raise CannotTraceError("BatchSizeFinder chooses its batch size, by trial")
+    return facts

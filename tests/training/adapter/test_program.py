@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_memguard import MemGuard
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.training.run.tune import Tuning
 
@@ -101,6 +103,8 @@ class Nosy(pl.LightningModule):
         assert self.trainer.mine == "kept"
         assert self.trainer.max_epochs == 1
         assert self.trainer.checkpoint_callback is not None
+        assert self.trainer.ckpt_path == "last.ckpt"
+        self.trainer.save_checkpoint("from_the_step.ckpt")
         self.logger.experiment.add_scalar("x", 1.0, self.global_step)
         self.logger.log_metrics({"y": 1.0})
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -119,7 +123,7 @@ def test_what_the_copy_does_is_not_seen(
             written.append(args)
 
     fit = trainer(logger=Writing(), enable_checkpointing=True, default_root_dir=tmp_path)
-    fit.mine = "kept"
+    fit.mine, fit.ckpt_path = "kept", "last.ckpt"
     module = Nosy()
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     weights = [parameter.clone() for parameter in module.parameters()]
@@ -132,6 +136,169 @@ def test_what_the_copy_does_is_not_seen(
     assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in module.parameters())
     assert module.trainer is fit
+
+
+class Compiled(pl.LightningModule):
+    """Compiles a part of itself, in the ways that people do."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.calls = 0
+        if by == "net":
+            self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
+        elif by == "Module.compile":
+            self.compile(backend="eager")
+        elif by == "method":
+            self.loss = torch.compile(self.loss, backend="eager")  # type: ignore[method-assign]
+        elif by == "function":
+            self.loss = torch.compile(lambda x, y: self.plain(y=y, x=x), backend="eager")  # type: ignore[method-assign]
+
+    def plain(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    loss = plain
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(*batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("by", ["trainer.fit", "net", "Module.compile", "method", "function"])
+def test_what_is_compiled_runs_eagerly_and_on_the_copy(
+    trainer: Any, dataset: TensorDataset, tuned: Any, by: str
+) -> None:
+    """Compiled functions are bound to the user's module, and a deep copy shares functions."""
+
+    def bytes_of(trace: Trace) -> list[tuple[str, int]]:
+        return [(event.action, event.nbytes) for event in trace]
+
+    eager = trace_of(tuned(trainer(), Compiled("plain"), dataset, mode="check"))
+    module = Compiled(by)
+    if by == "trainer.fit":  # what fit(torch.compile(module)) does first
+        pl.utilities.compile.from_compiled(torch.compile(module, backend="eager"))
+    trace = trace_of(tuned(trainer(), module, dataset, mode="check"))
+    assert trace.notes == ("predicted without torch.compile; compiled, the step may take less or more",)
+    assert (trace.method, bytes_of(trace)) == ("fake", bytes_of(eager))
+    norm = next(child for child in module.modules() if isinstance(child, nn.BatchNorm1d))
+    assert (module.calls, int(norm.num_batches_tracked)) == (0, 0)  # type: ignore[arg-type]
+    assert not norm.running_mean.any()  # type: ignore[union-attr]
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class OwnTrainer(pl.Trainer):
+    def rate(self) -> float:
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+
+class Reading(pl.LightningModule):
+    """Reads what people read in a step; ``reads`` are compared with those of the real run."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 4)
+        self.read = read
+        self.other: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        kept.append((type(self.trainer) is OwnTrainer, self.read(self)))
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.training_step((batch[0], batch[1]), batch_idx)
+        return self.net(batch[0])  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Marked(pl.Callback):
+    mark = "mine"
+    started = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.started += 1
+
+
+class OwnData(pl.LightningDataModule):
+    def __init__(self, batch_size: int = 5) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.classes = 4
+
+    def train_dataloader(self) -> Any:
+        data = TensorDataset(torch.randn(100, 16), torch.randint(0, 4, (100,)))
+        return DataLoader(data, batch_size=self.hparams["batch_size"])
+
+    predict_dataloader = train_dataloader
+
+
+kept: list[tuple[bool, Any]] = []
+
+_READS = {
+    "log_dir": lambda self: self.trainer.log_dir,
+    "the logger's log_dir": lambda self: (self.logger.log_dir, self.logger.name, self.logger.version),
+    "the logger's class": lambda self: isinstance(self.logger, pl.loggers.CSVLogger),
+    "the second logger": lambda self: (len(self.loggers), self.trainer.loggers[1].save_dir),
+    "the experiment's folder": lambda self: self.logger.experiment.log_dir,
+    "the dataset": lambda self: len(self.trainer.train_dataloader.dataset),
+    "the loader": lambda self: (self.trainer.train_dataloader.batch_size, len(self.trainer.train_dataloader)),
+    "the datamodule": lambda self: (self.trainer.datamodule.classes, self.trainer.datamodule.hparams.batch_size),
+    "a callback": lambda self: next(c for c in self.trainer.callbacks if isinstance(c, Marked)).mark,
+    "log_every_n_steps": lambda self: self.trainer.log_every_n_steps,
+    "a method of one's own Trainer": lambda self: self.trainer.rate(),
+    "the Trainer by another name": lambda self: self.other.optimizers[0].param_groups[0]["lr"],
+    "a call of the experiment": lambda self: self.logger.experiment.config.update({"x": 1}) and None,
+}
+
+
+@pytest.mark.parametrize("read", [*_READS, "an optimizer of the script's Trainer"])
+def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, read: str) -> None:
+    """What differs here made a step fail on the copy, or take another branch."""
+    loggers = [pl.loggers.CSVLogger(tmp_path, name="csv"), pl.loggers.TensorBoardLogger(tmp_path, name="board")]
+    callback, guard = Marked(), MemGuard(max_batch_size=20)
+    fit = OwnTrainer(
+        accelerator="cpu", max_epochs=1, logger=loggers, callbacks=[callback, guard], log_every_n_steps=7,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    module = Reading(_READS.get(read) or (lambda _: len(fit.optimizers[0].param_groups)))
+    module.other = fit
+    kept.clear()
+    if read == "a call of the experiment":
+        loggers[0]._experiment = SimpleNamespace(  # type: ignore[assignment]
+            config={},
+            log_metrics=lambda *_: None,
+            log_hparams=lambda *_: None,
+            save=lambda: None,
+            log_dir=str(tmp_path),
+        )
+    fit.fit(module, datamodule=OwnData())
+    assert guard.decision is not None
+    assert guard.decision.footprint is not None
+    assert (guard.decision.footprint.method, guard.decision.batch_size) == ("fake", 20)
+    real = {repr(value) for is_real, value in kept if is_real}
+    copies = [repr(value) for is_real, value in kept if not is_real]
+    assert len(real) == 1
+    assert real.issubset(copies), "at the size that was chosen, the copy reads the same"
+    assert len(set(copies)) == 1 or read in ("the loader", "the datamodule")
+    assert callback.started == 5
+    if read == "a call of the experiment":
+        assert loggers[0].experiment.config == {"x": 1}, "once, in the run"
+
+
+def test_loaders_of_a_prediction_have_a_length(trainer: Any, dataset: TensorDataset) -> None:
+    guard = MemGuard(max_batch_size=20)
+    kept.clear()
+    module = Reading(lambda self: len(self.trainer.predict_dataloaders))
+    trainer(guard).predict(module, DataLoader(dataset, batch_size=4))
+    assert {count for _, count in kept} >= {5, 25}
+    assert guard.decision is not None
+    assert guard.decision.batch_size == 20
 
 
 def test_the_private_names_of_lightning_are_still_there(trainer: Any) -> None:

@@ -28,6 +28,8 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_memguard import MemGuard
+from lightning_memguard.training.adapter.run_facts import read_run_facts
+from lightning_memguard.training.data import loaders as loaders_of_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning")
 
@@ -457,6 +459,17 @@ def test_a_share_of_the_batches_leaves_one_of_each_loader(mode: Any) -> None:
     module, decision = ran(loaders, limit_train_batches=0.1)
     assert decision.batch_size == 11  # ten batches of the smaller: a tenth is one
     assert len(module.shapes) == (9 if mode == "max_size_cycle" else 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [({"val_check_interval": 20}, 5), ({"limit_train_batches": 0.1}, 11), ({"val_check_interval": 500}, 50)],
+    ids=str,
+)
+def test_where_the_loaders_own_size_breaks_a_limit_a_smaller_one_may_not(settings: Any, size: int) -> None:
+    run = trainer_of(**settings)
+    info = loaders_of_run.info_of(read_run_facts(run), DataLoader(numbered(), 50), "the loader", "train")
+    assert loaders_of_run.largest_for(read_run_facts(run), info) == size
 
 
 def test_a_batch_sampler_that_drops_what_is_short_is_left_a_full_batch() -> None:

@@ -230,9 +230,19 @@ class Data(pl.LightningDataModule):
 def test_a_size_is_set_wherever_it_is_kept(small: Any) -> None:
     """Module attribute, datamodule hyperparameter, and the copy of it that loggers get."""
     module, data = small(batch_size=8), Data()
-    loaders.set_batch_size(module, data, 48)
+    set_back = loaders.set_batch_size(module, data, 48)
     assert module.batch_size == 48
     assert data.hparams["batch_size"] == data.hparams_initial["batch_size"] == 48
+    set_back()
+    assert (module.batch_size, data.hparams["batch_size"], data.hparams_initial["batch_size"]) == (8, 8, 8)
+
+
+def test_a_size_that_its_owner_has_changed_since_is_not_set_back(small: Any) -> None:
+    module = small(batch_size=8)
+    set_back = loaders.set_batch_size(module, None, 48)
+    module.batch_size = 5
+    set_back()
+    assert module.batch_size == 5
 
 
 def test_a_loader_hook_is_called_on_a_copy(trainer: Any) -> None:

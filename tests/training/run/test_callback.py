@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
+import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from lightning_memguard import DoesNotFitError, MemGuard, MemGuardError
+from lightning_memguard.training.run.guarded_run import GuardedRun
 from lightning_memguard.units import KIB
 
 
@@ -110,12 +114,16 @@ class OwnLoader(Sized):
     def train_dataloader(self) -> Any:
         return DataLoader(self.data, batch_size=self.hparams["batch_size"], shuffle=True)
 
+    def on_train_start(self) -> None:
+        self.size_while_training = self.hparams_initial["batch_size"]
+
 
 def test_a_module_that_makes_its_own_loader_and_layers(trainer: Any) -> None:
     module, guard = OwnLoader(), MemGuard(max_batch_size=20)
     trainer(guard).fit(module)
     assert sizes_seen(module) == [20, 20, 20]
-    assert module.hparams["batch_size"] == module.hparams_initial["batch_size"] == 20
+    assert module.size_while_training == 20
+    assert module.hparams["batch_size"] == module.hparams_initial["batch_size"] == 4
 
 
 class FixedHook(OwnLoader):
@@ -172,7 +180,9 @@ def test_the_effective_batch_size_is_kept_by_accumulation(trainer: Any, dataset:
     fit = trainer(guard)
     fit.fit(Sized(), train_dataloaders=DataLoader(dataset, batch_size=4))
     assert guard.decision is not None
-    assert guard.decision.batch_size * fit.accumulate_grad_batches == 40
+    assert guard.decision.batch_size * guard.decision.accumulate_grad_batches == 40
+    assert fit.global_step == 3, "ten batches, four a step"
+    assert fit.accumulate_grad_batches == 1, "as it was before the run"
 
 
 def test_records_and_metrics_once_an_epoch(trainer: Any, dataset: TensorDataset) -> None:
@@ -385,3 +395,155 @@ def test_a_subclass_may_have_hooks_that_the_guard_has_no_use_for(trainer: Any, d
     trainer(guard).fit(Sized(), train_dataloaders=DataLoader(dataset, batch_size=25))
     assert guard.batches == 4
     assert guard.on_after_backward is None
+
+
+# -- a failure of the guard's own
+
+
+class Evaluated(Sized):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+
+    test_step = predict_step = validation_step
+
+
+_OUR_WORK = [name for name, value in vars(GuardedRun).items() if callable(value) and not name.startswith("__")]
+
+
+@pytest.mark.parametrize("errors", ["default", "error"])
+@pytest.mark.parametrize("stage", ["fit", "test"])
+def test_what_fails_in_a_hook_of_ours_is_warned_of_once_and_stops_nothing(
+    trainer: Any, dataset: TensorDataset, monkeypatch: pytest.MonkeyPatch, stage: str, errors: Any, capfd: Any
+) -> None:
+    """Everything fails, in every hook that a run calls; where warnings are errors, a line is written instead."""
+    calls: list[str] = []
+
+    def failing(name: str) -> Any:
+        def fail(*_: Any) -> Any:
+            calls.append(name)
+            raise OSError(f"no {name} today")
+
+        return fail
+
+    for name in _OUR_WORK:
+        monkeypatch.setattr(GuardedRun, name, failing(name))
+    module, guard = Evaluated(), MemGuard(max_batch_size=40)
+    run = trainer(guard, max_epochs=2, limit_val_batches=1)
+    loader = DataLoader(dataset, batch_size=50)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.filterwarnings(errors, message="MemGuard")
+        run.fit(module, loader, loader) if stage == "fit" else run.test(module, loader, verbose=False)
+    assert stage != "fit" or sizes_seen(module) == [50] * 4
+    said = [str(each.message) for each in found if "MemGuard failed in" in str(each.message)]
+    lines = said if errors == "default" else capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "MemGuard failed in setup" in line]
+    assert len(set(lines)) == len([line for line in lines if "MemGuard" in line])
+    assert "apply" in calls
+
+
+def test_every_hook_is_guarded() -> None:
+    """The test above stops at setup; each hook by itself may find a run that fails."""
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise OSError(name)
+
+    hooks = {name for name in vars(pl.Callback) if name in vars(MemGuard)} - {"__doc__", "__module__"}
+    run = pl.Trainer(accelerator="cpu", logger=False)
+    assert {"setup", "on_fit_start", "on_train_batch_start", "on_save_checkpoint", "teardown"} <= hooks
+    for hook in hooks:
+        guard: Any = MemGuard()
+        guard._run = guard._last_fit = Broken()
+        call = functools.partial(getattr(guard, hook), run, pl.LightningModule(), *_arguments(hook))
+        with pytest.warns(UserWarning, match=f"MemGuard failed in {getattr(MemGuard, hook).__name__}"):
+            call()
+        call()
+
+
+def _arguments(hook: str) -> tuple[Any, ...]:
+    if hook.endswith("_batch_start"):
+        return None, 0
+    more: dict[str, Any] = {"on_exception": MemoryError(), "setup": "fit", "teardown": "fit"}
+    if hook in ("on_save_checkpoint", "on_load_checkpoint"):
+        return ({},)
+    if hook == "on_before_optimizer_step":
+        return (None,)
+    return (more[hook],) if hook in more else ()
+
+
+def test_a_step_that_takes_the_iterator(trainer: Any, dataset: TensorDataset) -> None:
+    """Lightning cannot tell the size of its batches, and refuses ``self.log`` without one."""
+
+    class Iterating(Sized):
+        def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+            batch, index, _ = next(dataloader_iter)
+            return super().training_step(batch, index)
+
+    module, guard = Iterating(), MemGuard("check")
+    fit = trainer(guard, max_epochs=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit.fit(module, DataLoader(dataset, batch_size=50))
+    assert sizes_seen(module) == [50] * 4
+    assert not [each for each in found if "MemGuard failed" in str(each.message)]
+    measured = guard.records[-1].measured.peak_bytes / 2**30
+    assert fit.callback_metrics["memguard/actual_peak_gib"].item() == pytest.approx(measured)
+
+
+# -- settings of the Trainer, and callbacks that try things
+
+
+@pytest.mark.skipif(not hasattr(pl.Trainer(logger=False), "_val_check_time_interval"), reason="not in this Lightning")
+@pytest.mark.parametrize("every", [timedelta(hours=1), "00:01:00:00", {"hours": 1}], ids=str)
+def test_validation_by_time(trainer: Any, dataset: TensorDataset, every: Any) -> None:
+    """It may come between the two batches of a step, next to gradients."""
+    guard, loader = MemGuard(max_batch_size=20), DataLoader(dataset, batch_size=4)
+    trainer(guard, val_check_interval=every, accumulate_grad_batches=2).fit(Evaluated(), loader, loader)
+    assert guard.decision is not None
+    assert (guard.decision.batch_size, guard.decision.reason) == (20, "")
+    profile = guard._last_run.tuning.profile  # type: ignore[union-attr]
+    assert profile is not None
+    assert profile.validation is not None
+    assert profile.validation.prediction.footprint_at(4).parts["gradients"] == 272
+
+
+class WithRate(OwnLoader):
+    """Has all that a finder asks for; notes the sizes it is given."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__(batch_size)
+        self.lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.parametrize("by", ["callback", "Tuner"])
+def test_a_search_for_a_batch_size_is_left_alone(trainer: Any, by: str) -> None:
+    """Its trials would all run at the size that MemGuard chose."""
+    found = {}
+    for guards in ([], [MemGuard(max_batch_size=50)]):
+        module = WithRate()
+        finder = [pl.callbacks.BatchSizeFinder(max_trials=3, steps_per_trial=1)] if by == "callback" else []
+        fit = trainer(*finder, *guards)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            if by == "callback":
+                fit.fit(module)
+            else:
+                pl.tuner.Tuner(fit).scale_batch_size(module, max_trials=3, steps_per_trial=1)
+        found[len(guards)] = module.hparams["batch_size"], sizes_seen(module)
+        lines = [str(each.message) for each in said if "BatchSizeFinder chooses its batch size" in str(each.message)]
+        assert len(lines) == len(guards)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("by", ["callback", "Tuner"])
+def test_a_search_for_a_learning_rate_is_no_resume(trainer: Any, dataset: TensorDataset, by: str) -> None:
+    """It restores a checkpoint that it saved; and it tries one rate a step, while there are any."""
+    guard, module = MemGuard(), WithRate()
+    fit = trainer(*([pl.callbacks.LearningRateFinder()] if by == "callback" else []), guard, max_epochs=6)
+    with pytest.warns(UserWarning, match=r"tries 100 learning rates, .* at batch size 60 this run has 6 steps"):
+        fit.fit(module) if by == "callback" else pl.tuner.Tuner(fit).lr_find(module)
+    assert guard.decision is not None
+    assert (guard.decision.batch_size, guard.decision.limited_by, guard.decision.reason) == (60, "dataset", "")

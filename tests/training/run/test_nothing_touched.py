@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import random
+import warnings
 from typing import Any
 
 import lightning.pytorch
@@ -143,3 +145,41 @@ def test_the_comparison_can_fail() -> None:
     """Another batch size makes a difference, so that equality above means something."""
     with pytest.raises(AssertionError):
         assert_same(train(pytorch_lightning, 24, []), train(pytorch_lightning, 32, []))
+
+
+@pytest.mark.parametrize("mode", ["check", "tune"])
+def test_warnings_that_lightning_gives_once_are_not_used_up(mode: Any) -> None:
+    """They are for the user, who is not told of what runs on a copy."""
+    pl = pytorch_lightning
+
+    class Sloppy(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("count", torch.tensor(batch_idx), on_epoch=True)
+            return None
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    for module in ("utilities.data", "trainer.connectors.logger_connector.result"):
+        importlib.import_module(f"{pl.__name__}.{module}").warning_cache.clear()
+    importlib.import_module(f"{pl.__name__}.loops.optimization.automatic").Closure.warning_cache.clear()
+    data = DataLoader([{"x": torch.ones(4), "more": torch.ones(3, 4)} for _ in range(8)], 4, collate_fn=_ambiguous)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[MemGuard(mode)], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(Sloppy(), data)
+    said = " ".join(str(each.message) for each in found)
+    assert "`training_step` returned `None`" in said
+    assert "from an ambiguous collection" in said
+    assert "the value needs to be floating" in said
+
+
+def _ambiguous(items: list[Any]) -> Any:
+    return {"x": torch.stack([item["x"] for item in items]), "more": torch.cat([item["more"] for item in items])}

@@ -36,6 +36,7 @@ class Sized(pl.LightningModule):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def on_train_start(self) -> None:
+        self.at_start = self.batch_size, self.hparams["batch_size"]
         self.state_at_start = len(self.optimizers().state)
 
     def configure_optimizers(self) -> Any:
@@ -87,7 +88,7 @@ def test_a_resume_within_an_epoch_goes_on_as_a_run_of_that_size_by_hand_does(
     assert again.decision is not None
     assert (again.decision.batch_size, again.decision.limited_by) == (size, "checkpoint")
     assert module.sizes == theirs.sizes
-    assert module.batch_size == module.at_configure == module.hparams["batch_size"] == size
+    assert (module.at_configure, *module.at_start) == (size, size, size)
     assert module.state_at_start == theirs.state_at_start == 4
     assert (resumed.global_step, resumed.current_epoch) == (by_hand.global_step, by_hand.current_epoch)
     for mine, other in zip(module.parameters(), theirs.parameters(), strict=True):
@@ -137,9 +138,9 @@ def test_accumulation_goes_on_with_the_size(trainer: Any, tmp_path: Path) -> Non
     run.save_checkpoint(tmp_path / "a.ckpt")
     assert first.decision is not None
     again = MemGuard(budget=LARGE)
-    resumed, _ = fit(trainer, again, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
-    assert first.decision.accumulate_grad_batches > 1
-    assert resumed.accumulate_grad_batches == first.decision.accumulate_grad_batches
+    fit(trainer, again, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
+    assert again.decision is not None
+    assert again.decision.accumulate_grad_batches == first.decision.accumulate_grad_batches > 1
 
 
 def test_a_resume_under_a_guard_that_only_checks_changes_nothing(trainer: Any, tmp_path: Path) -> None:
@@ -149,6 +150,65 @@ def test_a_resume_under_a_guard_that_only_checks_changes_nothing(trainer: Any, t
         warnings.simplefilter("ignore")
         _, module = fit(trainer, MemGuard(mode="check"), ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
     assert set(module.sizes) == {4}
+
+
+class WithTest(Sized):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.sizes.append(len(batch[0]))
+
+    def test_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def test_an_evaluation_does_not_take_the_size_of_training(trainer: Any, tmp_path: Path) -> None:
+    """Nor does a checkpoint that is saved after one lose it."""
+    guard = MemGuard(max_batch_size=16)
+    run, _ = fit(trainer, guard)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    module, tests = WithTest(), MemGuard(max_batch_size=40)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tested = trainer(tests, limit_test_batches=0.2)
+        tested.test(module, ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    assert (set(module.sizes), tests.decision.batch_size) == ({40}, 40)  # type: ignore[union-attr]
+    assert not [each for each in said if "checkpoint was trained" in str(each.message)]
+    run.test(WithTest(), verbose=False)
+    run.save_checkpoint(tmp_path / "b.ckpt")
+    assert torch.load(tmp_path / "b.ckpt", weights_only=True)[resume.KEY]["batch_size"] == 16
+
+
+def test_a_size_at_which_a_limit_leaves_no_batch_is_not_resumed(trainer: Any, tmp_path: Path) -> None:
+    """A tenth of two batches is none, and Lightning refuses the run."""
+    run, _ = fit(trainer, MemGuard(max_batch_size=100))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    guard = MemGuard()
+    with pytest.warns(UserWarning, match="batch size 100; this run's data and limits allow 22 at most"):
+        _, module = fit(trainer, guard, ckpt_path=tmp_path / "a.ckpt", max_epochs=3, limit_train_batches=0.1)
+    assert set(module.sizes) == {22}
+
+
+def test_what_a_fit_sets_is_put_back(trainer: Any, tmp_path: Path) -> None:
+    """The checkpoints and logs of the run have the size that it ran at."""
+    guard = MemGuard(max_batch_size=20, keep_effective_batch_size=80)
+    keeper = pl.callbacks.ModelCheckpoint(tmp_path, filename="during")
+    module = Sized()
+    run = trainer(guard, keeper, enable_checkpointing=True)
+    run.fit(module)
+    assert module.sizes[0] == 20
+    assert (module.batch_size, module.hparams["batch_size"], run.accumulate_grad_batches) == (4, 4, 1)
+    saved = torch.load(tmp_path / "during.ckpt", weights_only=False)
+    assert saved["hyper_parameters"]["batch_size"] == 20
+
+
+def test_what_a_fit_sets_is_put_back_after_an_error_too(trainer: Any) -> None:
+    class Fails(pl.Callback):
+        def on_train_start(self, run: pl.Trainer, pl_module: Any) -> None:
+            raise ValueError(pl_module.batch_size)
+
+    module = Sized()
+    with pytest.raises(ValueError, match="20"):
+        trainer(MemGuard(max_batch_size=20), Fails()).fit(module)
+    assert module.batch_size == module.hparams["batch_size"] == 4
 
 
 SETTINGS = GuardSettings()

@@ -87,9 +87,36 @@ def test_a_validation_alone_leaves_one_too(trainer: Any, loader: DataLoader[Any]
             self.training_step(batch, batch_idx)
 
     trainer(MemGuard("check"), default_root_dir=tmp_path).validate(Validated(), loader, verbose=False)
-    data = json.loads((tmp_path / FOLDER / DATA_NAME).read_text())
+    data = json.loads((tmp_path / FOLDER / "memguard_report_validate.json").read_text())
     assert data["footprint"]["phase"] == "validation"
     assert len(data["epochs"]) == 1
+
+
+def test_what_is_evaluated_after_a_fit_leaves_the_fits_report_alone(
+    trainer: Any, loader: DataLoader[Any], small: Any, tmp_path: Path
+) -> None:
+    class Tested(small):  # type: ignore[misc]
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.training_step(batch, batch_idx)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0])
+
+    guard, module, folder = MemGuard("check"), Tested(), tmp_path / FOLDER
+    run = trainer(guard, default_root_dir=tmp_path, max_epochs=2)
+    run.fit(module, loader)
+    left = {path.name: path.read_bytes() for path in folder.iterdir()}
+    run.test(module, loader, verbose=False)
+    run.predict(module, loader)
+    assert {name: (folder / name).read_bytes() for name in left} == left
+    assert [record.epoch for record in guard.records] == [0, 1]
+    phases = {stage: record.predicted.phase for stage, record in guard.evaluations.items()}
+    assert phases == {"test": "test", "predict": "prediction"}
+    for stage, phase in phases.items():
+        data = json.loads((folder / f"memguard_report_{stage}.json").read_text())
+        assert data["footprint"]["phase"] == phase
+        assert f"memguard_report_{stage}.json" in (folder / f"memguard_report_{stage}.html").read_text()
+        assert (folder / f"memguard_setup_{stage}.md").exists()
 
 
 @pytest.mark.parametrize(

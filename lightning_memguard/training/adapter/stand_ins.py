@@ -1,0 +1,122 @@
+"""Stand-ins of the user's loggers, callbacks and datamodule: they answer what a step reads as those do, and do nothing.
+
+Private names of Lightning were checked on 2.5.0 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from lightning_memguard.training.adapter.loader_access import hyperparameters_of
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningDataModule, Trainer
+    from typing_extensions import Self
+
+
+class StandIn:
+    """Of the user's class to ``isinstance``, and with the attributes of the user's object."""
+
+    def __init__(self, original: object) -> None:
+        vars(self)["memguard_original"] = original
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(vars(self)["memguard_original"])
+
+    def __getattr__(self, name: str) -> Any:
+        if "memguard_original" not in vars(self):  # while it is copied
+            raise AttributeError(name)
+        return getattr(vars(self)["memguard_original"], name)
+
+
+class IdleCallback(StandIn):
+    """A callback without hooks: Lightning calls those that are callable."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        is_hook = callable(value) and (name.startswith("on_") or name in ("setup", "teardown"))
+        return None if is_hook else value
+
+
+class SilentLogger(StandIn):
+    """A logger whose methods do nothing."""
+
+    @property
+    def experiment(self) -> SilentExperiment:
+        """What the user's logger writes to; it is not made for this."""
+        return SilentExperiment(vars(vars(self)["memguard_original"]).get("_experiment"))
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return SilentExperiment(None) if callable(value) else value
+
+
+class SilentExperiment:
+    """Anything that a step may call, index or enter; numbers and text are those of the user's experiment."""
+
+    def __init__(self, original: object) -> None:
+        vars(self)["memguard_original"] = original
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "memguard_original" not in vars(self):
+            raise AttributeError(name)
+        try:
+            value = getattr(vars(self)["memguard_original"], name, self)
+        except Exception:  # noqa: BLE001 - a property of it may ask a server
+            value = self
+        is_plain = value is None or isinstance(value, (bool, int, float, str, os.PathLike))
+        return value if is_plain else SilentExperiment(None)
+
+    def __call__(self, *_: object, **__: object) -> SilentExperiment:  # noqa: D102 - as all of this, it does nothing
+        return self
+
+    def __getitem__(self, _: object) -> SilentExperiment:
+        return self
+
+    def __setitem__(self, *_: object) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def idle_datamodule(datamodule: LightningDataModule | None, batch_size: int) -> LightningDataModule | None:
+    """A shallow copy to read from, whose hooks that prepare or clean up do nothing (they have run, or will)."""
+    idle: Any = copy.copy(datamodule)
+    if idle is not None:
+        for hook in ("prepare_data", "setup", "teardown", "on_exception"):
+            setattr(idle, hook, lambda *_, **__: None)
+        for name in ("_hparams", "_hparams_initial"):
+            if name in vars(idle):
+                vars(idle)[name] = copy.copy(vars(idle)[name])
+        if isinstance(vars(idle).get("batch_size"), int):
+            idle.batch_size = batch_size
+        for hparams in hyperparameters_of(idle):
+            if "batch_size" in hparams:
+                hparams["batch_size"] = batch_size
+    return idle  # type: ignore[no-any-return]
+
+
+def log_dir_of(trainer: Trainer) -> Any:
+    """``trainer.log_dir``, without asking the other ranks."""
+    alone = SimpleNamespace(broadcast=lambda folder: folder)
+    read: Any = inspect.getattr_static(type(trainer), "log_dir").fget
+    return read(SimpleNamespace(loggers=trainer.loggers, default_root_dir=trainer.default_root_dir, strategy=alone))
+
+
+def attribute_of(trainer: Trainer, name: str, shadow: object) -> Any:
+    """An attribute that the user has added to a Trainer; its methods and properties see the shadow Trainer."""
+    found = inspect.getattr_static(trainer, name, None)
+    if isinstance(found, property) and found.fget is not None:
+        return found.fget(shadow)
+    value = getattr(trainer, name)
+    is_method = inspect.ismethod(value) and value.__self__ is trainer
+    return value.__func__.__get__(shadow) if is_method else value
