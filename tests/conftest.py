@@ -101,3 +101,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A training leaves its report where it runs."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures run in this process, as in a child, so that a test sees what they do."""
+    monkeypatch.setattr("lightning_memguard.core.capture.capture.in_child", lambda: True)
+    monkeypatch.setattr("lightning_memguard.training.run.choose.can_fork", lambda: False)

@@ -21,7 +21,7 @@ from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder, line_behind
 from lightning_memguard.core.isolation.pool import Answer, Pool, can_fork, in_child
 from lightning_memguard.core.trace.trace import Method, Trace
-from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,10 +54,11 @@ class _Raised:
 
     @classmethod
     def from_error(cls, error: BaseException) -> _Raised:
-        lines = str(error).strip().splitlines() or ["no message"]
-        place = line_behind(error)
+        lines, place = str(error).strip().splitlines() or ["no message"], line_behind(error)
         where = f", at {place}" if place else ""
-        return cls(f"{type(error).__name__}: {lines[0][:200]}{where}", _needs_value(error))
+        ours = isinstance(error, MemGuardError)
+        text = lines[0].removesuffix(".") if ours else f"{type(error).__name__}: {lines[0][:200]}"
+        return cls(f"{text}{where}", _needs_value(error))
 
 
 def _needs_value(error: BaseException | None) -> bool:
@@ -78,7 +79,7 @@ class Captures:
     def __init__(self, *programs: Program) -> None:
         self._programs = list(programs)
         threads = torch.get_num_threads()
-        self._pool = Pool[_Task, "Trace | _Raised"](lambda task: self._run(threads, *task))
+        self._pool = Pool[_Task, "Trace | _Raised"](lambda task: self._run(threads, *task), begin=_begin)
 
     def _run(self, threads: int, place: int, batch_size: int, method: Method) -> Trace | _Raised:
         return _attempt(lambda: capture_here(self._programs[place], batch_size, method, threads))
@@ -138,13 +139,15 @@ def isolated(work: Callable[[], T]) -> T:
     """
     if in_child():
         return _value(_attempt(work))
-    with Pool[int, "T | _Raised"](lambda _: _attempt(work), most=1) as pool:
+    with Pool[int, "T | _Raised"](lambda _: _attempt(work), most=1, begin=_begin) as pool:
         return _unless_lost(lambda: pool.result(0), work, lambda result, _: result)
 
 
+def _begin() -> None:
+    torch.set_num_threads(1)  # the others did not come along, and would be waited for
+
+
 def _attempt(work: Callable[[], T]) -> T | _Raised:
-    if in_child():
-        torch.set_num_threads(1)  # the others did not come along, and would be waited for
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything

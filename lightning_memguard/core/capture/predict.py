@@ -116,7 +116,7 @@ class Prediction:
         if proof.events == self.growth.at(batch_size).events:
             return self
         sizes = list(self.growth.sizes)
-        note = f"the step at size {batch_size} allocates differently than at {sizes}; each size was captured"
+        note = f"at batch size {batch_size} the step allocates otherwise than at {sizes}; each size was captured"
         return replace(self, growth=None, notes=(*self.notes, note), traces={**self.traces, batch_size: proof})
 
 
@@ -152,7 +152,7 @@ def _predicted(
     context_bytes: int | tuple[int, int, int],
     scalable: bool,
 ) -> Prediction:
-    why_not: list[str] = []
+    why_not: dict[str, str] = {}  # what happened, and in which way of capturing it did first
     value_needed = True
     for method in _WAYS:
         if method == "worst-case" and not value_needed:
@@ -160,19 +160,20 @@ def _predicted(
         try:
             traces, growth = _traces_and_growth(captures, program, batch_size, method, scalable)
         except CaptureFailedError as error:
-            why_not.append(_reason(method, error))
+            why_not.setdefault(str(error), _reason(method, error))
             value_needed = error.value_needed
         else:
             known = {trace.batch_size: trace for trace in traces}
             scalable = scalable and (growth is not None or len(known) > 1)
             seen = {trace.batch_size: trace.batch for trace in traces}
-            notes = tuple(why_not) if method == "real" else ()
+            notes = tuple(why_not.values()) if method == "real" else ()
             return Prediction(program, settings, method, growth, context_bytes, scalable, notes, known, seen=seen)
     try:
         states = capture(program, batch_size, "states")
     except CaptureFailedError as error:
-        raise CannotTraceError("; ".join([*why_not, _reason("states", error)])) from error
-    return Prediction(program, settings, "states", None, context_bytes, False, tuple(why_not), {batch_size: states})
+        raise CannotTraceError("; ".join([*why_not.values(), _reason("states", error)])) from error
+    notes = tuple(why_not.values())
+    return Prediction(program, settings, "states", None, context_bytes, False, notes, {batch_size: states})
 
 
 def _traces_and_growth(

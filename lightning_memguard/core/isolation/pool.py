@@ -56,11 +56,20 @@ class Pool(Generic[Request, Value]):
     Args:
         handle: the function; what it is given and returns is pickled.
         most: how many children work at the same time (default: one for each processor).
+        begin: what each child does first.
         trusted: whether the function only does what is ours. Such a child has no limit of time, and may have children.
     """
 
-    def __init__(self, handle: Callable[[Request], Value], most: int | None = None, *, trusted: bool = False) -> None:
+    def __init__(
+        self,
+        handle: Callable[[Request], Value],
+        most: int | None = None,
+        *,
+        begin: Callable[[], object] = lambda: None,
+        trusted: bool = False,
+    ) -> None:
         self._handle = handle
+        self._begin = begin
         self._trusted = trusted
         self._most = most or _processors()
         self._children: list[_Child] = []
@@ -106,7 +115,7 @@ class Pool(Generic[Request, Value]):
         try:
             free = available_memory()
             memory_bytes = free.free_bytes // self._most if free else None
-            child = _Child(cast("Callable[[Any], Any]", self._handle), memory_bytes, trusted=self._trusted)
+            child = _Child(self._serve, memory_bytes)
         except OSError as error:
             if not self._children:
                 lost = Answer[Value](lost=f"no process could be forked ({error})", here=True)
@@ -115,6 +124,10 @@ class Pool(Generic[Request, Value]):
             return None
         self._children.append(child)
         return child
+
+    def _serve(self, requests: int, answers: int) -> None:
+        self._begin()
+        _serve(cast("Callable[[Any], Any]", self._handle), requests, answers, trusted=self._trusted)
 
     def _wait(self) -> None:
         busy = {child.answers: child for child in self._children if child.is_busy}
@@ -137,7 +150,7 @@ class Pool(Generic[Request, Value]):
 class _Child:
     """One child, seen from its parent. ``request`` is what it works on, or worked on last."""
 
-    def __init__(self, handle: Callable[[Any], Any], memory_bytes: int | None, *, trusted: bool) -> None:
+    def __init__(self, serve: Callable[[int, int], None], memory_bytes: int | None) -> None:
         parent, state = os.getpid(), random.getstate()
         asked, self._requests = os.pipe()
         self.answers, answers = os.pipe()
@@ -154,7 +167,7 @@ class _Child:
             try:
                 cut_off(parent, (asked, answers), memory_bytes)
                 random.setstate(state)  # which Python sets anew after a fork
-                _serve(handle, asked, answers, trusted=trusted)
+                serve(asked, answers)
             finally:
                 os._exit(1)
         os.close(asked)

@@ -217,6 +217,7 @@ def test_a_number_made_there_keeps_its_value() -> None:
         assert list(range(count)) == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("here")
 def test_a_step_may_ask_for_cuda_and_wait_for_it() -> None:
     seen = []
 

@@ -190,6 +190,7 @@ def test_a_part_of_the_step_under_inference_mode_takes_what_it_takes_under_no_gr
     assert any(part == "workspaces" for _, part in taken[1])
 
 
+@pytest.mark.usefixtures("here")
 def test_a_step_that_branches_on_a_value_runs_for_real_at_small_sizes():
     prediction = predicted(needs_a_value)
     assert (prediction.method, prediction.scalable) == ("real", True)
@@ -199,6 +200,7 @@ def test_a_step_that_branches_on_a_value_runs_for_real_at_small_sizes():
     assert "(ValueNeededError: The step compares the value of a tensor" in prediction.notes[0]
 
 
+@pytest.mark.usefixtures("here")
 def test_no_larger_size_runs_for_real_even_where_the_answer_is_for_one():
     sizes = []
 
@@ -287,6 +289,7 @@ def sizes_run(step: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any
     return counted, sizes
 
 
+@pytest.mark.usefixtures("here")
 def test_three_small_sizes_are_run_and_no_other_whatever_is_asked():
     step, sizes = sizes_run(plain)
     prediction = predicted(step)
@@ -295,6 +298,7 @@ def test_three_small_sizes_are_run_and_no_other_whatever_is_asked():
     assert sizes == [4, 4, 8, 8, 16, 16]
 
 
+@pytest.mark.usefixtures("here")
 def test_a_square_is_checked_at_a_fourth_size():
     def every_sample_against_every_other(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = model(x)
@@ -309,6 +313,7 @@ def test_a_square_is_checked_at_a_fourth_size():
     assert 3.9 < large / small < 4
 
 
+@pytest.mark.usefixtures("here")
 def test_a_step_that_runs_differently_at_each_size_is_captured_at_each_size_asked_for():
     def more_layers_for_more_samples(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return sum(model(x).tanh().sum() for _ in range(len(x) // 4))
@@ -346,6 +351,7 @@ def test_a_step_that_runs_at_one_size_alone_is_known_at_that_size_alone():
 # The proof at the chosen size
 
 
+@pytest.mark.usefixtures("here")
 def test_a_size_that_runs_as_it_grew_is_proven():
     step, sizes = sizes_run(plain)
     prediction = predicted(step)
@@ -353,6 +359,7 @@ def test_a_size_that_runs_as_it_grew_is_proven():
     assert sizes[-2:] == [50, 50]
 
 
+@pytest.mark.usefixtures("here")
 def test_a_size_that_was_captured_needs_no_proof():
     step, sizes = sizes_run(plain)
     prediction = predicted(step)
@@ -397,6 +404,7 @@ def on_an_h200(step: Callable[[Any, Any], Any] = plain, **options: Any) -> LoopP
     return program_of(step, device=torch.device("cuda"), gpu=H200, **options)
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:2"])
 def test_a_step_for_cuda_runs_on_one_fake_device_whichever_is_meant(device):
     seen = []

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lightning_memguard.core.device import budget as budget_module
+from lightning_memguard.core.device import host as host_module
 from lightning_memguard.core.device import nvml as nvml_module
 from lightning_memguard.core.device.memory_info import MemoryInfo
 from lightning_memguard.units import GIB, MIB
@@ -46,7 +47,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def report(**memories: MemoryInfo | None) -> None:
         for source in ("host", "cgroup", "rlimit"):
-            monkeypatch.setattr(budget_module, f"{source}_memory", lambda source=source: memories.get(source))
+            for module in (host_module, budget_module):
+                monkeypatch.setattr(module, f"{source}_memory", lambda source=source: memories.get(source), raising=False)
 
     report(host=MemoryInfo(16 * GIB, 10 * GIB, "host"))
     return report

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_memguard.core.device import budget as budget_module
 from lightning_memguard.core.device import context as context_module
+from lightning_memguard.core.device import host as host_module
 from lightning_memguard.core.device.budget import device_name, read_budget
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.host import cgroup_memory, host_memory, rlimit_memory
@@ -69,7 +70,7 @@ def test_where_nothing_is_known_and_nothing_given_the_error_names_what_to_set(ho
 
 def test_a_source_that_breaks_is_passed_over(host, monkeypatch):
     host(host=MemoryInfo(16 * GIB, 10 * GIB, "host"), rlimit=MemoryInfo(8 * GIB, 3 * GIB, "rlimit"))
-    monkeypatch.setattr(budget_module, "host_memory", lambda: (_ for _ in ()).throw(OSError("no /proc/meminfo")))
+    monkeypatch.setattr(host_module, "host_memory", lambda: (_ for _ in ()).throw(OSError("no /proc/meminfo")))
     assert read_budget(CPU).source == "rlimit"
 
 
@@ -80,8 +81,8 @@ def test_this_machine_answers_for_its_cpu():
 
 
 def test_a_machine_without_proc_goes_by_what_the_host_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(budget_module, "cgroup_memory", lambda: cgroup_memory(tmp_path))
-    monkeypatch.setattr(budget_module, "rlimit_memory", lambda: rlimit_memory(tmp_path))
+    monkeypatch.setattr(host_module, "cgroup_memory", lambda: cgroup_memory(tmp_path))
+    monkeypatch.setattr(host_module, "rlimit_memory", lambda: rlimit_memory(tmp_path))
     assert read_budget(CPU).source == "host"
 
 

@@ -77,8 +77,8 @@ def fit(guard: MemGuard, *, ckpt_path: str | None = None, save: str = "", **sett
 def failing_on_rank_one() -> Any:
     """One rank's data, model or driver may fail where the other's does not."""
     if RANK == 1:
-        return mock.patch.object(tune, "_profile_run", side_effect=ZeroDivisionError("only here"))
-    return mock.patch.object(tune, "_profile_run", tune._profile_run)
+        return mock.patch.object(tune, "read_run", side_effect=ZeroDivisionError("only here"))
+    return mock.patch.object(tune, "read_run", tune.read_run)
 
 
 def one_fails() -> dict[str, Any]:
