@@ -19,7 +19,7 @@ CUDA_BIN := $(CUDA_VENV)/bin
 CUDA_STAMP := $(CUDA_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench accuracy builds matrix clean
+.PHONY: help demo test lint bench accuracy builds matrix nohang clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -55,6 +55,9 @@ builds: $(STAMP) $(CUDA_STAMP) ## compare predictions for CUDA of a CPU-only bui
 
 matrix: $(STAMP) ## test with other versions of Lightning, torch and Python (16 environments of several GB; an hour)
 	$(BIN)/python benchmarks/matrix.py
+
+nohang: $(STAMP) ## train 50 times in each situation where processes that fork may hang (half an hour on two cores)
+	$(BIN)/python benchmarks/no_hang.py
 
 clean: ## remove the virtual environments, caches and files that trainings wrote
 	rm -rf $(VENV) $(CUDA_VENV) .matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs memguard runs

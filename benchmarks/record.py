@@ -501,7 +501,7 @@ def probe_all(accelerator: str, seconds: float) -> dict[str, Any]:
     described_machine = machine(torch, pl, gpu)  # before probes change its flags
     found = []
     for probe in every:
-        if time.perf_counter() - started > seconds:
+        if found and time.perf_counter() - started > seconds:
             break
         found.append(probed(torch, probe, accelerator))
     return {

@@ -18,6 +18,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# An example is not wrong because the machine does other work too.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # By the package that may be absent: its names, and where the other package has the same code.
 _PRESENT_OF = {

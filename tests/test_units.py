@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memguard.errors import MemGuardError
@@ -110,14 +110,12 @@ def test_1024_of_a_unit_is_one_of_the_next():
 
 
 @given(st.integers(1, 2**50))
-@settings(deadline=None)
 def test_what_was_written_reads_back_within_five_percent(nbytes):
     """One decimal behind a number that is at least 1 errs by 0.05 at most."""
     assert abs(parse_bytes(format_bytes(nbytes)) - nbytes) <= nbytes / 20
 
 
 @given(st.integers(1, 1023), st.sampled_from(("B", "KiB", "MiB", "GiB", "TiB")))
-@settings(deadline=None)
 def test_whole_units_come_back_to_the_byte(count, unit):
     written = format_bytes(parse_bytes(f"{count} {unit}"))
     assert parse_bytes(written) == parse_bytes(f"{count}{unit}")

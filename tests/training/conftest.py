@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.training.data import samples
 from lightning_memguard.training.run import guarded_run
 from lightning_memguard.training.run.tune import Tuning, tune
 
@@ -44,6 +46,12 @@ def _nothing_to_look_at(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if request.path.name not in ("test_callback.py", "test_nothing_touched.py", "test_run_report.py"):
         monkeypatch.setattr(guarded_run, "page_of", lambda *_: None)
         monkeypatch.setattr(guarded_run, "boards_of", lambda _: None)
+
+
+@pytest.fixture(autouse=True)
+def _time_to_draw_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine too, the number of samples drawn is what ends the drawing, unless a test is about time."""
+    monkeypatch.setattr(samples, "MOST_SECONDS", math.inf)
 
 
 @pytest.fixture

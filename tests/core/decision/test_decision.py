@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide, largest_that
@@ -107,7 +107,6 @@ def test_no_batch_is_larger_than_the_dataset():
     multiple=st.sampled_from((1, 1, 2, 3, 8)),
     dataset=st.integers(1, 120),
 )
-@settings(deadline=None)
 def test_it_is_what_trying_every_size_would_find(lines, usable, least, most, multiple, dataset):
     """Any peak that grows and has kinks; any bounds that leave a size."""
     peak = footprints(lambda n: max(fixed + each * n for fixed, each in lines))
@@ -203,7 +202,6 @@ def test_it_comes_as_near_as_any_size_that_fits_can():
     ranks=st.integers(1, 4),
     multiple=st.sampled_from((1, 2, 8)),
 )
-@settings(deadline=None)
 def test_the_product_never_passes_the_effective_size_and_falls_short_by_less_than_half(
     usable, effective, ranks, multiple
 ):
@@ -216,7 +214,6 @@ def test_the_product_never_passes_the_effective_size_and_falls_short_by_less_tha
 
 
 @given(usable=st.integers(1, 300), times=st.integers(1, 20))
-@settings(deadline=None)
 def test_a_multiple_of_the_largest_size_is_made_of_batches_of_that_size(usable, times):
     decision = chosen(usable, keep_effective_batch_size=times * usable)
     assert (decision.batch_size, decision.accumulate_grad_batches) == (usable, times)

@@ -86,7 +86,7 @@ class Nvml:
     def close(self) -> None:
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=600)
 
 
 def compiled(folder: Path, *flags: str) -> Path:

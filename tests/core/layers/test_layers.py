@@ -312,7 +312,7 @@ print(json.dumps(answers))
 def reported():
     """What the installed libraries report, in a process of their own: torchstat does not clean up."""
     asked = [sys.executable, "-W", "ignore", "-c", LIVE, str(Path(__file__))]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

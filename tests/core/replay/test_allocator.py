@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memguard.core.replay.allocator import Allocator, Block
@@ -714,7 +714,6 @@ def assert_well_formed(device: Allocator) -> None:
 
 
 @given(traces(), caching_settings())
-@settings(deadline=None)
 def test_segments_stay_tiled_joined_and_within_capacity(trace, how):
     device = Allocator(how)
     blocks: dict[int, Block] = {}
@@ -734,7 +733,6 @@ def test_segments_stay_tiled_joined_and_within_capacity(trace, how):
 
 
 @given(traces(), caching_settings() | st.builds(AllocatorSettings, kind=st.just("exact")))
-@settings(deadline=None)
 def test_parts_sum_to_the_peak_and_the_peak_is_reserved(trace, how):
     held = replay(trace, how)
     assert sum(held.parts.values()) == held.peak_allocated_bytes <= held.peak_reserved_bytes
@@ -747,7 +745,6 @@ def test_parts_sum_to_the_peak_and_the_peak_is_reserved(trace, how):
 
 
 @given(traces())
-@settings(deadline=None)
 def test_the_exact_peak_is_the_plain_sum_of_live_bytes(trace):
     live: dict[int, int] = {}
     peak = 0
@@ -762,7 +759,6 @@ def test_the_exact_peak_is_the_plain_sum_of_live_bytes(trace):
 
 
 @given(traces(), st.sampled_from((DEFAULT, EXPANDABLE)))
-@settings(deadline=None)
 def test_any_capacity_from_the_unlimited_peak_on_changes_nothing(trace, how):
     free = replay(trace, how)
     assert replay(trace, replace(how, capacity_bytes=free.peak_reserved_bytes)) == free
@@ -808,7 +804,6 @@ class NaiveAllocator:
 
 
 @given(traces())
-@settings(deadline=None)
 def test_every_block_lies_where_a_naive_allocator_puts_it(trace):
     device, naive = Allocator(DEFAULT), NaiveAllocator()
     first_address = device._next_address

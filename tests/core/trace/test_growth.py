@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -194,7 +194,6 @@ def polynomial_trace(coefficients: list[tuple[int, int, int]], n: int) -> Trace:
 
 
 @given(polynomials, st.sets(batch_sizes, min_size=3, max_size=5), batch_sizes)
-@settings(deadline=None)
 def test_growth_gives_back_what_it_was_made_from_and_any_size_between_or_beyond(coefficients, sizes, n):
     growth = grow([polynomial_trace(coefficients, size) for size in sizes])
     for size in sizes:
@@ -205,7 +204,6 @@ def test_growth_gives_back_what_it_was_made_from_and_any_size_between_or_beyond(
 @given(
     st.lists(st.tuples(quantities, quantities), min_size=4, max_size=4), st.sets(batch_sizes, min_size=4, max_size=4)
 )
-@settings(deadline=None)
 def test_whatever_the_bytes_growth_gives_its_traces_back_or_refuses(nbytes, sizes):
     """It never stands for a trace that it does not reproduce."""
     traces = [trace_at(n, *pair) for n, pair in zip(sizes, nbytes, strict=True)]
@@ -312,7 +310,6 @@ def test_without_a_rule_scratch_that_steps_is_refused() -> None:
 
 
 @given(st.sets(st.integers(1, 60), min_size=3, max_size=4), st.integers(1, 400))
-@settings(deadline=None)
 def test_whatever_sizes_were_captured_growth_is_a_capture_at_any_other(sizes: set[int], n: int) -> None:
     rules = (above, ends, in_blocks)
     assert grow([step_with(size, *rules) for size in sizes]).at(n) == step_with(n, *rules)

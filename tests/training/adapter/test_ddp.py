@@ -232,7 +232,7 @@ def trained(folder: Path) -> dict[str, Any]:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=180)[0] for rank in ranks]
+    said = [rank.communicate(timeout=600)[0] for rank in ranks]
     assert out.exists(), said[0][-3000:]
     told: dict[str, Any] = json.loads(out.read_text())
     return told

@@ -27,7 +27,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen
     """What each rank saw in every scenario of the program, run once."""
     folder = tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
-        [sys.executable, PROGRAM, folder], capture_output=True, text=True, timeout=240, check=False, env=ENVIRONMENT
+        [sys.executable, PROGRAM, folder], capture_output=True, text=True, timeout=600, check=False, env=ENVIRONMENT
     )
     assert done.returncode == 0, done.stderr[-3000:]
     both = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
@@ -79,7 +79,7 @@ def test_the_effective_batch_counts_all_ranks(seen: dict[str, tuple[Seen, Seen]]
 def test_ranks_on_one_host_share_what_it_has_free(seen: dict[str, tuple[Seen, Seen]]) -> None:
     here, there = seen["shared"]
     assert here["device"] == there["device"] == "CPU, shared by 2 ranks"
-    assert abs(here["free"] - there["free"]) < 0.01 * here["free"]
+    assert here["free"] == there["free"] > 0
 
 
 def test_only_rank_zero_speaks(seen: dict[str, tuple[Seen, Seen]]) -> None:
@@ -116,7 +116,7 @@ def test_spawned_ranks_choose_alike(tmp_path: Path) -> None:
         "    trainer.fit(Telling(), DataLoader(data, batch_size=4))\n"
     )
     words = [sys.executable, program]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
     told = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
     assert told[0] == told[1]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,36 +81,47 @@ def test_more_longest_samples_than_a_small_batch_holds() -> None:
 
 
 class Lengths(Dataset[torch.Tensor]):
-    """Each sample is as long as its index, so they are sorted by length; reading one may take time."""
+    """Each sample is as long as its index, so they are sorted by length."""
 
-    def __init__(self, count: int, seconds: float = 0.0) -> None:
+    def __init__(self, count: int) -> None:
         self.count = count
-        self.seconds = seconds
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self.seconds)
         return torch.ones(index % self.count + 1)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_data_sorted_by_length_shows_its_longest(shuffle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_sorted_by_length_shows_its_longest(shuffle: bool) -> None:
     """More samples than are drawn: both ends of the data are among them, and the note says that they are a part."""
-    monkeypatch.setattr(samples, "MOST_SECONDS", 60.0)  # on a machine that does other work too
     drawn = draw(DataLoader(Lengths(20_000), batch_size=2, collate_fn=pad, shuffle=shuffle))
     assert drawn.batches.fake(2).shape == (2, 20_000)
     assert drawn.note.startswith("predicted for the largest of 4096 samples; a larger one would take more")
 
 
 def test_slow_data_is_drawn_from_end_to_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MOST_SECONDS", 0.05)
-    started = time.monotonic()
-    drawn = draw(DataLoader(Lengths(1000, seconds=0.005), batch_size=2, collate_fn=pad))
-    assert time.monotonic() - started < 1
+    """Four samples a second, and five seconds."""
+    read: list[int] = []
+
+    class Slow(Lengths):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            read.append(index)
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(samples, "time", SimpleNamespace(monotonic=lambda: len(read) / 4))
+    monkeypatch.setattr(samples, "MOST_SECONDS", 5.0)
+    drawn = draw(DataLoader(Slow(1000), batch_size=2, collate_fn=pad))
+    assert len(read) == 21
     assert drawn.batches.fake(2).shape == (2, 1000)
-    assert "samples; a larger one" in drawn.note
+    assert drawn.note.startswith("predicted for the largest of 21 samples; a larger one")
+
+
+def test_however_slow_the_data_sixteen_samples_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_SECONDS", -1.0)
+    drawn = draw(DataLoader(Lengths(1000), batch_size=2, collate_fn=pad))
+    assert drawn.note.startswith("predicted for the largest of 16 samples; a larger one")
 
 
 def test_a_sampler_that_draws_again_each_epoch_is_predicted_on_all_it_draws_from() -> None:
