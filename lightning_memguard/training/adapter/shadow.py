@@ -155,6 +155,8 @@ class Shadow:
         trainer.loggers = [SilentLogger(logger) for logger in user.loggers]  # type: ignore[misc]
         trainer.callbacks = [*map(IdleCallback, getattr(user, "callbacks", ())), self.marker]  # type: ignore[attr-defined]
         trainer.datamodule = idle_datamodule(program.datamodule, self.marker.batch_size)  # type: ignore[attr-defined]
+        # since Lightning 2.6, it asks the other ranks
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         trainer.memguard_shadow = self  # type: ignore[attr-defined]
         return trainer
 
@@ -182,10 +184,12 @@ class Shadow:
 
 def _loaders(name: str, role: Role) -> property:
     def read(trainer: ShadowTrainerMixin) -> object:
+        own = getattr(super(ShadowTrainerMixin, trainer), name)
         shadow: Shadow | None = vars(trainer).get("memguard_shadow")
-        at = shadow.program.loaders_at if shadow else None
-        found = at(role, shadow.marker.batch_size) if shadow and at else None
-        return getattr(super(ShadowTrainerMixin, trainer), name) if found is None else found
+        if shadow is None or not shadow.program.loaders_at or (own is None and role != "val"):
+            return own  # None where they are not there yet, which Lightning asks for
+        found = shadow.program.loaders_at(role, shadow.marker.batch_size)
+        return own if found is None else found
 
     return property(read)
 

@@ -298,7 +298,7 @@ def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) 
 
     Those that are known are at a batch size, others at their own.
     """
-    if role != known.role:
+    if role != known.role and {role, known.role} != {"val", "validate"}:
         both = {role, known.role} == {"train", "val"}
         with contextlib.suppress(Exception):  # of the user's hook
             return (

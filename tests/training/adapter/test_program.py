@@ -213,6 +213,8 @@ class Reading(pl.LightningModule):
         self.training_step((batch[0], batch[1]), batch_idx)
         return self.net(batch[0])  # type: ignore[no-any-return]
 
+    validation_step = predict_step
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -291,11 +293,12 @@ def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, read: str) -> None
         assert loggers[0].experiment.config == {"x": 1}, "once, in the run"
 
 
-def test_loaders_of_a_prediction_have_a_length(trainer: Any, dataset: TensorDataset) -> None:
-    guard = MemGuard(max_batch_size=20)
+@pytest.mark.parametrize("stage", ["predict", "validate"])
+def test_loaders_of_an_evaluation_have_a_length(trainer: Any, dataset: TensorDataset, stage: str) -> None:
+    guard, name = MemGuard(max_batch_size=20), {"predict": "predict_dataloaders", "validate": "val_dataloaders"}[stage]
     kept.clear()
-    module = Reading(lambda self: len(self.trainer.predict_dataloaders))
-    trainer(guard).predict(module, DataLoader(dataset, batch_size=4))
+    module = Reading(lambda self: len(getattr(self.trainer, name)))
+    getattr(trainer(guard), stage)(module, DataLoader(dataset, batch_size=4))
     assert {count for _, count in kept} >= {5, 25}
     assert guard.decision is not None
     assert guard.decision.batch_size == 20

@@ -31,6 +31,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.sizes.append(len(batch[0]))
+        assert self.trainer.world_size == 2, "on the copy too"
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
