@@ -152,7 +152,7 @@ def _predicted(
     context_bytes: int | tuple[int, int, int],
     scalable: bool,
 ) -> Prediction:
-    why_not: dict[str, str] = {}  # what happened, and in which way of capturing it did first
+    why_not: dict[str, str] = {}  # the same happens in several ways of capturing: it is said once
     value_needed = True
     for method in _WAYS:
         if method == "worst-case" and not value_needed:
@@ -160,7 +160,7 @@ def _predicted(
         try:
             traces, growth = _traces_and_growth(captures, program, batch_size, method, scalable)
         except CaptureFailedError as error:
-            why_not.setdefault(str(error), _reason(method, error))
+            why_not[str(error)] = _reason(method, error)
             value_needed = error.value_needed
         else:
             known = {trace.batch_size: trace for trace in traces}
