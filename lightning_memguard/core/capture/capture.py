@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lightning_memguard.core.capture.fake import ValueNeededError
+from lightning_memguard.core.capture.fake_cuda import leave_driver_alone
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder, line_behind
 from lightning_memguard.core.isolation.pool import Answer, Pool, can_fork, in_child
@@ -145,6 +146,7 @@ def isolated(work: Callable[[], T]) -> T:
 
 def _begin() -> None:
     torch.set_num_threads(1)  # the others did not come along, and would be waited for
+    leave_driver_alone()
 
 
 def _attempt(work: Callable[[], T]) -> T | _Raised:

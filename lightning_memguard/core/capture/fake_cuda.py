@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from lightning_memguard.core.capture import cudnn_rnn, sdpa
 from lightning_memguard.core.capture.fake import Function
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.errors import CannotTraceError
 
 _aten = torch.ops.aten
@@ -51,7 +52,9 @@ def can_simulate_cuda() -> bool:
 
 @functools.cache
 def _guard_cuda() -> None:
-    """Give a CPU-only build a device guard for CUDA that does nothing.
+    """Give CUDA a device guard that does nothing: in a CPU-only build, which has none, and in a child.
+
+    A child cannot use the driver that its parent may have initialized (``cudaErrorInitializationError``).
 
     Every build can make such a guard, but only in place of one that counts no devices
     (`c10::impl::ensureCUDADeviceGuardSet`). The lazy backend's counts none, so it takes that place for a moment,
@@ -62,7 +65,8 @@ def _guard_cuda() -> None:
         raise CannotTraceError(
             f"torch {torch.__version__} cannot simulate CUDA: install 2.11 or newer, or predict for device='cpu'."
         )
-    if torch.version.cuda is not None or torch.version.hip is not None:
+    has_own = torch.version.cuda is not None or torch.version.hip is not None
+    if has_own and not in_child():
         return
     folder = Path(torch.__file__).parent / "lib"
     paths = [path for name in ("libc10.so", "libc10.dylib", "c10.dll") if (path := folder / name).exists()]
@@ -76,7 +80,7 @@ def _guard_cuda() -> None:
             "with CUDA (it needs no GPU), or predict for device='cpu'."
         ) from error
     register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
-    if registry[_CUDA] in (None, registry[_META]) and registry[_LAZY] is not None:
+    if (has_own or registry[_CUDA] in (None, registry[_META])) and registry[_LAZY] is not None:
         register(_CUDA, registry[_LAZY])
         torch._C._ensureCUDADeviceGuardSet()
     if registry[_CUDA] in (None, registry[_LAZY]):
@@ -106,6 +110,15 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         _simulated.append(gpu)
         exits.callback(_simulated.pop)
         yield
+
+
+def leave_driver_alone() -> None:
+    """Have what users call of `torch.cuda` do nothing, for good: in a child the driver cannot be used."""
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        for name in (*_COMMANDS, *_RESETS):
+            setattr(torch.cuda, name, lambda *_, **__: None)
+        for name in _COUNTERS:
+            setattr(torch.cuda, name, lambda *_, **__: 0)
 
 
 def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
