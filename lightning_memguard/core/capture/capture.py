@@ -74,7 +74,7 @@ def _needs_value(error: BaseException | None) -> bool:
 class Captures:
     """Captures of some programs, side by side in children that stay until this is closed.
 
-    Inside the ``with`` block, `capture` finds its programs here.
+    Inside the ``with`` block, `capture` finds its programs here. Others are added while there are no children.
     """
 
     def __init__(self, *programs: Program) -> None:
@@ -89,6 +89,12 @@ class Captures:
         """Begin with a capture that will be asked for."""
         if can_fork() and not in_child():
             self._pool.start((self.place_of(program), batch_size, method))
+
+    def takes(self, program: Program) -> bool:
+        """Whether it captures a program; one that is new only while there are no children, which would not know it."""
+        if self.place_of(program) < 0 and not self._pool.has_children:
+            self._programs.append(program)
+        return self.place_of(program) >= 0
 
     def place_of(self, program: Program) -> int:
         """Its place among the programs; -1 where it is none of them."""
@@ -112,7 +118,7 @@ _open: list[Captures] = []
 
 def captures_of(program: Program) -> contextlib.AbstractContextManager[Captures]:
     """The captures that are open for a program; else new ones, which are closed at the end."""
-    known = next((each for each in _open if each.place_of(program) >= 0), None)
+    known = next((each for each in _open if each.takes(program)), None)
     return contextlib.nullcontext(known) if known else Captures(program)
 
 

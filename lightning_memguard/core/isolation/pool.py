@@ -76,6 +76,11 @@ class Pool(Generic[Request, Value]):
         self._waiting: deque[Request] = deque()
         self._answers: dict[Request, Answer[Value]] = {}
 
+    @property
+    def has_children(self) -> bool:
+        """Whether a child was forked and still lives."""
+        return bool(self._children)
+
     def start(self, *requests: Request) -> None:
         """Have these worked on as soon as a child is free."""
         working = [child.request for child in self._children if child.is_busy]

@@ -11,7 +11,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 
-from lightning_memguard.core.capture.capture import CaptureFailedError, isolated
+from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import without_memory
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, decide
@@ -85,7 +85,12 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
         (True, 64, 'Tesla T4')
     """
     started = time.monotonic()
-    limits = limits or Limits()
+    with Captures():
+        plan = _plan(subject, device, limits or Limits())
+    return replace(plan, seconds=time.monotonic() - started)
+
+
+def _plan(subject: Subject, device: str, limits: Limits) -> Plan:
     prediction, budget = predict_on(subject, device, limits)
     proven = prediction.proven_at(subject.batch_size)
     if proven is not prediction:
@@ -110,8 +115,7 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
             largest, _ = largest_that_runs(prediction, budget, request)
         except DoesNotFitError as error:
             reason, too_large = str(error), error.with_traceback(None)  # which would hold on to the search
-    seconds = time.monotonic() - started
-    return Plan(asked, footprint, budget, largest, prediction, reason, seconds, too_large)
+    return Plan(asked, footprint, budget, largest, prediction, reason, too_large=too_large)
 
 
 def _why_one_size(prediction: Prediction) -> str:

@@ -191,13 +191,8 @@ class Reading:
     budget: Budget
     held_bytes: int
     avoids_single_sample: bool
+    keeps_size: bool
     notes: tuple[str, ...]
-
-    @property
-    def programs(self) -> list[LightningProgram]:
-        """What is to be captured."""
-        evaluation = self.run.evaluation.value
-        return [self.run.program, *([evaluation.program] if evaluation else [])]
 
 
 def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> Reading:
@@ -236,6 +231,7 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         budget,
         held,
         avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
+        keeps_size=settings.mode == "check",
         notes=samples.notes,
     )
 
@@ -250,6 +246,8 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     facts, evaluation = run.facts, run.evaluation.value
     if evaluation:
         captures.start(evaluation.program, evaluation.batch_size, "fake")
+    if reading.keeps_size:  # which is to be proven
+        captures.start(run.program, size, "fake")
     shards = sharded.shards_of(facts.strategy, facts.world_size)
     fixed = run.loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
     rules = AllocatorSettings.for_device(facts.device.type, os.environ)

@@ -47,8 +47,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def report(**memories: MemoryInfo | None) -> None:
         for source in ("host", "cgroup", "rlimit"):
-            for module in (host_module, budget_module):
-                monkeypatch.setattr(module, f"{source}_memory", lambda source=source: memories.get(source), raising=False)
+            monkeypatch.setattr(host_module, f"{source}_memory", lambda source=source: memories.get(source))
+        monkeypatch.setattr(budget_module, "host_memory", lambda: memories["host"])
 
     report(host=MemoryInfo(16 * GIB, 10 * GIB, "host"))
     return report

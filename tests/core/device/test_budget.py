@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memguard.core.device import budget as budget_module
 from lightning_memguard.core.device import context as context_module
 from lightning_memguard.core.device import host as host_module
 from lightning_memguard.core.device.budget import device_name, read_budget

@@ -162,6 +162,7 @@ def test_step_and_optimizer_of_a_lightning_module_are_its_own(pl):
         )
 
 
+@pytest.mark.usefixtures("here")
 def test_a_step_that_has_to_run_for_real_runs_at_small_sizes_alone():
     """Who asks what a GPU needs for a huge batch may sit at a laptop."""
     sizes = []

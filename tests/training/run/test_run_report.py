@@ -146,7 +146,7 @@ def test_the_predicted_step_is_written_when_the_run_starts_or_afterwards(
     assert guard.save_snapshot(tmp_path / "asked_before.pickle") == tmp_path / "asked_before.pickle"
     trainer(guard).fit(small(), loader)
     guard.save_snapshot(tmp_path / "asked_after.pickle")
-    before, after = ((tmp_path / f"asked_{when}.pickle").read_bytes() for when in ("before", "after"))
+    before, after = (pickle.loads((tmp_path / f"asked_{when}.pickle").read_bytes()) for when in ("before", "after"))
     assert before == after
     entries = pickle.loads(before)["device_traces"][0]
     live, peak = 0, 0

@@ -171,7 +171,7 @@ def test_a_guard_that_fails_lets_the_training_go_on(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(tuning_module, "read_budget", fail)
+    monkeypatch.setattr("lightning_memguard.training.run.profile.read_budget", fail)
     decision = tuned(trainer(), small(), dataset).decision
     assert decision.outcome == "stepped aside"
     assert str(error) in decision.reason
