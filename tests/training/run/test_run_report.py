@@ -148,7 +148,7 @@ def test_the_predicted_step_is_written_when_the_run_starts_or_afterwards(
     guard.save_snapshot(tmp_path / "asked_after.pickle")
     before, after = (pickle.loads((tmp_path / f"asked_{when}.pickle").read_bytes()) for when in ("before", "after"))
     assert before == after
-    entries = pickle.loads(before)["device_traces"][0]
+    entries = before["device_traces"][0]
     live, peak = 0, 0
     for entry in entries:
         live += {"alloc": entry["size"], "free_completed": -entry["size"]}.get(entry["action"], 0)
