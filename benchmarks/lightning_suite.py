@@ -1,23 +1,21 @@
 """Run Lightning's own tests with a MemGuard in every Trainer, and name every difference.
 
-    git clone --branch 2.6.5 --depth 1 https://github.com/Lightning-AI/pytorch-lightning lightning
-    python benchmarks/lightning_suite.py lightning                     # every test of data/lightning_tests.txt
-    python benchmarks/lightning_suite.py lightning --modes check --tests callbacks
-    python benchmarks/lightning_suite.py lightning --select            # write data/lightning_tests.txt again
+    git clone --branch 2.6.5 --depth 1 https://github.com/Lightning-AI/pytorch-lightning build/lightning
+    python benchmarks/lightning_suite.py build/lightning                      # the tests of data/lightning_tests.txt
+    python benchmarks/lightning_suite.py build/lightning --modes check --tests callbacks
+    python benchmarks/lightning_suite.py build/lightning --select             # write that list again
 
-The checkout should be of the version of Lightning that is installed. Each test runs without MemGuard, with
-``mode="check"`` and with ``mode="tune"``. Compared are its outcome, its warnings, and at the end of every fit, validate,
-test and predict the weights, gradients, optimizers, metrics, random state, checkpoints, and whatever else can be seen of
-the module, callbacks, loops, Trainer and process (`shared/lightning_plugin.py`).
+The checkout should be of the version of Lightning that is installed. Each test runs without MemGuard, with ``check``
+and with ``tune``. Compared are its outcome and its warnings, and after every fit, validate, test and predict the weights,
+gradients, optimizers, metrics, random state, checkpoints, and all else that can be seen of the module, callbacks,
+loops, Trainer and process (`shared/lightning_plugin.py`).
 
-Differences that are meant to be are in `data/lightning_differences.txt`, each with its reason. With ``mode="tune"``, a run
-whose batch size was changed has other values; there, only the kind of error and the tests that fail without an assertion
-about them count. The exit status is 0 if no other difference is left. Everything found goes to ``--out``.
+Differences that are meant to be are in `data/lightning_differences.txt`, each with its reason. A run whose batch size
+was tuned has other values; there, only errors of another kind count. Exit status 0: no other difference is left.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -25,130 +23,121 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatch
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 TESTS, KNOWN = HERE / "data" / "lightning_tests.txt", HERE / "data" / "lightning_differences.txt"
-SLOWEST_SECONDS = 10.0  # without MemGuard, for a test to be in the list
-TEST_SECONDS = 90.0  # then the process is ended
-TESTS_A_PROCESS = 60
-MOST_VARIANTS = 2  # of a parametrized test
-# Not selected: they start processes, need data from the network or other hardware, or never run a Trainer.
+TESTS_A_PROCESS, TEST_SECONDS = 40, 120.0
+# What is selected: tests of less than this many seconds, at most so many of a parametrized one, and none that start
+# processes, need data from the network or other hardware, or never run a Trainer.
+SLOWEST_SECONDS, MOST_VARIANTS = 10.0, 3
 LEFT_OUT = re.compile(
     r"tests_pytorch/(strategies|graveyard|accelerators|profilers|overrides|demos|helpers|deprecated_api|serve)/"
     r"|utilities/migration|trainer/connectors|test_cli|mnist|deepspeed|fsdp|spawn|ddp"
+)
+PYTEST = (
+    *(sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", "-o", "addopts=", "-p", "no:cacheprovider"),
+    *("-p", "no:xdist", "-p", "no:hypothesispytest", "-p", "shared.lightning_plugin"),
 )
 
 
 @dataclass
 class Ran:
-    """What became of a test."""
+    """What became of a test: how it ended, and how each run of a Trainer in it did."""
 
     outcome: str = "crashed"
     seconds: float = 0.0
     error: str = ""
     runs: list[dict[str, Any]] = field(default_factory=list)
-    warnings: dict[str, int] = field(default_factory=dict)
+    warnings: dict[str, str] = field(default_factory=dict)
 
     @property
-    def was_tuned(self) -> bool:
-        """Whether some run had another batch size than its loader's, or another accumulation."""
-        return any(run["guard"] and run["guard"]["outcome"] == "tuned" for run in self.runs)
+    def verdicts(self) -> list[dict[str, Any]]:
+        return [run["guard"] for run in self.runs if run["guard"]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not as without MemGuard. ``kind`` is "outcome", "warnings", or of a run's state ("weights")."""
+    """What is not as without MemGuard; ``kind`` is what of it, such as "outcome" or "weights"."""
 
     test: str
     kind: str
     text: str
-    known: str = ""
-
-
-# -- running
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Lightning's tests in a checkout, and where their results go."""
+    """Lightning's tests in a checkout, and the folder for their results."""
 
     checkout: Path
     out: Path
     processes: int
 
-    def run(self, mode: str, tests: Sequence[str], label: str = "") -> dict[str, Ran]:
-        """Run tests in order, some in each process."""
-        chunks = [list(tests[start : start + TESTS_A_PROCESS]) for start in range(0, len(tests), TESTS_A_PROCESS)]
+    def run(self, mode: str, tests: Sequence[str]) -> dict[str, Ran]:
+        """Run tests, in order, some in each process."""
+        starts = range(0, len(tests), TESTS_A_PROCESS)
         results: dict[str, Ran] = {}
         with ThreadPoolExecutor(self.processes) as pool:
-            for done in pool.map(lambda job: self._run_chunk(mode, job[1], f"{job[0]:03}"), enumerate(chunks)):
+            for done in pool.map(lambda start: self._run(mode, tests[start : start + TESTS_A_PROCESS], start), starts):
                 results |= done
-                print(f"\r{label or mode}: {len(results)} of {len(tests)} tests", end="", file=sys.stderr, flush=True)
+                print(f"\r{mode}: {len(results)} of {len(tests)} tests", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
-        (self.out / f"{label or mode}.json").write_text(json.dumps({test: asdict(ran) for test, ran in results.items()}))
         return results
 
-    def last(self, mode: str) -> dict[str, Ran]:
-        """The results of the last time."""
-        kept = json.loads((self.out / f"{mode}.json").read_text())
-        return {test: Ran(**ran) for test, ran in kept.items()}
-
-    def _run_chunk(self, mode: str, tests: list[str], name: str) -> dict[str, Ran]:
-        """Go on after a test that ended the process."""
+    def _run(self, mode: str, tests: Sequence[str], start: int) -> dict[str, Ran]:
         results: dict[str, Ran] = {}
-        while len(results) < len(tests):
-            new = self._run_process(mode, [test for test in tests if test not in results], f"{name}_{len(results):03}")
+        while len(results) < len(tests):  # goes on after a test that ended its process
+            name = f"{start:04}-{len(results):02}"
+            new = self._run_process(mode, [test for test in tests if test not in results], name)
             if not new:
-                print(f"pytest did not run, see {self.out / mode}", file=sys.stderr)
-                break
+                raise SystemExit(f"pytest did not run, see {self.out / mode / name}.txt")
             results |= new
         return results
 
-    def _run_process(self, mode: str, tests: list[str], name: str) -> dict[str, Ran]:
-        folder = self.out / mode
-        folder.mkdir(parents=True, exist_ok=True)
-        listed, runs, scratch = folder / f"{name}.args", folder / f"{name}.jsonl", self.out / "scratch" / name
-        for path in (scratch, scratch / "cwd"):  # the same paths in each mode
-            shutil.rmtree(path, ignore_errors=True)
-        (scratch / "cwd").mkdir(parents=True)
+    def _run_process(self, mode: str, tests: Sequence[str], name: str) -> dict[str, Ran]:
+        folder, scratch = self.out / mode, self.out / "scratch" / name.partition("-")[0]  # the same in each mode
+        shutil.rmtree(scratch, ignore_errors=True)
+        for each in (folder, scratch / "cwd"):
+            each.mkdir(parents=True, exist_ok=True)
+        listed, runs, log = (folder / f"{name}.{suffix}" for suffix in ("args", "jsonl", "txt"))
         listed.write_text("".join(f"{self.checkout}/{test}\n" for test in tests))
         runs.unlink(missing_ok=True)
-        own = ["--runs", str(runs), "--guard", mode, "--test-seconds", str(TEST_SECONDS)]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "shared.lightning_plugin", *own, *_PYTEST]
-        command += ["-c", f"{self.checkout}/pyproject.toml", "--rootdir", str(self.checkout)]
-        command += [f"--basetemp={scratch}/tmp", f"@{listed}"]
-        with (folder / f"{name}.txt").open("w") as log:
+        own = ["--runs", str(runs), "--guard", mode, "--test-seconds", str(TEST_SECONDS), f"--basetemp={scratch}/tmp"]
+        with log.open("w") as file:
             process = subprocess.Popen(
-                command, cwd=scratch / "cwd", env=self._environment(), stdout=log, stderr=log, start_new_session=True
+                [*PYTEST, *self.place, *own, f"@{listed}"],
+                cwd=scratch / "cwd",
+                env=self.environment,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
             )
             process.wait()
-            try:
-                os.killpg(process.pid, signal.SIGKILL)  # processes that a test left behind
-            except ProcessLookupError:
-                pass
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what a test left running
         shutil.rmtree(scratch, ignore_errors=True)
         return read(runs)
 
-    def _environment(self) -> dict[str, str]:
-        given = os.environ.get("PYTHONPATH")
-        path = [*([given] if given else []), str(HERE), str(self.checkout / "tests")]
+    @property
+    def place(self) -> list[str]:
+        return ["-c", f"{self.checkout}/pyproject.toml", "--rootdir", str(self.checkout)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(HERE), str(self.checkout / "tests")]
         settings = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
         return {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(path)}
 
 
-_PYTEST = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:hypothesispytest", "-o", "addopts=", "--tb=short", "--color=no")
-
-
 def read(runs: Path) -> dict[str, Ran]:
-    """Read what the plugin wrote: the tests that ran, and the one that ended the process."""
+    """Read what the plugin wrote."""
     results: dict[str, Ran] = {}
     for line in runs.read_text().splitlines() if runs.exists() else ():
         entry = json.loads(line)
@@ -157,8 +146,8 @@ def read(runs: Path) -> dict[str, Ran]:
             ran.runs.append(entry)
         elif entry["kind"] == "warnings":
             ran.warnings = entry["state"]
-        elif entry["kind"] == "outcome" and ran.outcome in ("crashed", "passed"):
-            ran.outcome, ran.seconds, ran.error = entry["outcome"], ran.seconds + entry["seconds"], entry["error"]
+        elif entry["kind"] == "outcome" and ran.outcome in ("crashed", "passed"):  # one for each phase that fails
+            ran.outcome, ran.seconds, ran.error = entry["outcome"], entry["seconds"], entry["error"]
     return results
 
 
@@ -169,111 +158,99 @@ def differences(test: str, without: Ran, guarded: Ran) -> Iterator[Difference]:
     """All that is not the same, one for each kind and run."""
     if without.outcome != guarded.outcome:
         yield Difference(test, "outcome", f"{without.outcome} -> {guarded.outcome}: {guarded.error}")
-    changed = list(changes(without.warnings, guarded.warnings))
-    if changed:
-        yield Difference(test, "warnings", "; ".join(changed))
+    if without.warnings != guarded.warnings:
+        yield Difference(test, "warnings", changes(without.warnings, guarded.warnings))
     if len(without.runs) != len(guarded.runs):
         yield Difference(test, "runs", f"{len(without.runs)} -> {len(guarded.runs)}")
-    for before, after in zip(without.runs, guarded.runs, strict=False):
-        where = f"{before['name']} ({before['run']})"
+    for number, (before, after) in enumerate(zip(without.runs, guarded.runs, strict=False)):
+        where = f"{before['name']} ({number})"
         if before["raised"] != after["raised"]:
             yield Difference(test, "raised", f"{where}: {before['raised'] or None} -> {after['raised'] or None}")
         for kind, state in before["state"].items():
-            changed = list(changes(state, after["state"][kind]))
-            if changed:
-                more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
-                yield Difference(test, kind, f"{where}: {'; '.join(changed[:4])}{more}")
+            if state != after["state"][kind]:
+                yield Difference(test, kind, f"{where}: {changes(state, after['state'][kind])}")
 
 
-def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    for name in sorted({*before, *after}):
-        if before.get(name) != after.get(name):
-            yield f"{name}: {before.get(name)} -> {after.get(name)}"
+def changes(before: dict[str, str], after: dict[str, str]) -> str:
+    names = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    return "; ".join(f"{name}: {before.get(name)} -> {after.get(name)}" for name in names)[:1500]
 
 
-def read_known() -> list[tuple[str, str, str, str]]:
-    """Each line: the mode, the test, the kind and the reason; ``*`` stands for any text in the first three."""
-    lines = [line for line in KNOWN.read_text().splitlines() if line.strip() and not line.startswith("#")]
-    return [tuple(part.strip() for part in line.split("|", 3)) for line in lines]  # type: ignore[misc]
+def explained(mode: str, difference: Difference) -> Difference:
+    """The same with the reason why it is meant to be; without one where it is not in the list.
 
-
-def explain(mode: str, difference: Difference, known: list[tuple[str, str, str, str]]) -> Difference:
-    """The same, with the reason why it is meant to be, if it is in the list."""
-    for a_mode, a_test, a_kind, reason in known:
-        test = difference.test.replace("[", "(").replace("]", ")")  # brackets are patterns
-        pattern = a_test.replace("[", "(").replace("]", ")")
-        if fnmatch(mode, a_mode) and fnmatch(test, f"*{pattern}*") and fnmatch(difference.kind, a_kind):
-            return Difference(difference.test, difference.kind, difference.text, reason)
+    A line of the list: ``mode | kind | part of the test's name | part of the text | reason``; each may be empty.
+    """
+    for line in KNOWN.read_text().splitlines():
+        if line.count("|") < 4:
+            continue
+        a_mode, kind, test, text, reason = (part.strip() for part in line.split("|", 4))
+        if (
+            a_mode in ("", mode)
+            and kind in ("", difference.kind)
+            and test in difference.test
+            and text in difference.text
+        ):
+            return replace(difference, reason=reason)
     return difference
 
 
-def is_count(difference: Difference, guarded: Ran) -> bool:
-    """Whether a difference in a test with another batch size is one of values, not a new kind of error."""
-    if not guarded.was_tuned or difference.kind in ("process", "runs"):
+def follows_from_size(difference: Difference, guarded: Ran) -> bool:
+    """Whether it may be because of another batch size: other values and counts, but no new kind of error."""
+    if all(verdict["outcome"] != "tuned" for verdict in guarded.verdicts):
         return False
     if difference.kind == "outcome":
         return "assert" in difference.text.lower() or "DID NOT" in difference.text
-    return difference.kind != "raised"
+    return difference.kind not in ("raised", "runs", "process")
 
 
-# -- selecting and reporting
+def report(mode: str, without: dict[str, Ran], guarded: dict[str, Ran], out: Path) -> int:
+    """Print the differences; the number of those that are not meant to be."""
+    groups: dict[str, list[Difference]] = {"meant to be": [], "batch and epoch counts": [], "NOT EXPLAINED": []}
+    for test, ran in guarded.items():
+        for difference in (explained(mode, each) for each in differences(test, without[test], ran)):
+            counts = follows_from_size(difference, ran)
+            name = "meant to be" if difference.reason else "batch and epoch counts" if counts else "NOT EXPLAINED"
+            groups[name].append(difference)
+    verdicts = [verdict for ran in guarded.values() for verdict in ran.verdicts]
+    decided = Counter(verdict["outcome"] for verdict in verdicts)
+    aside = Counter(verdict["reason"] for verdict in verdicts if verdict["outcome"] in ("stepped aside", "kept"))
+    print(f"\n{mode}: {len(guarded)} tests, {sum(len(ran.runs) for ran in guarded.values())} runs; {dict(decided)}")
+    print("".join(f"{count:6} x {reason}\n" for reason, count in aside.most_common()), end="")
+    for name, found in groups.items():
+        kinds = Counter(each.reason or each.kind for each in found)
+        print(f"{name}: {len(found)} in {len({each.test for each in found})} tests; {dict(kinds.most_common())}")
+    for test, found in groupby(groups["NOT EXPLAINED"], key=lambda each: each.test):
+        print(f"\n{test}", *(f"    {each.kind}: {each.text[:400]}" for each in found), sep="\n")
+    listed = {name: [asdict(each) for each in found] for name, found in groups.items()}
+    summary = {"decided": decided, "stepped aside": aside, **listed}
+    (out / f"{mode}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return len(groups["NOT EXPLAINED"])
+
+
+# -- selecting
 
 
 def select(suite: Suite) -> None:
-    """Write the list again: tests in which a Trainer runs, which pass, take little time, and end the same twice."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "shared.lightning_plugin", *_PYTEST]
-    command += ["--runs", os.devnull, "-c", f"{suite.checkout}/pyproject.toml", "--rootdir", str(suite.checkout)]
-    command += ["--continue-on-collection-errors", f"{suite.checkout}/tests/tests_pytorch"]
-    listed = subprocess.run(command, env=suite._environment(), capture_output=True, text=True, check=False).stdout
-    tests: list[str] = []
-    variants = Counter[str]()
-    for test in filter(lambda line: line.startswith("tests/") and not LEFT_OUT.search(line), listed.splitlines()):
-        function = test.partition("[")[0]
-        variants[function] += 1
-        tests += [test] if "::" in test and variants[function] <= MOST_VARIANTS else []
-    first = suite.run("none", tests, "first time")
-    left_out, kept = Counter[str](), []
-    for test in tests:
-        ran = first.get(test, Ran())
-        slow = ran.seconds > SLOWEST_SECONDS
-        why = ran.outcome if ran.outcome != "passed" else "no Trainer runs" if not ran.runs else "slow" if slow else ""
-        kept += [] if why else [test]
-        left_out[why] += bool(why)
-    second = suite.run("none", kept, "second time")
-    same = [test for test in kept if not list(differences(test, first[test], second.get(test, Ran())))]
-    left_out["not the same twice"] = len(kept) - len(same)
-    (suite.out / "unstable.json").write_text(
-        json.dumps([asdict(each) for test in kept for each in differences(test, first[test], second.get(test, Ran()))], indent=1)
-    )
+    """Write the list again: tests in which a Trainer runs, that pass, are fast, and end the same twice."""
+    command = [*PYTEST, *suite.place, "--collect-only", f"{suite.checkout}/tests/tests_pytorch"]
+    listed = subprocess.run(command, env=suite.environment, capture_output=True, text=True, check=False).stdout
+    tests = re.findall(r"^tests/.*::.*", listed, re.MULTILINE)
+    variants = [list(group) for _, group in groupby(tests, key=lambda test: test.partition("[")[0])]
+    tests = [test for group in variants for test in group[:MOST_VARIANTS] if not LEFT_OUT.search(test)]
+    first = suite.run("none", tests)
+    kept = [
+        test
+        for test in tests
+        if (ran := first[test]).outcome == "passed" and ran.runs and ran.seconds < SLOWEST_SECONDS
+    ]
+    second = suite.run("none", kept)
+    same = [test for test in kept if not any(differences(test, first[test], second[test]))]
     TESTS.write_text("".join(f"{test}\n" for test in same))
-    print(f"{len(same)} of {len(tests)} tests are in {TESTS}. Left out: {dict(+left_out)}")
-
-
-def report(mode: str, without: dict[str, Ran], guarded: dict[str, Ran], suite: Suite) -> int:
-    """Print the differences of a mode; the number of those that are not meant to be."""
-    known, left, explained, counts = read_known(), [], [], []
-    for test, ran in without.items():
-        after = guarded.get(test, Ran())
-        for difference in differences(test, ran, after):
-            each = explain(mode, difference, known)
-            (explained if each.known else counts if is_count(each, after) else left).append(each)
-    verdicts = [run["guard"] for ran in guarded.values() for run in ran.runs]
-    outcomes = Counter(guard["outcome"] if guard else "no setup" for guard in verdicts)
-    aside = Counter(guard["reason"] for guard in verdicts if guard and guard["outcome"] in ("stepped aside", "kept"))
-    print(f"\nmode={mode!r}: {len(guarded)} tests, {len(verdicts)} runs; decisions: {dict(outcomes.most_common())}")
-    for reason, count in aside.most_common():
-        print(f"{count:6} not tuned: {reason}")
-    for title, some in (("meant to be", explained), ("batch and epoch counts", counts), ("NOT EXPLAINED", left)):
-        kinds = Counter(each.kind for each in some)
-        print(f"  {title}: {len(some)} differences in {len({each.test for each in some})} tests {dict(kinds.most_common())}")
-    for test, group in groupby(left, key=lambda each: each.test):
-        print(f"\n{test}")
-        for each in group:
-            print(f"    {each.kind}: {each.text[:600]}")
-    found = {"meant": explained, "counts": counts, "left": left}
-    summary = {"outcomes": outcomes, "aside": aside, **{name: [asdict(each) for each in some] for name, some in found.items()}}
-    (suite.out / f"{mode}_differences.json").write_text(json.dumps(summary, indent=1) + "\n")
-    return len(left)
+    outcomes = Counter(ran.outcome for ran in first.values())
+    print(
+        f"{len(tests)} tests {dict(outcomes)}: {len(kept)} run a Trainer and are fast, {len(same)} end the same twice"
+    )
 
 
 def main() -> int:
@@ -282,8 +259,7 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", choices=("check", "tune"), default=["check", "tune"])
     parser.add_argument("--tests", default="", metavar="TEXT", help="only tests with this text in their name")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("build/lightning_suite"))
-    parser.add_argument("--keep", action="store_true", help="take the results without MemGuard of the last time")
+    parser.add_argument("--out", type=Path, default=Path("build/lightning_suite"), help="a folder for all results")
     parser.add_argument("--select", action="store_true", help="write the list of tests again")
     options = parser.parse_args()
     suite = Suite(options.checkout.resolve(), options.out.resolve(), options.processes)
@@ -291,9 +267,8 @@ def main() -> int:
         select(suite)
         return 0
     tests = [test for test in TESTS.read_text().splitlines() if options.tests in test]
-    without = suite.last("without") if options.keep else suite.run("none", tests, "without")
-    left = sum(report(mode, without, suite.run(mode, tests), suite) for mode in options.modes)
-    return 1 if left else 0
+    without = suite.run("none", tests)
+    return 1 if sum(report(mode, without, suite.run(mode, tests), suite.out) for mode in options.modes) else 0
 
 
 if __name__ == "__main__":
