@@ -6,7 +6,7 @@
     python benchmarks/lightning_suite.py build/lightning --select             # write that list again
 
 The checkout should be of the version of Lightning that is installed. Each test runs without MemGuard, with ``check``
-and with ``tune``. Compared are its outcome and its warnings, and after every fit, validate, test and predict the weights,
+and with ``tune``. Compared are its outcome, its warnings, and after every fit, validate, test and predict the weights,
 gradients, optimizers, metrics, random state, checkpoints, and all else that can be seen of the module, callbacks,
 loops, Trainer and process (`shared/lightning_plugin.py`).
 

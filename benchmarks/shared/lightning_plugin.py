@@ -33,10 +33,8 @@ from lightning_memguard import MemGuard
 RUNS = ("fit", "validate", "test", "predict")
 DEEPEST = 6
 LISTED_ELSEWHERE = ("_parameters", "_buffers", "_modules", "callbacks")
-UNSTABLE = re.compile(r"_hooks|_time(_|$)")  # the keys of hooks count up in the process
-RANDOM_NAMES = re.compile(
-    rf"0x[0-9a-f]+|\b\d{{12,}}\b|(?<={re.escape(tempfile.gettempdir())}/tmp)\w{{8}}|(?<=tfevents).*"
-)
+UNSTABLE = re.compile(r"_hooks|_time(_|$)|^time_elapsed$")  # the keys of hooks count up in the process
+RANDOM_NAMES = re.compile(rf"0x[0-9a-f]+|(?<={re.escape(tempfile.gettempdir())}/tmp)\w{{8}}|(?<=tfevents).*")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -208,7 +206,8 @@ def flat(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, str]
     if isinstance(value, Mapping) and depth < DEEPEST:
         for key, each in list(value.items()):
             if "memguard" not in str(key) and not UNSTABLE.search(str(key)):
-                yield from flat(each, f"{name}.{key if isinstance(key, (str, int)) else type(key).__name__}", depth + 1)
+                known = isinstance(key, str) or (isinstance(key, int) and key < 1_000_000)  # not an `id`
+                yield from flat(each, f"{name}.{key if known else type(key).__name__}", depth + 1)
     elif isinstance(value, (list, tuple)) and depth < DEEPEST and len(value) <= 100:
         yield f"{name}.len", str(len(value))
         for index, each in enumerate(value):
