@@ -213,8 +213,12 @@ def report(mode: str, without: dict[str, Ran], guarded: dict[str, Ran], out: Pat
             name = "meant to be" if difference.reason else "batch and epoch counts" if counts else "NOT EXPLAINED"
             groups[name].append(difference)
     verdicts = [verdict for ran in guarded.values() for verdict in ran.verdicts]
-    decided = Counter(verdict["outcome"] for verdict in verdicts)
-    aside = Counter(verdict["reason"] for verdict in verdicts if verdict["outcome"] in ("stepped aside", "kept"))
+    decided = Counter(f"{verdict['outcome']} ({verdict['method']})" for verdict in verdicts)
+    aside = Counter(
+        verdict["reason"]
+        for verdict in verdicts
+        if verdict["outcome"] in ("stepped aside", "kept") or verdict["method"] == "states"
+    )
     print(f"\n{mode}: {len(guarded)} tests, {sum(len(ran.runs) for ran in guarded.values())} runs; {dict(decided)}")
     print("".join(f"{count:6} x {reason}\n" for reason, count in aside.most_common()), end="")
     for name, found in groups.items():

@@ -144,8 +144,11 @@ def verdict(trainer: Trainer) -> dict[str, Any] | None:
     """What MemGuard decided; None without one, or where the run ended before its setup."""
     guard = next((callback for callback in trainer.callbacks if isinstance(callback, MemGuard)), None)
     decision = guard.decision if guard else None
+    if decision is None:
+        return None
     names = ("outcome", "reason", "limited_by", "batch_size", "requested_batch_size", "accumulate_grad_batches")
-    return {name: getattr(decision, name) for name in names} if decision else None
+    found = {name: getattr(decision, name) for name in names}
+    return {**found, "method": decision.footprint.method if decision.footprint else "none"}
 
 
 # -- digests
