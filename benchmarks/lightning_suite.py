@@ -160,7 +160,7 @@ def differences(test: str, without: Ran, guarded: Ran) -> Iterator[Difference]:
         yield Difference(test, "outcome", f"{without.outcome} -> {guarded.outcome}: {guarded.error}")
     if without.warnings != guarded.warnings:
         yield Difference(test, "warnings", changes(without.warnings, guarded.warnings))
-    if len(without.runs) != len(guarded.runs):
+    if len(without.runs) != len(guarded.runs) and without.outcome == guarded.outcome:
         yield Difference(test, "runs", f"{len(without.runs)} -> {len(guarded.runs)}")
     for number, (before, after) in enumerate(zip(without.runs, guarded.runs, strict=False)):
         where = f"{before['name']} ({number})"
