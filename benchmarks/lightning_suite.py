@@ -33,7 +33,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 TESTS, KNOWN = HERE / "data" / "lightning_tests.txt", HERE / "data" / "lightning_differences.txt"
-TESTS_A_PROCESS, TEST_SECONDS = 40, 120.0
+TESTS_A_PROCESS, TEST_SECONDS = 40, 300.0
 # What is selected: tests of less than this many seconds, at most so many of a parametrized one, and none that start
 # processes, need data from the network or other hardware, or never run a Trainer.
 SLOWEST_SECONDS, MOST_VARIANTS = 10.0, 3
