@@ -34,7 +34,9 @@ RUNS = ("fit", "validate", "test", "predict")
 DEEPEST = 6
 LISTED_ELSEWHERE = ("_parameters", "_buffers", "_modules", "callbacks")
 UNSTABLE = re.compile(r"_hooks|_time(_|$)|^time_elapsed$")  # the keys of hooks count up in the process
-RANDOM_NAMES = re.compile(rf"0x[0-9a-f]+|(?<={re.escape(tempfile.gettempdir())}/tmp)\w{{8}}|(?<=tfevents).*")
+UNNAMED = re.compile(  # names drawn at random, and MemGuard's metrics where a warning lists all
+    rf"0x[0-9a-f]+|(?<={re.escape(tempfile.gettempdir())}/tmp)\w{{8}}|(?<=tfevents).*|(, )?'memguard/\w+'"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,7 +89,7 @@ class Observer:
             self.write("warnings", state=self.warnings)
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
-        text = RANDOM_NAMES.sub("", str(warning_message.message))
+        text = UNNAMED.sub("", str(warning_message.message))
         if "MemGuard" not in text:
             self.warnings[f"{warning_message.category.__name__}: {text[:200]}"] = "given"
 
@@ -118,7 +120,7 @@ class Observer:
             try:
                 return method(trainer, *args, **kwargs)
             except BaseException as error:
-                raised = RANDOM_NAMES.sub("", f"{type(error).__name__}: {error}"[:300])
+                raised = UNNAMED.sub("", f"{type(error).__name__}: {error}"[:300])
                 raise
             finally:
                 state = state_of(trainer, self.item.funcargs.get("tmp_path"))
@@ -176,7 +178,7 @@ def state_of(trainer: Trainer, folder: Path | None) -> dict[str, dict[str, str]]
         "process": process_state(),
         "files": files_in({folder, Path(trainer.default_root_dir)} - {None, Path.cwd()}),
     }  # fmt: skip
-    stable = functools.partial(RANDOM_NAMES.sub, "")
+    stable = functools.partial(UNNAMED.sub, "")
     return {kind: {stable(name): stable(text) for name, text in flat(value)} for kind, value in kinds.items()}
 
 
