@@ -266,6 +266,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/lightning_suite"), help="a folder for all results")
     parser.add_argument("--select", action="store_true", help="write the list of tests again")
     options = parser.parse_args()
+    if not (options.checkout / "tests" / "tests_pytorch").is_dir():
+        parser.error(f"{options.checkout} is not a checkout of Lightning's repository; see --help for how to get one")
     suite = Suite(options.checkout.resolve(), options.out.resolve(), options.processes)
     if options.select:
         select(suite)
