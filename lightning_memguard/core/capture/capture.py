@@ -147,7 +147,7 @@ def _attempt(work: Callable[[], T]) -> T | _Raised:
         torch.set_num_threads(1)  # the others did not come along, and would be waited for
     try:
         return work()
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         return _Raised.from_error(error)
 
 
