@@ -19,7 +19,7 @@ CUDA_BIN := $(CUDA_VENV)/bin
 CUDA_STAMP := $(CUDA_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench accuracy builds matrix clean
+.PHONY: help demo test lint bench effects accuracy builds matrix clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -43,6 +43,9 @@ bench: $(STAMP) ## measure accuracy on the CPU, speed and advice, and compare wi
 	$(BIN)/python benchmarks/long_tail.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/advice.py
+
+effects: $(STAMP) ## show what is left of what a step does beside its loss, with MemGuard and without
+	$(BIN)/python benchmarks/side_effects.py
 
 accuracy: $(CUDA_STAMP) ## compare predictions for CUDA with measurements on GPUs (downloads several GB on first use; no GPU needed)
 	$(CUDA_BIN)/python benchmarks/accuracy.py

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import os
 import pickle
 import random
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -150,6 +152,21 @@ def test_a_step_changes_nothing_here(method: Any) -> None:
     assert other.grad is None
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@NEEDS_FORK
+@pytest.mark.parametrize("method", ["fake", "real"])
+def test_a_step_that_saves_is_captured_and_saves_nothing(method: Any, tmp_path: Path) -> None:
+    def save(x: torch.Tensor) -> None:
+        torch.save({"size": len(x)}, tmp_path / "step.pt")
+        torch.save(x.detach(), str(tmp_path / "batch.pt"))
+        memory = io.BytesIO()
+        torch.save({"size": len(x)}, memory)
+        memory.seek(0)
+        assert torch.load(memory) == {"size": len(x)}
+
+    assert capture(program_of(save), 4, method).method == method
+    assert not list(tmp_path.iterdir())
 
 
 @NEEDS_FORK
