@@ -19,7 +19,7 @@ CUDA_BIN := $(CUDA_VENV)/bin
 CUDA_STAMP := $(CUDA_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench suite accuracy builds matrix nohang clean
+.PHONY: help demo test lint bench suite effects accuracy builds matrix nohang clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -49,6 +49,9 @@ CHECKOUT ?= build/lightning
 
 suite: $(STAMP) ## run Lightning's own tests under MemGuard (CHECKOUT=a checkout of Lightning's repository)
 	$(BIN)/python benchmarks/lightning_suite.py $(CHECKOUT)
+
+effects: $(STAMP) ## show what is left of what a step does beside its loss, with MemGuard and without
+	$(BIN)/python benchmarks/side_effects.py
 
 accuracy: $(CUDA_STAMP) ## compare predictions for CUDA with measurements on GPUs (downloads several GB on first use; no GPU needed)
 	$(CUDA_BIN)/python benchmarks/accuracy.py

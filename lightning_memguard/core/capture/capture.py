@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -153,13 +154,23 @@ def isolated(work: Callable[[], T]) -> T:
 def _begin() -> None:
     torch.set_num_threads(1)  # the others did not come along, and would be waited for
     leave_driver_alone()
+    torch.save = cast("Any", _save_to_objects_alone)
 
 
 def _attempt(work: Callable[[], T]) -> T | _Raised:
     try:
         return work()
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         return _Raised.from_error(error)
+
+
+_save = torch.save
+
+
+def _save_to_objects_alone(content: object, file: object, *args: Any, **kwargs: Any) -> None:
+    """What `torch.save` is in a child: a file by name would be written in C++, and refused."""
+    if not isinstance(file, str | os.PathLike):
+        _save(content, cast("Any", file), *args, **kwargs)
 
 
 def _value(result: T | _Raised) -> T:

@@ -33,6 +33,7 @@ _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 _BEAT, _ANSWER = b"\0", b"\1"
 _LENGTH = 8  # bytes of the number in front of what is sent
+_kill = os.kill  # a child takes it from the module
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Pool(Generic[Request, Value]):
         handle: the function; what it is given and returns is pickled.
         most: how many children work at the same time (default: one for each processor).
         begin: what each child does first.
-        trusted: whether the function only does what is ours. Such a child has no limit of time, and may have children.
+        trusted: whether the function only does what is ours. Such a child may have children, and all the time that it
+            works or waits for them.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Pool(Generic[Request, Value]):
         try:
             free = available_memory()
             memory_bytes = free.free_bytes // self._most if free else None
-            child = _Child(self._serve, memory_bytes)
+            child = _Child(self._serve, memory_bytes, trusted=self._trusted)
         except OSError as error:
             if not self._children:
                 lost = Answer[Value](lost=f"no process could be forked ({error})", here=True)
@@ -139,10 +141,10 @@ class Pool(Generic[Request, Value]):
         poll = select.poll()
         for descriptor in busy:
             poll.register(descriptor, select.POLLIN)
+        beat()
         ready = {descriptor for descriptor, _ in poll.poll(_POLL_SECONDS * 1000)}
         for descriptor, child in busy.items():
-            late = None if self._trusted else child.overdue()
-            answer = child.read() if descriptor in ready else late
+            answer = (child.read() if descriptor in ready else None) or child.overdue()
             if answer is not None:
                 self._answers[cast("Request", child.request)] = answer
                 child.is_busy = False
@@ -155,13 +157,15 @@ class Pool(Generic[Request, Value]):
 class _Child:
     """One child, seen from its parent. ``request`` is what it works on, or worked on last."""
 
-    def __init__(self, serve: Callable[[int, int], None], memory_bytes: int | None) -> None:
+    def __init__(self, serve: Callable[[int, int], None], memory_bytes: int | None, *, trusted: bool) -> None:
         parent, state = os.getpid(), random.getstate()
         asked, self._requests = os.pipe()
         self.answers, answers = os.pipe()
         self.request: Any = None
         self.is_busy = False
         self._received = bytearray()
+        self._trusted = trusted
+        self._is_cut_off = self._has_ended = False
         try:
             self._process = _fork()
         except OSError:
@@ -185,31 +189,33 @@ class _Child:
         self.request, self.is_busy = request, True
         self._started = self._heard = time.monotonic()
         with contextlib.suppress(BrokenPipeError):  # it has died, which `read` will find
-            _send(self._requests, b"", request)
+            _send(self._requests, b"", _pickled(request))
 
     def read(self) -> Answer[Any] | None:
         """Read what it sent; its answer, once that is complete."""
         data = os.read(self.answers, 1 << 20)
         if not data:
-            return Answer(lost=_ending(os.waitpid(self._process, 0)[1]))
+            return self._ended()
         self._heard, self._used = time.monotonic(), self._processor_seconds()
-        self._received += data
-        sent = self._received.lstrip(_BEAT)
+        self._is_cut_off = True
+        self._received += data if self._received else data.lstrip(_BEAT)
         start = len(_ANSWER) + _LENGTH
-        if len(sent) < start or len(sent) < start + int.from_bytes(sent[1:start], "big"):
+        if len(self._received) < start + int.from_bytes(self._received[1:start], "big"):
             return None
-        self._received.clear()
-        return cast("Answer[Any]", pickle.loads(sent[start:]))  # noqa: S301 - from our own child
+        sent, self._received = self._received[start:], bytearray()
+        return cast("Answer[Any]", pickle.loads(sent))  # noqa: S301 - from our own child
 
     def overdue(self) -> Answer[Any] | None:
         """Why no more is to be expected of it; None while it may still answer."""
         now = time.monotonic()
         silent = now - self._heard
-        if now - self._started > MOST_SECONDS:
+        if now - self._started > MOST_SECONDS and not self._trusted:
             return Answer(lost=f"it had not ended after {MOST_SECONDS:.0f} s")
-        if silent > SILENT_SECONDS:
+        if silent > SILENT_SECONDS and not self._trusted:
             return Answer(lost=f"it went on for {SILENT_SECONDS:.0f} s without calling an operator of torch")
         if silent > BLOCKED_SECONDS and self._processor_seconds() - self._used < 0.01 * silent:
+            if ended := self._ended(os.WNOHANG):  # another process, which it left behind, has its pipe open
+                return ended
             return Answer(lost=f"it waited {BLOCKED_SECONDS:.0f} s for something that never came", here=True)
         return None
 
@@ -220,15 +226,25 @@ class _Child:
             return 0.0
         return float(times.user + times.system)
 
+    def _ended(self, options: int = 0) -> Answer[Any] | None:
+        """How it ended; None where it has not, if ``options`` say not to wait."""
+        try:
+            process, status = os.waitpid(self._process, options)
+        except ChildProcessError:  # someone else waited for it
+            process, status = self._process, None
+        if not process:
+            return None
+        self._has_ended = True
+        return Answer(lost=_ending(status), here=not self._is_cut_off)
+
     def end(self) -> None:
         """End it, whatever it does."""
         os.close(self._requests)
         os.close(self.answers)
-        try:
-            os.kill(self._process, signal.SIGKILL)
-            os.waitpid(self._process, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
+        if not self._has_ended:
+            with contextlib.suppress(ProcessLookupError):
+                _kill(self._process, signal.SIGKILL)
+            self._ended()
 
 
 def _fork() -> int:
@@ -237,7 +253,9 @@ def _fork() -> int:
         return os.fork()
 
 
-def _ending(status: int) -> str:
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "it ended the process"
     if os.WIFSIGNALED(status):
         return f"it was ended by {signal.Signals(os.WTERMSIG(status)).name}"
     return f"it ended the process (exit code {os.WEXITSTATUS(status)})"
@@ -250,6 +268,7 @@ def _processors() -> int:
 # -- in the child
 
 _beats_to = -1  # the descriptor; -1 in a process that nobody waits for a sign of life of
+_is_trusted = False
 _next_beat = 0.0
 
 
@@ -260,7 +279,7 @@ def can_fork() -> bool:
 
 def in_child() -> bool:
     """Whether this process is a child of a pool that is not trusted."""
-    return _beats_to >= 0
+    return _beats_to >= 0 and not _is_trusted
 
 
 def beat() -> None:
@@ -272,20 +291,24 @@ def beat() -> None:
 
 
 def _serve(handle: Callable[[Any], Any], requests: int, answers: int, *, trusted: bool) -> None:
-    global _beats_to  # noqa: PLW0603
-    _beats_to = -1 if trusted else answers
+    global _beats_to, _is_trusted
+    _beats_to, _is_trusted = answers, trusted
+    os.write(answers, _BEAT)  # it is cut off
     while True:
         length = int.from_bytes(_read(requests, _LENGTH), "big")
         request = pickle.loads(_read(requests, length))  # noqa: S301 - from our own parent
         try:
-            answer = Answer(handle(request))
+            answer = _pickled(Answer(handle(request)))
         except BaseException as error:  # noqa: BLE001 - whatever it was ends here
-            answer = Answer(lost=f"{type(error).__name__}: {error}")
+            answer = _pickled(Answer(lost=f"{type(error).__name__}: {error}"))
         _send(answers, _ANSWER, answer)
 
 
-def _send(descriptor: int, kind: bytes, value: object) -> None:
-    content = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+def _pickled(value: object) -> bytes:
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+def _send(descriptor: int, kind: bytes, content: bytes) -> None:
     left = memoryview(kind + len(content).to_bytes(_LENGTH, "big") + content)
     while left:
         left = left[os.write(descriptor, left) :]

@@ -37,6 +37,20 @@ def test_a_trace_is_its_events_in_order():
     assert len(trace) == 2
 
 
+def test_what_a_run_holds_throughout_is_there_before_what_it_was_recorded_next_to():
+    model, batch = Event("alloc", 3, 512, "parameters"), Event("alloc", 7, 64, "batch")
+    trace = Trace(8, "cpu", "fake", (model, batch), held_at=1)
+    held = trace.holding([("optimizer_state", 1024), ("gradients", 512)])
+    assert list(held) == [
+        model,
+        Event("alloc", 8, 1024, "optimizer_state", "setup"),
+        Event("alloc", 9, 512, "gradients", "setup"),
+        batch,
+    ]
+    assert trace.holding([]) is trace
+    assert next(iter(trace.plus({"callbacks": 8}))) == Event("alloc", 8, 8, "callbacks", "setup")
+
+
 def test_a_later_stage_cannot_edit_a_trace():
     trace = Trace(8, "cpu", "fake", ())
     with pytest.raises(FrozenInstanceError):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import importlib
+import math
+import os
 import random
+import sqlite3
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
@@ -130,6 +135,94 @@ def test_checking_leaves_no_trace(pl: Any, reads_values: bool) -> None:
     assert guard.decision.footprint is not None
     assert guard.decision.footprint.method == ("real" if reads_values else "worst-case")
     assert_same(guarded, train(pl, 24, [], reads_values=reads_values))
+
+
+LOSSES: list[int] = []
+
+
+class Counter(pytorch_lightning.Callback):
+    calls = 0
+
+
+class Busy(pytorch_lightning.LightningModule):
+    """Its step does much beside its loss, with what no copy of it can own; at other sizes it crashes."""
+
+    def __init__(self, counter: Counter, connection: sqlite3.Connection, fails: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.counter, self.connection, self.fails = counter, connection, fails
+        self.rows = Path("rows.csv").open("w")  # noqa: SIM115
+        self.numbers = iter(range(1000))
+        self.batches = iter(DataLoader(range(100)))
+        self.outer = [nn.BatchNorm1d(4), nn.Parameter(torch.zeros(1))]
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.fails and len(batch) != 6:
+            ctypes.string_at(0)
+        LOSSES.append(len(batch))
+        self.counter.calls += 1
+        self.connection.execute("INSERT INTO sizes VALUES (?)", (len(batch),))
+        print(len(batch), file=self.rows, flush=True)
+        with Path("names.txt").open("a") as names:
+            print("a step", file=names)
+        print("a step")
+        next(self.numbers)
+        next(self.batches)
+        norm, parameter = self.outer
+        norm(torch.ones(2, 4))
+        parameter.sum().backward()
+        random.random()
+        math.steps = getattr(math, "steps", 0) + 1  # type: ignore[attr-defined]
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.parametrize("fails", [False, True], ids=["runs", "crashes at other sizes"])
+@pytest.mark.parametrize("guards", [[], [MemGuard(mode="check")]], ids=["without", "checked"])
+def test_what_a_step_does_beside_its_loss_is_done_once_a_batch(
+    guards: list[Any], fails: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LOSSES.clear()
+    monkeypatch.setattr(math, "steps", 0, raising=False)
+    counter, connection = Counter(), sqlite3.connect("rows.db", isolation_level=None)
+    connection.execute("CREATE TABLE sizes (size)")
+    module = Busy(counter, connection, fails)
+    random.seed(1)
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[*guards, counter],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(torch.ones(24, 4), batch_size=6))
+    drawn = random.getstate()
+    random.seed(1)
+    for _ in range(4):
+        random.random()
+    norm, parameter = module.outer
+    assert LOSSES == [6] * 4
+    assert counter.calls == 4
+    assert connection.execute("SELECT size FROM sizes").fetchall() == [(6,)] * 4
+    assert Path("rows.csv").read_text() == "6\n" * 4
+    assert Path("names.txt").read_text() == "a step\n" * 4
+    assert capfd.readouterr().out.splitlines().count("a step") == 4
+    assert next(module.numbers) == 4
+    assert next(module.batches).item() == 4
+    assert norm.num_batches_tracked == 4
+    assert parameter.grad == 4
+    assert drawn == random.getstate()
+    assert math.steps == 4  # type: ignore[attr-defined]
+    for guard in guards:
+        assert guard.decision is not None
+        assert guard.decision.footprint is not None
+    module.rows.close()
+    connection.close()
 
 
 def test_a_tuned_run_is_the_run_with_that_size() -> None:

@@ -1,0 +1,357 @@
+"""Whatever a child does, its pool answers; and nothing of it is left when the pool is closed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from lightning_memguard.core.isolation import pool as pool_module
+from lightning_memguard.core.isolation.pool import Answer, Pool, beat, can_fork, in_child
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+
+
+def run(work: Callable[[], Any], **settings: Any) -> Answer[Any]:
+    with Pool[int, Any](lambda _: work(), most=1, **settings) as pool:
+        return pool.result(0)
+
+
+def forever() -> None:
+    while True:
+        pass
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "MOST_SECONDS", 2.0)
+    monkeypatch.setattr(pool_module, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(pool_module, "BLOCKED_SECONDS", 0.5)
+    monkeypatch.setattr(pool_module, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "_POLL_SECONDS", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("work", "lost"),
+    [
+        (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda: sys.exit(3), "SystemExit: 3"),
+        (lambda: raise_(KeyboardInterrupt()), "KeyboardInterrupt: "),
+        (lambda: os._exit(0), "it ended the process (exit code 0)"),
+        (lambda: os._exit(7), "it ended the process (exit code 7)"),
+        (lambda: ctypes.string_at(0), "it was ended by SIGSEGV"),
+        (lambda: signal.raise_signal(signal.SIGKILL), "it was ended by SIGKILL"),
+        (lambda: signal.raise_signal(signal.SIGTERM), "it was ended by SIGTERM"),
+    ],
+)
+def test_what_ends_a_child_is_its_answer(work: Callable[[], Any], lost: str) -> None:
+    assert run(work) == Answer(lost=lost)
+
+
+def test_a_value_that_cannot_be_sent_is_no_end_of_the_process() -> None:
+    answer = run(threading.Lock)
+    assert answer.value is None
+    assert "cannot pickle '_thread.lock' object" in answer.lost
+
+
+def test_a_child_works_on_after_an_error() -> None:
+    with Pool[int, float](lambda number: (os.getpid(), 1 / number), most=1) as pool:
+        assert pool.result(0).lost.startswith("ZeroDivisionError")
+        (process, value), (again, _) = pool.result(2).value, pool.result(3).value
+    assert value == 0.5
+    assert process != os.getpid()
+    assert process == again
+
+
+def test_another_child_takes_the_place_of_one_that_died() -> None:
+    with Pool[int, int](lambda number: os._exit(1) if number == 1 else number, most=1) as pool:
+        pool.start(0, 1, 2, 3)
+        assert [pool.result(number).value for number in range(4)] == [0, None, 2, 3]
+
+
+# -- limits of time
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_an_endless_loop_is_given_up() -> None:
+    assert run(forever).lost == "it went on for 1 s without calling an operator of torch"
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_an_endless_loop_with_signs_of_life_has_more_time() -> None:
+    def loop() -> None:
+        while True:
+            beat()
+
+    assert run(loop) == Answer(lost="it had not ended after 2 s")
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_long_work_with_signs_of_life_is_waited_for() -> None:
+    def work() -> int:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            beat()
+        return 1
+
+    assert run(work).value == 1
+
+
+@pytest.mark.usefixtures("short_limits")
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_lock_that_another_thread_holds_is_not_waited_for(trusted: bool) -> None:
+    """In this process it will be free again; in a child, which has no other threads, never."""
+    lock, held, done = threading.Lock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    answer = run(lock.acquire, trusted=trusted)
+    done.set()
+    thread.join()
+    assert answer.here
+    assert answer.lost.endswith("for something that never came")
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_trusted_child_takes_the_time_it_needs() -> None:
+    def work() -> int:
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            pass
+        return 1
+
+    assert run(work, trusted=True).value == 1
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_trusted_child_gives_up_children_of_its_own() -> None:
+    def work() -> tuple[Answer[Any], Answer[Any]]:
+        with Pool[int, Any](lambda number: forever() if number else time.sleep(60), most=2) as inner:
+            inner.start(0, 1)
+            return inner.result(0), inner.result(1)
+
+    blocked, silent = run(work, trusted=True).value
+    assert blocked.lost.endswith("for something that never came")
+    assert silent.lost.endswith("without calling an operator of torch")
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_process_that_it_left_behind_is_not_taken_for_it() -> None:
+    """One that has the pipe open too, as a worker of a loader has."""
+
+    def leave() -> None:
+        if not os.fork():
+            time.sleep(3)
+            os._exit(0)
+        os._exit(5)
+
+    assert run(leave) == Answer(lost="it ended the process (exit code 5)")
+
+
+# -- nothing is left
+
+
+def descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()} if Path("/proc/self/fd").exists() else set()
+
+
+@pytest.mark.parametrize("work", [lambda: 1, forever, lambda: os._exit(1)], ids=["idle", "busy", "ended"])
+def test_nothing_is_left_when_it_is_closed(work: Callable[[], Any]) -> None:
+    before, children = descriptors(), psutil.Process().children()
+    with Pool[int, Any](lambda _: work(), most=2) as pool:
+        pool.start(0, 1, 2)
+        if work is not forever:
+            pool.result(0)
+    assert psutil.Process().children() == children  # a process that nobody waited for is one as well
+    assert descriptors() == before
+
+
+def test_nothing_is_left_of_children_of_children() -> None:
+    before = psutil.Process().children(recursive=True)
+
+    def nested(_: int) -> int:
+        inner = Pool[int, None](lambda _: forever(), most=2)
+        inner.start(0, 1)
+        return len(psutil.Process().children())
+
+    with Pool[int, int](nested, most=1, trusted=True) as pool:
+        assert pool.result(0).value == 2
+    deadline = time.monotonic() + 10
+    while psutil.Process().children(recursive=True) != before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert psutil.Process().children(recursive=True) == before
+
+
+def test_a_child_that_is_killed_from_outside_is_an_answer() -> None:
+    with Pool[int, int](lambda number: os.getpid() if number else time.sleep(60), most=1) as pool:
+        process = pool.result(1).value
+        assert process is not None
+        threading.Timer(0.2, os.kill, (process, signal.SIGKILL)).start()
+        assert pool.result(0) == Answer(lost="it was ended by SIGKILL")
+        again = pool.result(2).value
+        assert again is not None
+        os.kill(again, signal.SIGKILL)
+        time.sleep(0.1)
+        assert pool.result(3) == Answer(lost="it was ended by SIGKILL")  # it died while it waited
+        assert pool.result(4).value
+
+
+def test_a_process_that_waits_for_all_its_children_hides_no_end() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert run(lambda: os._exit(3)).lost == "it ended the process"
+        assert run(lambda: 3).value == 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+# -- forks that fail
+
+
+def no_memory() -> int:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_where_none_can_be_forked_the_same_may_be_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    monkeypatch.setattr(os, "fork", no_memory)
+    with Pool[int, int](lambda number: number, most=2) as pool:
+        pool.start(1, 2)
+        assert pool.result(1) == Answer(
+            lost="no process could be forked ([Errno 12] Cannot allocate memory)", here=True
+        )
+        assert pool.result(2).here
+        assert pool.result(3).here
+    assert descriptors() == before
+
+
+def test_one_child_does_all_where_no_second_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pool[int, int](lambda number: number, most=2) as pool:
+        pool.start(1)
+        monkeypatch.setattr(os, "fork", no_memory)
+        pool.start(2, 3)
+        assert [pool.result(number).value for number in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_child_that_cannot_be_cut_off_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "cut_off", lambda *_: raise_(OSError("no /proc")))
+    answer = run(lambda: 1)
+    assert answer.here
+    assert answer.value is None
+
+
+def test_whether_this_system_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_fork()
+    monkeypatch.delattr(os, "fork")
+    assert not can_fork()
+
+
+# -- requests and answers
+
+
+def test_answers_may_be_larger_than_a_pipe() -> None:
+    content = os.urandom(20 << 20)
+    started = time.monotonic()
+    assert run(lambda: content).value == content
+    assert time.monotonic() - started < 10
+    with Pool[bytes, int](len, most=1) as pool:
+        assert pool.result(content).value == len(content)
+
+
+def test_signs_of_life_are_no_part_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_BEAT_SECONDS", 0.0)
+
+    def work(number: int) -> bytes:
+        for _ in range(1000):
+            beat()
+        return bytes(number)
+
+    with Pool[int, bytes](work, most=1) as pool:
+        assert [pool.result(number).value for number in (0, 1, 100_000)] == [b"", bytes(1), bytes(100_000)]
+
+
+def test_requests_are_worked_on_once_each_and_again_when_asked_again() -> None:
+    counted = multiprocessing.get_context("fork").SimpleQueue()
+    with Pool[int, int](lambda number: -number, most=2) as pool:
+        pool.start(*range(5), *range(5))
+        pool.start(3)
+        assert [pool.result(number).value for number in (4, 2, 0, 1, 3)] == [-4, -2, 0, -1, -3]
+        assert not pool._answers
+        assert pool.result(3).value == -3
+        assert len(pool._children) == 2
+    counted.close()
+
+
+def test_children_work_side_by_side() -> None:
+    def work(number: int) -> tuple[int, float, float]:
+        started = time.monotonic()
+        time.sleep(0.3)
+        return os.getpid(), started, time.monotonic()
+
+    with Pool[int, Any](work, most=2) as pool:
+        pool.start(0, 1)
+        (one, start, end), (other, other_start, other_end) = pool.result(0).value, pool.result(1).value
+    assert one != other
+    assert max(start, other_start) < min(end, other_end)
+
+
+def test_a_child_knows_that_it_is_one() -> None:
+    assert not in_child()
+    assert run(in_child).value is True
+    assert run(in_child, trusted=True).value is False
+    assert run(lambda: (run(in_child).value, in_child()), trusted=True).value == (True, False)
+
+
+def test_autograd_and_many_threads_in_the_parent_do_not_stop_a_child() -> None:
+    def learn() -> float:
+        torch.set_num_threads(1)
+        x = torch.ones(300, 300, requires_grad=True)
+        (x @ x).relu().sum().backward()
+        assert x.grad is not None
+        return x.grad.sum().item()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    x = torch.ones(300, 300, requires_grad=True)
+    (x @ x).relu().sum().backward()
+    torch.set_num_threads(threads)
+    assert x.grad is not None
+    assert run(learn).value == x.grad.sum().item()
+
+
+def test_a_notebooks_output_is_not_written_to() -> None:
+    """Where `sys.stdout` is an object that sends what is printed through a socket."""
+    script = """
+import sys
+class Notebook:
+    def write(self, text): raise RuntimeError(text)
+    def flush(self): pass
+from lightning_memguard.core.isolation.pool import Pool
+sys.stdout = Notebook()
+with Pool(lambda _: print("child"), most=1) as pool:
+    assert pool.result(0).lost == "", pool.result(0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
