@@ -19,7 +19,7 @@ CUDA_BIN := $(CUDA_VENV)/bin
 CUDA_STAMP := $(CUDA_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench suite effects accuracy builds matrix nohang clean
+.PHONY: help demo test lint bench suite effects deciding accuracy builds matrix nohang clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -61,6 +61,9 @@ builds: $(STAMP) $(CUDA_STAMP) ## compare predictions for CUDA of a CPU-only bui
 	@mkdir -p build
 	$(BIN)/python benchmarks/builds.py --write build/one.json
 	$(CUDA_BIN)/python benchmarks/builds.py --compare build/one.json
+
+deciding: $(STAMP) ## time and memory of a decision, of two checkouts in turns: make deciding BEFORE=path AFTER=path
+	$(BIN)/python benchmarks/deciding.py $(BEFORE) $(or $(AFTER),.)
 
 matrix: $(STAMP) ## test with other versions of Lightning, torch and Python (16 environments of several GB; an hour)
 	$(BIN)/python benchmarks/matrix.py

@@ -177,7 +177,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 # Live memory through the step
 
 
-def timeline(shown: Timeline, batch_size: int) -> str:
+def timeline(shown: Timeline) -> str:
     """Live memory through the step, as a section of the page; empty if there is no timeline."""
     if not shown.parts:
         return ""
@@ -195,7 +195,7 @@ def timeline(shown: Timeline, batch_size: int) -> str:
     )
     grouped = f" Each column shows the highest moment of about {count / len(totals):.0f} events."
     order = f"{count} allocations and frees in order, not in time.{grouped if count > len(totals) else ''}"
-    return f"""<section><h2>Live memory through {many}, batch size {batch_size}</h2>
+    return f"""<section><h2>Live memory through {many}, batch size {shown.batch_size}</h2>
 <p class="sub">From left to right: {order}</p>
 <figure id="timeline"><div class="plot">{axis.labels()}<div class="area" tabindex="0" role="group"
 aria-label="Timeline; left and right arrow keys show its values"><svg viewBox="0 0 {len(totals)} 1000"

@@ -82,8 +82,7 @@ def page(report: Report, data_name: str = DATA_NAME) -> str:
             _headline(decision, footprint, budget),
             f'<div class="pair">{_setup(footprint, budget)}{curve}</div>',
         ]
-    batch_size = report.trace.batch_size if report.trace else decision.batch_size
-    sections += [charts.timeline(report.timeline, batch_size), _epochs(report.records), _layers(report.layers)]
+    sections += [charts.timeline(report.timeline), _epochs(report.records), _layers(report.layers)]
     return _asset("page.html").format(
         title=escape(report.title),
         style=_asset("page.css"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class Report:
         curve: peaks at several batch sizes, see `curve_of`.
         records: predicted versus measured, by epoch.
         layers: the table by layer.
+        drawn: the timeline, where it was drawn already; in place of ``trace``.
     """
 
     title: str
@@ -58,6 +59,7 @@ class Report:
     curve: Sequence[CurvePoint] = ()
     records: Sequence[EpochRecord] = ()
     layers: LayerTable | None = None
+    drawn: Timeline | None = None
 
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.settings is None):
@@ -72,7 +74,13 @@ class Report:
     @cached_property
     def timeline(self) -> Timeline:
         """Live bytes while the step runs; without columns if there is no trace."""
+        if self.drawn is not None:
+            return self.drawn
         return timeline_of(self.trace, self.settings) if self.trace and self.settings else Timeline(0)
+
+    def without_trace(self) -> Report:
+        """The same in little memory."""
+        return replace(self, trace=None, settings=None, drawn=self.timeline)
 
 
 def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, points: int = 16) -> tuple[CurvePoint, ...]:

@@ -185,7 +185,7 @@ def test_where_the_step_does_not_fit_it_is_shown_all_the_same():
 
 
 def test_a_trace_without_events_has_a_timeline_without_columns():
-    assert timeline_of(Trace(1, "cpu", "fake", ()), CPU) == Timeline(0)
+    assert timeline_of(Trace(1, "cpu", "fake", ()), CPU) == Timeline(0, batch_size=1)
 
 
 # The page

@@ -10,14 +10,14 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from lightning_memguard.core.capture.fake import ValueNeededError
+from lightning_memguard.core.capture.fake import ValueNeededError, run_on_one_thread
 from lightning_memguard.core.capture.fake_cuda import leave_driver_alone
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder, line_behind
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+Request = TypeVar("Request", bound=Hashable)
 
 _VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
 # What CUDA and autograd say in a child whose parent used them.
@@ -39,11 +40,12 @@ _Task = tuple[int, int, Method]  # the program's place, the batch size, the way
 class CaptureFailedError(CannotTraceError):
     """The step raised, or ended the process it ran in.
 
-    ``value_needed`` tells that it needed a value that fake tensors lack.
+    ``value_needed`` tells that it needed a value that fake tensors lack; ``reason`` leaves out where that was.
     """
 
-    def __init__(self, reason: str, *, value_needed: bool = False) -> None:
-        super().__init__(reason)
+    def __init__(self, text: str, reason: str = "", *, value_needed: bool = False) -> None:
+        super().__init__(text)
+        self.reason = reason or text
         self.value_needed = value_needed
 
 
@@ -51,16 +53,18 @@ class CaptureFailedError(CannotTraceError):
 class _Raised:
     """What a piece of work raised, as a value that can be sent."""
 
+    text: str
     reason: str
     value_needed: bool = False
 
     @classmethod
     def from_error(cls, error: BaseException) -> _Raised:
-        lines, place = str(error).strip().splitlines() or ["no message"], line_behind(error)
-        where = f", at {place}" if place else ""
+        if isinstance(error, CaptureFailedError):
+            return cls(str(error), error.reason, error.value_needed)
+        first, place = (str(error).strip().splitlines() or ["no message"])[0], line_behind(error)
         ours = isinstance(error, MemGuardError)
-        text = lines[0].removesuffix(".") if ours else f"{type(error).__name__}: {lines[0][:200]}"
-        return cls(f"{text}{where}", _needs_value(error))
+        reason = first.removesuffix(".") if ours else f"{type(error).__name__}: {first[:200]}"
+        return cls(f"{reason}, at {place}" if place else reason, reason, _needs_value(error))
 
 
 def _needs_value(error: BaseException | None) -> bool:
@@ -80,11 +84,10 @@ class Captures:
 
     def __init__(self, *programs: Program) -> None:
         self._programs = list(programs)
-        threads = torch.get_num_threads()
-        self._pool = Pool[_Task, "Trace | _Raised"](lambda task: self._run(threads, *task), begin=_begin)
+        self._pool = Pool[_Task, "Trace | _Raised"](lambda task: self._run(*task), begin=_begin)
 
-    def _run(self, threads: int, place: int, batch_size: int, method: Method) -> Trace | _Raised:
-        return _attempt(lambda: capture_here(self._programs[place], batch_size, method, threads))
+    def _run(self, place: int, batch_size: int, method: Method) -> Trace | _Raised:
+        return _attempt(lambda: capture_here(self._programs[place], batch_size, method))
 
     def start(self, program: Program, batch_size: int, method: Method) -> None:
         """Begin with a capture that will be asked for."""
@@ -139,22 +142,52 @@ def capture(program: Program, batch_size: int, method: Method) -> Trace:
         )
 
 
+class Isolated(Generic[Request, T]):
+    """Something that runs the user's code, for several requests side by side in children; its results are sent.
+
+    Where a child is lost, the same is done once more in this process: give it work that has children of its own.
+    """
+
+    def __init__(self, work: Callable[[Request], T], most: int | None = None) -> None:
+        self._work = work
+        self._pool = Pool[Request, "T | _Raised"](lambda request: _attempt(lambda: work(request)), most, begin=_begin)
+
+    def start(self, *requests: Request) -> None:
+        """Begin with what will be asked for."""
+        if can_fork() and not in_child():
+            self._pool.start(*requests)
+
+    def result(self, request: Request, *, here_too: bool = False) -> T:
+        """Wait for a result; ``here_too`` where the work may be done in this process whatever became of the child.
+
+        Raises:
+            CaptureFailedError: it raised, or ended the process.
+        """
+
+        def work() -> T:
+            return self._work(request)
+
+        def answer() -> Answer[T | _Raised]:
+            answer = self._pool.result(request)
+            return replace(answer, here=answer.here or here_too)
+
+        return _value(_attempt(work)) if in_child() else _unless_lost(answer, work, lambda result, _: result)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+
 def isolated(work: Callable[[], T]) -> T:
     """Do something that runs the user's code, in a child; its result is sent from there.
 
     Raises:
         CaptureFailedError: it raised, or ended the process.
     """
-    if in_child():
-        return _value(_attempt(work))
-    with Pool[int, "T | _Raised"](lambda _: _attempt(work), most=1, begin=_begin) as pool:
-        return _unless_lost(lambda: pool.result(0), work, lambda result, _: result)
-
-
-def _begin() -> None:
-    torch.set_num_threads(1)  # the others did not come along, and would be waited for
-    leave_driver_alone()
-    torch.save = cast("Any", _save_to_objects_alone)
+    with Isolated[int, T](lambda _: work(), most=1) as each:
+        return each.result(0)
 
 
 def _attempt(work: Callable[[], T]) -> T | _Raised:
@@ -162,6 +195,12 @@ def _attempt(work: Callable[[], T]) -> T | _Raised:
         return work()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         return _Raised.from_error(error)
+
+
+def _begin() -> None:
+    run_on_one_thread()  # the others did not come along, and would be waited for
+    leave_driver_alone()
+    torch.save = cast("Any", _save_to_objects_alone)
 
 
 _save = torch.save
@@ -175,7 +214,7 @@ def _save_to_objects_alone(content: object, file: object, *args: Any, **kwargs: 
 
 def _value(result: T | _Raised) -> T:
     if isinstance(result, _Raised):
-        raise CaptureFailedError(result.reason, value_needed=result.value_needed)
+        raise CaptureFailedError(result.text, result.reason, value_needed=result.value_needed)
     return result
 
 
@@ -183,8 +222,8 @@ def _unless_lost(ask: Callable[[], Answer[T | _Raised]], work: Callable[[], T], 
     """What a child answers; where none can, what the same work gives in this process, with a note that says so."""
     answer = ask() if can_fork() else Answer[T | _Raised](lost="this system cannot fork", here=True)
     lost, here, result = answer.lost, answer.here, answer.value
-    if isinstance(result, _Raised) and any(text in result.reason for text in _NOT_AFTER_A_FORK):
-        lost, here = result.reason, True
+    if isinstance(result, _Raised) and any(text in result.text for text in _NOT_AFTER_A_FORK):
+        lost, here = result.text, True
     if lost and here:
         with quiet():
             return with_note(_value(_attempt(work)), f"the step was captured in this process, not in a child: {lost}")
@@ -193,8 +232,8 @@ def _unless_lost(ask: Callable[[], Answer[T | _Raised]], work: Callable[[], T], 
     return _value(cast("T | _Raised", result))
 
 
-def capture_here(program: Program, batch_size: int, method: Method, threads: int | None = None) -> Trace:
-    """The same in this process; ``threads`` are those that the training will have.
+def capture_here(program: Program, batch_size: int, method: Method) -> Trace:
+    """The same in this process.
 
     Raises:
         CannotTraceError: the recorder saw something whose size depends on values.
@@ -202,7 +241,7 @@ def capture_here(program: Program, batch_size: int, method: Method, threads: int
     """
     kernel_target = program.gpu.kernel_target if program.gpu else None
     where = device_to_run_on(program, fake=method != "real")
-    recorder = Recorder(where.type, worst_case=method == "worst-case", kernel_target=kernel_target, threads=threads)
+    recorder = Recorder(where.type, worst_case=method == "worst-case", kernel_target=kernel_target)
     if method == "states":
         program.run_states(recorder)
     else:

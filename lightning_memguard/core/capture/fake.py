@@ -34,6 +34,21 @@ _aten = torch.ops.aten
 Function = Callable[..., Any]  # one of torch
 
 
+_training_threads = 0
+
+
+def run_on_one_thread() -> None:
+    """Let the operators of this process run on one thread; the training will have those that it has now."""
+    global _training_threads  # noqa: PLW0603
+    _training_threads = training_threads()
+    torch.set_num_threads(1)
+
+
+def training_threads() -> int:
+    """The intra-op threads of the training."""
+    return _training_threads or torch.get_num_threads()
+
+
 class ValueNeededError(CannotTraceError):
     """The step depends on a value, and a fake tensor has none."""
 

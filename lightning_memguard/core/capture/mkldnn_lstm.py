@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_memguard.core.capture.fake import by_name
+from lightning_memguard.core.capture.fake import by_name, training_threads
 from lightning_memguard.core.kernels.layout import copy_bytes
 from lightning_memguard.core.trace.scratch import nbytes, up
 
@@ -190,8 +190,8 @@ def _backward_scratchpad_bytes(layer: _Layer) -> int:
     if not brgemm:
         return _scratchpad(layer, space)
     rows = up(n, 2)
-    copies = 1 if n > 1 else torch.get_num_threads()  # of one sample each thread transposes its own block: a bound
-    blocks = (torch.get_num_threads() * rows * 32 * e, copies * layer.inputs * rows * e, copies * h * rows * e)
+    copies = 1 if n > 1 else training_threads()  # of one sample each thread transposes its own block: a bound
+    blocks = (training_threads() * rows * 32 * e, copies * layer.inputs * rows * e, copies * h * rows * e)
     return _scratchpad(layer, space, _batches(_GATES + 1), *blocks)
 
 
@@ -202,7 +202,7 @@ def _scratchpad(layer: _Layer, space: int, *blocks: int) -> int:
 
 
 def _batches(blocks: int) -> int:
-    return torch.get_num_threads() * blocks * 40  # sizeof(brgemm_batch_element_t)
+    return training_threads() * blocks * 40  # sizeof(brgemm_batch_element_t)
 
 
 def _good_ld(size: int, element: int) -> int:

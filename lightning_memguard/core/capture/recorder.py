@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memguard.core.capture import cudnn_rnn, fake, fake_cuda, mkldnn_lstm
 from lightning_memguard.core.capture.backward import graph_task, walking
 from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
-from lightning_memguard.core.capture.fake import Function, by_name
+from lightning_memguard.core.capture.fake import Function, by_name, training_threads
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
@@ -55,17 +55,9 @@ class Recorder(TorchDispatchMode):
         device_type: only storages on this type of device are recorded.
         worst_case: return the largest result of operators whose result depends on values, instead of failing.
         kernel_target: the GPU whose kernels' scratch is counted, where the device is one.
-        threads: intra-op threads of the training, where its device is the CPU (default: those of this process).
     """
 
-    def __init__(
-        self,
-        device_type: str,
-        *,
-        worst_case: bool = False,
-        kernel_target: CudaTarget | None = None,
-        threads: int | None = None,
-    ) -> None:
+    def __init__(self, device_type: str, *, worst_case: bool = False, kernel_target: CudaTarget | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type, self.worst_case = device_type, worst_case
         self.assumptions: dict[str, None] = {}
@@ -84,7 +76,7 @@ class Recorder(TorchDispatchMode):
         self._on: CpuTarget | CudaTarget | None = kernel_target
         if device_type == "cpu" and kernel_target is None:
             channel_block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8  # oneDNN's
-            self._on = CpuTarget(threads or torch.get_num_threads(), channel_block)
+            self._on = CpuTarget(training_threads(), channel_block)
         self._finalizers: list[weakref.finalize[Any, Any]] = []
         self._cublas: set[bool] = set()  # where a handle is open: in the backward pass or not
         self._graph_task = -1

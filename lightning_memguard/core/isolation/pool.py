@@ -90,8 +90,11 @@ class Pool(Generic[Request, Value]):
         self._hand_out()
 
     def result(self, request: Request) -> Answer[Value]:
-        """Wait for the answer to a request, which need not have been started."""
+        """Wait for the answer to a request, which need not have been started; it comes before those that wait."""
         self.start(request)
+        if request in self._waiting:
+            self._waiting.remove(request)
+            self._waiting.appendleft(request)
         while request not in self._answers:
             self._wait()
         return self._answers.pop(request)

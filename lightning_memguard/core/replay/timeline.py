@@ -42,6 +42,7 @@ class Timeline:
         parts: by part, bytes alive in each column; parts without any are left out.
         reserved: by column, bytes the allocator held; empty where that equals what is alive.
         spans: the phases, in order.
+        batch_size: samples per batch of the step.
     """
 
     event_count: int
@@ -50,6 +51,7 @@ class Timeline:
     parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     reserved: tuple[int, ...] = ()
     spans: tuple[PhaseSpan, ...] = ()
+    batch_size: int = 0
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -94,6 +96,7 @@ def timeline_of(trace: Trace, settings: AllocatorSettings) -> Timeline:
         {part: values for part, values in parts.items() if any(values)},
         tuple(walked[position][1] for position in positions) if settings.kind == "cuda" else (),
         tuple(_spans(trace.events, totals)),
+        trace.batch_size,
     )
 
 

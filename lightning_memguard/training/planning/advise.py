@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from lightning_memguard.core.capture.capture import CaptureFailedError, Isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.advice import Advice, by_savings
 from lightning_memguard.core.decision.decision import Budget, largest_that
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Method
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.planning.remedies import Family, families_for
+from lightning_memguard.training.planning.remedies import Family, Remedy, families_for
 
 _KINDS_PAIRED = 4  # the best remedy of each of so many kinds is tried in pairs: at most six
 
@@ -29,7 +30,9 @@ _OTHERWISE: dict[Method, str] = {  # why the step with a remedy cannot be compar
     "states": "with it, the step does not run on a copy",
 }
 
+_ONE_WAY = ("fake", "worst-case")  # a step captured so is captured so with remedies, and in no other way
 _Single = tuple[Family, Advice]
+_Places = tuple[int, ...]  # of remedies
 
 
 @dataclass(frozen=True)
@@ -74,18 +77,24 @@ def try_remedies(
         ```
     """
     until = None if most_seconds is None else time.monotonic() + most_seconds
-    attempts = _Attempts(prediction, batch_size, budget, progress, until)
-    singles = [
-        (family, found)
-        for family in families_for(prediction, batch_size)
-        if (found := attempts.mildest([(remedy,) for remedy in family]))
-    ]
+    families = families_for(prediction, batch_size)
+    attempts = _Attempts(prediction, batch_size, budget, progress, until, list(itertools.chain(*families)))
+    with attempts.isolated:
+        return _tried(attempts, families, combinations=combinations)
+
+
+def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: bool) -> Advised:
+    attempts.start([(family[0],) for family in families])
+    tried = [(family, attempts.mildest([(remedy,) for remedy in family])) for family in families]
+    singles = [(family, found) for family, found in tried if found]
     best: dict[str, _Single] = {}
     for single in sorted(singles, key=_saved, reverse=True):
         best.setdefault(single[0][0].kind, single)
     # Where several groups of blocks could be checkpointed: the one that saves most.
     known = [each[1] for each in singles if each[0][0].kind != "checkpointing" or each is best["checkpointing"]]
-    for first, second in itertools.combinations([*best.values()][:_KINDS_PAIRED], 2) if combinations else ():
+    pairs = [*itertools.combinations([*best.values()][:_KINDS_PAIRED], 2)] if combinations else []
+    attempts.start([(first[0][0], second[0][0]) for first, second in pairs])
+    for first, second in pairs:
         pair = attempts.mildest(list(itertools.product(first[0], second[0])))
         if pair and pair.saved_bytes > max(_saved(first), _saved(second)):
             known.append(pair)
@@ -98,19 +107,33 @@ def _saved(single: _Single) -> int:
 
 @dataclass
 class _Attempts:
-    """The step as it is, what of it was tried so far, and until when more may be."""
+    """The step as it is, what of it was tried so far, and until when more may be; several at the same time."""
 
     prediction: Prediction
     batch_size: int
     budget: Budget
     progress: Callable[[str], object]
     until: float | None
+    remedies: list[Remedy]
     left_out: list[tuple[str, str]] = field(default_factory=list)
     not_tried: int = 0
+    isolated: Isolated[_Places, Footprint] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.isolated = Isolated(self.footprint_with)
 
     @property
     def is_over(self) -> bool:
         return self.until is not None and time.monotonic() > self.until
+
+    def start(self, several: Sequence[Family]) -> None:
+        """Begin with what will be asked for."""
+        if not self.is_over:
+            self.isolated.start(*map(self.places_of, several))
+
+    def places_of(self, remedies: Family) -> _Places:
+        """The remedies as a value that can be sent."""
+        return tuple(map(self.remedies.index, remedies))
 
     def mildest(self, degrees: Sequence[Family]) -> Advice | None:
         """Of remedies from mildest to strongest: the mildest that fits; where none does, the mildest of all."""
@@ -135,7 +158,9 @@ class _Attempts:
         name = " + ".join(remedy.name for remedy in remedies)
         self.progress(name)
         try:
-            found = self.footprint_with(remedies)
+            # where there are several ways, one that ends its process is not the last
+            ways_left = self.prediction.method not in _ONE_WAY
+            found = self.isolated.result(self.places_of(remedies), here_too=ways_left)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything when it is run otherwise
             self.leave_out(name, _reason(error))
             return None
@@ -152,15 +177,15 @@ class _Attempts:
             found.most_device_bytes <= self.budget.usable_bytes,
         )
 
-    def footprint_with(self, remedies: Family) -> Footprint:
+    def footprint_with(self, places: _Places) -> Footprint:
         """Captured in the way in which the step as it is was, so that the two can be compared."""
-        known, size = self.prediction, self.batch_size
+        known, size, remedies = self.prediction, self.batch_size, [self.remedies[place] for place in places]
         program = functools.reduce(lambda program, remedy: remedy.apply(program), remedies, known.program)
         with contextlib.ExitStack() as during:
             for remedy in remedies:
                 size //= remedy.share
                 during.enter_context(remedy.during())
-            if known.method in ("fake", "worst-case"):
+            if known.method in _ONE_WAY:
                 changed = replace(known, program=program, growth=None, traces={})
             else:
                 changed = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
@@ -175,5 +200,7 @@ class _Attempts:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, CaptureFailedError):
+        return error.reason
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200] if isinstance(error, CannotTraceError) else f"{type(error).__name__}: {lines[0][:200]}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 from lightning_memguard.core.capture.capture import isolated
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.core.isolation.pool import Pool, can_fork
 from lightning_memguard.core.layers.layers import LayerTable
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import write_report
@@ -45,15 +46,25 @@ class Page:
 
 
 def page_of(title: str, profile: RunProfile, decision: Decision) -> Page | None:
-    """The page of a run; None where it leaves no files, see `folder_of`."""
-    folder, size = folder_of(profile.facts), decision.batch_size
+    """The page of a run; None where it leaves no files, see `folder_of`.
+
+    A child makes its report: traces are large, and none stays in the run's own process.
+    """
+    folder = folder_of(profile.facts)
     if folder is None:
         return None
+    with Pool[int, Report](lambda _: _report(title, profile, decision), most=1, trusted=True) as pool:
+        report = pool.result(0).value if can_fork() else None
+    return Page(folder, report or _report(title, profile, decision), profile.facts.stage)
+
+
+def _report(title: str, profile: RunProfile, decision: Decision) -> Report:
+    size = decision.batch_size
     trace = attempt(lambda: profile.trace_at(size)).value
     settings = profile.prediction.settings if trace else None
     curve = attempt(lambda: _curve(profile, decision)).value or ()
     layers = attempt(lambda: _layers(profile, size)).value
-    return Page(folder, Report(title, decision, trace, settings, curve, layers=layers), profile.facts.stage)
+    return Report(title, decision, trace, settings, curve, layers=layers).without_trace()
 
 
 def folder_of(facts: RunFacts) -> Path | None:

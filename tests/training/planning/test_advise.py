@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import DoesNotFitError, MemGuard
 from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.capture import Isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.advice import Advice
@@ -159,6 +160,17 @@ def test_pairs_save_more_than_either_and_are_never_two_of_a_kind(stacked: Advise
         assert pair.saved_bytes > max(singles)
         assert not {"bf16-mixed", "bf16-true"} >= set(pair.remedies)
         assert not {"SGD", "Adafactor"} >= set(pair.remedies)
+
+
+def test_side_by_side_remedies_give_what_they_give_one_by_one() -> None:
+    options: dict[str, Any] = {"share": 0.4, "only": ("SGD", "bf16-mixed", "accumulation")}
+    together = tried(program_of(Stacked()), **options)
+    with (
+        mock.patch.object(Isolated, "start"),
+        mock.patch.object(Isolated, "result", lambda self, request, **_: self._work(request)),
+    ):
+        assert tried(program_of(Stacked()), **options) == together
+    assert any(len(each.remedies) == 2 for each in together.advice)
 
 
 def test_no_pairs_where_none_are_wanted() -> None:
