@@ -10,7 +10,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -80,10 +80,15 @@ class Captures:
     """Captures of some programs, side by side in children that stay until this is closed.
 
     Inside the ``with`` block, `capture` finds its programs here. Others are added while there are no children.
+
+    Args:
+        programs: what is captured.
+        next_size: from the traces of the first program at two batch sizes, the one that it is likely asked for next.
     """
 
-    def __init__(self, *programs: Program) -> None:
+    def __init__(self, *programs: Program, next_size: Callable[[Sequence[Trace]], int] | None = None) -> None:
         self._programs = list(programs)
+        self._next_size = next_size
         self._pool = Pool[_Task, "Trace | _Raised"](lambda task: self._run(*task), begin=_begin)
 
     def _run(self, place: int, batch_size: int, method: Method) -> Trace | _Raised:
@@ -93,6 +98,12 @@ class Captures:
         """Begin with a capture that will be asked for."""
         if can_fork() and not in_child():
             self._pool.start((self.place_of(program), batch_size, method))
+
+    def foresee(self, program: Program, traces: Sequence[Trace], method: Method) -> None:
+        """Begin with the capture that is likely asked for next; in vain where that is not so."""
+        if self._next_size and program is self._programs[0]:
+            with contextlib.suppress(Exception):  # what is wrong is found out in good time
+                self.start(program, self._next_size(traces), method)
 
     def takes(self, program: Program) -> bool:
         """Whether it captures a program; one that is new only while there are no children, which would not know it."""

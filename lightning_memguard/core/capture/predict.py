@@ -214,7 +214,9 @@ def _captured(captures: Captures, program: Program, asked: int, method: Method) 
 def _all_captured(captures: Captures, program: Program, sizes: Sequence[int], method: Method) -> list[Trace]:
     for size in sizes:
         captures.start(program, size, method)
-    return [capture(program, size, method) for size in sizes]
+    traces = [capture(program, size, method) for size in sizes[:2]]
+    captures.foresee(program, traces, method)
+    return [*traces, *(capture(program, size, method) for size in sizes[2:])]
 
 
 def _reason(method: Method, error: CaptureFailedError) -> str:

@@ -104,7 +104,8 @@ class Planner:
         if self._captures is None:
             evaluation = self._run.evaluation.value
             programs = [self._run.program, *([evaluation.program] if evaluation else [])]
-            self._captures = self._open.enter_context(Captures(*programs))
+            next_size = self._reading.next_size if self._reading else None
+            self._captures = self._open.enter_context(Captures(*programs, next_size=next_size))
         if self._profile is None and self._reading is not None:
             self._profile = profile_of(self._reading, self._captures)
         return cast("RunProfile", self._profile)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,10 +18,11 @@ from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.fake_cuda import gpu_of
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.recorder import part_bytes
-from lightning_memguard.core.decision.decision import Budget, Limits, Request
+from lightning_memguard.core.decision.decision import Budget, Limits, Request, decide
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, Trace
 from lightning_memguard.training.adapter import callbacks, sharded
 from lightning_memguard.training.adapter.program import LightningProgram
@@ -191,8 +192,19 @@ class Reading:
     budget: Budget
     held_bytes: int
     avoids_single_sample: bool
-    keeps_size: bool
     notes: tuple[str, ...]
+
+    def next_size(self, traces: Sequence[Trace]) -> int:
+        """The batch size that will be chosen, as far as two traces tell: what the process takes besides is left out."""
+        run = self.run
+        prediction = Prediction(run.program, self.rules, "fake", grow(traces))
+        request = self.request_of(run.loader_info.fixed_because)
+        return decide(prediction.footprint_at, self.budget, request).batch_size
+
+    @property
+    def rules(self) -> AllocatorSettings:
+        """Those of the run's device."""
+        return AllocatorSettings.for_device(self.run.facts.device.type, os.environ)
 
 
 def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> Reading:
@@ -231,7 +243,6 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         budget,
         held,
         avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
-        keeps_size=settings.mode == "check",
         notes=samples.notes,
     )
 
@@ -246,12 +257,9 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     facts, evaluation = run.facts, run.evaluation.value
     if evaluation:
         captures.start(evaluation.program, evaluation.batch_size, "fake")
-    if reading.keeps_size:  # which is to be proven
-        captures.start(run.program, size, "fake")
     shards = sharded.shards_of(facts.strategy, facts.world_size)
     fixed = run.loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
-    rules = AllocatorSettings.for_device(facts.device.type, os.environ)
-    prediction = predict(run.program, size, rules, scalable=not fixed)
+    prediction = predict(run.program, size, reading.rules, scalable=not fixed)
     if not prediction.scalable:
         fixed = "; ".join(filter(None, (_why_one_size(prediction, asked=not fixed), fixed)))
     if shards:
