@@ -210,6 +210,8 @@ class _Child:
 
     def overdue(self) -> Answer[Any] | None:
         """Why no more is to be expected of it; None while it may still answer."""
+        if ended := self._ended(os.WNOHANG):  # with its pipe held open by a process that it left behind
+            return ended
         now = time.monotonic()
         silent = now - self._heard
         if now - self._started > MOST_SECONDS and not self._trusted:
@@ -217,8 +219,6 @@ class _Child:
         if silent > SILENT_SECONDS and not self._trusted:
             return Answer(lost=f"it went on for {SILENT_SECONDS:.0f} s without calling an operator of torch")
         if silent > BLOCKED_SECONDS and self._processor_seconds() - self._used < 0.01 * silent:
-            if ended := self._ended(os.WNOHANG):  # another process, which it left behind, has its pipe open
-                return ended
             return Answer(lost=f"it waited {BLOCKED_SECONDS:.0f} s for something that never came", here=True)
         return None
 

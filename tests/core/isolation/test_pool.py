@@ -205,6 +205,14 @@ def test_nothing_is_left_of_children_of_children() -> None:
     assert psutil.Process().children(recursive=True) == before
 
 
+def test_an_interrupt_ends_the_wait_and_the_child() -> None:
+    before = psutil.Process().children()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(forever)
+    assert psutil.Process().children() == before
+
+
 def test_a_child_that_is_killed_from_outside_is_an_answer() -> None:
     with Pool[int, int](lambda number: os.getpid() if number else time.sleep(60), most=1) as pool:
         process = pool.result(1).value
