@@ -27,8 +27,8 @@ Request = TypeVar("Request", bound=Hashable)
 Value = TypeVar("Value")
 
 MOST_SECONDS = 300.0  # for one request
-SILENT_SECONDS = 30.0  # without a sign of life: no operator that a step calls takes so long
-BLOCKED_SECONDS = 10.0  # the same, and without using the processor
+SILENT_SECONDS = 30.0  # of the processor, without a sign of life: no operator that a step calls takes so long
+BLOCKED_SECONDS = 10.0  # asleep, without a sign of life
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 _BEAT, _ANSWER = b"\0", b"\1"
@@ -184,13 +184,13 @@ class _Child:
                 os._exit(1)
         os.close(asked)
         os.close(answers)
-        self._started = self._heard = time.monotonic()
+        self._started = self._awake = time.monotonic()
         self._used = 0.0  # seconds of processor time when it was heard last
 
     def ask(self, request: Any) -> None:
         """Have it work on a request."""
         self.request, self.is_busy = request, True
-        self._started = self._heard = time.monotonic()
+        self._started = self._awake = time.monotonic()
         with contextlib.suppress(BrokenPipeError):  # it has died, which `read` will find
             _send(self._requests, b"", _pickled(request))
 
@@ -199,7 +199,7 @@ class _Child:
         data = os.read(self.answers, 1 << 20)
         if not data:
             return self._ended()
-        self._heard, self._used = time.monotonic(), self._processor_seconds()
+        self._awake, self._used = time.monotonic(), self._processor_seconds()
         self._is_cut_off = True
         self._received += data if self._received else data.lstrip(_BEAT)
         start = len(_ANSWER) + _LENGTH
@@ -213,12 +213,16 @@ class _Child:
         if ended := self._ended(os.WNOHANG):  # with its pipe held open by a process that it left behind
             return ended
         now = time.monotonic()
-        silent = now - self._heard
         if now - self._started > MOST_SECONDS and not self._trusted:
             return Answer(lost=f"it had not ended after {MOST_SECONDS:.0f} s")
-        if silent > SILENT_SECONDS and not self._trusted:
+        used, is_asleep = self._processor_seconds() - self._used, self._is_asleep()
+        if used > SILENT_SECONDS and not self._trusted:
             return Answer(lost=f"it went on for {SILENT_SECONDS:.0f} s without calling an operator of torch")
-        if silent > BLOCKED_SECONDS and self._processor_seconds() - self._used < 0.01 * silent:
+        if not is_asleep:  # a busy machine may let it wait for a processor
+            self._awake = now
+        elif now - self._awake > BLOCKED_SECONDS:
+            if ended := self._ended(os.WNOHANG):  # another process, which it left behind, has its pipe open
+                return ended
             return Answer(lost=f"it waited {BLOCKED_SECONDS:.0f} s for something that never came", here=True)
         return None
 
@@ -228,6 +232,12 @@ class _Child:
         except psutil.Error:
             return 0.0
         return float(times.user + times.system)
+
+    def _is_asleep(self) -> bool:
+        try:
+            return psutil.Process(self._process).status() in (psutil.STATUS_SLEEPING, psutil.STATUS_ZOMBIE)
+        except psutil.Error:
+            return True
 
     def _ended(self, options: int = 0) -> Answer[Any] | None:
         """How it ended; None where it has not, if ``options`` say not to wait."""

@@ -42,7 +42,7 @@ def test_a_failure_in_a_child_has_a_short_reason_and_a_text_with_its_place() -> 
 
     with pytest.raises(CaptureFailedError) as ours:
         isolated(cannot)
-    with pytest.raises(CaptureFailedError, match=r"^ValueError: float32 or nothing, at .*test_capture.py:") as theirs:
+    with pytest.raises(CaptureFailedError, match=r"^ValueError: float32 or nothing, at .*test_isolated.py:") as theirs:
         isolated(fail)
     assert (ours.value.reason, theirs.value.reason) == ("it is too large", "ValueError: float32 or nothing")
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from lightning_memguard.core.isolation import pool as pool_module
 from lightning_memguard.core.isolation.pool import Answer, Pool, beat, can_fork, in_child
@@ -41,7 +40,7 @@ def raise_(error: BaseException) -> None:
 
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "MOST_SECONDS", 2.0)
+    monkeypatch.setattr(pool_module, "MOST_SECONDS", 10.0)
     monkeypatch.setattr(pool_module, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(pool_module, "BLOCKED_SECONDS", 0.5)
     monkeypatch.setattr(pool_module, "_BEAT_SECONDS", 0.05)
@@ -100,7 +99,7 @@ def test_an_endless_loop_with_signs_of_life_has_more_time() -> None:
         while True:
             beat()
 
-    assert run(loop) == Answer(lost="it had not ended after 2 s")
+    assert run(loop) == Answer(lost="it had not ended after 10 s")
 
 
 @pytest.mark.usefixtures("short_limits")
@@ -334,20 +333,20 @@ def test_a_child_knows_that_it_is_one() -> None:
 
 
 def test_autograd_and_many_threads_in_the_parent_do_not_stop_a_child() -> None:
-    def learn() -> float:
-        torch.set_num_threads(1)
-        x = torch.ones(300, 300, requires_grad=True)
-        (x @ x).relu().sum().backward()
-        assert x.grad is not None
-        return x.grad.sum().item()
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    """In a process of its own: where CUDA is simulated, autograd has threads for it and refuses a fork."""
+    script = """
+import torch
+from lightning_memguard.core.isolation.pool import Pool
+def learn(threads):
+    torch.set_num_threads(threads)
     x = torch.ones(300, 300, requires_grad=True)
     (x @ x).relu().sum().backward()
-    torch.set_num_threads(threads)
-    assert x.grad is not None
-    assert run(learn).value == x.grad.sum().item()
+    return x.grad.sum().item()
+here = learn(2)
+with Pool(learn, most=1) as pool:
+    assert pool.result(1).value == here, pool.result(1)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
 
 def test_a_notebooks_output_is_not_written_to() -> None:
