@@ -190,7 +190,8 @@ def attributes(owner: object) -> dict[str, Any]:
 def process_state() -> dict[str, Any]:
     """What a run could leave behind in the process."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
-    threads = torch.get_num_threads(), threading.active_count()
+    names = sorted(type(thread).__name__ for thread in threading.enumerate())
+    threads = torch.get_num_threads(), [name for name in names if name != "TMonitor"]  # tqdm's, which comes and goes
     state = {"modes": modes, "threads": threads, "environment": sorted(os.environ), "folder": str(Path.cwd())}
     return {**state, "dtype": torch.get_default_dtype(), "warning filters": len(warnings.filters)}
 
