@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import psutil
 
 from lightning_memguard.core.device.host import available_memory
-from lightning_memguard.core.isolation.child import cut_off
+
+if hasattr(os, "fork"):  # the module needs what Windows lacks, too
+    from lightning_memguard.core.isolation.child import cut_off
 
 if TYPE_CHECKING:
     from typing_extensions import Self
