@@ -82,7 +82,7 @@ def words(where: str) -> LoopProgram:
 
 
 def in_this_process(program: LoopProgram, batch_size: int) -> Trace:
-    return capture_here(program, batch_size, "fake", torch.get_num_threads())
+    return capture_here(program, batch_size, "fake")
 
 
 # -- traces as values
