@@ -99,11 +99,19 @@ class Captures:
         if can_fork() and not in_child():
             self._pool.start((self.place_of(program), batch_size, method))
 
-    def foresee(self, program: Program, traces: Sequence[Trace], method: Method) -> None:
-        """Begin with the capture that is likely asked for next; in vain where that is not so."""
-        if self._next_size and program is self._programs[0]:
-            with contextlib.suppress(Exception):  # what is wrong is found out in good time
-                self.start(program, self._next_size(traces), method)
+    @property
+    def foresees(self) -> bool:
+        """Whether there is someone to ask for the size that is likely asked for next."""
+        return self._next_size is not None
+
+    def next_size(self, program: Program, traces: Sequence[Trace]) -> int:
+        """The batch size that is likely asked for next; 0 where nobody knows."""
+        if self._next_size is None or program is not self._programs[0]:
+            return 0
+        try:
+            return self._next_size(traces)
+        except Exception:  # noqa: BLE001 - what is wrong is found out in good time
+            return 0
 
     def takes(self, program: Program) -> bool:
         """Whether it captures a program; one that is new only while there are no children, which would not know it."""

@@ -5,6 +5,7 @@ The ways to capture a step are here, best first; every trace says how it was cap
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -188,20 +189,31 @@ def _traces_and_growth(
     traces, fourth_size = _captured(captures, program, asked, method)
     if not fourth_size:
         return traces, None
+    likely = captures.next_size(program, traces[:2])
+    if likely and likely not in [trace.batch_size for trace in traces]:
+        with contextlib.suppress(CannotTraceError):  # it is that size that is special
+            return _grown(program, [*traces[:2], capture(program, likely, method)], fourth_size, method)
+    traces += _all_captured(captures, program, FAKE_SIZES[2:3], method) if len(traces) == 2 else []
     try:
-        growth = grow(traces)
-        if growth.degree == 2:
-            traces.append(capture(program, fourth_size, method))
-            growth = grow(traces)
+        return _grown(program, traces, fourth_size, method)
     except CannotTraceError:
         return traces, None
+
+
+def _grown(program: Program, traces: list[Trace], fourth_size: int, method: Method) -> tuple[list[Trace], Growth]:
+    """The growth of traces, and those it is from: a square is checked at a fourth size."""
+    growth = grow(traces)
+    if growth.degree == 2:
+        traces = [*traces, capture(program, fourth_size, method)]
+        growth = grow(traces)
     return traces, growth
 
 
 def _captured(captures: Captures, program: Program, asked: int, method: Method) -> tuple[list[Trace], int]:
-    """Traces at three sizes, and a fourth size; at the size asked for alone, and 0, where no others run."""
+    """Traces at two sizes or three, and a fourth size; at the size asked for alone, and 0, where no others run."""
+    sizes = FAKE_SIZES[:2] if captures.foresees else FAKE_SIZES[:3]
     try:
-        return _all_captured(captures, program, FAKE_SIZES[:3], method), FAKE_SIZES[3]
+        return _all_captured(captures, program, sizes, method), FAKE_SIZES[3]
     except CaptureFailedError as error:
         if error.value_needed:
             raise
@@ -214,9 +226,7 @@ def _captured(captures: Captures, program: Program, asked: int, method: Method) 
 def _all_captured(captures: Captures, program: Program, sizes: Sequence[int], method: Method) -> list[Trace]:
     for size in sizes:
         captures.start(program, size, method)
-    traces = [capture(program, size, method) for size in sizes[:2]]
-    captures.foresee(program, traces, method)
-    return [*traces, *(capture(program, size, method) for size in sizes[2:])]
+    return [capture(program, size, method) for size in sizes]
 
 
 def _reason(method: Method, error: CaptureFailedError) -> str:

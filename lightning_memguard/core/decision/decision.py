@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -238,7 +239,7 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
     if not fits(lowest):
         raise _does_not_fit(footprint_at(lowest), budget, request)
     asked, step, accumulate = request.batch_size, request.multiple_of, request.accumulate_grad_batches
-    size = largest = _largest(lowest, highest, step, fits)
+    size = largest = _largest(lowest, highest, step, lambda n: footprint_at(n).most_device_bytes, budget.usable_bytes)
     if request.keep_effective_batch_size is not None:
         size, accumulate = _split(largest, request, request.keep_effective_batch_size)
     at_bound: LimitedBy = bound if largest + step > highest else "memory"
@@ -265,13 +266,34 @@ def _range(request: Request) -> tuple[int, int, LimitedBy]:
     return lowest, max(highest // step * step, lowest), bound
 
 
-def _largest(lowest: int, highest: int, step: int, fits: Callable[[int], bool]) -> int:
-    """The largest size that fits, by doubling the step and then halving the gap; ``lowest`` fits."""
-    good, reach = lowest, step
-    while good < highest and fits(trial := min(good + reach, highest)):
-        good, reach = trial, reach * 2
-    most = min(good + reach, highest)
-    return step * largest_that(lambda steps: fits(steps * step), good // step, most // step)
+def _largest(lowest: int, highest: int, step: int, bytes_at: Callable[[int], int], usable: int) -> int:
+    """The largest size that fits; ``lowest`` does.
+
+    Peaks are close to lines, so a line through two sizes tells which to look at next, and a few are enough; every other
+    time the gap is halved. The search ends at two neighbors, one that fits and one that does not.
+    """
+    good, bad, before, above = lowest, highest + step, lowest, 0  # ``above``: bytes at ``bad``, where they are known
+    for turn in itertools.count(1):
+        if bad - good <= step:
+            return good
+        at_good = bytes_at(good)
+        slope = (above - at_good) / (bad - good) if above else (at_good - bytes_at(before)) / max(1, good - before)
+        reach = _FARTHEST * (good - lowest + step)
+        ahead = min(reach, int((usable - at_good) / slope)) if slope > 0 else reach
+        if turn % 2 == 0 and above:
+            ahead = (bad - good) // 2
+        trial = good + min(max(step, ahead // step * step), bad - good - step)
+        found = bytes_at(trial)
+        if found > usable:
+            bad, above = trial, found
+        else:
+            before, good = good, trial
+            if bad - good > step and ahead < reach and bytes_at(good + step) > usable:
+                return good
+    raise AssertionError
+
+
+_FARTHEST = 32  # times as far as it came so far
 
 
 def largest_that(holds: Callable[[int], bool], good: int, most: int) -> int:

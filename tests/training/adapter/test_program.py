@@ -259,6 +259,7 @@ _READS = {
 }
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("read", [*_READS, "an optimizer of the script's Trainer"])
 def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, read: str) -> None:
     """What differs here made a step fail on the copy, or take another branch."""
@@ -293,6 +294,7 @@ def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, read: str) -> None
         assert loggers[0].experiment.config == {"x": 1}, "once, in the run"
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("stage", ["predict", "validate"])
 def test_loaders_of_an_evaluation_have_a_length(trainer: Any, dataset: TensorDataset, stage: str) -> None:
     guard, name = MemGuard(max_batch_size=20), {"predict": "predict_dataloaders", "validate": "val_dataloaders"}[stage]
