@@ -45,6 +45,8 @@ def cut_off(parent: int, keep: Collection[int], memory_bytes: int | None) -> Non
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the parent, which ends this process
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)  # and with it the processes that it starts
     gc.freeze()  # the parent's objects are not searched for garbage, which would copy them
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -97,12 +99,21 @@ def _replace(descriptor: int, null: int) -> None:
         return
     if reads and stat.S_ISREG(status.st_mode):
         with contextlib.suppress(OSError):
-            again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+            again = os.open(_path_of(descriptor), os.O_RDONLY)
             os.lseek(again, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
             os.dup2(again, descriptor)
             os.close(again)
             return
     os.dup2(null, descriptor)
+
+
+def _path_of(descriptor: int) -> str | bytes:
+    import fcntl
+
+    if _LINUX:
+        return f"/proc/self/fd/{descriptor}"
+    path: bytes = fcntl.fcntl(descriptor, getattr(fcntl, "F_GETPATH", 50), bytes(1024))  # macOS, man 2 fcntl
+    return path.rstrip(b"\0")
 
 
 # -- memory that is mapped here and in other processes

@@ -35,7 +35,8 @@ _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 _BEAT, _ANSWER = b"\0", b"\1"
 _LENGTH = 8  # bytes of the number in front of what is sent
-_kill = os.kill  # a child takes it from the module
+# A child takes these from the module.
+_kill, _kill_group = os.kill, getattr(os, "killpg", os.kill)
 
 
 @dataclass(frozen=True)
@@ -253,12 +254,13 @@ class _Child:
         return Answer(lost=_ending(status), here=not self._is_cut_off)
 
     def end(self) -> None:
-        """End it, whatever it does."""
+        """End it, whatever it does, and the processes that it started."""
         os.close(self._requests)
         os.close(self.answers)
         if not self._has_ended:
-            with contextlib.suppress(ProcessLookupError):
-                _kill(self._process, signal.SIGKILL)
+            for kill in (_kill_group, _kill):
+                with contextlib.suppress(ProcessLookupError):
+                    kill(self._process, signal.SIGKILL)
             self._ended()
 
 

@@ -362,3 +362,14 @@ with Pool(lambda _: print("child"), most=1) as pool:
     assert pool.result(0).lost == "", pool.result(0)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_what_a_child_started_ends_with_it() -> None:
+    with Pool[int, int](lambda _: subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid) as pool:
+        started = pool.result(0).value
+        assert started is not None
+        assert psutil.pid_exists(started)
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
