@@ -8,11 +8,11 @@ import pickle
 import random
 import select
 import signal
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import psutil
@@ -187,13 +187,13 @@ class _Child:
                 os._exit(1)
         os.close(asked)
         os.close(answers)
-        self._started = self._awake = time.monotonic()
+        self._started = self._awake = monotonic()
         self._used = 0.0  # seconds of processor time when it was heard last
 
     def ask(self, request: Any) -> None:
         """Have it work on a request."""
         self.request, self.is_busy = request, True
-        self._started = self._awake = time.monotonic()
+        self._started = self._awake = monotonic()
         with contextlib.suppress(BrokenPipeError):  # it has died, which `read` will find
             _send(self._requests, b"", _pickled(request))
 
@@ -202,7 +202,7 @@ class _Child:
         data = os.read(self.answers, 1 << 20)
         if not data:
             return self._ended()
-        self._awake, self._used = time.monotonic(), self._processor_seconds()
+        self._awake, self._used = monotonic(), self._processor_seconds()
         self._is_cut_off = True
         self._received += data if self._received else data.lstrip(_BEAT)
         start = len(_ANSWER) + _LENGTH
@@ -215,7 +215,7 @@ class _Child:
         """Why no more is to be expected of it; None while it may still answer."""
         if ended := self._ended(os.WNOHANG):  # with its pipe held open by a process that it left behind
             return ended
-        now = time.monotonic()
+        now = monotonic()
         if now - self._started > MOST_SECONDS and not self._trusted:
             return Answer(lost=f"it had not ended after {MOST_SECONDS:.0f} s")
         used, is_asleep = self._processor_seconds() - self._used, self._is_asleep()
@@ -302,8 +302,8 @@ def in_child() -> bool:
 def beat() -> None:
     """Give a sign of life, where one is waited for."""
     global _next_beat  # noqa: PLW0603
-    if _beats_to >= 0 and time.monotonic() > _next_beat:
-        _next_beat = time.monotonic() + _BEAT_SECONDS
+    if _beats_to >= 0 and monotonic() > _next_beat:
+        _next_beat = monotonic() + _BEAT_SECONDS
         os.write(_beats_to, _BEAT)
 
 

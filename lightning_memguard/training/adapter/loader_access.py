@@ -34,6 +34,11 @@ def call_loader_hook(owner: LightningModule | LightningDataModule, hook: str) ->
         return getattr(owner, hook)()
 
 
+def stage_named(name: str, package: ModuleType) -> Any:
+    """The stage that Lightning passes to ``setup``: a string with a value of its own."""
+    return importlib.import_module(f"{package.__name__}.trainer.states").TrainerFn(name)
+
+
 @contextmanager
 def preserve_loader_classes() -> Iterator[None]:
     """Leave torch's loader classes as they were.

@@ -194,7 +194,7 @@ class LightningProgram(LightningStep):
             module_copy.on_before_batch_transfer = module_copy.on_after_batch_transfer = lambda batch, _: batch
         if self.setup_stage:
             setup = module_copy.setup
-            module_copy.setup = lambda stage: setup(self.setup_stage)  # noqa: ARG005 - passed by name
+            module_copy.setup = lambda stage: setup(stage=type(stage)(self.setup_stage))
         return module_copy  # type: ignore[no-any-return]
 
     def _record_surroundings(self, recorder: Recorder, model: nn.Module, marker: PhaseMarkerMixin) -> None:

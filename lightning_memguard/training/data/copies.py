@@ -9,6 +9,8 @@ import contextlib
 import copy
 import functools
 import io
+import multiprocessing.queues
+import queue
 import random
 import types
 from collections import deque
@@ -48,11 +50,14 @@ def refuse_held_iterators(dataset: object) -> None:
     for name, value in getattr(dataset, "__dict__", {}).items():
         if isinstance(value, Dataset) and value is not dataset and not isinstance(value, Iterator):
             refuse_held_iterators(value)
-        elif isinstance(value, Iterator) and not _can_seek(value):
+        elif isinstance(value, _QUEUES) or (isinstance(value, Iterator) and not _can_seek(value)):
             raise CannotTraceError(
                 f"{type(dataset).__name__}.{name} is a {type(value).__name__}, which can be read only once: "
                 "drawing a sample would take it from the training. Make the iterator in `__iter__`."
             )
+
+
+_QUEUES = (queue.Queue, queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue)
 
 
 def _can_seek(iterator: object) -> bool:

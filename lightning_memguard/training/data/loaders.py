@@ -182,7 +182,7 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
         elif isinstance(owner, package.LightningModule):
             # the parameters of the copy have no memory
             module: Any = fake_copy(owner, FakeTensorMode(), torch.device("cpu"))
-            module.setup("fit" if role in ("train", "val") else role)
+            module.setup(stage=loader_access.stage_named("fit" if role in ("train", "val") else role, package))
             loader, origin = loader_access.call_loader_hook(module, hook), f"the module's {hook}()"
         else:
             loader = owner

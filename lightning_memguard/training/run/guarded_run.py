@@ -278,7 +278,7 @@ class GuardedRun:
             watched = ("memguard/predicted_peak_gib", "memguard/actual_peak_gib")
             show_to_callbacks(self.trainer, {name: metrics[name] for name in watched})
         for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+            logger.log_metrics(metrics=metrics, step=step)
         if self._boards is not None:
             self._boards.log_epoch(record, step)
 

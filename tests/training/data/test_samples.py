@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import queue
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -407,3 +409,20 @@ def test_a_warning_that_fails_leaves_the_training_alone(trainer: Any, monkeypatc
 
 def test_all_samples_alike_need_no_note() -> None:
     assert draw(DataLoader(TensorDataset(torch.zeros(9000, 3)), batch_size=4)).note == ""
+
+
+@pytest.mark.parametrize("kind", [queue.Queue, multiprocessing.get_context("spawn").SimpleQueue])
+def test_a_queue_that_a_dataset_reads_from_is_left_full(kind: Any) -> None:
+    class Queued(IterableDataset[torch.Tensor]):
+        def __init__(self) -> None:
+            self.queue = kind()
+            self.queue.put(1.0)
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            while not self.queue.empty():
+                yield torch.tensor([self.queue.get()])
+
+    data = Queued()
+    with pytest.raises(CannotTraceError, match="queue is a .*Queue, which can be read only once"):
+        draw(DataLoader(data))
+    assert not data.queue.empty()

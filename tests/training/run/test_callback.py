@@ -548,3 +548,26 @@ def test_a_search_for_a_learning_rate_is_no_resume(trainer: Any, dataset: Tensor
         fit.fit(module) if by == "callback" else pl.tuner.Tuner(fit).lr_find(module)
     assert guard.decision is not None
     assert (guard.decision.batch_size, guard.decision.limited_by, guard.decision.reason) == (60, "dataset", "")
+
+
+class Staged(Sized):
+    def setup(self, stage: Any) -> None:
+        self.stages = [*getattr(self, "stages", []), stage.value]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(100, 16), torch.randint(0, 4, (100,))), batch_size=4)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+
+
+def test_setup_gets_the_stage_as_lightning_passes_it(trainer: Any) -> None:
+    module, guard = Staged(), MemGuard(max_batch_size=20)
+    trainer(guard, limit_val_batches=1).fit(module)
+    assert guard.decision is not None
+    assert (guard.decision.outcome, guard.decision.batch_size, guard.decision.reason) == ("tuned", 20, "")
+    assert guard.decision.validation_batch_size == 4
+    assert module.stages == ["fit"]
