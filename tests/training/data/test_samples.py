@@ -423,6 +423,6 @@ def test_a_queue_that_a_dataset_reads_from_is_left_full(kind: Any) -> None:
                 yield torch.tensor([self.queue.get()])
 
     data = Queued()
-    with pytest.raises(CannotTraceError, match="queue is a .*Queue, which can be read only once"):
+    with pytest.raises(CannotTraceError, match=r"queue is a .*Queue, which can be read only once"):
         draw(DataLoader(data))
     assert not data.queue.empty()
