@@ -160,9 +160,9 @@ def _predicted(
             continue  # it would fail in the same way
         try:
             traces, growth = _traces_and_growth(captures, program, batch_size, method, scalable)
-        except CaptureFailedError as error:
+        except CannotTraceError as error:  # the step failed, or no two sizes of it agree
             why_not[str(error)] = _reason(method, error)
-            value_needed = error.value_needed
+            value_needed = isinstance(error, CaptureFailedError) and error.value_needed
         else:
             known = {trace.batch_size: trace for trace in traces}
             scalable = scalable and (growth is not None or len(known) > 1)
@@ -229,11 +229,11 @@ def _all_captured(captures: Captures, program: Program, sizes: Sequence[int], me
     return [capture(program, size, method) for size in sizes]
 
 
-def _reason(method: Method, error: CaptureFailedError) -> str:
+def _reason(method: Method, error: CannotTraceError) -> str:
     ways = {
         "fake": "the step could not run on fake tensors",
         "worst-case": "the step could not run on fake tensors, even assuming the largest result of each operator",
         "real": "the step could not run on a copy",
         "states": "the optimizer could not run on a copy",
     }
-    return f"{ways[method]} ({error})"
+    return f"{ways[method]} ({str(error).removesuffix('.')})"

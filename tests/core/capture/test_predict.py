@@ -454,3 +454,14 @@ def test_a_context_that_was_not_measured_gives_bounds():
     reserved = found.peak_reserved_bytes
     assert (found.low.device_bytes, found.peak_device_bytes) == (reserved + 1000, reserved + 2000)
     assert found.high.device_bytes == found.most_device_bytes == reserved + 3000
+
+
+def test_a_step_that_runs_otherwise_at_each_small_size_for_real_leaves_the_states_alone():
+    def branches(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        needs_a_value(model, x)
+        return model(torch.relu(x) if len(x) == 4 else x).sum()
+
+    prediction = predicted(branches)
+    assert prediction.method == "states"
+    assert prediction.footprint_at(16).parts["optimizer_state"] == 128
+    assert "the step could not run on a copy (The step runs differently at batch sizes 2 and 4" in prediction.notes[-1]
