@@ -21,7 +21,7 @@ from lightning_memguard.core.capture.fake import ValueNeededError, run_on_one_th
 from lightning_memguard.core.capture.fake_cuda import leave_driver_alone
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder, line_behind
-from lightning_memguard.core.isolation.pool import Answer, Pool, can_fork, in_child
+from lightning_memguard.core.isolation.pool import Pool, in_child
 from lightning_memguard.core.trace.trace import Method, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -76,6 +76,78 @@ def _needs_value(error: BaseException | None) -> bool:
     return False
 
 
+class Isolated(Generic[Request, T]):
+    """Something that runs the user's code, for several requests side by side in children; its results are sent.
+
+    Where a child is lost, the same is done once more in this process: give it work that has children of its own.
+    """
+
+    def __init__(self, work: Callable[[Request], T], most: int | None = None) -> None:
+        self._work = work
+        self._pool = Pool[Request, "T | _Raised"](lambda request: _attempt(lambda: work(request)), most, begin=_begin)
+
+    @property
+    def has_children(self) -> bool:
+        """Whether there are children, which know what there was when they were forked."""
+        return self._pool.has_children
+
+    def start(self, *requests: Request) -> None:
+        """Begin with what will be asked for."""
+        if not in_child():
+            self._pool.start(*requests)
+
+    def result(
+        self, request: Request, *, here_too: bool = False, with_note: Callable[[T, str], T] = lambda result, _: result
+    ) -> T:
+        """Wait for a result.
+
+        Args:
+            request: what for; it need not have been started.
+            here_too: whether the work may be done in this process whatever became of the child.
+            with_note: a result that comes from this process, and a note that says so -> the result with it.
+
+        Raises:
+            CaptureFailedError: it raised, or ended the process.
+        """
+
+        def work() -> T:
+            return self._work(request)
+
+        if in_child():
+            return _value(_attempt(work))
+        answer = self._pool.result(request)
+        lost, here, result = answer.lost, answer.here or here_too, answer.value
+        if isinstance(result, _Raised) and any(text in result.text for text in _NOT_AFTER_A_FORK):
+            lost, here = result.text, True
+        if lost and here:
+            with quiet():
+                note = f"the step was captured in this process, not in a child: {lost}"
+                return with_note(_value(_attempt(work)), note)
+        if lost:
+            raise CaptureFailedError(lost)
+        return _value(cast("T | _Raised", result))
+
+    def close(self) -> None:
+        """End the children."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def isolated(work: Callable[[], T]) -> T:
+    """Do something that runs the user's code, in a child; its result is sent from there.
+
+    Raises:
+        CaptureFailedError: it raised, or ended the process.
+    """
+    with Isolated[int, T](lambda _: work(), most=1) as each:
+        return each.result(0)
+
+
 class Captures:
     """Captures of some programs, side by side in children that stay until this is closed.
 
@@ -89,15 +161,15 @@ class Captures:
     def __init__(self, *programs: Program, next_size: Callable[[Sequence[Trace]], int] | None = None) -> None:
         self._programs = list(programs)
         self._next_size = next_size
-        self._pool = Pool[_Task, "Trace | _Raised"](lambda task: self._run(*task), begin=_begin)
+        self._isolated = Isolated[_Task, Trace](self._run)
 
-    def _run(self, place: int, batch_size: int, method: Method) -> Trace | _Raised:
-        return _attempt(lambda: capture_here(self._programs[place], batch_size, method))
+    def _run(self, task: _Task) -> Trace:
+        place, batch_size, method = task
+        return capture_here(self._programs[place], batch_size, method)
 
     def start(self, program: Program, batch_size: int, method: Method) -> None:
         """Begin with a capture that will be asked for."""
-        if can_fork() and not in_child():
-            self._pool.start((self.place_of(program), batch_size, method))
+        self._isolated.start((self.place_of(program), batch_size, method))
 
     @property
     def foresees(self) -> bool:
@@ -115,7 +187,7 @@ class Captures:
 
     def takes(self, program: Program) -> bool:
         """Whether it captures a program; one that is new only while there are no children, which would not know it."""
-        if self.place_of(program) < 0 and not self._pool.has_children:
+        if self.place_of(program) < 0 and not self._isolated.has_children:
             self._programs.append(program)
         return self.place_of(program) >= 0
 
@@ -123,9 +195,9 @@ class Captures:
         """Its place among the programs; -1 where it is none of them."""
         return next((place for place, each in enumerate(self._programs) if each is program), -1)
 
-    def answer(self, program: Program, batch_size: int, method: Method) -> Answer[Trace | _Raised]:
-        """Wait for a capture."""
-        return self._pool.result((self.place_of(program), batch_size, method))
+    def trace(self, program: Program, batch_size: int, method: Method) -> Trace:
+        """Wait for a capture; see `capture`."""
+        return self._isolated.result((self.place_of(program), batch_size, method), with_note=_with_note)
 
     def __enter__(self) -> Self:
         _open.append(self)
@@ -133,7 +205,11 @@ class Captures:
 
     def __exit__(self, *_: object) -> None:
         _open.remove(self)
-        self._pool.close()
+        self._isolated.close()
+
+
+def _with_note(trace: Trace, note: str) -> Trace:
+    return replace(trace, notes=(*trace.notes, note))
 
 
 _open: list[Captures] = []
@@ -151,62 +227,8 @@ def capture(program: Program, batch_size: int, method: Method) -> Trace:
     Raises:
         CaptureFailedError: the user's code raised, or needs what cannot be known, or ended the process.
     """
-    if in_child():
-        return _value(_attempt(lambda: capture_here(program, batch_size, method)))
     with captures_of(program) as captures:
-        return _unless_lost(
-            lambda: captures.answer(program, batch_size, method),
-            lambda: capture_here(program, batch_size, method),
-            lambda trace, note: replace(trace, notes=(*trace.notes, note)),
-        )
-
-
-class Isolated(Generic[Request, T]):
-    """Something that runs the user's code, for several requests side by side in children; its results are sent.
-
-    Where a child is lost, the same is done once more in this process: give it work that has children of its own.
-    """
-
-    def __init__(self, work: Callable[[Request], T], most: int | None = None) -> None:
-        self._work = work
-        self._pool = Pool[Request, "T | _Raised"](lambda request: _attempt(lambda: work(request)), most, begin=_begin)
-
-    def start(self, *requests: Request) -> None:
-        """Begin with what will be asked for."""
-        if can_fork() and not in_child():
-            self._pool.start(*requests)
-
-    def result(self, request: Request, *, here_too: bool = False) -> T:
-        """Wait for a result; ``here_too`` where the work may be done in this process whatever became of the child.
-
-        Raises:
-            CaptureFailedError: it raised, or ended the process.
-        """
-
-        def work() -> T:
-            return self._work(request)
-
-        def answer() -> Answer[T | _Raised]:
-            answer = self._pool.result(request)
-            return replace(answer, here=answer.here or here_too)
-
-        return _value(_attempt(work)) if in_child() else _unless_lost(answer, work, lambda result, _: result)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.close()
-
-
-def isolated(work: Callable[[], T]) -> T:
-    """Do something that runs the user's code, in a child; its result is sent from there.
-
-    Raises:
-        CaptureFailedError: it raised, or ended the process.
-    """
-    with Isolated[int, T](lambda _: work(), most=1) as each:
-        return each.result(0)
+        return captures.trace(program, batch_size, method)
 
 
 def _attempt(work: Callable[[], T]) -> T | _Raised:
@@ -235,20 +257,6 @@ def _value(result: T | _Raised) -> T:
     if isinstance(result, _Raised):
         raise CaptureFailedError(result.text, result.reason, value_needed=result.value_needed)
     return result
-
-
-def _unless_lost(ask: Callable[[], Answer[T | _Raised]], work: Callable[[], T], with_note: Callable[[T, str], T]) -> T:
-    """What a child answers; where none can, what the same work gives in this process, with a note that says so."""
-    answer = ask() if can_fork() else Answer[T | _Raised](lost="this system cannot fork", here=True)
-    lost, here, result = answer.lost, answer.here, answer.value
-    if isinstance(result, _Raised) and any(text in result.text for text in _NOT_AFTER_A_FORK):
-        lost, here = result.text, True
-    if lost and here:
-        with quiet():
-            return with_note(_value(_attempt(work)), f"the step was captured in this process, not in a child: {lost}")
-    if lost:
-        raise CaptureFailedError(lost)
-    return _value(cast("T | _Raised", result))
 
 
 def capture_here(program: Program, batch_size: int, method: Method) -> Trace:

@@ -131,7 +131,7 @@ class Pool(Generic[Request, Value]):
             child = _Child(self._serve, memory_bytes, trusted=self._trusted)
         except OSError as error:
             if not self._children:
-                lost = Answer[Value](lost=f"no process could be forked ({error})", here=True)
+                lost = Answer[Value](lost=str(error), here=True)
                 self._answers |= dict.fromkeys(self._waiting, lost)
                 self._waiting.clear()
             return None
@@ -265,9 +265,19 @@ class _Child:
 
 
 def _fork() -> int:
+    """Fork.
+
+    Raises:
+        OSError: it cannot be done; the text says why.
+    """
+    if not can_fork():
+        raise OSError("this system cannot fork")
     with warnings.catch_warnings():  # of other threads: what they hold, the child cannot wait for, and it is given up
         warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
+        try:
+            return os.fork()
+        except OSError as error:
+            raise OSError(f"no process could be forked ({error})") from error
 
 
 def _ending(status: int | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
-from lightning_memguard.core.isolation.pool import Answer, Pool, can_fork
+from lightning_memguard.core.isolation.pool import Pool
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.ranks import Attempt, Ranks, attempt
 from lightning_memguard.training.data.loaders import leaves_one
@@ -75,8 +75,7 @@ class Planner:
 
     def start(self) -> None:
         """Begin to predict."""
-        if can_fork():
-            self._pool.start(None)
+        self._pool.start(None)
 
     def profile(self) -> Attempt[RunProfile]:
         """All that is known of the run once its steps were captured."""
@@ -92,8 +91,7 @@ class Planner:
         return replace(answer, value=(decision, chosen.attached_to(self._run)))
 
     def _ask(self, asked: _Asked | None) -> Attempt[RunProfile] | Attempt[Chosen]:
-        answer = self._pool.result(asked) if can_fork() else Answer[Attempt[RunProfile] | Attempt[Chosen]](lost="none")
-        return answer.value or self._work(asked)
+        return self._pool.result(asked).value or self._work(asked)
 
     def _work(self, asked: _Asked | None) -> Attempt[RunProfile] | Attempt[Chosen]:
         if asked is None:

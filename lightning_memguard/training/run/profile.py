@@ -135,11 +135,7 @@ class RunProfile:
     def detached(self) -> RunProfile:
         """The same as a value that can be sent, without what stays in the run's own process."""
         nothing: Any = None
-        validation = self.validation
-        if validation is not None:
-            validation = replace(validation, prediction=replace(validation.prediction.packed(), program=nothing))
-        prediction = replace(self.prediction.packed(), program=nothing)
-        return replace(self, run=nothing, prediction=prediction, validation=validation)
+        return replace(self._with_predictions(lambda each: replace(each.packed(), program=nothing)), run=nothing)
 
     def attached_to(self, run: Run) -> RunProfile:
         """The same in the run's own process."""
@@ -151,10 +147,13 @@ class RunProfile:
 
     def with_context(self, nbytes: int | tuple[int, int, int]) -> RunProfile:
         """The same with what the process takes on its device outside the allocator."""
+        return self._with_predictions(lambda each: replace(each, context_bytes=nbytes))
+
+    def _with_predictions(self, change: Callable[[Prediction], Prediction]) -> RunProfile:
         validation = self.validation
         if validation is not None:
-            validation = replace(validation, prediction=replace(validation.prediction, context_bytes=nbytes))
-        return replace(self, prediction=replace(self.prediction, context_bytes=nbytes), validation=validation)
+            validation = replace(validation, prediction=change(validation.prediction))
+        return replace(self, prediction=change(self.prediction), validation=validation)
 
     def trace_at(self, batch_size: int) -> Trace:
         """The events behind `footprint_at`."""

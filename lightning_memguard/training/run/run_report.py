@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from lightning_memguard.core.capture.capture import isolated
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
-from lightning_memguard.core.isolation.pool import Pool, can_fork
+from lightning_memguard.core.isolation.pool import Pool
 from lightning_memguard.core.layers.layers import LayerTable
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import write_report
@@ -54,8 +54,8 @@ def page_of(title: str, profile: RunProfile, decision: Decision) -> Page | None:
     if folder is None:
         return None
     with Pool[int, Report](lambda _: _report(title, profile, decision), most=1, trusted=True) as pool:
-        report = pool.result(0).value if can_fork() else None
-    return Page(folder, report or _report(title, profile, decision), profile.facts.stage)
+        report = pool.result(0).value or _report(title, profile, decision)
+    return Page(folder, report, profile.facts.stage)
 
 
 def _report(title: str, profile: RunProfile, decision: Decision) -> Report:
