@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -273,24 +272,23 @@ def _largest(lowest: int, highest: int, step: int, bytes_at: Callable[[int], int
     time the gap is halved. The search ends at two neighbors, one that fits and one that does not.
     """
     good, bad, before, above = lowest, highest + step, lowest, 0  # ``above``: bytes at ``bad``, where they are known
-    for turn in itertools.count(1):
-        if bad - good <= step:
-            return good
+    halves = False
+    while bad - good > step:
         at_good = bytes_at(good)
         slope = (above - at_good) / (bad - good) if above else (at_good - bytes_at(before)) / max(1, good - before)
         reach = _FARTHEST * (good - lowest + step)
         ahead = min(reach, int((usable - at_good) / slope)) if slope > 0 else reach
-        if turn % 2 == 0 and above:
+        if halves and above:
             ahead = (bad - good) // 2
         trial = good + min(max(step, ahead // step * step), bad - good - step)
-        found = bytes_at(trial)
+        found, halves = bytes_at(trial), not halves
         if found > usable:
             bad, above = trial, found
         else:
             before, good = good, trial
             if bad - good > step and ahead < reach and bytes_at(good + step) > usable:
-                return good
-    raise AssertionError
+                break
+    return good
 
 
 _FARTHEST = 32  # times as far as it came so far

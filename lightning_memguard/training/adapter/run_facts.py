@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lightning_memguard.core.decision.decision import LimitedBy
+
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, Trainer
     from pytorch_lightning.loggers import Logger
@@ -20,6 +22,13 @@ Stage = Literal["fit", "validate", "test", "predict"]
 Role = Literal["train", "val", "validate", "test", "predict"]
 """Which loaders: the fit's for training or for validation, or those of ``trainer.validate``, ``test``, ``predict``."""
 
+LIMIT_NAMES: dict[Role, LimitedBy] = {
+    "train": "limit_train_batches",
+    "val": "limit_val_batches",
+    "validate": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
 ROLES: dict[Stage, Role] = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
 
 
@@ -98,13 +107,7 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         val_check_interval=getattr(trainer, "val_check_interval", None),
         check_val_every_n_epoch=trainer.check_val_every_n_epoch,
         overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]  # set by a connector
-        limits={
-            "train": trainer.limit_train_batches,
-            "val": trainer.limit_val_batches,
-            "validate": trainer.limit_val_batches,
-            "test": trainer.limit_test_batches,
-            "predict": trainer.limit_predict_batches,
-        },
+        limits={role: getattr(trainer, name) for role, name in LIMIT_NAMES.items()},
         uses_distributed_sampler=trainer._accelerator_connector.use_distributed_sampler,
         sources={role: _source(loop(trainer)) for role, loop in LOOPS.items()},
         loggers=trainer.loggers,

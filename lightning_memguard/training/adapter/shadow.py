@@ -28,7 +28,7 @@ from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.training.adapter import ddp
 from lightning_memguard.training.adapter.callbacks import Average
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
-from lightning_memguard.training.adapter.run_facts import Role, Stage
+from lightning_memguard.training.adapter.run_facts import LIMIT_NAMES, ROLES, Role, Stage
 from lightning_memguard.training.adapter.stand_ins import (
     IdleCallback,
     SilentLogger,
@@ -53,7 +53,6 @@ _MOST_BATCHES = 16  # optimizers stepped by hand may step rarely
 # What a step without a backward pass leaves behind is known after the second: the third runs next to all of it.
 _EVALUATED = 3
 _PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}
-_LIMITS = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
 
 
 class StepsDone(Exception):  # noqa: N818 - not an error: it ends a loop
@@ -271,7 +270,7 @@ class PhaseMarkerMixin:
         self.program = program
         self.recorder = recorder
         self.steps_recorded = max(STEPS, ddp.steps_until_steady(program.strategy))
-        self.limit: int | float = 1.0 if program.trains else getattr(program.trainer, _LIMITS[program.stage])
+        self.limit: int | float = 1.0 if program.trains else getattr(program.trainer, LIMIT_NAMES[ROLES[program.stage]])
         self.on_ready: Callable[[], object] = lambda: None
         self.averages: list[Average] = []
         self.batch_size = 0

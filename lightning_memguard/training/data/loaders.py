@@ -20,22 +20,13 @@ from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access
 from lightning_memguard.training.adapter.lightning_types import lightning_of
 from lightning_memguard.training.adapter.ranks import warn
-from lightning_memguard.training.adapter.run_facts import Role, RunFacts
+from lightning_memguard.training.adapter.run_facts import LIMIT_NAMES, Role, RunFacts
 from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import preserve_state
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.utilities import CombinedLoader
-
-
-_LIMIT_NAMES: dict[Role, LimitedBy] = {
-    "train": "limit_train_batches",
-    "val": "limit_val_batches",
-    "validate": "limit_val_batches",
-    "test": "limit_test_batches",
-    "predict": "limit_predict_batches",
-}
 
 
 @dataclass(frozen=True)
@@ -243,7 +234,7 @@ def limit_of(facts: RunFacts, info: LoaderInfo, largest: int | None) -> LimitedB
         return "dataset"
     limit, counts = facts.limits[info.role], info.counts(largest + 1)
     if isinstance(limit, float) and any(count and not int(count * limit) for count in counts):
-        return "overfit_batches" if facts.overfit_batches else _LIMIT_NAMES[info.role]
+        return "overfit_batches" if facts.overfit_batches else LIMIT_NAMES[info.role]
     return "val_check_interval" if info.role == "train" and isinstance(facts.val_check_interval, int) else "dataset"
 
 
