@@ -36,6 +36,7 @@ import pytorch_lightning as pl
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from shared.truth import QUIET
 from shared.zoo import CASES, LARGE, Case, Supervised, case_named, images, resnet_small
 
 _MIB = 1 << 20
@@ -93,10 +94,7 @@ def trainer_of(case: Case, **settings: Any) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         **case.trainer_kwargs,
         **settings,
     )

@@ -35,7 +35,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
-from shared.truth import quieten
+from shared.truth import QUIET, quieten
 
 WHO = ("BatchSizeFinder", "MemGuard")
 SECONDS_AT_MOST = 150
@@ -141,10 +141,7 @@ def trainer_with(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         "num_sanity_val_steps": 0,
         "default_root_dir": ".",
     }

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memguard import MemGuard, estimate
 from lightning_memguard.units import format_bytes
-from shared.truth import MARKER, mark, quieten, walk
+from shared.truth import MARKER, QUIET, mark, quieten, walk
 
 VOCABULARY = 2000
 WIDTH = 64
@@ -146,8 +146,8 @@ def main() -> int:
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     profiler.start()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_epochs=arguments.epochs, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[guard, epochs],
+        accelerator="cpu", devices=1, max_epochs=arguments.epochs, **QUIET,
+        callbacks=[guard, epochs],
     )  # fmt: skip
     trainer.fit(Classifier(), train_dataloaders=loader_of(texts, 4, arguments.seed))
     profiler.stop()

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
-from shared.truth import quieten
+from shared.truth import QUIET, quieten
 
 
 class Tiny(pl.LightningModule):
@@ -65,10 +65,7 @@ def train(turns: Turns, guards: list[Any], steps: int) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[*guards, turns],
     )
     trainer.fit(Tiny(), DataLoader(data, batch_size=1))

@@ -177,7 +177,7 @@ def train(name: str, accelerator: str, batch_size: int | None) -> dict[str, Any]
     from torch.utils.data import DataLoader
 
     from shared.corpus import corpus, pl
-    from shared.truth import quieten
+    from shared.truth import QUIET, quieten
 
     quieten()
     warnings.simplefilter("ignore")
@@ -202,10 +202,7 @@ def train(name: str, accelerator: str, batch_size: int | None) -> dict[str, Any]
         devices=1,
         max_steps=STEPS,
         precision=training.precision,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[steps],
         **training.trainer_kwargs,
     )

@@ -29,7 +29,7 @@ from lightning_memguard import MemGuard
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.replay.footprint import footprint
 from lightning_memguard.training.run.tune import Tuning, tune
-from shared.truth import quieten
+from shared.truth import QUIET, quieten
 from shared.zoo import Case, case_named
 
 ROUNDS = 3
@@ -46,10 +46,7 @@ def trainer_of(case: Case, module: pl.LightningModule, batch_size: int) -> pl.Tr
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.strategy.connect(module)
     trainer._data_connector.attach_data(module, DataLoader(case.dataset(100_000), batch_size=batch_size))

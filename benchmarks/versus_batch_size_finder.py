@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from finder_defects import SCENARIOS, print_defects
 from lightning_memguard import MemGuard
 from lightning_memguard.units import format_bytes, parse_bytes
-from shared.truth import quieten
+from shared.truth import QUIET, quieten
 from shared.zoo import Case, case_named
 
 STEPS = 3
@@ -109,10 +109,7 @@ def trained_here(case: Case, who: str, batch_size: int, room_bytes: int) -> Outc
         max_epochs=1,
         limit_train_batches=STEPS,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[guard] if guard else [],
     )
     error = ""

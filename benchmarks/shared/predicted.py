@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from shared.truth import quieten
+from shared.truth import QUIET, quieten
 from shared.zoo import Case
 
 SCRIPT = Path(__file__).parents[1] / "predicted.py"  # what a fresh process runs
@@ -49,10 +49,7 @@ def predict_here(case: Case, optimizer: str, batch_size: int, budget_bytes: int 
         devices=1,
         max_epochs=1,
         limit_train_batches=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[guard],
         **case.trainer_kwargs,
     )

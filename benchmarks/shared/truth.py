@@ -155,14 +155,20 @@ def fit(case: Case, optimizer: str, loader: DataLoader, batches: int) -> None:
         devices=1,
         max_epochs=1,
         limit_train_batches=batches,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[PhaseMarkers()],
         **case.trainer_kwargs,
     )
     trainer.fit(case.build(optimizer), train_dataloaders=loader)
+
+
+# What a Trainer writes and prints of its own, off.
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def quieten() -> None:
