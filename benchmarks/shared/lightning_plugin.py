@@ -65,6 +65,7 @@ class Observer:
         self.file = config.getoption("--runs").open("a")
         self.pid = os.getpid()
         self.item: Any = None
+        self.threads: list[threading.Thread] = []
         Trainer.__init__ = self.with_guard(Trainer.__init__)
         for name in RUNS:
             setattr(Trainer, name, self.observed(name, getattr(Trainer, name)))
@@ -77,6 +78,7 @@ class Observer:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """A test depends on none before it: the same random numbers, all of Lightning's one-time warnings to come."""
         self.item, self.warnings = item, {}
+        self.threads = threading.enumerate()  # those that an earlier test left behind end at any time
         self.write("start")
         seed()
         for cache in warning_caches():
@@ -123,7 +125,7 @@ class Observer:
                 raised = UNNAMED.sub("", f"{type(error).__name__}: {error}"[:300])
                 raise
             finally:
-                state = state_of(trainer, self.item.funcargs.get("tmp_path"))
+                state = state_of(trainer, self.item.funcargs.get("tmp_path"), self.threads)
                 self.write("run", name=name, raised=raised, state=state, guard=verdict(trainer))
 
         return wrapper
@@ -156,7 +158,7 @@ def verdict(trainer: Trainer) -> dict[str, Any] | None:
 # -- digests
 
 
-def state_of(trainer: Trainer, folder: Path | None) -> dict[str, dict[str, str]]:
+def state_of(trainer: Trainer, folder: Path | None, threads_before: list[threading.Thread]) -> dict[str, dict[str, str]]:
     """What a user can see when a run is over: by kind, each value, or its hash, by its name."""
     module = trainer.lightning_module
     modules = dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {}
@@ -175,7 +177,7 @@ def state_of(trainer: Trainer, folder: Path | None) -> dict[str, dict[str, str]]
         "trainer": attributes(trainer),
         "loops": {name: getattr(trainer, f"{name}_loop").state_dict() for name in RUNS},
         "callbacks": {f"{index} {type(each).__name__}": attributes(each) for index, each in enumerate(callbacks)},
-        "process": process_state(),
+        "process": process_state(threads_before),
         "files": files_in({folder, Path(trainer.default_root_dir)} - {None, Path.cwd()}),
     }  # fmt: skip
     stable = functools.partial(UNNAMED.sub, "")
@@ -187,10 +189,10 @@ def attributes(owner: object) -> dict[str, Any]:
     return {name: each for name, each in own.items() if name not in LISTED_ELSEWHERE}
 
 
-def process_state() -> dict[str, Any]:
+def process_state(threads_before: list[threading.Thread]) -> dict[str, Any]:
     """What a run could leave behind in the process."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
-    names = sorted(type(thread).__name__ for thread in threading.enumerate())
+    names = sorted(type(thread).__name__ for thread in threading.enumerate() if thread not in threads_before)
     threads = torch.get_num_threads(), [name for name in names if name != "TMonitor"]  # tqdm's, which comes and goes
     state = {"modes": modes, "threads": threads, "environment": sorted(os.environ), "folder": str(Path.cwd())}
     return {**state, "dtype": torch.get_default_dtype(), "warning filters": len(warnings.filters)}
