@@ -158,7 +158,7 @@ def verdict(trainer: Trainer) -> dict[str, Any] | None:
 # -- digests
 
 
-def state_of(trainer: Trainer, folder: Path | None, threads_before: list[threading.Thread]) -> dict[str, dict[str, str]]:
+def state_of(trainer: Trainer, folder: Path | None, before: list[threading.Thread]) -> dict[str, dict[str, str]]:
     """What a user can see when a run is over: by kind, each value, or its hash, by its name."""
     module = trainer.lightning_module
     modules = dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {}
@@ -177,7 +177,7 @@ def state_of(trainer: Trainer, folder: Path | None, threads_before: list[threadi
         "trainer": attributes(trainer),
         "loops": {name: getattr(trainer, f"{name}_loop").state_dict() for name in RUNS},
         "callbacks": {f"{index} {type(each).__name__}": attributes(each) for index, each in enumerate(callbacks)},
-        "process": process_state(threads_before),
+        "process": process_state(before),
         "files": files_in({folder, Path(trainer.default_root_dir)} - {None, Path.cwd()}),
     }  # fmt: skip
     stable = functools.partial(UNNAMED.sub, "")
