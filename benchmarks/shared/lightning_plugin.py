@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import WarningCache
 from torch.optim import Optimizer
 
 from lightning_memguard import MemGuard
+from lightning_memguard.training.adapter.run_facts import ROLES, Stage, read_run_facts
+from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
 
 RUNS = ("fit", "validate", "test", "predict")
 DEEPEST = 6
@@ -37,10 +39,12 @@ UNSTABLE = re.compile(r"_hooks|_time(_|$)|^time_elapsed$")  # the keys of hooks 
 UNNAMED = re.compile(  # names drawn at random, and MemGuard's metrics where a warning lists all
     rf"0x[0-9a-f]+|(?<={re.escape(tempfile.gettempdir())}/tmp)\w{{8}}|(?<=tfevents).*|(, )?'memguard/\w+'"
 )
+OURS = re.compile(r"MemGuard|^Batch size \d+ (is unchanged|fits)")  # warnings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--guard", choices=("none", "check", "tune"), default="none")
+    parser.addoption("--guard", choices=("none", "check", "tune", "sized"), default="none")
+    parser.addoption("--sizes", type=Path, help="for sized: what each run of each test was tuned to, in JSON")
     parser.addoption("--runs", type=Path, default=Path(os.devnull))
     parser.addoption("--test-seconds", type=float, default=60.0)
 
@@ -63,9 +67,12 @@ class Observer:
     def __init__(self, config: pytest.Config) -> None:
         self.mode, self.seconds = config.getoption("--guard"), config.getoption("--test-seconds")
         self.file = config.getoption("--runs").open("a")
+        sizes = config.getoption("--sizes")
+        self.sizes: dict[str, list[dict[str, Any] | None]] = json.loads(sizes.read_text()) if sizes else {}
         self.pid = os.getpid()
         self.item: Any = None
         self.threads: list[threading.Thread] = []
+        self.runs = -1
         Trainer.__init__ = self.with_guard(Trainer.__init__)
         for name in RUNS:
             setattr(Trainer, name, self.observed(name, getattr(Trainer, name)))
@@ -78,6 +85,7 @@ class Observer:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """A test depends on none before it: the same random numbers, all of Lightning's one-time warnings to come."""
         self.item, self.warnings = item, {}
+        self.runs = -1
         self.threads = threading.enumerate()  # those that an earlier test left behind end at any time
         self.write("start")
         seed()
@@ -92,7 +100,7 @@ class Observer:
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
         text = UNNAMED.sub("", str(warning_message.message))
-        if "MemGuard" not in text:
+        if not OURS.search(text):
             self.warnings[f"{warning_message.category.__name__}: {text[:200]}"] = "given"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -102,13 +110,13 @@ class Observer:
             self.write("outcome", outcome=report.outcome, seconds=report.duration, error=error[:2000])
 
     def with_guard(self, init: Any) -> Any:
-        """A Trainer's constructor that puts a MemGuard after the test's own callbacks."""
+        """A Trainer's constructor that puts a MemGuard, or what stands in for it, after the test's own callbacks."""
 
         @functools.wraps(init)
         def wrapper(trainer: Trainer, *args: Any, callbacks: Any = None, **kwargs: Any) -> None:
             if self.mode != "none" and not is_shadow(trainer):
                 own = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
-                callbacks = [*own, MemGuard(mode=self.mode)]
+                callbacks = [*own, Sized(self) if self.mode == "sized" else MemGuard(mode=self.mode)]
             init(trainer, *args, callbacks=callbacks, **kwargs)
 
         return wrapper
@@ -118,7 +126,7 @@ class Observer:
         def wrapper(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
             if is_shadow(trainer) or os.getpid() != self.pid or self.item is None:
                 return method(trainer, *args, **kwargs)
-            raised = ""
+            raised, self.runs = "", self.runs + 1
             try:
                 return method(trainer, *args, **kwargs)
             except BaseException as error:
@@ -129,6 +137,31 @@ class Observer:
                 self.write("run", name=name, raised=raised, state=state, guard=verdict(trainer))
 
         return wrapper
+
+
+class Sized(Callback):
+    """Gives a run the batch sizes that it was tuned to, and is nothing else: what a tuned run is compared with."""
+
+    def __init__(self, observer: "Observer") -> None:
+        self.observer = observer
+        self.undo: list[Callable[[], None]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: Stage) -> None:
+        runs = self.observer.sizes.get(self.observer.item.nodeid, [])
+        tuned = dict(enumerate(runs)).get(self.observer.runs)
+        if tuned is None or tuned["outcome"] != "tuned":
+            return
+        facts, size = read_run_facts(trainer, stage), tuned["batch_size"]
+        self.undo = [rewrite_loaders(trainer, facts, ROLES[stage], lambda: size)]
+        if tuned["validation_batch_size"]:
+            self.undo.append(rewrite_loaders(trainer, facts, "val", lambda: tuned["validation_batch_size"]))
+        self.undo.append(set_batch_size(pl_module, trainer.datamodule, size))
+
+    def teardown(self, *_: Any) -> None:
+        while self.undo:
+            self.undo.pop()()
+
+    on_exception = teardown
 
 
 def is_shadow(trainer: Trainer) -> bool:
@@ -150,7 +183,7 @@ def verdict(trainer: Trainer) -> dict[str, Any] | None:
     decision = guard.decision if guard else None
     if decision is None:
         return None
-    names = ("outcome", "reason", "limited_by", "batch_size", "requested_batch_size", "accumulate_grad_batches")
+    names = ("outcome", "reason", "limited_by", "batch_size", "validation_batch_size", "accumulate_grad_batches")
     found = {name: getattr(decision, name) for name in names}
     return {**found, "method": decision.footprint.method if decision.footprint else "none"}
 
@@ -162,7 +195,7 @@ def state_of(trainer: Trainer, folder: Path | None, before: list[threading.Threa
     """What a user can see when a run is over: by kind, each value, or its hash, by its name."""
     module = trainer.lightning_module
     modules = dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {}
-    callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, MemGuard)]
+    callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, MemGuard | Sized)]
     optimizers = [each for each in trainer.optimizers if isinstance(each, Optimizer)]
     numpy_state = np.random.get_state()[1:]  # noqa: NPY002
     kinds = {
