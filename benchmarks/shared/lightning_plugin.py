@@ -157,7 +157,7 @@ class Sized(Callback):
             self.undo.append(rewrite_loaders(trainer, facts, "val", lambda: tuned["validation_batch_size"]))
         self.undo.append(set_batch_size(pl_module, trainer.datamodule, size))
 
-    def teardown(self, *_: Any) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         while self.undo:
             self.undo.pop()()
 
