@@ -49,6 +49,7 @@ ROOMS = {
     "core/capture": [
         "__init__",
         "batch",
+        "constants",
         "fake",
         "mkldnn_lstm",
         "cudnn_rnn",
@@ -120,6 +121,7 @@ ROOMS = {
 }
 NOT_STD = {
     "core/capture/batch.py",
+    "core/capture/constants.py",
     "core/capture/fake.py",
     "core/capture/mkldnn_lstm.py",
     "core/capture/cudnn_rnn.py",
