@@ -49,6 +49,7 @@ ROOMS = {
     "core/capture": [
         "__init__",
         "batch",
+        "repeated",
         "constants",
         "fake",
         "mkldnn_lstm",
@@ -122,6 +123,7 @@ ROOMS = {
 NOT_STD = {
     "core/capture/batch.py",
     "core/capture/constants.py",
+    "core/capture/repeated.py",
     "core/capture/fake.py",
     "core/capture/mkldnn_lstm.py",
     "core/capture/cudnn_rnn.py",

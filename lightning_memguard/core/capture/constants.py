@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
+
+from lightning_memguard.core.capture.repeated import RepeatingFakeMode
 
 _aten = torch.ops.aten
 
@@ -55,7 +57,7 @@ class _Value:
         return self.nbytes if self.storage is not None else 0
 
 
-class KnownFakeMode(FakeTensorMode):
+class KnownFakeMode(RepeatingFakeMode):
     """Fake tensors that know the values of constants. Torch's own know those of single numbers on the CPU."""
 
     def __init__(self, **settings: Any) -> None:
@@ -78,9 +80,9 @@ class KnownFakeMode(FakeTensorMode):
         if kind is _Kind.VIEWS and type(args[0]) is not Tensor:
             kind = _Kind.NOTHING
         if kind is _Kind.NOTHING:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.run(func, types, args, kwargs)
         if kind is _Kind.MAKES:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+            out = self.run(func, types, args, kwargs)
             self._keep_maker(out, _maker(func, args, kwargs))
             return out
         if kind is _Kind.SIZES:
@@ -90,7 +92,7 @@ class KnownFakeMode(FakeTensorMode):
         if kind in (_Kind.SPOILS, _Kind.WRITES):
             for tensor in _written(func, args, kwargs):
                 self.forget(tensor)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return self.run(func, types, args, kwargs)
 
     # -- values
 
@@ -209,7 +211,7 @@ class KnownFakeMode(FakeTensorMode):
         except Exception:  # noqa: BLE001 - such as a kernel that the CPU lacks for a dtype
             for tensor in written:
                 self.forget(tensor)
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.run(func, types, args, kwargs)
         if kind is _Kind.ASKS:
             return real
         if kind is _Kind.SIZES:
@@ -217,7 +219,7 @@ class KnownFakeMode(FakeTensorMode):
                 device = next(_tensors(args)).device
                 out = tree_map(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), real)
         else:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+            out = self.run(func, types, args, kwargs)
         if kind is not _Kind.WRITES:
             with _computing():
                 for fake, value in zip(_tensors(out), _tensors(real), strict=True):
