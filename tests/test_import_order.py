@@ -49,6 +49,8 @@ ROOMS = {
     "core/capture": [
         "__init__",
         "batch",
+        "repeated",
+        "constants",
         "fake",
         "mkldnn_lstm",
         "cudnn_rnn",
@@ -120,6 +122,8 @@ ROOMS = {
 }
 NOT_STD = {
     "core/capture/batch.py",
+    "core/capture/constants.py",
+    "core/capture/repeated.py",
     "core/capture/fake.py",
     "core/capture/mkldnn_lstm.py",
     "core/capture/cudnn_rnn.py",

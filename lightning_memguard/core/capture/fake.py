@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memguard.core.capture.batch import KnownValues
+from lightning_memguard.core.capture.constants import KnownFakeMode, known_value
 from lightning_memguard.errors import CannotTraceError
 
 _aten = torch.ops.aten
@@ -75,6 +76,9 @@ class UnknownFloat(float):
     __hash__ = float.__hash__
 
 
+_MOST_FLAGS = 64  # elements of a frozen parameter that the step may read: a pointer into a queue, a flag
+
+
 class _FakeCopy(TorchFunctionMode):
     """While this is on, ``copy.deepcopy`` makes fake copies of tensors.
 
@@ -99,6 +103,13 @@ class _FakeCopy(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _fake(self, tensor: Tensor) -> Tensor:
+        fake = self._without_memory(tensor)
+        is_trained = tensor.requires_grad or (isinstance(tensor, nn.Parameter) and tensor.numel() > _MOST_FLAGS)
+        if isinstance(self.mode, KnownFakeMode) and not is_trained:
+            self.mode.set_value(fake, tensor)
+        return fake
+
+    def _without_memory(self, tensor: Tensor) -> Tensor:
         address = storage_address(tensor)
         device = self.device if address in self.moving or tensor.is_meta else tensor.device
         shared = self.moving[address] > 1
@@ -334,8 +345,10 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
             if id(tensor) not in memo:
                 memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             return memo[id(tensor)]
-        if func in _READS_FLOAT and args[0].is_floating_point() and args[0].constant is None:
+        if func in _READS_FLOAT and args[0].is_floating_point() and known_value(args[0]) is None:
             return UnknownFloat(1.0) if func is torch.Tensor.item else 1.0
+        if func in _READS_ARRAY and (value := known_value(args[0])) is not None:
+            return func(value, *args[1:], **kwargs)
         if func is _PACK_PADDED:
             data, rows = func(*args, **kwargs)
             return data, rows.as_subclass(KnownValues)
@@ -344,6 +357,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
 
 _PACK_PADDED = torch._VF._pack_padded_sequence
 _READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
+_READS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 # Operators that write into their first argument and return it, with nothing else to do for a fake tensor. Torch's fake
@@ -358,8 +372,10 @@ _WRITES_FIRST = frozenset(
 
 def known_result(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
     """The result of an operator that is known without running it, else None."""
-    known = func in _WRITES_FIRST and type(args[0]) is FakeTensor and args[0].constant is None
-    return args[0] if known else None
+    if func not in _WRITES_FIRST or type(args[0]) is not FakeTensor:
+        return None
+    mode = args[0].fake_mode
+    return args[0] if not isinstance(mode, KnownFakeMode) or mode.note_write(func, args) else None
 
 
 def only_writes(func: OpOverload, args: tuple[Any, ...]) -> bool:

@@ -19,9 +19,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memguard.core.capture import cudnn_rnn, sdpa
+from lightning_memguard.core.capture.constants import KnownFakeMode
 from lightning_memguard.core.capture.fake import Function
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
@@ -36,7 +37,7 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _REGISTER = "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
 
 
-class FakeCudaMode(FakeTensorMode):
+class FakeCudaMode(KnownFakeMode):
     """Fake tensors that never touch a device, whatever `torch.cuda` reports."""
 
     @property
@@ -104,12 +105,16 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
     with ExitStack() as exits:
         for name, answer in _torch_cuda_of(gpu).items():
             exits.enter_context(mock.patch.object(torch.cuda, name, answer))
-        exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
+        exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
         for home, name, _ in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
             exits.enter_context(mock.patch.object(home, name, _overriding(getattr(home, name))))
         _simulated.append(gpu)
         exits.callback(_simulated.pop)
         yield
+
+
+def _nothing(*_: object) -> None:
+    """In place of what is called for each tensor: a mock would take longer than the rest."""
 
 
 def leave_driver_alone() -> None:
@@ -165,25 +170,12 @@ def is_overridden(func: Function, args: tuple[Any, ...]) -> bool:
     """Whether `call` chooses the kernel that the simulated GPU would use, in place of torch."""
     if not _simulated or not args:
         return False
-    if func is torch.tensor:
-        return type(args[0]) is int
     return func in _OVERRIDES and isinstance(args[0], FakeTensor) and args[0].is_cuda
 
 
 def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call the kernel that the simulated GPU would use in place of a torch function."""
-    if func is torch.tensor:
-        return _count(*args, **kwargs)
     return _OVERRIDES[func](_simulated[-1], func, *args, **kwargs)
-
-
-def _count(value: int, **kwargs: Any) -> Tensor:
-    """A number that is moved to the device and read there, such as the length of a loader: fake, but known."""
-    tensor = torch.tensor(value, **kwargs)
-    if isinstance(tensor, FakeTensor):
-        with unset_fake_temporarily():
-            tensor.constant = torch.tensor(value)
-    return tensor
 
 
 def _batch_norm(

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, map_tensors, shapes_of, tensors_in
+from lightning_memguard.core.capture.constants import KnownFakeMode
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of, watching
@@ -320,6 +321,6 @@ def tensors(*, fake: bool, gpu: Gpu | None = None) -> Iterator[FakeTensorMode | 
         if not fake:
             yield None
             return
-        mode = (FakeCudaMode if gpu else FakeTensorMode)(allow_non_fake_inputs=True)
+        mode = (FakeCudaMode if gpu else KnownFakeMode)(allow_non_fake_inputs=True)
         with simulated_cuda(gpu) if gpu else contextlib.nullcontext(), faking(mode):
             yield mode

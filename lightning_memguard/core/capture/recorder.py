@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memguard.core.capture import cudnn_rnn, fake, fake_cuda, mkldnn_lstm
 from lightning_memguard.core.capture.backward import graph_task, walking
 from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
+from lightning_memguard.core.capture.constants import forget_written
 from lightning_memguard.core.capture.fake import Function, by_name, training_threads
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.kernels import table
@@ -157,6 +158,7 @@ class Recorder(TorchDispatchMode):
             with self:  # elsewhere autograd decomposes it before
                 return func._op_dk(_COMPOSED, *args, **kwargs)
         if fake.only_writes(func, args):
+            forget_written(func, args, kwargs)
             self._note(func, args, kwargs, None)
             return None
         try:
@@ -420,7 +422,7 @@ class _ModulePaths(TorchFunctionMode):
     ) -> object:
         out = call_with_overrides(func, args, kwargs or {})
         for tensor in _tensors(out):
-            self._follow(tensor.grad_fn)
+            self._follow(_node_of(tensor))
         return out
 
     def _follow(self, node: Any) -> None:
@@ -435,6 +437,14 @@ class _ModulePaths(TorchFunctionMode):
         here = metadata.get("memguard")
         if here is not None:
             self.recorder.module, self.recorder.source = here
+
+
+def _node_of(tensor: Tensor) -> Any:
+    """The node that made a tensor; None for a view that was written to without gradients, of which torch raises."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_memguard.core.capture.constants import KnownFakeMode
 from lightning_memguard.core.capture.fake import (
     UnknownFloat,
     ValueNeededError,
@@ -59,7 +60,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 @pytest.fixture
 def mode() -> Iterator[FakeTensorMode]:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = KnownFakeMode(allow_non_fake_inputs=True)
     with faking(mode):
         yield mode
 
@@ -425,6 +426,7 @@ def test_what_makes_a_tensor_or_writes_a_real_or_known_one_has_to_run(mode):
     assert known_result(aten.add.Tensor, (x, x)) is None
     assert known_result(aten.add_.Tensor, (real, real)) is None
     assert known_result(aten.add_.Tensor, (known, known)) is None
+    assert known_result(aten.zero_.default, (known,)) is known
 
 
 # Canaries: private names of torch. When one of these dies, PyTorch changed what core/ or training/step.py leans on.
@@ -464,11 +466,11 @@ def test_canary_a_gradient_scaler_steps_by_maybe_opt_step():
     assert asked == [(optimizer, ("closure",), {})]
 
 
-def test_canary_a_fake_tensor_knows_whether_its_value_is_known():
+def test_canary_a_fake_tensors_own_constant_can_be_turned_off():
     with FakeTensorMode():
-        known, unknown = torch.tensor(2.5).constant, torch.empty(()).constant
-    assert known == 2.5
-    assert unknown is None
+        assert torch.tensor(2.5).constant == 2.5
+    with KnownFakeMode():
+        assert torch.tensor(2.5).constant is None
 
 
 def test_canary_a_parameter_is_deep_copied_by_clone():
