@@ -268,7 +268,9 @@ def capture_here(program: Program, batch_size: int, method: Method) -> Trace:
     """
     kernel_target = program.gpu.kernel_target if program.gpu else None
     where = device_to_run_on(program, fake=method != "real")
-    recorder = Recorder(where.type, worst_case=method == "worst-case", kernel_target=kernel_target)
+    recorder = Recorder(
+        where.type, worst_case=method == "worst-case", kernel_target=kernel_target, compiled=method == "compiled"
+    )
     if method == "states":
         program.run_states(recorder)
     else:

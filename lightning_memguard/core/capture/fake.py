@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -152,7 +151,8 @@ def _copy_attributes(parameter: Tensor, parameter_copy: Tensor) -> None:
 
 def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
     """Deep-copy a module, but share its datasets and what cannot be copied (locks, files, generators)."""
-    memo = {**{id(value): value for value in _data_attributes(module)}, **(instead or {})}
+    shared = (*_data_attributes(module), *_compilers(module))
+    memo = {**{id(value): value for value in shared}, **(instead or {})}
     try:
         module_copy = copy.deepcopy(module, dict(memo))
     except Exception:  # noqa: BLE001 - a deep copy can fail in any way; find what cannot be copied, and share it
@@ -160,8 +160,6 @@ def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) ->
             values = (value for name, value in vars(child).items() if name not in _OWN_DICTS)
             memo |= {id(value): value for value in values if not _can_be_copied(value, memo)}
         module_copy = copy.deepcopy(module, dict(memo))
-    if is_compiled(module):
-        _COPIES_OF_COMPILED.add(module_copy)
     _rebind_functions(module, module_copy)
     return module_copy
 
@@ -180,9 +178,25 @@ def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
                 continue
             function: Any = torch._dynamo.eval_frame.innermost_fn(value)
             if id(getattr(function, "__self__", None)) in copies:
-                own[name] = types.MethodType(function.__func__, copies[id(function.__self__)])
+                own[name] = _compiled_like(types.MethodType(function.__func__, copies[id(function.__self__)]), value)
             elif any(id(each) in copies for each in _closed_over(function)):
-                own[name] = _with_modules(function, copies)
+                own[name] = _compiled_like(_with_modules(function, copies), value)
+        if child._compiled_call_impl is not None and id(child) in copies:  # a deep copy drops it
+            own["_compiled_call_impl"] = _compiled_like(copies[id(child)]._call_impl, child._compiled_call_impl)
+
+
+def _compiled_like(function: Function, other: Any) -> Function:
+    """A function, compiled (or kept from being compiled) as another one is. Checked on torch 2.11 and 2.13."""
+    cells = dict(zip(other.__code__.co_freevars, other.__closure__ or (), strict=True))
+    how = cells["self"].cell_contents if "self" in cells and hasattr(other, "_torchdynamo_orig_callable") else None
+    return how(function) if isinstance(how, torch._dynamo.eval_frame._TorchDynamoContext) else function  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _compilers(module: nn.Module) -> Iterator[object]:
+    """How the compiled parts of a module are compiled, which says nothing of the module."""
+    for child in module.modules():
+        if isinstance(child, torch._dynamo.OptimizedModule):
+            yield child.dynamo_ctx
 
 
 def _closed_over(function: Function) -> list[object]:
@@ -242,34 +256,13 @@ def isolated_rng() -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002 - as above
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` or ``Module.compile`` was used on a module, a part of it, or its original."""
-    return module in _COPIES_OF_COMPILED or any(
-        isinstance(child, torch._dynamo.OptimizedModule)
-        or child._compiled_call_impl is not None
-        or any(map(_is_compiled_function, vars(child).values()))
-        for child in module.modules()
-    )
-
-
-def _is_compiled_function(value: object) -> bool:
-    """Whether a function was compiled; one that is only kept from being compiled was not."""
-    if not isinstance(value, types.FunctionType) or not hasattr(value, "_torchdynamo_orig_callable"):
-        return False
-    return not getattr(value, "_torchdynamo_disable", False)
-
-
-_COPIES_OF_COMPILED: WeakSet[nn.Module] = WeakSet()  # a copy loses `Module.compile`
-
-
 @contextmanager
 def faking(mode: FakeTensorMode) -> Iterator[None]:
-    """Run what is inside on fake tensors, compiled modules eagerly.
+    """Run what is inside on fake tensors.
 
     Patches ``nn.Module._apply`` and torch's lists of types for ``foreach``, for all threads of the process.
     """
     with ExitStack() as exits:
-        exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(_modules_can_move())
         for home in _USES_FOREACH:
             types = [*home._foreach_supported_types, FakeTensor]

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.capture import cudnn_rnn, fake, fake_cuda, mkldnn_lstm
+from lightning_memguard.core.capture import compiled, cudnn_rnn, fake, fake_cuda, mkldnn_lstm
 from lightning_memguard.core.capture.backward import graph_task, walking
 from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.capture.fake import Function, by_name, training_threads
@@ -55,11 +55,19 @@ class Recorder(TorchDispatchMode):
         device_type: only storages on this type of device are recorded.
         worst_case: return the largest result of operators whose result depends on values, instead of failing.
         kernel_target: the GPU whose kernels' scratch is counted, where the device is one.
+        compiled: whether what the step compiles runs compiled, see `lightning_memguard.core.capture.compiled`.
     """
 
-    def __init__(self, device_type: str, *, worst_case: bool = False, kernel_target: CudaTarget | None = None) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        worst_case: bool = False,
+        kernel_target: CudaTarget | None = None,
+        compiled: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device_type, self.worst_case = device_type, worst_case
+        self.device_type, self.worst_case, self.compiled = device_type, worst_case, compiled
         self.assumptions: dict[str, None] = {}
         self.phase, self.step, self.module = "setup", 0, ""
         self.source: str | None = None  # of the forward pass, while the backward pass runs; None: read the stack
@@ -134,6 +142,11 @@ class Recorder(TorchDispatchMode):
         return self._kept_bytes + sum(self._bytes[block] for block in self._live.values())
 
     # -- called by torch
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles nothing under a mode that says otherwise."""
+        return True
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -455,10 +468,9 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         recorder.module = stack.pop() if stack else ""
 
     with ExitStack() as exits:
-        exits.enter_context(nn.modules.module.register_module_forward_pre_hook(enter))
-        exits.enter_context(nn.modules.module.register_module_forward_hook(leave, always_call=True))
-        if fake.is_compiled(module):
-            recorder.assumptions["predicted without torch.compile; compiled, the step may take less or more"] = None
+        if not recorder.compiled:  # Dynamo would break its graphs at the hooks
+            exits.enter_context(nn.modules.module.register_module_forward_pre_hook(enter))
+            exits.enter_context(nn.modules.module.register_module_forward_hook(leave, always_call=True))
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
         # Under a dispatch mode the engine adds gradients out of place, without one in place: the walk does the latter.
@@ -467,7 +479,11 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         paths_mode = _ModulePaths(recorder, walked=walked)
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))
-        exits.enter_context(paths_mode)
+        if recorder.compiled:
+            exits.enter_context(compiled.compiling())
+        else:
+            exits.enter_context(compiled.eagerly(lambda note: recorder.assumptions.update({note: None})))
+            exits.enter_context(paths_mode)
         exits.enter_context(recorder)
         yield
 
