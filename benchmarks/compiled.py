@@ -253,8 +253,7 @@ def compare(case: Case, size: int) -> Row:
     started = time.perf_counter()
     found = predict(case.model(), batch)
     seconds = time.perf_counter() - started
-    with torch.compiler.set_stance("force_eager"):
-        eager = predict(_uncompiled(case.model()), batch).peak_allocated_bytes
+    eager = predict(_uncompiled(case.model()), batch).peak_allocated_bytes
     measured, measure_seconds = measure(case, size)
     low = found.low.allocated_bytes if found.low else found.peak_allocated_bytes
     high = found.high.allocated_bytes if found.high else found.peak_allocated_bytes

@@ -32,8 +32,8 @@ NOTE = "predicted without torch.compile: the compiled step may take more or less
 
 
 @contextmanager
-def eagerly(note: Callable[[str], object] = lambda _: None) -> Iterator[None]:
-    """Inside, what is compiled runs as it was written; ``note`` is told so once it does."""
+def noting(note: Callable[[str], object]) -> Iterator[None]:
+    """Where what is compiled runs as it was written: ``note`` is told so once it does."""
     frames: Any = torch._dynamo.eval_frame
     original = frames._callback_from_stance
 
@@ -42,7 +42,7 @@ def eagerly(note: Callable[[str], object] = lambda _: None) -> Iterator[None]:
             note(NOTE)
         return original(callback)
 
-    with torch.compiler.set_stance("force_eager"), mock.patch.object(frames, "_callback_from_stance", callback_of):
+    with mock.patch.object(frames, "_callback_from_stance", callback_of):
         yield
 
 
@@ -86,6 +86,7 @@ def compiling() -> Iterator[None]:
         exits.enter_context(functorch.patch(enable_autograd_cache=False))
         for home, name, instead in (*_without_kernels(), *_in_memory(), *_through_dispatch(), *_when_walked()):
             exits.enter_context(mock.patch.object(home, name, instead, create=name == "open"))
+        exits.enter_context(torch.compiler.set_stance("default"))
         torch._dynamo.reset()
         exits.callback(torch._dynamo.reset)
         exits.enter_context(_beating())

@@ -258,11 +258,12 @@ def isolated_rng() -> Iterator[None]:
 
 @contextmanager
 def faking(mode: FakeTensorMode) -> Iterator[None]:
-    """Run what is inside on fake tensors.
+    """Run what is inside on fake tensors, compiled modules eagerly.
 
     Patches ``nn.Module._apply`` and torch's lists of types for ``foreach``, for all threads of the process.
     """
     with ExitStack() as exits:
+        exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(_modules_can_move())
         for home in _USES_FOREACH:
             types = [*home._foreach_supported_types, FakeTensor]

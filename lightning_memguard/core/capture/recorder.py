@@ -482,7 +482,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         if recorder.compiled:
             exits.enter_context(compiled.compiling())
         else:
-            exits.enter_context(compiled.eagerly(lambda note: recorder.assumptions.update({note: None})))
+            exits.enter_context(compiled.noting(lambda note: recorder.assumptions.update({note: None})))
             exits.enter_context(paths_mode)
         exits.enter_context(recorder)
         yield
