@@ -27,7 +27,6 @@ from torch.autograd.function import BackwardCFunction
 from lightning_memguard.core.capture.backward import release_saved
 from lightning_memguard.core.isolation.pool import beat
 
-
 NOTE = "predicted without torch.compile: the compiled step may take more or less, so this is not a bound"
 
 
@@ -131,7 +130,7 @@ def _in_memory() -> Iterator[_Patch]:
         return module
 
     def open_source(path: Any, *args: Any, **kwargs: Any) -> Any:
-        return io.StringIO(sources[path]) if path in sources else open(path, *args, **kwargs)
+        return io.StringIO(sources[path]) if path in sources else open(path, *args, **kwargs)  # noqa: PTH123 - in its place
 
     yield importlib.import_module("torch._inductor.output_code"), "open", open_source
     yield cache, "write", write

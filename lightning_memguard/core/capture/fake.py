@@ -177,12 +177,20 @@ def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
             if not isinstance(value, types.FunctionType) or own.get(name) is not value:
                 continue
             function: Any = torch._dynamo.eval_frame.innermost_fn(value)
-            if id(getattr(function, "__self__", None)) in copies:
-                own[name] = _compiled_like(types.MethodType(function.__func__, copies[id(function.__self__)]), value)
-            elif any(id(each) in copies for each in _closed_over(function)):
+            rebound = _rebound(function, copies)
+            if rebound is not function:
+                own[name] = _compiled_like(rebound, value)
+            elif any(_rebound(each, copies) is not each for each in _closed_over(function)):
                 own[name] = _compiled_like(_with_modules(function, copies), value)
         if child._compiled_call_impl is not None and id(child) in copies:  # a deep copy drops it
             own["_compiled_call_impl"] = _compiled_like(copies[id(child)]._call_impl, child._compiled_call_impl)
+
+
+def _rebound(value: Any, copies: Mapping[int, nn.Module]) -> Any:
+    """The copy of a module, or a method of a module bound to its copy; all else as it is."""
+    if id(getattr(value, "__self__", None)) in copies:
+        return types.MethodType(value.__func__, copies[id(value.__self__)])
+    return copies.get(id(value), value)
 
 
 def _compiled_like(function: Function, other: Any) -> Function:
@@ -213,7 +221,8 @@ def _closed_over(function: Function) -> list[object]:
 def _with_modules(function: Any, copies: Mapping[int, nn.Module]) -> types.FunctionType:
     """The same function over the copies of its modules."""
     pairs = zip(function.__closure__, _closed_over(function), strict=True)
-    closure = tuple(types.CellType(copies[id(value)]) if id(value) in copies else cell for cell, value in pairs)
+    rebound = [(cell, value, _rebound(value, copies)) for cell, value in pairs]
+    closure = tuple(cell if theirs is value else types.CellType(theirs) for cell, value, theirs in rebound)
     code, defaults = function.__code__, function.__defaults__
     own = types.FunctionType(code, function.__globals__, function.__name__, defaults, closure)
     own.__kwdefaults__ = function.__kwdefaults__
