@@ -114,18 +114,23 @@ def _in_memory() -> Iterator[_Patch]:
     cache = importlib.import_module("torch._inductor.codecache")
     sources: dict[str, str] = {}
 
-    def write(content: Any, extension: str, extra: str = "", *args: Any, **kwargs: Any) -> tuple[str, str]:
+    def write(content: Any, extension: str, extra: str = "", *_: Any, **kwargs: Any) -> tuple[str, str]:
         key: str = kwargs.get("key") or cache.get_hash(content.strip(), extra)
         path = f"<{key}.{extension}>"
         sources[path] = content
         return key, path
 
     def load(
-        _: object, key: str, path: str, linemap: object = None, attrs: dict[str, Any] | None = None, **__: object
+        _: object,
+        key: str,
+        path: str,
+        linemap: object = None,  # noqa: ARG001 - of the same name
+        attrs: dict[str, Any] | None = None,
+        **__: object,
     ) -> types.ModuleType:
         module = types.ModuleType(f"torch._inductor.runtime.compile_tasks.{key}")
         module.__file__ = path
-        exec(compile(sources[path], path, "exec", dont_inherit=True), module.__dict__)
+        exec(compile(sources[path], path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - as torch does
         vars(module).update(attrs or {})
         return module
 

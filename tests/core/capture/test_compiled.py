@@ -89,10 +89,15 @@ def test_the_stance_is_asked_whenever_something_compiled_is_called():
 # -- copies
 
 
+class WithLoss(nn.Sequential):
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).sum()
+
+
 def test_a_copy_of_a_module_is_compiled_as_it_is():
-    module = small_net()
+    module: Any = WithLoss(*small_net())
     module[0].compile(backend="eager")
-    module.loss = torch.compile(module.forward, backend="eager")
+    module.loss = torch.compile(module.loss, backend="eager")
     with FakeTensorMode() as mode:
         copy: Any = fake_copy(module, mode, CPU)
     wrapper = copy[0]._compiled_call_impl
