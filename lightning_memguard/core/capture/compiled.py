@@ -72,28 +72,29 @@ _QUIET = {  # of `torch._inductor.config`: nothing is cached on disk, and no pro
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def compiling(on_autotune: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Inside, what is compiled runs on fake tensors, with kernels that do nothing.
 
     Forgets what was compiled in this process before, and patches torch's compiler for all its threads.
+
+    Args:
+        on_autotune: called before something is compiled whose kernels torch would choose by their speed.
     """
     with ExitStack() as exits:
-        inductor = importlib.import_module("torch._inductor.config")
-        known = {name: value for name, value in _QUIET.items() if _has(inductor, name)}
-        exits.enter_context(inductor.patch(known))
+        inductor: Any = importlib.import_module("torch._inductor.config")
+        always = any(getattr(inductor, name) for name in _CHOOSE_KERNELS)
+        quiet = {**_QUIET, **dict.fromkeys((*_CHOOSE_KERNELS, *_ON_DEVICE), False)}
+        exits.enter_context(inductor.patch({name: value for name, value in quiet.items() if name in inductor._config}))
         functorch: Any = importlib.import_module("torch._functorch.config")
         exits.enter_context(functorch.patch(enable_autograd_cache=False))
-        for home, name, instead in (*_without_kernels(), *_in_memory(), *_through_dispatch(), *_when_walked()):
+        patches = (*_without_kernels(), *_in_memory(), *_through_dispatch(), *_when_walked())
+        for home, name, instead in (*patches, _without_timing(on_autotune, always=always)):
             exits.enter_context(mock.patch.object(home, name, instead, create=name == "open"))
         exits.enter_context(torch.compiler.set_stance("default"))
         torch._dynamo.reset()
         exits.callback(torch._dynamo.reset)
         exits.enter_context(_beating())
         yield
-
-
-def _has(config: Any, name: str) -> bool:
-    return name in config._config
 
 
 _Patch = tuple[Any, str, Any]
@@ -107,6 +108,25 @@ def _without_kernels() -> Iterator[_Patch]:
             yield compiler, name, lambda *_, **__: _NoKernel()
     yield compiler, "wait", lambda *_: None
     yield importlib.import_module("torch._inductor.cpu_vec_isa").VecISA, "check_build", lambda *_: True
+
+
+def _without_timing(on_autotune: Callable[[], object], *, always: bool) -> _Patch:
+    """Nothing is timed to choose between kernels, and nothing recorded as a CUDA graph."""
+    home = importlib.import_module("torch._inductor.compile_fx")
+    original = home.compile_fx
+
+    def compile_fx(*args: Any, config_patches: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        asked = config_patches or {}
+        if always or any(asked.get(name) for name in _CHOOSE_KERNELS):
+            on_autotune()
+        wanted = {name: value for name, value in asked.items() if name not in (*_CHOOSE_KERNELS, *_ON_DEVICE)}
+        return original(*args, config_patches=wanted or None, **kwargs)
+
+    return home, "compile_fx", compile_fx
+
+
+_CHOOSE_KERNELS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
+_ON_DEVICE = ("coordinate_descent_tuning", "triton.cudagraphs")
 
 
 def _in_memory() -> Iterator[_Patch]:

@@ -186,9 +186,12 @@ def predict(
     """
     with captures_of(program) as captures:
         found = _predicted(captures, program, batch_size, settings, context_bytes, scalable)
-        compiles = any(NOTE in trace.notes for trace in found.traces.values())
-        found = replace(found, compiles=compiles and found.method in ("fake", "worst-case"))
-        return found if scalable or not found.compiles else found.proven_at(batch_size)
+        if not any(NOTE in trace.notes for trace in found.traces.values()):
+            return found
+        if program.device.type != "cpu":
+            return replace(found, notes=(*found.notes, "torch.compile is followed on the CPU only"))
+        found = replace(found, compiles=found.method in ("fake", "worst-case"))
+        return found if scalable else found.proven_at(batch_size)
 
 
 def _predicted(

@@ -92,6 +92,8 @@ class Recorder(TorchDispatchMode):
         self.ran_backward = False
         self._batch: tuple[Shapes, int] | None = None
         self._held_at = 0
+        self._autotuned = False
+        self._largest_product = 0
 
     # -- called by the code that runs the step
 
@@ -140,6 +142,11 @@ class Recorder(TorchDispatchMode):
     def alive_bytes(self) -> int:
         """Bytes that are allocated now."""
         return self._kept_bytes + sum(self._bytes[block] for block in self._live.values())
+
+    def note_autotuning(self) -> None:
+        """From now on, matrix products and convolutions may run in kernels that torch.compile chose by their speed."""
+        self._autotuned = True
+        self.assumptions[_AUTOTUNED] = None
 
     # -- called by torch
 
@@ -197,6 +204,8 @@ class Recorder(TorchDispatchMode):
         """Record what an operator allocated: scratch, results, and scratch next to the results."""
         name = sys.intern(str(func))
         results = list(_tensors(out))
+        if self._autotuned and results and name.split(".")[1] in _TIMED:
+            self._largest_product = max(self._largest_product, results[0].numel() * results[0].element_size())
         if isinstance(self._on, CudaTarget) and table.takes_cublas(name):
             self._open_cublas(name, self._on)
         elsewhere = bool(results) and results[0].device.type != self.device_type
@@ -309,8 +318,20 @@ class Recorder(TorchDispatchMode):
             row if row.part else row._replace(part=self._parts.get(row.block, "temporaries")) for row in self._rows
         )
         kernels, spans = tuple(self._kernels), tuple(self._scratch_spans)
+        if self._largest_product:
+            where = "workspaces", "setup"
+            more = Event("alloc", len(self._bytes), self._largest_product, *where, case="high")
+            events = (*events[: self._held_at], more, *events[self._held_at :])
+            kernels = spans = ()
         assumed, held_at = (*notes, *self.assumptions), self._held_at
         return Trace(batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at)
+
+
+_AUTOTUNED = (
+    "max-autotune chooses kernels by their speed: predicted with those of the default mode, and at most with one more "
+    "result of the largest matrix product or convolution"
+)
+_TIMED = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution_pointwise", "_mkl_linear"))
 
 
 @functools.cache
@@ -480,7 +501,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))
         if recorder.compiled:
-            exits.enter_context(compiled.compiling())
+            exits.enter_context(compiled.compiling(recorder.note_autotuning))
         else:
             exits.enter_context(compiled.noting(lambda note: recorder.assumptions.update({note: None})))
             exits.enter_context(paths_mode)
