@@ -50,6 +50,10 @@ def largest_that_runs(
             continue
         if proven is not prediction:
             decision = _decide(partial(footprint_at, proven), budget, even, is_refused)
+        if proven.compiles and decision.batch_size not in proven.compiled:  # it is an estimate there
+            known = [size for size in proven.compiled if size < decision.batch_size]
+            capped = replace(even, max_batch_size=max(known, default=even.smallest_batch_size))
+            decision = _decide(partial(footprint_at, proven), budget, capped, is_refused)
         return decision, proven
     raise failures[0]
 
