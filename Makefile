@@ -19,7 +19,7 @@ CUDA_BIN := $(CUDA_VENV)/bin
 CUDA_STAMP := $(CUDA_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench suite effects deciding accuracy builds matrix nohang clean
+.PHONY: help demo test lint bench compiled suite effects deciding accuracy builds matrix nohang clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -43,6 +43,9 @@ bench: $(STAMP) ## measure accuracy on the CPU, speed and advice, and compare wi
 	$(BIN)/python benchmarks/long_tail.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/advice.py
+
+compiled: $(STAMP) ## compare predictions for models under torch.compile with really compiled steps (needs g++; ten minutes)
+	$(BIN)/python benchmarks/compiled.py
 
 # A checkout of Lightning's repository, of the version that is installed.
 CHECKOUT ?= build/lightning

@@ -20,6 +20,7 @@ Row = tuple[str, str, str]
 """A part or a total, its size, its share."""
 
 _METHODS = {
+    "compiled": "traced on fake tensors as torch.compile compiles it, no memory allocated",
     "fake": "traced on fake tensors, no memory allocated",
     "worst-case": "traced on fake tensors; sizes that depend on values are assumed to be the largest possible",
     "real": "from real steps at small batch sizes, run on a copy",

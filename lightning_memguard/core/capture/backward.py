@@ -183,6 +183,13 @@ class _Saved:
         for handle in sorted(handles, key=lambda handle: handle.number):
             handle.empty()
 
+    def release_early(self, sequence_nr: int) -> None:
+        """Free what the node of this number has saved, before it has run."""
+        for ref in self.handles.pop(sequence_nr, ()):
+            handle = ref()
+            if handle is not None:
+                handle.empty()
+
     def _handles_of(self, node: _Node, name: str) -> list[_Handle]:
         """In-place operators copy their input first, in a node of its own: then only the attribute leads to it."""
         saved = getattr(node, name)
@@ -210,6 +217,13 @@ _NODES_OF_VIEWS = 8  # nodes that a chain of views may have; an older CopySlices
 @functools.cache
 def _saved_names(node_type: type) -> tuple[str, ...]:
     return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
+
+
+def release_saved(node: Any) -> None:
+    """Free what a ``torch.autograd.Function`` has saved while it still runs, as a compiled backward pass does."""
+    engine: Any = Variable._execution_engine
+    if isinstance(engine, _Walker):
+        engine.saved.release_early(node._sequence_nr())
 
 
 class _Queue:

@@ -61,7 +61,8 @@ class _Raised:
     def from_error(cls, error: BaseException) -> _Raised:
         if isinstance(error, CaptureFailedError):
             return cls(str(error), error.reason, error.value_needed)
-        first, place = (str(error).strip().splitlines() or ["no message"])[0], line_behind(error)
+        lines, place = str(error).strip().splitlines() or ["no message"], line_behind(error)
+        first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         ours = isinstance(error, MemGuardError)
         reason = first.removesuffix(".") if ours else f"{type(error).__name__}: {first[:200]}"
         return cls(f"{reason}, at {place}" if place else reason, reason, _needs_value(error))
@@ -268,7 +269,9 @@ def capture_here(program: Program, batch_size: int, method: Method) -> Trace:
     """
     kernel_target = program.gpu.kernel_target if program.gpu else None
     where = device_to_run_on(program, fake=method != "real")
-    recorder = Recorder(where.type, worst_case=method == "worst-case", kernel_target=kernel_target)
+    recorder = Recorder(
+        where.type, worst_case=method == "worst-case", kernel_target=kernel_target, compiled=method == "compiled"
+    )
     if method == "states":
         program.run_states(recorder)
     else:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -163,7 +162,8 @@ def _copy_attributes(parameter: Tensor, parameter_copy: Tensor) -> None:
 
 def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
     """Deep-copy a module, but share its datasets and what cannot be copied (locks, files, generators)."""
-    memo = {**{id(value): value for value in _data_attributes(module)}, **(instead or {})}
+    shared = (*_data_attributes(module), *_compilers(module))
+    memo = {**{id(value): value for value in shared}, **(instead or {})}
     try:
         module_copy = copy.deepcopy(module, dict(memo))
     except Exception:  # noqa: BLE001 - a deep copy can fail in any way; find what cannot be copied, and share it
@@ -171,8 +171,6 @@ def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) ->
             values = (value for name, value in vars(child).items() if name not in _OWN_DICTS)
             memo |= {id(value): value for value in values if not _can_be_copied(value, memo)}
         module_copy = copy.deepcopy(module, dict(memo))
-    if is_compiled(module):
-        _COPIES_OF_COMPILED.add(module_copy)
     _rebind_functions(module, module_copy)
     return module_copy
 
@@ -190,10 +188,34 @@ def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
             if not isinstance(value, types.FunctionType) or own.get(name) is not value:
                 continue
             function: Any = torch._dynamo.eval_frame.innermost_fn(value)
-            if id(getattr(function, "__self__", None)) in copies:
-                own[name] = types.MethodType(function.__func__, copies[id(function.__self__)])
-            elif any(id(each) in copies for each in _closed_over(function)):
-                own[name] = _with_modules(function, copies)
+            rebound = _rebound(function, copies)
+            if rebound is not function:
+                own[name] = _compiled_like(rebound, value)
+            elif any(_rebound(each, copies) is not each for each in _closed_over(function)):
+                own[name] = _compiled_like(_with_modules(function, copies), value)
+        if child._compiled_call_impl is not None and id(child) in copies:  # a deep copy drops it
+            own["_compiled_call_impl"] = _compiled_like(copies[id(child)]._call_impl, child._compiled_call_impl)
+
+
+def _rebound(value: Any, copies: Mapping[int, nn.Module]) -> Any:
+    """The copy of a module, or a method of a module bound to its copy; all else as it is."""
+    if id(getattr(value, "__self__", None)) in copies:
+        return types.MethodType(value.__func__, copies[id(value.__self__)])
+    return copies.get(id(value), value)
+
+
+def _compiled_like(function: Function, other: Any) -> Function:
+    """A function, compiled (or kept from being compiled) as another one is. Checked on torch 2.11 and 2.13."""
+    cells = dict(zip(other.__code__.co_freevars, other.__closure__ or (), strict=True))
+    how = cells["self"].cell_contents if "self" in cells and hasattr(other, "_torchdynamo_orig_callable") else None
+    return how(function) if isinstance(how, torch._dynamo.eval_frame._TorchDynamoContext) else function  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _compilers(module: nn.Module) -> Iterator[object]:
+    """How the compiled parts of a module are compiled, which says nothing of the module."""
+    for child in module.modules():
+        if isinstance(child, torch._dynamo.OptimizedModule):
+            yield child.dynamo_ctx
 
 
 def _closed_over(function: Function) -> list[object]:
@@ -210,7 +232,8 @@ def _closed_over(function: Function) -> list[object]:
 def _with_modules(function: Any, copies: Mapping[int, nn.Module]) -> types.FunctionType:
     """The same function over the copies of its modules."""
     pairs = zip(function.__closure__, _closed_over(function), strict=True)
-    closure = tuple(types.CellType(copies[id(value)]) if id(value) in copies else cell for cell, value in pairs)
+    rebound = [(cell, value, _rebound(value, copies)) for cell, value in pairs]
+    closure = tuple(cell if theirs is value else types.CellType(theirs) for cell, value, theirs in rebound)
     code, defaults = function.__code__, function.__defaults__
     own = types.FunctionType(code, function.__globals__, function.__name__, defaults, closure)
     own.__kwdefaults__ = function.__kwdefaults__
@@ -251,26 +274,6 @@ def isolated_rng() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002 - as above
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` or ``Module.compile`` was used on a module, a part of it, or its original."""
-    return module in _COPIES_OF_COMPILED or any(
-        isinstance(child, torch._dynamo.OptimizedModule)
-        or child._compiled_call_impl is not None
-        or any(map(_is_compiled_function, vars(child).values()))
-        for child in module.modules()
-    )
-
-
-def _is_compiled_function(value: object) -> bool:
-    """Whether a function was compiled; one that is only kept from being compiled was not."""
-    if not isinstance(value, types.FunctionType) or not hasattr(value, "_torchdynamo_orig_callable"):
-        return False
-    return not getattr(value, "_torchdynamo_disable", False)
-
-
-_COPIES_OF_COMPILED: WeakSet[nn.Module] = WeakSet()  # a copy loses `Module.compile`
 
 
 @contextmanager

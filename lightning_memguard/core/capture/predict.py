@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, capture, captures_of
+from lightning_memguard.core.capture.compiled import NOTE
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.replay.footprint import Footprint, footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -44,6 +45,9 @@ class Prediction:
         traces: those captured to predict from, by batch size.
         share: a trace -> what one process has of it, where several divide it.
         seen: the batches that the step was given where it was captured, by batch size: shapes and bytes.
+        compiles: whether the step calls what torch.compile compiles, which ``growth`` and ``traces`` have as written.
+        compiled: the same step captured as it is compiled, by batch size; `proven_at` adds to them. Between them
+            footprints are estimates.
     """
 
     program: Program
@@ -56,6 +60,8 @@ class Prediction:
     traces: Mapping[int, Trace] = field(default_factory=dict)
     share: Callable[[Trace], Trace] | None = None
     seen: dict[int, tuple[Shapes, int] | None] = field(default_factory=dict, compare=False)
+    compiles: bool = False
+    compiled: Mapping[int, Trace] = field(default_factory=dict)
     # What it was asked for so far; a copy starts with its own.
     _known_traces: dict[int, Trace] = field(init=False, repr=False, compare=False, default_factory=dict)
     _known_footprints: dict[int, Footprint] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -63,10 +69,17 @@ class Prediction:
     def packed(self) -> Prediction:
         """The same in little memory, slower to ask. Captures that the growth reproduces are let go."""
         growth = PackedGrowth.of(self.growth) if isinstance(self.growth, Growth) else self.growth
-        return replace(self, growth=growth, traces=PackedTraces({} if growth else self.traces))
+        compiled = PackedTraces(self.compiled)
+        return replace(self, growth=growth, traces=PackedTraces({} if growth else self.traces), compiled=compiled)
+
+    def uncompiled(self) -> Prediction:
+        """The same as if torch.compile did nothing."""
+        return replace(self, compiles=False, compiled={})
 
     def trace_at(self, batch_size: int) -> Trace:
         """The step's events at one batch size."""
+        if batch_size in self.compiled:
+            return self.compiled[batch_size]
         if self.method == "states":
             return replace(next(iter(self.traces.values())), batch_size=batch_size)
         if batch_size in self.traces:
@@ -77,8 +90,8 @@ class Prediction:
             self._known_traces[batch_size] = self._captured_at(batch_size)
         return self._known_traces[batch_size]
 
-    def _captured_at(self, batch_size: int) -> Trace:
-        trace = capture(self.program, batch_size, self.method)
+    def _captured_at(self, batch_size: int, method: Method | None = None) -> Trace:
+        trace = capture(self.program, batch_size, method or self.method)
         self.seen[batch_size] = trace.batch
         return trace
 
@@ -94,20 +107,50 @@ class Prediction:
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the step at one batch size."""
         known = self._known_footprints
+        if batch_size not in known and self.compiled and batch_size not in self.compiled:
+            known[batch_size] = self._estimate_at(batch_size)
         if batch_size not in known:
             found = footprint(self.own_trace_at(batch_size), self.settings, self.context_bytes)
             known[batch_size] = replace(found, notes=tuple(dict.fromkeys((*self.notes, *found.notes))))
         return known[batch_size]
 
+    def _estimate_at(self, batch_size: int) -> Footprint:
+        """The compiled step at a size between or beyond those captured: peaks are close to lines.
+
+        From one size alone, it grows as the step as written does.
+        """
+        near, *others = sorted(self.compiled, key=lambda size: abs(size - batch_size))
+        at_near = self.footprint_at(near)
+        if others:
+            rise = self.footprint_at(others[0]).peak_allocated_bytes - at_near.peak_allocated_bytes
+            more = rise * (batch_size - near) // (others[0] - near)
+        else:
+            eager = self.uncompiled()
+            here, there = eager.footprint_at(batch_size).peak_allocated_bytes, eager.footprint_at(near)
+            static = sum(at_near.parts[part] for part in ("parameters", "buffers", "optimizer_state"))
+            ratio = (at_near.peak_allocated_bytes - static) / max(1, there.peak_allocated_bytes - static)
+            more = int(ratio * (here - there.peak_allocated_bytes))
+        return replace(at_near.plus(more, "activations"), batch_size=batch_size)
+
     def proven_at(self, batch_size: int) -> Prediction:
-        """Capture the step at this size and compare it with the growth.
+        """Capture the step at this size: as it is compiled, if it is, else to compare it with the growth.
 
         Returns:
-            This prediction if the two agree, or there is nothing to compare; else one that captures each size.
+            This prediction if the two agree, or there is nothing to compare; else one that captures each size. For a
+            step that is compiled, one that knows this size.
 
         Raises:
             StepFailsError: the step does not run at this size, though it did at others.
         """
+        if batch_size in self.compiled:
+            return self
+        if self.compiles:
+            try:
+                trace = self._captured_at(batch_size, "compiled")
+            except CaptureFailedError as error:
+                why = replace(self.uncompiled(), notes=(*self.notes, _reason("compiled", error)))
+                return why.proven_at(batch_size)
+            return replace(self, compiled={**self.compiled, batch_size: trace})
         if self.growth is None or self.method not in ("fake", "worst-case") or batch_size in self.traces:
             return self
         try:
@@ -142,7 +185,13 @@ def predict(
         CannotTraceError: not even the states could be made.
     """
     with captures_of(program) as captures:
-        return _predicted(captures, program, batch_size, settings, context_bytes, scalable)
+        found = _predicted(captures, program, batch_size, settings, context_bytes, scalable)
+        if not any(NOTE in trace.notes for trace in found.traces.values()):
+            return found
+        if program.device.type != "cpu":
+            return replace(found, notes=(*found.notes, "torch.compile is followed on the CPU only"))
+        found = replace(found, compiles=found.method in ("fake", "worst-case"))
+        return found if scalable else found.proven_at(batch_size)
 
 
 def _predicted(
@@ -231,6 +280,7 @@ def _all_captured(captures: Captures, program: Program, sizes: Sequence[int], me
 
 def _reason(method: Method, error: CannotTraceError) -> str:
     ways = {
+        "compiled": "torch.compile could not run on fake tensors",
         "fake": "the step could not run on fake tensors",
         "worst-case": "the step could not run on fake tensors, even assuming the largest result of each operator",
         "real": "the step could not run on a copy",

@@ -319,7 +319,8 @@ def tensors(*, fake: bool, gpu: Gpu | None = None) -> Iterator[FakeTensorMode | 
     """
     with isolated_rng():
         if not fake:
-            yield None
+            with torch.compiler.set_stance("force_eager"):  # a child cannot build kernels
+                yield None
             return
         mode = (FakeCudaMode if gpu else KnownFakeMode)(allow_non_fake_inputs=True)
         with simulated_cuda(gpu) if gpu else contextlib.nullcontext(), faking(mode):

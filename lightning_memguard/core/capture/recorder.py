@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.capture import cudnn_rnn, fake, fake_cuda, mkldnn_lstm
+from lightning_memguard.core.capture import compiled, cudnn_rnn, fake, fake_cuda, mkldnn_lstm
 from lightning_memguard.core.capture.backward import graph_task, walking
 from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.capture.constants import forget_written
@@ -56,11 +56,19 @@ class Recorder(TorchDispatchMode):
         device_type: only storages on this type of device are recorded.
         worst_case: return the largest result of operators whose result depends on values, instead of failing.
         kernel_target: the GPU whose kernels' scratch is counted, where the device is one.
+        compiled: whether what the step compiles runs compiled, see `lightning_memguard.core.capture.compiled`.
     """
 
-    def __init__(self, device_type: str, *, worst_case: bool = False, kernel_target: CudaTarget | None = None) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        worst_case: bool = False,
+        kernel_target: CudaTarget | None = None,
+        compiled: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device_type, self.worst_case = device_type, worst_case
+        self.device_type, self.worst_case, self.compiled = device_type, worst_case, compiled
         self.assumptions: dict[str, None] = {}
         self.phase, self.step, self.module = "setup", 0, ""
         self.source: str | None = None  # of the forward pass, while the backward pass runs; None: read the stack
@@ -85,6 +93,8 @@ class Recorder(TorchDispatchMode):
         self.ran_backward = False
         self._batch: tuple[Shapes, int] | None = None
         self._held_at = 0
+        self._autotuned = False
+        self._largest_product = 0
 
     # -- called by the code that runs the step
 
@@ -134,7 +144,17 @@ class Recorder(TorchDispatchMode):
         """Bytes that are allocated now."""
         return self._kept_bytes + sum(self._bytes[block] for block in self._live.values())
 
+    def note_autotuning(self) -> None:
+        """From now on, matrix products and convolutions may run in kernels that torch.compile chose by their speed."""
+        self._autotuned = True
+        self.assumptions[_AUTOTUNED] = None
+
     # -- called by torch
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles nothing under a mode that says otherwise."""
+        return True
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -186,6 +206,8 @@ class Recorder(TorchDispatchMode):
         """Record what an operator allocated: scratch, results, and scratch next to the results."""
         name = sys.intern(str(func))
         results = list(_tensors(out))
+        if self._autotuned and results and name.split(".")[1] in _TIMED:
+            self._largest_product = max(self._largest_product, results[0].numel() * results[0].element_size())
         if isinstance(self._on, CudaTarget) and table.takes_cublas(name):
             self._open_cublas(name, self._on)
         elsewhere = bool(results) and results[0].device.type != self.device_type
@@ -298,8 +320,20 @@ class Recorder(TorchDispatchMode):
             row if row.part else row._replace(part=self._parts.get(row.block, "temporaries")) for row in self._rows
         )
         kernels, spans = tuple(self._kernels), tuple(self._scratch_spans)
+        if self._largest_product:
+            where = "workspaces", "setup"
+            more = Event("alloc", len(self._bytes), self._largest_product, *where, case="high")
+            events = (*events[: self._held_at], more, *events[self._held_at :])
+            kernels = spans = ()
         assumed, held_at = (*notes, *self.assumptions), self._held_at
         return Trace(batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at)
+
+
+_AUTOTUNED = (
+    "max-autotune chooses kernels by their speed: predicted with those of the default mode, and at most with one more "
+    "result of the largest matrix product or convolution"
+)
+_TIMED = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution_pointwise", "_mkl_linear"))
 
 
 @functools.cache
@@ -465,10 +499,9 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         recorder.module = stack.pop() if stack else ""
 
     with ExitStack() as exits:
-        exits.enter_context(nn.modules.module.register_module_forward_pre_hook(enter))
-        exits.enter_context(nn.modules.module.register_module_forward_hook(leave, always_call=True))
-        if fake.is_compiled(module):
-            recorder.assumptions["predicted without torch.compile; compiled, the step may take less or more"] = None
+        if not recorder.compiled:  # Dynamo would break its graphs at the hooks
+            exits.enter_context(nn.modules.module.register_module_forward_pre_hook(enter))
+            exits.enter_context(nn.modules.module.register_module_forward_hook(leave, always_call=True))
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
         # Under a dispatch mode the engine adds gradients out of place, without one in place: the walk does the latter.
@@ -477,7 +510,11 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         paths_mode = _ModulePaths(recorder, walked=walked)
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))
-        exits.enter_context(paths_mode)
+        if recorder.compiled:
+            exits.enter_context(compiled.compiling(recorder.note_autotuning))
+        else:
+            exits.enter_context(compiled.noting(lambda note: recorder.assumptions.update({note: None})))
+            exits.enter_context(paths_mode)
         exits.enter_context(recorder)
         yield
 

@@ -10,10 +10,11 @@ from lightning_memguard.core.trace.scratch import ByteRange, Moment, Scratch
 
 Action = Literal["alloc", "free"]
 
-Method = Literal["fake", "worst-case", "real", "states"]
+Method = Literal["compiled", "fake", "worst-case", "real", "states"]
 """How a trace was obtained, best first.
 
-``fake``: the step ran on fake tensors. ``worst-case``: the same, and an operator whose result depends on values was
+``compiled``: the step ran on fake tensors as torch.compile compiles it. ``fake``: the step ran on fake tensors, all of
+it as written. ``worst-case``: the same, and an operator whose result depends on values was
 given its largest result. ``real``: the step ran on real tensors at small sizes, on a copy. ``states``: no step could
 be run; only parameters, buffers, gradients and optimizer state are known.
 """

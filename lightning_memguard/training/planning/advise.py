@@ -24,6 +24,7 @@ from lightning_memguard.training.planning.remedies import Family, Remedy, famili
 _KINDS_PAIRED = 4  # the best remedy of each of so many kinds is tried in pairs: at most six
 
 _OTHERWISE: dict[Method, str] = {  # why the step with a remedy cannot be compared with the step as it is
+    "compiled": "with it, only the compiled step is known",
     "fake": "only with it, the step runs on fake tensors",
     "worst-case": "with it, only the largest size possible is known",
     "real": "with it, the step runs on real tensors only",
@@ -62,7 +63,7 @@ def try_remedies(
     """Find out what would make a step take less memory, by predicting it with each remedy and with two of them.
 
     Args:
-        prediction: the step as it is.
+        prediction: the step as it is; what it compiles is compared as written.
         batch_size: samples per batch.
         budget: what the step is to fit into.
         combinations: try pairs of the best remedies too.
@@ -77,6 +78,7 @@ def try_remedies(
         ```
     """
     until = None if most_seconds is None else time.monotonic() + most_seconds
+    prediction = prediction.uncompiled()
     families = families_for(prediction, batch_size)
     attempts = _Attempts(prediction, batch_size, budget, progress, until, list(itertools.chain(*families)))
     with attempts.isolated:

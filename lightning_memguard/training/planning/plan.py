@@ -93,7 +93,9 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
 def _plan(subject: Subject, device: str, limits: Limits) -> Plan:
     prediction, budget = predict_on(subject, device, limits)
     proven = prediction.proven_at(subject.batch_size)
-    if proven is not prediction:
+    if proven.compiles:
+        prediction = proven
+    elif proven is not prediction:
         # A single sample differs from how other sizes grow: tensors of length 1 need no copies to be contiguous. Other
         # sizes still come from the growth, which is proven where it is used.
         traces = {**prediction.traces, subject.batch_size: proven.traces[subject.batch_size]}

@@ -10,6 +10,7 @@ from functools import partial
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.errors import DoesNotFitError
 
 
 def largest_that_runs(
@@ -37,6 +38,8 @@ def largest_that_runs(
         StepFailsError: the step fails at each size tried; the error is that of the first.
     """
     failures = []
+    if prediction.compiles and request.free_to_choose:
+        prediction = _compiled_around(prediction, budget, request, footprint_at, is_refused)
     for power in range(5):
         even = replace(request, multiple_of=math.lcm(request.multiple_of, 1 << power))
         decision = _decide(partial(footprint_at, prediction), budget, even, is_refused)
@@ -47,8 +50,37 @@ def largest_that_runs(
             continue
         if proven is not prediction:
             decision = _decide(partial(footprint_at, proven), budget, even, is_refused)
+        if proven.compiles and decision.batch_size not in proven.compiled:  # it is an estimate there
+            known = [size for size in proven.compiled if size < decision.batch_size]
+            capped = replace(even, max_batch_size=max(known, default=even.smallest_batch_size))
+            decision = _decide(partial(footprint_at, proven), budget, capped, is_refused)
         return decision, proven
     raise failures[0]
+
+
+def _compiled_around(
+    prediction: Prediction,
+    budget: Budget,
+    request: Request,
+    footprint_at: Callable[[Prediction, int], Footprint],
+    is_refused: Callable[[int], bool],
+) -> Prediction:
+    """Capture a compiled step at the sizes that are chosen in turn, until one is chosen that is known."""
+    for _ in range(_MOST_COMPILED):
+        try:
+            size = _decide(partial(footprint_at, prediction), budget, request, is_refused).batch_size
+        except DoesNotFitError:
+            size = request.smallest_batch_size
+        if size in prediction.compiled:
+            break
+        try:
+            prediction = prediction.proven_at(size)
+        except StepFailsError:
+            break
+    return prediction
+
+
+_MOST_COMPILED = 4
 
 
 def _decide(

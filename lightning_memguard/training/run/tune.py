@@ -35,6 +35,7 @@ class Tuning:
     ranks: Ranks = field(default_factory=Ranks)
 
 
+_COMPILING = "MemGuard: following torch.compile on a copy of the step, which takes 2 to 40 s a batch size ..."
 _ADVICE_SECONDS = 20.0  # the run cannot start: its user should soon know why
 
 
@@ -53,6 +54,8 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             # after the budget, which counts an open context as ours: measuring it opens it
             context = attempt(lambda: context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
+            if profile.prediction.compiles and trainer.is_global_zero:
+                print(_COMPILING, flush=True)  # noqa: T201 - what follows takes long
             profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, profile.held_bytes))
             answers = ranks.gather((profile.request.free_to_choose, profile.request.fixed_because))
             profile = replace(profile, request=_common(profile.request, answers))

@@ -499,21 +499,6 @@ def test_channels_last_is_as_large():
     assert found.parts["batch"] == planned().parts["batch"] == IMAGES.nbytes
 
 
-@pytest.mark.filterwarnings("ignore:Using `torch.compile")
-@pytest.mark.parametrize("by", ["torch.compile", "Module.compile", "a compiled part"])
-def test_a_compiled_module_runs_eagerly_and_a_note_says_so(by):
-    model = small_net()
-    if by == "torch.compile":
-        model = torch.compile(model)
-    elif by == "Module.compile":
-        model.compile()
-    else:
-        model[0].compile()
-    found = planned(model)
-    assert found.notes == ("predicted without torch.compile; compiled, the step may take less or more",)
-    assert found.peak_allocated_bytes == planned().peak_allocated_bytes
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_keeps_no_activations_of_its_inside(reentrant):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)))

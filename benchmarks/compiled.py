@@ -1,0 +1,312 @@
+"""Predicted against measured for models that torch.compile compiles, on the CPU, byte for byte.
+
+`estimate` predicts: it compiles nothing, and needs no C++ compiler. Then a process of its own really compiles the model
+(that needs g++), trains it, and has PyTorch's profiler record one step once nothing is compiled any more. What is there
+before that step (parameters, buffers, optimizer state, batch) is added by its bytes.
+
+    python benchmarks/compiled.py                        # the table; some ten minutes on two cores
+    python benchmarks/compiled.py --only mlp gpt --json results.json
+    python benchmarks/compiled.py --measure mlp 256      # one real step: the blocks alive at its peak
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_memguard import estimate
+from shared.truth import MemoryEvent, live_bytes, memory_events
+
+GOAL_PERCENT = 0.1
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+class ResNetBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(out + self.shortcut(x))
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 with the first layer that small images are given."""
+    shapes = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+    shapes += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
+    first = (nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2))
+    blocks = [ResNetBlock(*shape) for shape in shapes]
+    return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def conv_bn() -> nn.Module:
+    first = (nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+    second = (nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+    return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def mlp(dropout: float = 0.0) -> nn.Module:
+    hidden = (nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512), nn.Dropout(dropout))
+    return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Dropout(dropout), *hidden, nn.Linear(512, 10))
+
+
+class GPTBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 128, heads: int = 4, layers: int = 6, tokens: int = 1000, length: int = 64) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[GPTBlock(width, heads) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 4, 512, 0.1, batch_first=True), 2)
+        self.head = nn.Linear(64 * 128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).flatten(1))  # type: ignore[no-any-return]
+
+
+class LSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, 128, 2, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])  # type: ignore[no-any-return]
+
+
+class GraphBreak(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 512), nn.Linear(512, 512)
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.first(x))
+        torch._dynamo.graph_break()
+        return self.head(F.gelu(self.second(x)) * x)  # type: ignore[no-any-return]
+
+
+def parts_of(model: nn.Module) -> nn.Module:
+    """`Module.compile()` on parts."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile()  # type: ignore[operator]
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A compiled model, its batches, and two sizes of them."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    sample: Callable[[int], Tensor]
+    sizes: tuple[int, int]
+    classes: int = 10
+    precision: str = "32-true"
+
+    def batch(self, size: int) -> tuple[Tensor, Tensor]:
+        inputs = self.sample(size)
+        return inputs, torch.randint(self.classes, inputs.shape if self.classes > 10 else (size,))
+
+
+def loss_of(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    out = model(batch[0])
+    return F.cross_entropy(out.reshape(-1, out.shape[-1]), batch[1].reshape(-1))
+
+
+def rows(size: int) -> Tensor:
+    return torch.randn(size, 256)
+
+
+def images(size: int) -> Tensor:
+    return torch.randn(size, 3, 32, 32)
+
+
+def tokens(size: int) -> Tensor:
+    return torch.randint(1000, (size, 64))
+
+
+CASES = (
+    Case("mlp", lambda: torch.compile(mlp()), rows, (256, 1024)),
+    Case("conv_bn", lambda: torch.compile(conv_bn()), images, (16, 64)),
+    Case("resnet18", lambda: torch.compile(resnet18()), images, (16, 32)),
+    Case("gpt", lambda: torch.compile(GPT()), tokens, (8, 24), 1000),
+    Case("encoder", lambda: torch.compile(Encoder()), lambda n: torch.randn(n, 64, 128), (16, 48)),
+    Case("lstm", lambda: torch.compile(LSTM()), lambda n: torch.randn(n, 30, 32), (16, 64)),
+    Case("graph_break", lambda: torch.compile(GraphBreak()), rows, (256, 1024)),
+    Case("dropout", lambda: torch.compile(mlp(0.2)), rows, (256, 1024)),
+    Case("dynamic", lambda: torch.compile(mlp(), dynamic=True), rows, (256, 1024)),
+    Case("gpt_parts", lambda: parts_of(GPT()), tokens, (8, 24), 1000),
+    Case("gpt_bf16", lambda: torch.compile(GPT()), tokens, (8, 24), 1000, "bf16-mixed"),
+)
+
+# Measure -------------------------------------------------------------------------------------------------------------
+
+
+def measure_here(case: Case, size: int) -> tuple[int, list[MemoryEvent]]:
+    """The peak of a step that is compiled already, and the blocks alive at it."""
+    torch.manual_seed(0)
+    model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = case.batch(size)
+    precision = torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed")
+    for _ in range(3):
+        model.zero_grad()
+        with precision:
+            loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+    model.zero_grad()
+    loss = loss.new_empty(0)  # an older block's end is not seen
+    held = [*model.parameters(), *model.buffers(), *batch]
+    held += [value for state in optimizer.state.values() for value in state.values()]
+    static = sum(tensor.untyped_storage().nbytes() for tensor in {id(tensor): tensor for tensor in held}.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        with precision:
+            loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+    events = memory_events(profiler)
+    totals = [total for total, _ in live_bytes(events)]
+    place = totals.index(max(totals))
+    *_, (_, live) = live_bytes(events[: place + 1])
+    return static + totals[place], sorted(live.values(), key=lambda event: -event.bytes)
+
+
+def measure(case: Case, size: int) -> tuple[int, float]:
+    """The same in a process of its own, and the seconds that it took, of which compiling takes most."""
+    started = time.perf_counter()
+    command = [sys.executable, str(Path(__file__).resolve()), "--measure", case.name, str(size), "--json", "-"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"{case.name} at {size} was not measured:\n{process.stderr[-2000:]}")
+    return int(process.stdout.split()[-1]), time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled step, predicted and measured, in bytes."""
+
+    case: str
+    batch_size: int
+    eager: int
+    predicted: int
+    low: int
+    high: int
+    method: str
+    measured: int
+    predict_seconds: float
+    measure_seconds: float
+
+    @property
+    def error_percent(self) -> float:
+        return 100 * (self.predicted / self.measured - 1)
+
+
+def compare(case: Case, size: int) -> Row:
+    batch = case.batch(size)
+    predict = partial(estimate, step=loss_of, optimizer=torch.optim.AdamW, device="cpu", precision=case.precision)
+    started = time.perf_counter()
+    found = predict(case.model(), batch)
+    seconds = time.perf_counter() - started
+    eager = predict(_uncompiled(case.model()), batch).peak_allocated_bytes
+    measured, measure_seconds = measure(case, size)
+    low = found.low.allocated_bytes if found.low else found.peak_allocated_bytes
+    high = found.high.allocated_bytes if found.high else found.peak_allocated_bytes
+    peak = found.peak_allocated_bytes
+    return Row(case.name, size, eager, peak, low, high, found.method, measured, seconds, measure_seconds)
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        module._compiled_call_impl = None
+    return getattr(model, "_orig_mod", model)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these cases only")
+    parser.add_argument("--measure", nargs=2, metavar=("NAME", "SIZE"), help="measure one in this process")
+    parser.add_argument("--json", metavar="FILE", help="also write every number to this file")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    cases = {case.name: case for case in CASES}
+    if arguments.measure:
+        peak, live = measure_here(cases[arguments.measure[0]], int(arguments.measure[1]))
+        for block in live if arguments.json is None else ():
+            print(f"{block.bytes:>14,} {block.operator}")
+        print(peak)
+        return
+    print(
+        f"{'case':<12} {'batch':>5} {'eager MiB':>10} {'predicted MiB':>13} {'measured MiB':>12} {'error %':>8} "
+        f"{'bytes':>9}  {'method':<8} {'seconds':>7} {'real':>5}"
+    )
+    found = []
+    for case in CASES if arguments.only is None else [cases[name] for name in arguments.only]:
+        for size in case.sizes:
+            row = compare(case, size)
+            found.append(row)
+            mib = [value / 2**20 for value in (row.eager, row.predicted, row.measured)]
+            print(
+                f"{row.case:<12} {row.batch_size:>5} {mib[0]:>10.2f} {mib[1]:>13.2f} {mib[2]:>12.2f} "
+                f"{row.error_percent:>+8.3f} {row.predicted - row.measured:>+9,}  {row.method:<8} "
+                f"{row.predict_seconds:>7.1f} {row.measure_seconds:>5.0f}",
+                flush=True,
+            )
+    within = sum(abs(row.error_percent) <= GOAL_PERCENT for row in found)
+    print(f"\n{within} of {len(found)} within {GOAL_PERCENT} %")
+    if arguments.json:
+        rows = [{**asdict(row), "error_percent": row.error_percent} for row in found]
+        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        import os
+
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        main()
