@@ -50,6 +50,7 @@ ROOMS = {
         "__init__",
         "batch",
         "fake",
+        "value_sizes",
         "mkldnn_lstm",
         "cudnn_rnn",
         "sdpa",
@@ -89,7 +90,7 @@ ROOMS = {
         "shadow",
         "program",
     ],
-    "training/data": ["__init__", "copies", "resizing", "loaders", "samples"],
+    "training/data": ["__init__", "copies", "resizing", "loaders", "draws", "samples"],
     "training/planning": [
         "__init__",
         "eight_bit_adam",
@@ -121,6 +122,7 @@ ROOMS = {
 NOT_STD = {
     "core/capture/batch.py",
     "core/capture/fake.py",
+    "core/capture/value_sizes.py",
     "core/capture/mkldnn_lstm.py",
     "core/capture/cudnn_rnn.py",
     "core/capture/sdpa.py",

@@ -242,6 +242,13 @@ def isolated_rng() -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002 - as above
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators that `isolated_rng` restores."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - as above
+    torch.default_generator.manual_seed(seed)  # the CPU's alone: a child must not ask CUDA
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` or ``Module.compile`` was used on a module, a part of it, or its original."""
     return module in _COPIES_OF_COMPILED or any(
