@@ -181,6 +181,11 @@ class Recorder(TorchDispatchMode):
         if fake.only_writes(func, args):
             self._note(func, args, kwargs, None)
             return None
+        out = self._result(func, args, kwargs)
+        self._note(func, args, kwargs, out)
+        return out
+
+    def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
             out = self._fake_result(func, args, kwargs)
             if out is None:
@@ -193,7 +198,6 @@ class Recorder(TorchDispatchMode):
                 self.assumptions[fake.assumption(func)] = None
         else:
             self._value_sizes.note(func, self.line, args, out)
-        self._note(func, args, kwargs, out)
         return out
 
     def _fake_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

@@ -80,7 +80,7 @@ _SHARE_OF: dict[OpOverload, Callable[[Sequence[Any], Any], Share]] = {
     ),
     _aten.index.Tensor: _share_of_index,
     _aten._unique2.default: lambda args, out: ((len(out[0]),), args[0].numel()),
-    _aten._pack_padded_sequence.default: lambda args, out: (tuple(out[1].tolist()), int(out[1][0])),
+    _aten._pack_padded_sequence.default: lambda _, out: (tuple(out[1].tolist()), int(out[1][0])),
 }
 
 

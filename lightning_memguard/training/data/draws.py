@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightning_memguard.core.capture.batch import Draws, map_tensors, tensors_in
+from lightning_memguard.core.capture.fake import storage_address
 from lightning_memguard.training.adapter.loader_access import arrange
 
 if TYPE_CHECKING:
@@ -101,11 +104,15 @@ class ArrangedDraws(Draws):
 
 def _apart_from(samples: Sequence[Any], batch: Any) -> Any:
     """The batch with copies of the samples' own tensors, which stay: in a training they go with their batch."""
-    kept = {tensor.untyped_storage()._cdata for tensor in tensors_in(list(samples)) if not tensor.is_nested}
+    kept = {storage_address(tensor) for tensor in tensors_in(list(samples)) if _has_storage(tensor)}
     if not any(_is_in(kept, tensor) for tensor in tensors_in(batch)):
         return batch
     return map_tensors(batch, lambda tensor: tensor.clone() if _is_in(kept, tensor) else tensor)
 
 
-def _is_in(storages: set[int], tensor: Any) -> bool:
-    return not tensor.is_nested and tensor.untyped_storage()._cdata in storages
+def _is_in(storages: set[int], tensor: torch.Tensor) -> bool:
+    return _has_storage(tensor) and storage_address(tensor) in storages
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
