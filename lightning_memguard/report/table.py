@@ -23,7 +23,8 @@ _METHODS = {
     "compiled": "traced on fake tensors as torch.compile compiles it, no memory allocated",
     "fake": "traced on fake tensors, no memory allocated",
     "worst-case": "traced on fake tensors; sizes that depend on values are assumed to be the largest possible",
-    "real": "from real steps at small batch sizes, run on a copy",
+    "sampled": "traced on fake tensors; sizes that depend on values are those of real batches",
+    "real": "from real steps, run on a copy",
     "states": "Without activations, which are unknown: the step needs more than this",
 }
 

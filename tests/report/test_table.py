@@ -111,7 +111,11 @@ Batch size 8 fits."""
     [
         ("fake", "traced on fake tensors, no memory allocated."),
         ("worst-case", "traced on fake tensors; sizes that depend on values are assumed to be the largest possible."),
-        ("real", "from real steps at small batch sizes, run on a copy."),
+        (
+            "sampled",
+            "traced on fake tensors; sizes that depend on values are those of real batches.",
+        ),
+        ("real", "from real steps, run on a copy."),
         ("states", "Without activations, which are unknown: the step needs more than this."),
     ],
 )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -152,6 +152,22 @@ def _pad(
     return (output.transpose(0, 1) if batch_first else output), lengths
 
 
+class Draws(Protocol):
+    """Batches of real samples, as the user's own code makes them.
+
+    Attributes:
+        multiple: batch sizes are multiples of this.
+    """
+
+    multiple: int
+
+    def has(self, batch_size: int) -> bool:
+        """Whether there are batches of this size."""
+
+    def batch(self, batch_size: int, draw: int, index: int) -> Any:
+        """The batch of a draw at a place in it; those of draw 0 are all the same."""
+
+
 @dataclass(frozen=True)
 class Batches:
     """Batches of one kind at any size, real or fake.
@@ -161,12 +177,27 @@ class Batches:
         large: the same samples repeated to ``large_size``.
         small_size: number of samples in ``small``.
         large_size: number of samples in ``large``.
+        draws: batches of other samples; None where there are no others.
+        draw: which of them the real ones are.
     """
 
     small: Any
     large: Any
     small_size: int
     large_size: int
+    draws: Draws | None = None
+    draw: int = 0
+
+    def is_real_at(self, batch_size: int) -> bool:
+        """Whether a real batch of this size is one that the user's own code made."""
+        if self.draws is not None and self.draws.has(batch_size):
+            return True
+        return batch_size == self.small_size and all(map(_is_known, tensors_in(self.small)))
+
+    @property
+    def multiple(self) -> int:
+        """Batch sizes are multiples of this."""
+        return self.draws.multiple if self.draws else 1
 
     def of(self, batch_size: int, build: Build) -> Any:
         """A batch of ``batch_size`` samples whose tensors come from ``build``."""
@@ -176,8 +207,14 @@ class Batches:
         """A batch without memory, on a device (default: the example's); call it under the fake mode."""
         return _Scaler(self, batch_size, device).scale(self.small, self.large)
 
-    def real(self, batch_size: int, device: torch.device) -> Any:
-        """A batch of real tensors: the example's values repeated or cut to size; those that count samples go on."""
+    def real(self, batch_size: int, device: torch.device, index: int = 0) -> Any:
+        """A batch of real tensors: one of samples that were drawn, at a place in the draw.
+
+        Where there is none of this size, the example's values are repeated or cut; those that count samples go on.
+        """
+        if self.draws is not None and self.draws.has(batch_size):
+            batch = self.draws.batch(batch_size, self.draw, index)
+            return batch if device.type == "cpu" else map_tensors(batch, lambda tensor: tensor.to(device))
         return _Scaler(self, batch_size, device, real=True).scale(self.small, self.large)
 
 

@@ -12,17 +12,18 @@ import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from lightning_memguard.core.capture.fake import ValueNeededError, run_on_one_thread
+from lightning_memguard.core.capture.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.capture.fake_cuda import leave_driver_alone
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder, line_behind
 from lightning_memguard.core.isolation.pool import Pool, in_child
-from lightning_memguard.core.trace.trace import Method, Trace
+from lightning_memguard.core.trace.trace import Method, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 if TYPE_CHECKING:
@@ -34,7 +35,23 @@ Request = TypeVar("Request", bound=Hashable)
 _VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
 # What CUDA and autograd say in a child whose parent used them.
 _NOT_AFTER_A_FORK = ("in forked subprocess", "fork-based multiprocessing", "initialization error")
-_Task = tuple[int, int, Method]  # the program's place, the batch size, the way
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One of several captures at a size, where memory depends on values.
+
+    Attributes:
+        number: of the real batches, and of the random numbers that the step draws; those of 0 are the run's own.
+        shares: how large the results are whose size depends on values.
+    """
+
+    number: int = 0
+    shares: Shares = ()
+
+
+FIRST = Draw()
+_Task = tuple[int, int, Method, Draw]  # the program's place, the batch size, the way, which of several
 
 
 class CaptureFailedError(CannotTraceError):
@@ -165,12 +182,12 @@ class Captures:
         self._isolated = Isolated[_Task, Trace](self._run)
 
     def _run(self, task: _Task) -> Trace:
-        place, batch_size, method = task
-        return capture_here(self._programs[place], batch_size, method)
+        place, batch_size, method, draw = task
+        return capture_here(self._programs[place], batch_size, method, draw)
 
-    def start(self, program: Program, batch_size: int, method: Method) -> None:
+    def start(self, program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> None:
         """Begin with a capture that will be asked for."""
-        self._isolated.start((self.place_of(program), batch_size, method))
+        self._isolated.start((self.place_of(program), batch_size, method, draw))
 
     @property
     def foresees(self) -> bool:
@@ -196,9 +213,9 @@ class Captures:
         """Its place among the programs; -1 where it is none of them."""
         return next((place for place, each in enumerate(self._programs) if each is program), -1)
 
-    def trace(self, program: Program, batch_size: int, method: Method) -> Trace:
+    def trace(self, program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> Trace:
         """Wait for a capture; see `capture`."""
-        return self._isolated.result((self.place_of(program), batch_size, method), with_note=_with_note)
+        return self._isolated.result((self.place_of(program), batch_size, method, draw), with_note=_with_note)
 
     def __enter__(self) -> Self:
         _open.append(self)
@@ -222,14 +239,14 @@ def captures_of(program: Program) -> contextlib.AbstractContextManager[Captures]
     return contextlib.nullcontext(known) if known else Captures(program)
 
 
-def capture(program: Program, batch_size: int, method: Method) -> Trace:
+def capture(program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> Trace:
     """Run the program once under a recorder.
 
     Raises:
         CaptureFailedError: the user's code raised, or needs what cannot be known, or ended the process.
     """
     with captures_of(program) as captures:
-        return captures.trace(program, batch_size, method)
+        return captures.trace(program, batch_size, method, draw)
 
 
 def _attempt(work: Callable[[], T]) -> T | _Raised:
@@ -260,7 +277,7 @@ def _value(result: T | _Raised) -> T:
     return result
 
 
-def capture_here(program: Program, batch_size: int, method: Method) -> Trace:
+def capture_here(program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> Trace:
     """The same in this process.
 
     Raises:
@@ -269,14 +286,22 @@ def capture_here(program: Program, batch_size: int, method: Method) -> Trace:
     """
     kernel_target = program.gpu.kernel_target if program.gpu else None
     where = device_to_run_on(program, fake=method != "real")
+    worst_case, started = method in ("worst-case", "sampled"), monotonic()
     recorder = Recorder(
-        where.type, worst_case=method == "worst-case", kernel_target=kernel_target, compiled=method == "compiled"
+        where.type,
+        worst_case=worst_case,
+        kernel_target=kernel_target,
+        compiled=method == "compiled",
+        shares=draw.shares,
     )
     if method == "states":
         program.run_states(recorder)
     else:
-        program.run(recorder, batch_size, fake=method != "real")
-    trace = recorder.trace(batch_size, method)
+        with isolated_rng():
+            if draw.number:
+                seed_all(draw.number)
+            program.of_draw(draw.number).run(recorder, batch_size, fake=method != "real")
+    trace = replace(recorder.trace(batch_size, method), seconds=monotonic() - started)
     if where.type == program.device.type:
         return trace
     note = f"the step ran on the {where.type.upper()}, whose kernels may keep other tensors than the GPU's"

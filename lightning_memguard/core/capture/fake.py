@@ -276,6 +276,13 @@ def isolated_rng() -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002 - as above
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators that `isolated_rng` restores."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - as above
+    torch.default_generator.manual_seed(seed)  # the CPU's alone: a child must not ask CUDA
+
+
 @contextmanager
 def faking(mode: FakeTensorMode) -> Iterator[None]:
     """Run what is inside on fake tensors, compiled modules eagerly.

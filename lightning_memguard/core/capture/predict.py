@@ -6,24 +6,33 @@ The ways to capture a step are here, best first; every trace says how it was cap
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, capture, captures_of
+from lightning_memguard.core.capture.capture import FIRST, CaptureFailedError, Captures, Draw, capture, captures_of
 from lightning_memguard.core.capture.compiled import NOTE
 from lightning_memguard.core.capture.program import Program
-from lightning_memguard.core.replay.footprint import Footprint, footprint
+from lightning_memguard.core.device.host import available_memory
+from lightning_memguard.core.isolation.pool import processors
+from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.trace.growth import Growth, grow
+from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
 from lightning_memguard.core.trace.trace import Method, Shapes, Trace
 from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.units import format_bytes
 
 # Powers of two, so that a step that divides its batch runs; above 2, so that batch norm and pairs do; small, since the
 # real run allocates them. The fourth is run only to check a square.
 FAKE_SIZES = (4, 8, 16, 32)
 REAL_SIZES = (2, 4, 8)
+DRAWS = tuple(map(Draw, range(4)))  # at each size
+SHARED_DRAWS = tuple(map(Draw, range(8)))  # at one small size
 _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
+_CLEARLY = 1.05  # times as much as real batches take: such a worst case is not predicted
+_MOST_SECONDS = 20.0  # for a real run, as far as that is known beforehand
+_MOST_PROBED_BYTES = 4 << 30  # of the worst case, for a real run of unknown length
+_OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "not enough memory")
 
 
 class StepFailsError(CannotTraceError):
@@ -48,6 +57,9 @@ class Prediction:
         compiles: whether the step calls what torch.compile compiles, which ``growth`` and ``traces`` have as written.
         compiled: the same step captured as it is compiled, by batch size; `proven_at` adds to them. Between them
             footprints are estimates.
+        draws: where memory depends on values, the captures at each size; the largest is in ``traces``.
+        others: by batch size, the traces of the other draws.
+        ceiling: where the largest possible is known too, that.
     """
 
     program: Program
@@ -62,38 +74,80 @@ class Prediction:
     seen: dict[int, tuple[Shapes, int] | None] = field(default_factory=dict, compare=False)
     compiles: bool = False
     compiled: Mapping[int, Trace] = field(default_factory=dict)
+    draws: tuple[Draw, ...] = ()
+    others: Mapping[int, tuple[Trace, ...]] = field(default_factory=dict)
+    ceiling: Growth | PackedGrowth | None = None
     # What it was asked for so far; a copy starts with its own.
-    _known_traces: dict[int, Trace] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _known_traces: dict[int, tuple[Trace, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
     _known_footprints: dict[int, Footprint] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _failed: dict[int, CaptureFailedError] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def packed(self) -> Prediction:
         """The same in little memory, slower to ask. Captures that the growth reproduces are let go."""
-        growth = PackedGrowth.of(self.growth) if isinstance(self.growth, Growth) else self.growth
-        compiled = PackedTraces(self.compiled)
-        return replace(self, growth=growth, traces=PackedTraces({} if growth else self.traces), compiled=compiled)
+        growth, ceiling = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in (self.growth, self.ceiling))
+        traces, others = ({}, {}) if growth else (dict(self.traces), dict(self.others))
+        for size, known in {} if growth else self._known_traces.items():
+            traces[size], others[size] = known[0], known[1:]
+        packed = replace(self, growth=growth, ceiling=ceiling, compiled=PackedTraces(self.compiled))
+        return replace(packed, traces=PackedTraces(traces), others=PackedTraces(others))
 
     def uncompiled(self) -> Prediction:
         """The same as if torch.compile did nothing."""
         return replace(self, compiles=False, compiled={})
 
     def trace_at(self, batch_size: int) -> Trace:
-        """The step's events at one batch size."""
+        """The step's events at one batch size; where memory depends on values, those of the largest draw."""
+        return self._traces_at(batch_size)[0]
+
+    def _traces_at(self, batch_size: int) -> tuple[Trace, ...]:
+        """Of each draw; the largest comes first."""
         if batch_size in self.compiled:
-            return self.compiled[batch_size]
+            return (self.compiled[batch_size],)
         if self.method == "states":
-            return replace(next(iter(self.traces.values())), batch_size=batch_size)
-        if batch_size in self.traces:
-            return self.traces[batch_size]
+            return (replace(next(iter(self.traces.values())), batch_size=batch_size),)
+        if batch_size in self.traces and (batch_size in self.others or not self.draws):
+            return (self.traces[batch_size], *self.others.get(batch_size, ()))
         if self.growth is not None:
-            return self.growth.at(batch_size)
+            return (self.growth.at(batch_size),)
         if batch_size not in self._known_traces:
-            self._known_traces[batch_size] = self._captured_at(batch_size)
+            self._known_traces[batch_size] = self._found_at(batch_size)
         return self._known_traces[batch_size]
 
-    def _captured_at(self, batch_size: int, method: Method | None = None) -> Trace:
-        trace = capture(self.program, batch_size, method or self.method)
-        self.seen[batch_size] = trace.batch
-        return trace
+    def _found_at(self, batch_size: int) -> tuple[Trace, ...]:
+        if self.method != "real":
+            return self._captured_at(batch_size)
+        if not self._may_run(batch_size):
+            return self._extrapolated_at(batch_size, "there, the step was not run: it would take too long, or too much")
+        try:
+            return self._captured_at(batch_size)
+        except CaptureFailedError as error:
+            if not any(text in str(error) for text in _OUT_OF_MEMORY):
+                self._failed[batch_size] = error
+            return self._extrapolated_at(batch_size, f"there, {_reason(self.method, error)}")
+
+    def _captured_at(self, batch_size: int) -> tuple[Trace, ...]:
+        draws = self.draws or (FIRST,)
+        with captures_of(self.program) as captures:
+            found = _of_draws(captures, self.program, batch_size, self.method, draws)
+        batches = [trace.batch for trace in found if trace.batch]
+        self.seen[batch_size] = max(batches, key=lambda batch: batch[1], default=None)
+        return found
+
+    def _may_run(self, batch_size: int) -> bool:
+        known = [*self.traces.values(), *(traces[0] for traces in self._known_traces.values())]
+        return _may_run(known, batch_size)
+
+    def _extrapolated_at(self, batch_size: int, why: str) -> tuple[Trace, ...]:
+        """From the sizes that ran; from the next larger one where there is one."""
+        known = {size: (trace, *self.others.get(size, ())) for size, trace in self.traces.items()}
+        known |= {size: traces for size, traces in self._known_traces.items() if traces[0].batch}
+        near = min((size for size in known if size >= batch_size), default=max(known))
+        small = max((size for size in known if size < near), default=near)
+        note = f"at batch size {batch_size} the peak is drawn on from {near}: {why}"
+        return tuple(
+            replace(trace, notes=(*trace.notes, note))
+            for trace in (extrapolate([known[small][0], each], batch_size) for each in known[near])
+        )
 
     def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
         """Shapes and bytes of the batch that the step was given, else of what its loaders give."""
@@ -101,7 +155,9 @@ class Prediction:
 
     def own_trace_at(self, batch_size: int) -> Trace:
         """The same as one process has them."""
-        trace = self.trace_at(batch_size)
+        return self._own(self.trace_at(batch_size))
+
+    def _own(self, trace: Trace) -> Trace:
         return self.share(trace) if self.share else trace
 
     def footprint_at(self, batch_size: int) -> Footprint:
@@ -110,8 +166,13 @@ class Prediction:
         if batch_size not in known and self.compiled and batch_size not in self.compiled:
             known[batch_size] = self._estimate_at(batch_size)
         if batch_size not in known:
-            found = footprint(self.own_trace_at(batch_size), self.settings, self.context_bytes)
-            known[batch_size] = replace(found, notes=tuple(dict.fromkeys((*self.notes, *found.notes))))
+            found = [self._footprint_of(trace) for trace in self._traces_at(batch_size)]
+            most = max(found, key=lambda each: each.most_device_bytes)
+            if len(found) > 1:
+                most = _with_range(
+                    most, found, self._footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
+                )
+            known[batch_size] = replace(most, notes=tuple(dict.fromkeys((*self.notes, *most.notes))))
         return known[batch_size]
 
     def _estimate_at(self, batch_size: int) -> Footprint:
@@ -132,6 +193,9 @@ class Prediction:
             more = int(ratio * (here - there.peak_allocated_bytes))
         return replace(at_near.plus(more, "activations"), batch_size=batch_size)
 
+    def _footprint_of(self, trace: Trace) -> Footprint:
+        return footprint(self._own(trace), self.settings, self.context_bytes)
+
     def proven_at(self, batch_size: int) -> Prediction:
         """Capture the step at this size: as it is compiled, if it is, else to compare it with the growth.
 
@@ -142,26 +206,62 @@ class Prediction:
         Raises:
             StepFailsError: the step does not run at this size, though it did at others.
         """
-        if batch_size in self.compiled:
-            return self
-        if self.compiles:
-            try:
-                trace = self._captured_at(batch_size, "compiled")
-            except CaptureFailedError as error:
-                why = replace(self.uncompiled(), notes=(*self.notes, _reason("compiled", error)))
-                return why.proven_at(batch_size)
-            return replace(self, compiled={**self.compiled, batch_size: trace})
-        if self.growth is None or self.method not in ("fake", "worst-case") or batch_size in self.traces:
+        if self.compiles and batch_size not in self.compiled:
+            return self._with_compiled(batch_size)
+        if batch_size in self._failed:
+            failure = self._failed[batch_size]
+            raise StepFailsError(f"at batch size {batch_size} {_reason(self.method, failure)}") from failure
+        is_known = batch_size in self.traces or batch_size in self.compiled
+        cannot_run = self.method == "real" and not (self.program.is_real_at(batch_size) and self._may_run(batch_size))
+        if self.growth is None or self.method == "states" or is_known or cannot_run:
             return self
         try:
-            proof = self._captured_at(batch_size)
+            (proof,) = self._captured_at(batch_size)
         except CaptureFailedError as error:
+            if self.method == "real" and any(text in str(error) for text in _OUT_OF_MEMORY):
+                return self
             raise StepFailsError(f"at batch size {batch_size} {_reason(self.method, error)}") from error
         if proof.events == self.growth.at(batch_size).events:
             return self
         sizes = list(self.growth.sizes)
         note = f"at batch size {batch_size} the step allocates otherwise than at {sizes}; each size was captured"
         return replace(self, growth=None, notes=(*self.notes, note), traces={**self.traces, batch_size: proof})
+
+    def _with_compiled(self, batch_size: int) -> Prediction:
+        try:
+            trace = capture(self.program, batch_size, "compiled")
+        except CaptureFailedError as error:
+            eager = replace(self.uncompiled(), notes=(*self.notes, _reason("compiled", error)))
+            return eager.proven_at(batch_size)
+        self.seen[batch_size] = trace.batch
+        return replace(self, compiled={**self.compiled, batch_size: trace})
+
+
+def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint | None) -> Footprint:
+    """The largest of several, between the least seen and as much above the largest as that is above the least."""
+    least = _widest((each.low or _peak(each) for each in found), min)
+    largest = _widest((each.high or _peak(each) for each in found), max)
+    high = Peak(*(2 * top - low for top, low in zip(vars(largest).values(), vars(least).values(), strict=True)))
+    if ceiling is not None:  # which is above all that was seen
+        high = high.widest(ceiling.high or _peak(ceiling), min).widest(largest, max)
+    if high == least:
+        return most
+    note = (
+        f"memory depends on values: with those of real batches it is {format_bytes(least.allocated_bytes)} to "
+        f"{format_bytes(largest.allocated_bytes)}; the largest is predicted, within what they differ by"
+    )
+    return replace(most, low=least, high=high, notes=(*most.notes, note))
+
+
+def _widest(peaks: Iterable[Peak], of: Callable[[int, int], int]) -> Peak:
+    first, *rest = peaks
+    for peak in rest:
+        first = first.widest(peak, of)
+    return first
+
+
+def _peak(found: Footprint) -> Peak:
+    return Peak(found.peak_allocated_bytes, found.peak_reserved_bytes, found.peak_device_bytes)
 
 
 def predict(
@@ -172,7 +272,9 @@ def predict(
     context_bytes: int | tuple[int, int, int] = 0,
     scalable: bool = True,
 ) -> Prediction:
-    """Capture a step in the best way that works: fake, worst case, real at small sizes, states alone.
+    """Capture a step in the best way that works: fake, worst case, real, states alone.
+
+    Where real batches take clearly less than the worst case, that gives way to the share that real batches have of it.
 
     Args:
         program: what runs.
@@ -185,7 +287,8 @@ def predict(
         CannotTraceError: not even the states could be made.
     """
     with captures_of(program) as captures:
-        found = _predicted(captures, program, batch_size, settings, context_bytes, scalable)
+        known = Prediction(program, settings, "states", None, context_bytes, scalable)
+        found = _predicted(captures, known, batch_size)
         if not any(NOTE in trace.notes for trace in found.traces.values()):
             return found
         if program.device.type != "cpu":
@@ -194,45 +297,162 @@ def predict(
         return found if scalable else found.proven_at(batch_size)
 
 
-def _predicted(
-    captures: Captures,
-    program: Program,
-    batch_size: int,
-    settings: AllocatorSettings,
-    context_bytes: int | tuple[int, int, int],
-    scalable: bool,
-) -> Prediction:
-    why_not: dict[str, str] = {}  # the same happens in several ways of capturing: it is said once
+def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
+    program, why_not = asked.program, dict[str, str]()  # the same happens in several ways: it is reported once
     value_needed = True
     for method in _WAYS:
         if method == "worst-case" and not value_needed:
             continue  # it would fail in the same way
         try:
-            traces, growth = _traces_and_growth(captures, program, batch_size, method, scalable)
+            if method == "real":
+                return _real(captures, replace(asked, notes=tuple(why_not.values())), batch_size)
+            traces, growth = _traces_and_growth(captures, program, batch_size, method, asked.scalable)
         except CannotTraceError as error:  # the step failed, or no two sizes of it agree
             why_not[str(error)] = _reason(method, error)
             value_needed = isinstance(error, CaptureFailedError) and error.value_needed
         else:
-            known = {trace.batch_size: trace for trace in traces}
-            scalable = scalable and (growth is not None or len(known) > 1)
-            seen = {trace.batch_size: trace.batch for trace in traces}
-            notes = tuple(why_not.values()) if method == "real" else ()
-            return Prediction(program, settings, method, growth, context_bytes, scalable, notes, known, seen=seen)
+            found = _from(asked, method, traces, growth)
+            found = replace(found, scalable=asked.scalable and (growth is not None or len(traces) > 1))
+            return (_sampled(captures, found, batch_size) or found) if method == "worst-case" else found
     try:
         states = capture(program, batch_size, "states")
     except CaptureFailedError as error:
         raise CannotTraceError("; ".join([*why_not.values(), _reason("states", error)])) from error
-    notes = tuple(why_not.values())
-    return Prediction(program, settings, "states", None, context_bytes, False, notes, {batch_size: states})
+    return replace(asked, scalable=False, notes=tuple(why_not.values()), traces={batch_size: states})
+
+
+def _from(asked: Prediction, method: Method, traces: Sequence[Trace], growth: Growth | None) -> Prediction:
+    known = {trace.batch_size: trace for trace in traces}
+    seen = {trace.batch_size: trace.batch for trace in traces}
+    return replace(asked, method=method, growth=growth, traces=known, seen=seen)
+
+
+# -- on real batches
+
+
+def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
+    """From real runs at small sizes, and at the size asked for; at each size where these do not tell.
+
+    Raises:
+        CaptureFailedError: the step raised at the small sizes, and at the size asked for.
+    """
+    program = asked.program
+    sizes = _small_sizes(program)
+    try:
+        traces = _all_captured(captures, program, sizes, "real")
+    except CaptureFailedError:
+        if not program.is_real_at(batch_size):
+            raise
+        traces = _all_captured(captures, program, [batch_size], "real")
+    size, again = traces[-1].batch_size, list[Trace]()
+    for draw in DRAWS[1:-1]:
+        captures.start(program, size, "real", draw)
+    for draw in DRAWS[1:-1]:
+        with contextlib.suppress(CaptureFailedError):
+            again.append(capture(program, size, "real", draw))
+    found = _from(asked, "real", traces, None)
+    found = replace(found, scalable=asked.scalable and (len(traces) > 1 or program.is_real_at(2 * batch_size)))
+    if any(trace.events != traces[-1].events for trace in again):
+        return replace(found, draws=DRAWS)
+    if batch_size not in found.traces and program.is_real_at(batch_size) and _may_run(traces, batch_size):
+        with contextlib.suppress(CaptureFailedError):
+            traces = [*traces, capture(program, batch_size, "real")]
+    try:
+        growth = grow(traces)
+    except CannotTraceError:
+        growth = None
+    return replace(_from(found, "real", traces, growth), scalable=found.scalable)
+
+
+def _small_sizes(program: Program) -> tuple[int, ...]:
+    multiple = program.multiple
+    return REAL_SIZES if REAL_SIZES[0] % multiple == 0 else tuple(multiple << doubling for doubling in range(3))
+
+
+def _may_run(known: Sequence[Trace], batch_size: int) -> bool:
+    """Whether a real run is expected to fit this machine and to end soon, from runs at other sizes."""
+    ran = [trace for trace in known if trace.seconds]
+    if not ran:
+        return False
+    largest = max(ran, key=lambda trace: trace.batch_size)
+    if batch_size <= largest.batch_size:
+        return True
+    seconds = largest.seconds * batch_size / largest.batch_size
+    smaller = max((t for t in ran if t.batch_size < largest.batch_size), key=lambda t: t.batch_size, default=largest)
+    return seconds <= _MOST_SECONDS and _most_alive(extrapolate([smaller, largest], batch_size)) <= _free_bytes()
+
+
+def _free_bytes() -> int:
+    """What a child may take."""
+    free = available_memory()
+    return free.free_bytes // processors() if free else _MOST_PROBED_BYTES
+
+
+def _most_alive(trace: Trace) -> int:
+    alive = most = 0
+    for event in trace.events:
+        alive += event.nbytes if event.action == "alloc" else -event.nbytes
+        most = max(most, alive)
+    return most
+
+
+def _of_draws(
+    captures: Captures, program: Program, batch_size: int, method: Method, draws: Sequence[Draw]
+) -> tuple[Trace, ...]:
+    """The captures of these draws, the largest first."""
+    for draw in draws:
+        captures.start(program, batch_size, method, draw)
+    found = [capture(program, batch_size, method, draw) for draw in draws]
+    return tuple(sorted(found, key=_most_alive, reverse=True))
+
+
+def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Prediction | None:
+    """With results that depend on values as large as in real batches; None where that is about the worst case."""
+    program, size = worst.program, _small_sizes(worst.program)[-1]
+    try:
+        size = size if program.is_real_at(size) else batch_size
+        if not program.is_real_at(size) or worst.footprint_at(size).peak_allocated_bytes > _most_probed():
+            return None
+        first = capture(program, size, "real")
+        larger = batch_size > size and program.is_real_at(batch_size) and _may_run([first], batch_size)
+        size = batch_size if larger else size
+        drawn = _of_draws(captures, program, size, "real", SHARED_DRAWS)
+        shares = [trace.shares for trace in (drawn[0], drawn[len(drawn) // 2], drawn[-1])]
+        if not any(shares):
+            return None
+        draws = tuple(Draw(shares=each) for each in dict.fromkeys(shares))
+        note = (
+            f"results whose size depends on values are as large as in {len(drawn)} draws of real batches of {size}; "
+            "larger ones are possible"
+        )
+        sampled = replace(
+            worst,
+            method="sampled",
+            growth=None,
+            traces={},
+            draws=draws,
+            ceiling=worst.growth,
+            notes=(*worst.notes, note),
+            scalable=worst.scalable and worst.growth is not None,
+        )
+        likely = max(batch_size, captures.next_size(program, [*worst.traces.values()][:2]) if worst.growth else 0)
+        found, most = sampled.footprint_at(likely), worst.footprint_at(likely)
+    except CannotTraceError:
+        return None
+    return sampled if most.most_device_bytes > _CLEARLY * found.peak_device_bytes else None
+
+
+def _most_probed() -> int:
+    return min(_MOST_PROBED_BYTES, _free_bytes())
+
+
+# -- on fake tensors
 
 
 def _traces_and_growth(
     captures: Captures, program: Program, asked: int, method: Method, scalable: bool
 ) -> tuple[list[Trace], Growth | None]:
     """Traces at a few sizes, and their growth where they agree."""
-    if method == "real":  # at small sizes whatever was asked, so only their growth is of use
-        traces = _all_captured(captures, program, REAL_SIZES, method)
-        return traces, grow(traces)
     if not scalable:
         return [capture(program, asked, method)], None
     traces, fourth_size = _captured(captures, program, asked, method)
@@ -283,6 +503,7 @@ def _reason(method: Method, error: CannotTraceError) -> str:
         "compiled": "torch.compile could not run on fake tensors",
         "fake": "the step could not run on fake tensors",
         "worst-case": "the step could not run on fake tensors, even assuming the largest result of each operator",
+        "sampled": "the step could not run on fake tensors as large as real ones",
         "real": "the step could not run on a copy",
         "states": "the optimizer could not run on a copy",
     }

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
+import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +26,7 @@ from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,8 +112,24 @@ class Program(ABC):
 
     def without_samples(self) -> Self:
         """The same on batches known by their shapes alone."""
-        bare = [replace(each, small=_on_meta(each.small), large=_on_meta(each.large)) for each in self.families]
+        bare = [
+            replace(each, small=_on_meta(each.small), large=_on_meta(each.large), draws=None) for each in self.families
+        ]
         return self._with(batches=tuple(bare) if isinstance(self.batches, tuple) else bare[0])
+
+    def of_draw(self, number: int) -> Self:
+        """The same step on other real batches, where there are others; with 0 on the first."""
+        others = tuple(replace(each, draw=number) for each in self.families)
+        return self._with(batches=others if isinstance(self.batches, tuple) else others[0]) if number else self
+
+    def is_real_at(self, batch_size: int) -> bool:
+        """Whether real batches of this size are ones that the user's own code made."""
+        return all(each.is_real_at(batch_size) for each in self.families)
+
+    @property
+    def multiple(self) -> int:
+        """Sizes of real batches are multiples of this."""
+        return math.lcm(*(each.multiple for each in self.families))
 
     def with_precision(self, precision: str) -> Self:
         """The same in another precision."""
@@ -215,7 +236,7 @@ class LoopProgram(Program):
                 else:
                     module_copy.eval()
                     with torch.no_grad():
-                        self._step(recorder, module_copy, self._next_batch(recorder, batch_size, fake))
+                        self._step(recorder, module_copy, self._next_batch(recorder, batch_size, fake, 0))
 
     def run_states(self, recorder: Recorder) -> None:
         """See `Program.run_states`."""
@@ -236,11 +257,11 @@ class LoopProgram(Program):
         dtype = _TRUE.get(self.precision)
         return module_copy.to(dtype) if dtype else module_copy
 
-    def _next_batch(self, recorder: Recorder, batch_size: int, fake: bool) -> Any:
+    def _next_batch(self, recorder: Recorder, batch_size: int, fake: bool, index: int) -> Any:
         recorder.mark("transfer")
-        make = self.batches.fake if fake else self.batches.real
+        device = device_to_run_on(self, fake=fake)
         with recorder.paused():
-            batch = make(batch_size, device_to_run_on(self, fake=fake))
+            batch = self.batches.fake(batch_size, device) if fake else self.batches.real(batch_size, device, index)
         recorder.label(tensors_in(batch), "batch")
         return batch
 
@@ -258,10 +279,14 @@ class LoopProgram(Program):
     def _train(
         self, recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer], batch_size: int, fake: bool
     ) -> None:
-        for index in range(2):
+        leftovers = Leftovers(recorder, steps=2)
+        for index in itertools.count():
+            leftovers.note()
+            if index >= 2 and leftovers.are_known(optimizers):
+                break
             recorder.mark("zero_grad", step=index)
             module_copy.zero_grad()
-            batch = self._next_batch(recorder, batch_size, fake)  # a loop variable: alive until the next one comes
+            batch = self._next_batch(recorder, batch_size, fake, index)  # alive until the next, as a loop variable is
             loss = self._step(recorder, module_copy, batch, first=index == 0)
             recorder.mark("backward")
             loss.backward()
@@ -273,6 +298,80 @@ class LoopProgram(Program):
             for optimizer in optimizers:
                 optimizer.step()
                 recorder.label(states_of(optimizers), "optimizer_state")
+        if leftovers.bytes_per_batch:
+            left = format_bytes(leftovers.bytes_per_batch)
+            recorder.assumptions[f"each step leaves {left} behind; what more steps leave is not included"] = None
+
+
+class Leftovers:
+    """What each step leaves behind for good, in the optimizers' state or in the module's own lists.
+
+    Args:
+        recorder: what watches the steps.
+        steps: how many are recorded in any case; where more is there after each of them, two more are.
+    """
+
+    def __init__(self, recorder: Recorder, steps: int) -> None:
+        self._recorder, self._steps = recorder, steps
+        self._alive: list[int] = []  # before each batch
+        self._last = 0
+        self.bytes_per_batch = 0
+
+    def note(self) -> None:
+        """Note what is alive before a batch."""
+        self._alive.append(self._recorder.alive_without_batch)
+
+    def are_known(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Whether enough batches were noted; to be asked once the steps were recorded."""
+        count = len(self._alive) - 1
+        if not self._last:
+            if self._expect_history(optimizers):
+                return True
+            self._period = max(1, count // self._steps)
+            if self._left(1) <= 0:
+                return True
+            self._collect()
+            self._last = count + 2 * self._period if self._left(1) > 0 else count
+        if count < self._last:
+            return False
+        self._collect()
+        self.bytes_per_batch = max(0, min(self._left(1), self._left(2))) // self._period
+        return True
+
+    def _left(self, periods: int) -> int:
+        end = len(self._alive) - 1 - (periods - 1) * self._period
+        return self._alive[end] - self._alive[end - self._period] if end >= self._period else 0
+
+    def _collect(self) -> None:
+        """What is alive in a cycle of Python's objects alone is not left for good."""
+        gc.collect()
+        self._alive[-1] = self._recorder.alive_without_batch
+
+    def _expect_history(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Optimizers such as LBFGS keep ``history_size`` entries, of which each iteration adds one."""
+        missing = sum(map(_missing_history, optimizers))
+        if missing:
+            self._recorder.expect(missing, "optimizer_state")
+            note = f"the optimizer's history grows to its `history_size`, by {format_bytes(missing)} after two steps"
+            self._recorder.assumptions[note] = None
+        return missing > 0
+
+
+def _missing_history(optimizer: Optimizer) -> int:
+    """Bytes of the entries that lists in an optimizer's state lack."""
+    missing = 0
+    for group in optimizer.param_groups:
+        size = group.get("history_size")
+        for parameter in group["params"] if isinstance(size, int) else ():
+            for value in optimizer.state.get(parameter, {}).values():
+                tensors = [entry for entry in value if isinstance(entry, torch.Tensor)] if _is_list(value) else []
+                if tensors:
+                    missing += max(0, size - len(tensors)) * tensors[-1].untyped_storage().nbytes()
+    return missing
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, deque))
 
 
 def _give_gradients(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:

@@ -7,6 +7,7 @@ same on fake and on real tensors, so one recorder serves every method in `lightn
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import sys
@@ -32,15 +33,16 @@ from lightning_memguard.core.capture.backward import graph_task, walking
 from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.capture.constants import forget_written
 from lightning_memguard.core.capture.fake import Function, by_name, training_threads
+from lightning_memguard.core.capture.value_sizes import ValueSizes
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
-from lightning_memguard.core.trace.trace import Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
+from lightning_memguard.core.trace.trace import CASES, Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
 
 if TYPE_CHECKING:
-    from lightning_memguard.core.trace.trace import Action, Method, Shapes
+    from lightning_memguard.core.trace.trace import Action, Method, Shapes, Shares
 
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -57,6 +59,7 @@ class Recorder(TorchDispatchMode):
         worst_case: return the largest result of operators whose result depends on values, instead of failing.
         kernel_target: the GPU whose kernels' scratch is counted, where the device is one.
         compiled: whether what the step compiles runs compiled, see `lightning_memguard.core.capture.compiled`.
+        shares: how large such results were in another run, in place of the largest.
     """
 
     def __init__(
@@ -66,10 +69,12 @@ class Recorder(TorchDispatchMode):
         worst_case: bool = False,
         kernel_target: CudaTarget | None = None,
         compiled: bool = False,
+        shares: Shares = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type, self.worst_case, self.compiled = device_type, worst_case, compiled
         self.assumptions: dict[str, None] = {}
+        self._value_sizes = ValueSizes(shares)
         self.phase, self.step, self.module = "setup", 0, ""
         self.source: str | None = None  # of the forward pass, while the backward pass runs; None: read the stack
         self._rows: list[Event] = []  # an empty part is filled in at the end
@@ -77,6 +82,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, int] = {}  # address of the storage -> its block
         self._bytes: list[int] = []  # by block
         self._kept_bytes = 0
+        self._expected: list[tuple[str, int]] = []
         self._stream = 0
         self._scratch_blocks = 0  # numbered below zero: how many there are may change with the batch size
         self._kernels: list[Kernel] = []
@@ -139,6 +145,10 @@ class Recorder(TorchDispatchMode):
             self._take(nbytes, "", part)
             self._kept_bytes += nbytes
 
+    def expect(self, nbytes: int, part: str) -> None:
+        """Count a block that later steps will find, next to all that was recorded; at least, it is not there."""
+        self._expected.append((part, nbytes))
+
     @property
     def alive_bytes(self) -> int:
         """Bytes that are allocated now."""
@@ -148,6 +158,12 @@ class Recorder(TorchDispatchMode):
         """From now on, matrix products and convolutions may run in kernels that torch.compile chose by their speed."""
         self._autotuned = True
         self.assumptions[_AUTOTUNED] = None
+
+    @property
+    def alive_without_batch(self) -> int:
+        """The same without the batch, which may be of another size than the one before."""
+        batch = (self._bytes[block] for block in self._live.values() if self._parts.get(block) == "batch")
+        return self.alive_bytes - sum(batch)
 
     # -- called by torch
 
@@ -181,6 +197,11 @@ class Recorder(TorchDispatchMode):
             forget_written(func, args, kwargs)
             self._note(func, args, kwargs, None)
             return None
+        out = self._result(func, args, kwargs)
+        self._note(func, args, kwargs, out)
+        return out
+
+    def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
             out = self._fake_result(func, args, kwargs)
             if out is None:
@@ -188,9 +209,11 @@ class Recorder(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not self.worst_case:
                 raise
-            out = fake.worst_case_result(func, args, kwargs)
-            self.assumptions[fake.assumption(func)] = None
-        self._note(func, args, kwargs, out)
+            out = self._value_sizes.result(func, self.line(), args, kwargs)
+            if not self._value_sizes.are_given:
+                self.assumptions[fake.assumption(func)] = None
+        else:
+            self._value_sizes.note(func, self.line, args, out)
         return out
 
     def _fake_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -319,14 +342,26 @@ class Recorder(TorchDispatchMode):
         events = tuple(
             row if row.part else row._replace(part=self._parts.get(row.block, "temporaries")) for row in self._rows
         )
-        kernels, spans = tuple(self._kernels), tuple(self._scratch_spans)
+        kernels, spans, held_at = tuple(self._kernels), tuple(self._scratch_spans), self._held_at
+        first = len(self._bytes)
+        expected = [
+            Event("alloc", first + index, nbytes, part, "setup", case=case)
+            for index, (case, (part, nbytes)) in enumerate(itertools.product(CASES[1:], self._expected))
+        ]
         if self._largest_product:
             where = "workspaces", "setup"
-            more = Event("alloc", len(self._bytes), self._largest_product, *where, case="high")
-            events = (*events[: self._held_at], more, *events[self._held_at :])
+            expected.append(Event("alloc", first + len(expected), self._largest_product, *where, case="high"))
             kernels = spans = ()
-        assumed, held_at = (*notes, *self.assumptions), self._held_at
-        return Trace(batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at)
+        later = len(expected)
+        events = (*events[:held_at], *expected, *events[held_at:])
+        spans = tuple(
+            span._replace(start=span.start + later, end=span.end + later) if span.start >= held_at else span
+            for span in spans
+        )
+        assumed, shares = (*notes, *self.assumptions), self._value_sizes.noted
+        return Trace(
+            batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at, shares
+        )
 
 
 _AUTOTUNED = (
@@ -505,8 +540,8 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
         # Under a dispatch mode the engine adds gradients out of place, without one in place: the walk does the latter.
-        is_fake = isinstance(next(module.parameters(), None), FakeTensor)
-        walked = fake_cuda.simulated_gpu() is not None or (is_fake and fake_cuda.can_simulate_cuda())
+        on_cpu = recorder.device_type == "cpu"
+        walked = fake_cuda.simulated_gpu() is not None or (on_cpu and fake_cuda.can_simulate_cuda())
         paths_mode = _ModulePaths(recorder, walked=walked)
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))

@@ -76,7 +76,7 @@ class Pool(Generic[Request, Value]):
         self._handle = handle
         self._begin = begin
         self._trusted = trusted
-        self._most = most or _processors()
+        self._most = most or processors()
         self._children: list[_Child] = []
         self._waiting: deque[Request] = deque()
         self._answers: dict[Request, Answer[Value]] = {}
@@ -288,7 +288,8 @@ def _ending(status: int | None) -> str:
     return f"it ended the process (exit code {os.WEXITSTATUS(status)})"
 
 
-def _processors() -> int:
+def processors() -> int:
+    """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

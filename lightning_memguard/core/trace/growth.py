@@ -127,6 +127,38 @@ def grow(traces: Sequence[Trace]) -> Growth:
     return Growth(ordered[-1], sizes, coefficients, _grow_kernels(ordered, set(same), fit), same)
 
 
+def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
+    """The largest of some traces as it would be at a larger size, where its events do not follow those of the others.
+
+    What belongs to the batch is assumed to grow as all of it together did between the two largest sizes.
+
+    Args:
+        traces: one at least, in any order; where there is one alone, what belongs to the batch grows in proportion.
+        batch_size: the size wanted.
+    """
+    *smaller, largest = sorted(traces, key=lambda trace: trace.batch_size)
+    here = _batch_bytes(largest)
+    slope = Fraction(here, largest.batch_size)
+    if smaller and smaller[-1].batch_size < largest.batch_size:
+        slope = Fraction(here - _batch_bytes(smaller[-1]), largest.batch_size - smaller[-1].batch_size)
+    ratio = 1 + max(slope, Fraction(0)) * (batch_size - largest.batch_size) / here if here else Fraction(1)
+    events = tuple(
+        event._replace(nbytes=ceil(event.nbytes * ratio)) if _is_of_batch(event) else event for event in largest.events
+    )
+    return replace(largest, batch_size=batch_size, events=events, kernels=(), scratch_spans=(), batch=None)
+
+
+def _batch_bytes(trace: Trace) -> int:
+    return sum(event.nbytes for event in trace.events if event.action == "alloc" and _is_of_batch(event))
+
+
+def _is_of_batch(event: Event) -> bool:
+    return event.part in _OF_BATCH and event.phase not in ("setup", "optimizer", "averaging")
+
+
+_OF_BATCH = ("activations", "batch", "temporaries", "workspaces")
+
+
 def _without_scratch(trace: Trace) -> list[int]:
     """Positions of the events that are not a kernel's scratch."""
     kept: list[int] = []

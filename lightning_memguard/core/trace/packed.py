@@ -6,9 +6,12 @@ import pickle
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from lightning_memguard.core.trace.growth import Growth
 from lightning_memguard.core.trace.trace import Trace
+
+T = TypeVar("T")
 
 _FASTEST = 1  # level of compression
 
@@ -35,15 +38,14 @@ class PackedGrowth:
         return growth.at(batch_size)
 
 
-class PackedTraces(Mapping[int, Trace]):
-    """Traces by batch size, each unpacked whenever it is asked for."""
+class PackedTraces(Mapping[int, T]):
+    """Traces by batch size, or several for each, unpacked whenever they are asked for."""
 
-    def __init__(self, traces: Mapping[int, Trace]) -> None:
+    def __init__(self, traces: Mapping[int, T]) -> None:
         self._content = {batch_size: _pack(trace) for batch_size, trace in traces.items()}
 
-    def __getitem__(self, batch_size: int) -> Trace:
-        trace: Trace = pickle.loads(zlib.decompress(self._content[batch_size]))  # noqa: S301 - our own
-        return trace
+    def __getitem__(self, batch_size: int) -> T:
+        return cast("T", pickle.loads(zlib.decompress(self._content[batch_size])))  # noqa: S301 - our own
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._content)

@@ -10,13 +10,14 @@ from lightning_memguard.core.trace.scratch import ByteRange, Moment, Scratch
 
 Action = Literal["alloc", "free"]
 
-Method = Literal["compiled", "fake", "worst-case", "real", "states"]
+Method = Literal["compiled", "fake", "worst-case", "sampled", "real", "states"]
 """How a trace was obtained, best first.
 
 ``compiled``: the step ran on fake tensors as torch.compile compiles it. ``fake``: the step ran on fake tensors, all of
-it as written. ``worst-case``: the same, and an operator whose result depends on values was
-given its largest result. ``real``: the step ran on real tensors at small sizes, on a copy. ``states``: no step could
-be run; only parameters, buffers, gradients and optimizer state are known.
+it as written. ``worst-case``: the same, and an operator whose result depends on values was given its largest result.
+``sampled``: the same, and such an operator was given a result as large as real batches had. ``real``: the step ran on
+real batches, on a copy. ``states``: no step could be run; only parameters, buffers, gradients and optimizer state are
+known.
 """
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "batch", "temporaries", "workspaces")
@@ -28,6 +29,12 @@ gradients that ranks exchange."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors, in order."""
+
+Share = tuple[tuple[int, ...], int]
+"""How large a result was whose size depends on values: counts, and the largest that each could be."""
+
+Shares = tuple[tuple[tuple[str, str], tuple[Share, ...]], ...]
+"""The shares of a run, by operator and line, call by call."""
 
 CASES = ("low", "point", "high")
 """At least, most likely, at most: the sizes of a block that is not known exactly, such as a convolution's workspace."""
@@ -96,7 +103,7 @@ class Trace:
     ``device`` is a torch device type such as ``"cpu"`` or ``"cuda"``. ``notes`` are assumptions in plain words.
     ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule. ``batch`` is the shapes and bytes
     of the largest batch that the step was given, where it was noted. ``held_at`` is the place among the events at which
-    `holding` puts blocks.
+    `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is how long the run took.
     """
 
     batch_size: int
@@ -108,6 +115,8 @@ class Trace:
     scratch_spans: tuple[ScratchSpan, ...] = ()
     batch: tuple[Shapes, int] | None = None
     held_at: int = 0
+    shares: Shares = field(default=(), compare=False)
+    seconds: float = field(default=0.0, compare=False)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)

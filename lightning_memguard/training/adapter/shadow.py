@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, tensors_in
-from lightning_memguard.core.capture.program import Program
+from lightning_memguard.core.capture.program import Leftovers, Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.training.adapter import ddp
@@ -36,6 +36,7 @@ from lightning_memguard.training.adapter.stand_ins import (
     idle_datamodule,
     log_dir_of,
 )
+from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
@@ -277,6 +278,7 @@ class PhaseMarkerMixin:
         self.loaders = 1
         self.steps: dict[int, int] = {}  # by optimizer
         self.alive_bytes: list[int] = []  # before each batch that is evaluated
+        self.leftovers = Leftovers(recorder, self.steps_recorded)
 
     # -- training
 
@@ -292,10 +294,27 @@ class PhaseMarkerMixin:
         self.on_ready()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        if min(self.steps.values(), default=batch_idx) >= self.steps_recorded or batch_idx >= _MOST_BATCHES:
+        self.leftovers.note()
+        recorded = min(self.steps.values(), default=batch_idx) >= self.steps_recorded
+        if (recorded and self.leftovers.are_known(trainer.optimizers)) or batch_idx >= _MOST_BATCHES:
+            self.count_what_is_left()
             raise StepsDone
         self.recorder.note_batch(batch)
         self.recorder.mark("forward", step=batch_idx)
+
+    def count_what_is_left(self) -> None:
+        """Keep what each batch leaves behind for good once for each batch of an epoch."""
+        left, count, size = self.leftovers.bytes_per_batch, self.program.batches_per_epoch, self.batch_size
+        if not left:
+            return
+        each = f"each step leaves {format_bytes(left)} behind"
+        limit, samples = self.program.trainer.limit_train_batches, (count(1) if count else None) or 0
+        samples = min(limit * size, samples or limit * size) if type(limit) is int else int(samples * limit)
+        if not samples:
+            self.recorder.assumptions[f"{each}; how many steps there are is unknown, and that is not included"] = None
+            return
+        self.recorder.expect(-(-left // size) * samples, "activations")  # by the sample: the same at every size
+        self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.label_gradients(trainer, pl_module)
@@ -389,19 +408,20 @@ class EndlessLoader:
 
     def __init__(self, marker: PhaseMarkerMixin, batches: Batches, fake: bool) -> None:
         self.marker, self.program, self.batch_size = marker, marker.program, marker.batch_size
-        self.make = batches.fake if fake else batches.real
+        self.batches, self.fake = batches, fake
 
     def __iter__(self) -> Iterator[object]:
         for index in itertools.count() if self.program.trains else range(_EVALUATED):
             if self.marker.ends_before(index):
                 return
-            yield self._batch()
+            yield self._batch(index)
 
-    def _batch(self) -> object:
-        recorder = self.marker.recorder
+    def _batch(self, index: int) -> object:
+        recorder, device = self.marker.recorder, torch.device("cpu")
         recorder.mark("transfer")
         with recorder.paused():
-            batch = self.make(self.batch_size, torch.device("cpu"))
+            size, batches = self.batch_size, self.batches
+            batch = batches.fake(size, device) if self.fake else batches.real(size, device, index)
         recorder.label(tensors_in(batch), "batch")
         return batch
 

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.loader_access import arrange
 from lightning_memguard.training.data import copies
 from lightning_memguard.training.data.copies import copy_for_reading, preserve_state
+from lightning_memguard.training.data.draws import ArrangedDraws, CollatedDraws, TakenDraws
 from lightning_memguard.training.data.loaders import LoaderInfo, Source
 from lightning_memguard.training.data.resizing import is_built_in, makes_own_batches, trial_at
 
@@ -37,6 +38,8 @@ _BEYOND = "a larger one would take more, and is reported when it comes"
 _COUNTS = (1, 2, 4, 8)  # of a sample, to collate it alone: some collate functions want pairs
 _SIZES = ((4, 5, 1), (4, 6, 2), (4, 8, 4), (8, 16, 8), (2, 4, 2))  # two to collate at, and the multiple they stand for
 _MOST_MIXED = 16  # samples stacked together, each the longest in some dimension
+_KEPT_BYTES = 64 << 20  # of samples that are kept, to make real batches of
+_KEPT_IN_ORDER = 256  # of those that a sampler of the user's own puts next to each other
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,10 @@ def _combine(info: LoaderInfo, drawn: list[Batches]) -> tuple[Batches, ...]:
     small, large = (
         arrange(info.combined, [_batch_at(each, size) for each in drawn]) for size in (most.small_size, most.large_size)
     )
-    return (Batches(small, large, most.small_size, most.large_size),)
+    draws = [each.draws for each in drawn if each.draws]
+    multiple = math.lcm(*(each.multiple for each in draws))
+    together = ArrangedDraws(info.combined, draws, multiple) if len(draws) == len(drawn) else None
+    return (Batches(small, large, most.small_size, most.large_size, together),)
 
 
 def _batch_at(batches: Batches, size: int) -> Any:
@@ -134,6 +140,7 @@ def draw(loader: Iterable[Any], *, fixed: bool = False, unit: int = 1, factor: i
 def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
     """From a loader whose batches are taken as they come."""
     largest, most, seen, samples, sizes, all_seen = None, 0, 0, 0, set(), True
+    taken, taken_bytes = TakenDraws(), 0
     started = time.monotonic()
     for batch, count in _batches(loader):
         if seen and (samples >= MOST_SAMPLES or time.monotonic() - started > MOST_SECONDS):
@@ -142,12 +149,17 @@ def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
         nbytes, size = batch_bytes(batch), count or batch_size_of(batch)
         if largest is None or nbytes > batch_bytes(largest):
             largest, most = batch, size
+        taken_bytes += nbytes
+        if taken_bytes <= _KEPT_BYTES:
+            taken.batches.setdefault(size, []).append(batch)
         sizes.add(nbytes)
         seen, samples = seen + 1, samples + size
     if largest is None:
         raise CannotTraceError("the data is empty: there is no batch to predict from")
     note = "" if all_seen or len(sizes) == 1 else f"predicted for the largest of {seen} batches; {_BEYOND}"
-    return LoaderSamples(batches_from_one(largest, most), note, samples=samples if all_seen else None)
+    taken.batches.setdefault(most, []).insert(0, largest)
+    batches = replace(batches_from_one(largest, most), draws=taken)
+    return LoaderSamples(batches, note, samples=samples if all_seen else None)
 
 
 def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:
@@ -185,7 +197,11 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
     drawn = f"{'the first ' if stream else ''}{largest.seen} samples"
     note = "" if all_seen or not largest.vary else f"predicted for the largest of {drawn}; {_BEYOND}"
     batches, multiple = largest.batches(unit, factor)
-    return LoaderSamples(batches, note, unit * multiple, largest.seen if all_seen else None)
+    in_order = stream or _decides_what_comes_together(loader)
+    kept = _next_to_each_other(loader, len(largest.kept)) if in_order and not stream else largest.kept
+    draws = CollatedDraws(largest.collate, kept, largest.largest, unit, factor, unit * multiple, in_order)
+    samples = largest.seen if all_seen else None
+    return LoaderSamples(replace(batches, draws=draws), note, unit * multiple, samples)
 
 
 class _LargestSamples:
@@ -196,6 +212,8 @@ class _LargestSamples:
         self.seen = 0
         self.vary = False
         self.failure: Exception | None = None
+        self.kept: list[object] = []
+        self._kept_bytes = 0
         self._most_bytes = -1
         self._largest: object = None
         self._longest: dict[int, tuple[int, object]] = {}
@@ -210,6 +228,9 @@ class _LargestSamples:
             return
         self.seen += 1
         nbytes = batch_bytes(batch)
+        self._kept_bytes += nbytes // self._counts[0]
+        if not self.kept or self._kept_bytes <= _KEPT_BYTES:
+            self.kept.append(item)
         self.vary |= self.seen > 1 and nbytes != self._most_bytes
         if nbytes > self._most_bytes:
             self._most_bytes, self._largest = nbytes, item
@@ -229,6 +250,15 @@ class _LargestSamples:
             return batch
         raise failure
 
+    @property
+    def largest(self) -> list[object]:
+        """The largest, and those that are the longest in some dimension; none where all are alike."""
+        return list({id(item): item for item in (self._largest, *self._mixed)}.values()) if self.vary else []
+
+    @property
+    def _mixed(self) -> list[object]:
+        return list({id(item): item for _, item in self._longest.values()}.values())[:_MOST_MIXED]
+
     def batches(self, unit: int, factor: int) -> tuple[Batches, int]:
         """Stack the largest sample; or several, where padding each to the longest of all takes more.
 
@@ -237,10 +267,9 @@ class _LargestSamples:
         """
         stacked, multiple = self._stack([self._largest], unit, factor)
         batch_size_of(stacked.small)  # refuses a batch without tensors
-        mixed = list({id(item): item for _, item in self._longest.values()}.values())[:_MOST_MIXED]
-        if len(mixed) > 1:
+        if len(self._mixed) > 1:
             with contextlib.suppress(Exception):  # samples of different kinds may not go into one batch
-                together, their_multiple = self._stack(mixed, unit, factor)
+                together, their_multiple = self._stack(self._mixed, unit, factor)
                 if _bytes_per_sample(together) > _bytes_per_sample(stacked):
                     return together, their_multiple
         return stacked, multiple
@@ -280,6 +309,20 @@ def _order(loader: DataLoader[Any]) -> Sequence[Any]:
     if type(sampler) is torch_data.DistributedSampler:
         return range(len(sampler.dataset))  # type: ignore[arg-type]
     return _within_time(iter(copy_for_reading(sampler)))
+
+
+def _decides_what_comes_together(loader: DataLoader[Any]) -> bool:
+    """Whether a sampler of the user's own does, as one that puts a few samples of each class into a batch."""
+    if makes_own_batches(loader):
+        return True
+    known = (torch_data.SequentialSampler, torch_data.RandomSampler, torch_data.SubsetRandomSampler)
+    sampler = _sampler_of(loader)
+    return not is_built_in(sampler, *known, torch_data.WeightedRandomSampler, torch_data.DistributedSampler)
+
+
+def _next_to_each_other(loader: DataLoader[Any], count: int) -> list[Any]:
+    """The first samples in their order."""
+    return _within_time(_read(loader, list(_order(loader)[: min(count, _KEPT_IN_ORDER)])))
 
 
 def _within_time(things: Iterator[T]) -> list[T]:

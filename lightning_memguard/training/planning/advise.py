@@ -27,11 +27,12 @@ _OTHERWISE: dict[Method, str] = {  # why the step with a remedy cannot be compar
     "compiled": "with it, only the compiled step is known",
     "fake": "only with it, the step runs on fake tensors",
     "worst-case": "with it, only the largest size possible is known",
+    "sampled": "only with it, real batches take less than the largest size possible",
     "real": "with it, the step runs on real tensors only",
     "states": "with it, the step does not run on a copy",
 }
 
-_ONE_WAY = ("fake", "worst-case")  # a step captured so is captured so with remedies, and in no other way
+_ONE_WAY = ("fake", "worst-case", "sampled")  # a step captured so is captured so with remedies, and in no other way
 _Single = tuple[Family, Advice]
 _Places = tuple[int, ...]  # of remedies
 
@@ -188,7 +189,7 @@ class _Attempts:
                 size //= remedy.share
                 during.enter_context(remedy.during())
             if known.method in _ONE_WAY:
-                changed = replace(known, program=program, growth=None, traces={})
+                changed = replace(known, program=program, growth=None, traces={}, ceiling=None)
             else:
                 changed = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
                 changed = replace(changed, share=known.share)

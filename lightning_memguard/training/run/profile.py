@@ -341,8 +341,9 @@ class _NextToTraining:
 def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
     """What is on the device between two training steps besides the module, by part; validation clears the gradients."""
     parts = {"optimizer_state", *OPTIONAL_PARTS, *(["gradients"] if gradients else [])}
-    alive = {event.block: event for event in trace.events if event.action == "alloc" and event.part in parts}
-    for event in trace.events:
+    events = trace.only("high").events
+    alive = {event.block: event for event in events if event.action == "alloc" and event.part in parts}
+    for event in events:
         if event.action == "free":
             alive.pop(event.block, None)
     yield from ((event.part, event.nbytes) for event in alive.values())

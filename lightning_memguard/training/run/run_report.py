@@ -101,5 +101,5 @@ def _curve(profile: RunProfile, decision: Decision) -> Sequence[CurvePoint]:
 
 def _layers(profile: RunProfile, batch_size: int) -> LayerTable | None:
     program = cast("LightningProgram", profile.prediction.program)
-    known = profile.prediction.method in ("fake", "worst-case")
+    known = profile.prediction.method in ("fake", "worst-case", "sampled")
     return isolated(lambda: program.layer_table(batch_size)) if known else None

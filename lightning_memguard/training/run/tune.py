@@ -95,9 +95,9 @@ def with_steps(tuning: Tuning) -> Tuning:
 
 
 def _without_samples(profile: RunProfile) -> RunProfile:
-    """Let go of the samples drawn, unless another size may still have to be run."""
+    """Let go of the samples drawn, unless another size may still be captured with their values."""
     known = profile.prediction
-    scales = known.growth is not None and known.method != "real"
+    scales = known.growth is not None or known.method == "real"
     return profile.attached_to(profile.run.without_samples()) if scales else profile
 
 

@@ -1,0 +1,118 @@
+"""Real batches of the samples that were drawn, at any size, as the user's own collate function makes them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_memguard.core.capture.batch import Draws, map_tensors, tensors_in
+from lightning_memguard.core.capture.fake import storage_address
+from lightning_memguard.training.adapter.loader_access import arrange
+
+if TYPE_CHECKING:
+    from lightning_memguard.training.adapter.loader_access import CombinedLoader
+
+_LARGEST_IN = 3  # so many draws hold the largest samples, as some batch of the training does; others hold any
+
+
+@dataclass(frozen=True)
+class CollatedDraws(Draws):
+    """Batches collated of samples.
+
+    Attributes:
+        collate: the loader's own function.
+        samples: what it is given.
+        largest: those of them that are the longest in some dimension.
+        unit: batch sizes are multiples of this, with ``factor`` samples for each.
+        factor: see ``unit``.
+        multiple: batch sizes that the collate function takes are multiples of this.
+        in_order: whether a sampler of the user's own decides which samples come together.
+    """
+
+    collate: Callable[[list[Any]], Any]
+    samples: Sequence[Any]
+    largest: Sequence[Any]
+    unit: int
+    factor: int
+    multiple: int
+    in_order: bool
+
+    def has(self, batch_size: int) -> bool:
+        """See `Draws.has`."""
+        return batch_size % self.unit == 0
+
+    def batch(self, batch_size: int, draw: int, index: int) -> Any:
+        """See `Draws.batch`."""
+        count = batch_size // self.unit * self.factor
+        number = 2 * draw + index if draw else 0
+        chosen = self._in_order(count, number) if self.in_order else self._by_chance(count, number)
+        if draw < _LARGEST_IN:
+            largest = self.largest[: max(1, count // 2)]
+            chosen[: len(largest)] = largest
+        return _apart_from(chosen, self.collate(chosen))
+
+    def _in_order(self, count: int, number: int) -> list[Any]:
+        start = number * count % len(self.samples)
+        return [*itertools.islice(itertools.cycle(self.samples), start, start + count)]
+
+    def _by_chance(self, count: int, number: int) -> list[Any]:
+        generator, chosen = random.Random(number), list[Any]()  # noqa: S311 - nothing is kept secret
+        while len(chosen) < count:
+            chosen += generator.sample(self.samples, min(count - len(chosen), len(self.samples)))
+        return chosen
+
+
+@dataclass(frozen=True)
+class TakenDraws(Draws):
+    """Batches as a loader gave them, by their size; the largest comes first."""
+
+    batches: dict[int, list[Any]] = field(default_factory=dict)
+    multiple: int = 1
+
+    def has(self, batch_size: int) -> bool:
+        """See `Draws.has`."""
+        return batch_size in self.batches
+
+    def batch(self, batch_size: int, draw: int, index: int) -> Any:
+        """See `Draws.batch`."""
+        known = self.batches[batch_size]
+        batch = known[(2 * draw + index if draw else 0) % len(known)]
+        return map_tensors(batch, lambda tensor: tensor.clone())
+
+
+@dataclass(frozen=True)
+class ArrangedDraws(Draws):
+    """Batches of several loaders together, as Lightning combines them."""
+
+    combined: CombinedLoader
+    each: Sequence[Draws]
+    multiple: int
+
+    def has(self, batch_size: int) -> bool:
+        """See `Draws.has`."""
+        return all(draws.has(batch_size) for draws in self.each)
+
+    def batch(self, batch_size: int, draw: int, index: int) -> Any:
+        """See `Draws.batch`."""
+        return arrange(self.combined, [draws.batch(batch_size, draw, index) for draws in self.each])
+
+
+def _apart_from(samples: Sequence[Any], batch: Any) -> Any:
+    """The batch with copies of the samples' own tensors, which stay: in a training they go with their batch."""
+    kept = {storage_address(tensor) for tensor in tensors_in(list(samples)) if _has_storage(tensor)}
+    if not any(_is_in(kept, tensor) for tensor in tensors_in(batch)):
+        return batch
+    return map_tensors(batch, lambda tensor: tensor.clone() if _is_in(kept, tensor) else tensor)
+
+
+def _is_in(storages: set[int], tensor: torch.Tensor) -> bool:
+    return _has_storage(tensor) and storage_address(tensor) in storages
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
