@@ -147,8 +147,6 @@ class _Saved:
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
             mock.patch.object(autograd, "_push_saved_tensors_default_hooks", push_users),
             mock.patch.object(autograd, "_pop_saved_tensors_default_hooks", pop_users),
-            # `torch.func` turns hooks off, and refuses where there are some: those of the walk go on.
-            mock.patch.object(autograd, "_saved_tensors_hooks_disable", return_value=None),
         ):
             yield
 

@@ -39,7 +39,7 @@ from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
 from lightning_memguard.core.trace.trace import CASES, Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
-from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 if TYPE_CHECKING:
     from lightning_memguard.core.trace.trace import Action, Method, Shapes, Shares
@@ -203,7 +203,9 @@ class Recorder(TorchDispatchMode):
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
-            out = self._fake_result(func, args, kwargs)
+            out = self._custom_result(func, args, kwargs) if fake.is_custom(func) else None
+            if out is None:
+                out = self._fake_result(func, args, kwargs)
             if out is None:
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -215,6 +217,23 @@ class Recorder(TorchDispatchMode):
         else:
             self._value_sizes.note(func, self.line, args, out)
         return out
+
+    def _custom_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Run what an operator implemented in Python runs, to see what it allocates; None for others."""
+        if not any(tensor.device.type == self.device_type for tensor in _tensors([args, *kwargs.values()])):
+            return None
+        implementation = fake.python_implementation(func, self.device_type)
+        if implementation is not None:
+            try:
+                with self, torch._C._AutoDispatchBelowAutograd():
+                    return implementation(*args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException, MemGuardError):
+                raise  # it runs on real tensors
+            except Exception:
+                if not any(isinstance(tensor, FakeTensor) for tensor in _tensors([args, *kwargs.values()])):
+                    raise
+        self.assumptions[fake.unseen(func)] = None
+        return None
 
     def _fake_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """The result of an operator whose fake kernel in torch is less exact than ours, else None."""

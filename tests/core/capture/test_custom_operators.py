@@ -1,0 +1,83 @@
+"""What operators of libraries allocate inside: seen where they are implemented in Python, else said to be unseen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.capture import capture_here
+from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.trace.trace import Trace
+
+
+@torch.library.custom_op("memguard_tests::repeat_and_sum", mutates_args=())
+def repeat_and_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    large = x.unsqueeze(1).expand(-1, 32, -1).contiguous()
+    return (large * 2).sum(1) @ weight
+
+
+@repeat_and_sum.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+repeat_and_sum.register_autograd(
+    lambda ctx, grad: (grad @ ctx.saved_tensors[1].t(), ctx.saved_tensors[0].t() @ grad),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+_library = torch.library.Library("memguard_tests", "FRAGMENT")
+_library.define("opaque(Tensor x) -> Tensor")
+_library.impl("opaque", lambda x: x + 1, "CPU")
+_library.impl("opaque", torch.empty_like, "Meta")
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return repeat_and_sum(x, self.weight).pow(2).sum()
+
+
+class Opaque(Custom):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.memguard_tests.opaque((x @ self.weight).detach()).sum() + self.weight.sum()
+
+
+def captured(model: nn.Module, method: str) -> Trace:
+    program = LoopProgram(
+        model,
+        batches_from_one(torch.zeros(8, 16)),
+        lambda model, x: model(x),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        torch.device("cpu"),
+    )
+    return capture_here(program, 8, method)
+
+
+def peak_bytes(trace: Trace) -> int:
+    live = peak = 0
+    for event in trace.events:
+        live += event.nbytes if event.action == "alloc" else -event.nbytes
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("method", ["fake", "real"])
+@pytest.mark.usefixtures("here")
+def test_what_an_operator_implemented_in_python_allocates_is_seen(method):
+    """Twice 8 x 32 x 16 floats, the weight, two batches and the loss of the step before: the profiler's peak, too."""
+    trace = captured(Custom(), method)
+    assert peak_bytes(trace) == 2 * 16384 + 1024 + 2 * 512 + 4
+    assert trace.notes == ()
+
+
+@pytest.mark.usefixtures("here")
+def test_an_operator_that_cannot_be_looked_into_is_said_to_be_unseen():
+    assert captured(Opaque(), "fake").notes == (
+        "what memguard_tests::opaque allocates inside is not seen: it is not implemented in Python",
+    )
