@@ -141,7 +141,8 @@ def _in_memory() -> Iterator[_Patch]:
         return key, path
 
     def load(
-        _: object,
+        _: type[Any],
+        /,
         key: str,
         path: str,
         linemap: object = None,  # noqa: ARG001 - of the same name
@@ -184,7 +185,7 @@ def _through_dispatch() -> Iterator[_Patch]:
 
 def _when_walked() -> Iterator[_Patch]:
     """What a compiled backward pass asks of autograd's engine, where it is walked instead."""
-    clear = torch._C._FunctionBase.maybe_clear_saved_tensors
+    clear = torch._C._FunctionBase.maybe_clear_saved_tensors  # type: ignore[attr-defined]
 
     def clear_saved(node: Any) -> None:
         clear(node)
