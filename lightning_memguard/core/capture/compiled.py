@@ -66,7 +66,6 @@ _QUIET = {  # of `torch._inductor.config`: nothing is cached on disk, and no pro
     "fx_graph_remote_cache": False,
     "autotune_local_cache": False,
     "autotune_remote_cache": False,
-    "force_disable_caches": False,
     "cpp.vec_isa_ok": True,  # without trying to build something for the processor's instructions
 }
 
