@@ -66,7 +66,6 @@ _QUIET = {  # of `torch._inductor.config`: nothing is cached on disk, and no pro
     "fx_graph_remote_cache": False,
     "autotune_local_cache": False,
     "autotune_remote_cache": False,
-    "force_disable_caches": False,
     "cpp.vec_isa_ok": True,  # without trying to build something for the processor's instructions
 }
 
@@ -141,7 +140,8 @@ def _in_memory() -> Iterator[_Patch]:
         return key, path
 
     def load(
-        _: object,
+        _: type[Any],
+        /,
         key: str,
         path: str,
         linemap: object = None,  # noqa: ARG001 - of the same name
@@ -184,7 +184,7 @@ def _through_dispatch() -> Iterator[_Patch]:
 
 def _when_walked() -> Iterator[_Patch]:
     """What a compiled backward pass asks of autograd's engine, where it is walked instead."""
-    clear = torch._C._FunctionBase.maybe_clear_saved_tensors
+    clear = torch._C._FunctionBase.maybe_clear_saved_tensors  # type: ignore[attr-defined]
 
     def clear_saved(node: Any) -> None:
         clear(node)

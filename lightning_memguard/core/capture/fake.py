@@ -208,7 +208,7 @@ def _compiled_like(function: Function, other: Any) -> Function:
     """A function, compiled (or kept from being compiled) as another one is. Checked on torch 2.11 and 2.13."""
     cells = dict(zip(other.__code__.co_freevars, other.__closure__ or (), strict=True))
     how = cells["self"].cell_contents if "self" in cells and hasattr(other, "_torchdynamo_orig_callable") else None
-    return how(function) if isinstance(how, torch._dynamo.eval_frame._TorchDynamoContext) else function  # type: ignore[no-untyped-call, no-any-return]
+    return how(function) if isinstance(how, torch._dynamo.eval_frame._TorchDynamoContext) else function
 
 
 def _compilers(module: nn.Module) -> Iterator[object]:

@@ -149,7 +149,7 @@ class Compiled(pl.LightningModule):
         if by == "net":
             self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
         elif by == "Module.compile":
-            self.compile(backend="eager")
+            self.net.compile(backend="eager")
         elif by == "method":
             self.loss = torch.compile(self.loss, backend="eager")  # type: ignore[method-assign]
         elif by == "function":
