@@ -140,13 +140,13 @@ class Prediction:
     def _extrapolated_at(self, batch_size: int, why: str) -> tuple[Trace, ...]:
         """From the sizes that ran; from the next larger one where there is one."""
         known = {size: (trace, *self.others.get(size, ())) for size, trace in self.traces.items()}
-        known |= {size: traces for size, traces in self._known_traces.items() if traces[0].batch}
+        known |= {size: traces for size, traces in self._known_traces.items() if traces[0].seconds}
         near = min((size for size in known if size >= batch_size), default=max(known))
         small = max((size for size in known if size < near), default=near)
         note = f"at batch size {batch_size} the peak is drawn on from {near}: {why}"
         return tuple(
             replace(trace, notes=(*trace.notes, note))
-            for trace in (extrapolate([known[small][0], each], batch_size) for each in known[near])
+            for trace in (extrapolate(pair, batch_size) for pair in zip(known[small], known[near], strict=True))
         )
 
     def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
@@ -353,7 +353,9 @@ def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
     found = _from(asked, "real", traces, None)
     found = replace(found, scalable=asked.scalable and (len(traces) > 1 or program.is_real_at(2 * batch_size)))
     if any(trace.events != traces[-1].events for trace in again):
-        return replace(found, draws=DRAWS)
+        drawn = {size: _of_draws(captures, program, size, "real", DRAWS) for size in (*found.traces,)[-2:]}
+        largest, others = {n: each[0] for n, each in drawn.items()}, {n: each[1:] for n, each in drawn.items()}
+        return replace(found, draws=DRAWS, traces=largest, others=others)
     if batch_size not in found.traces and program.is_real_at(batch_size) and _may_run(traces, batch_size):
         with contextlib.suppress(CaptureFailedError):
             traces = [*traces, capture(program, batch_size, "real")]

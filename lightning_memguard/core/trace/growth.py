@@ -145,7 +145,7 @@ def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
     events = tuple(
         event._replace(nbytes=ceil(event.nbytes * ratio)) if _is_of_batch(event) else event for event in largest.events
     )
-    return replace(largest, batch_size=batch_size, events=events, kernels=(), scratch_spans=(), batch=None)
+    return replace(largest, batch_size=batch_size, events=events, kernels=(), scratch_spans=(), batch=None, seconds=0.0)
 
 
 def _batch_bytes(trace: Trace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_memguard.core import gpus
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.batch import Batches, batches_from_one
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError, capture, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -464,3 +464,137 @@ def test_a_step_that_runs_otherwise_at_each_small_size_for_real_runs_at_the_size
     prediction = predicted(branches)
     assert (prediction.method, prediction.growth, prediction.scalable) == ("real", None, True)
     assert [prediction.footprint_at(n).peak_allocated_bytes for n in (16, 20)] == [forward_peak(16), forward_peak(20)]
+
+
+# Values of real batches
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Batches of n samples, whose first value is the number of the draw."""
+
+    multiple: int = 1
+
+    def has(self, batch_size: int) -> bool:
+        return True
+
+    def batch(self, batch_size: int, draw: int, index: int) -> torch.Tensor:
+        batch = torch.ones(batch_size, 4)
+        batch[0, 0] = draw
+        return batch
+
+
+def drawn() -> Batches:
+    return replace(batches_from_one(torch.ones(16, 4)), draws=Drawn())
+
+
+def more_layers_for_larger_values(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return sum(model(x).tanh().sum() for _ in range(1 + int(x[0, 0])))
+
+
+@pytest.mark.usefixtures("here")
+def test_where_memory_depends_on_values_the_largest_of_some_draws_is_predicted_with_a_range():
+    """Each tanh keeps 32 bytes a sample."""
+    prediction = predicted(more_layers_for_larger_values, batches=drawn())
+    assert (prediction.method, prediction.growth) == ("real", None)
+    for n in (16, 20):
+        found = prediction.footprint_at(n)
+        assert found.low is not None
+        assert found.high is not None
+        spread = found.peak_allocated_bytes - found.low.allocated_bytes
+        assert spread == pytest.approx(3 * 32 * n, abs=3 * 8)
+        assert found.high.allocated_bytes == found.most_device_bytes == found.peak_allocated_bytes + spread
+        assert "memory depends on values: with those of real batches it is" in found.notes[-1]
+
+
+@pytest.mark.usefixtures("here")
+def test_real_batches_of_every_size_come_from_the_draws():
+    step, sizes = sizes_run(needs_a_value)
+    prediction = predicted(step, batches=drawn())
+    assert prediction.growth is not None
+    assert set(sizes) == {2, 4, 8, 16}
+    assert prediction.proven_at(24) is prediction
+    assert 24 in sizes
+
+
+def test_a_size_that_would_take_too_long_to_run_is_drawn_on_from_those_that_ran(monkeypatch):
+    monkeypatch.setattr("lightning_memguard.core.capture.predict._MOST_SECONDS", 0.0)
+    prediction = predicted(more_layers_for_larger_values, batches=drawn())
+    ran, beyond = (prediction.footprint_at(n) for n in (8, 8000))
+    assert beyond.peak_allocated_bytes == pytest.approx(1000 * ran.peak_allocated_bytes, rel=0.5)
+    assert "at batch size 8000 the peak is drawn on from 8" in " ".join(beyond.notes)
+    assert prediction.packed().footprint_at(8000) == beyond
+
+
+def test_a_step_that_fails_for_real_at_the_chosen_size_says_so():
+    def at_most_16(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        assert len(x) <= 16, "too many"
+        return more_layers_for_larger_values(model, x)
+
+    prediction = predicted(at_most_16, batches=drawn())
+    assert prediction.footprint_at(20).peak_allocated_bytes > prediction.footprint_at(16).peak_allocated_bytes
+    with pytest.raises(StepFailsError, match="too many"):
+        prediction.proven_at(20)
+
+
+def keeps_half(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    kept = model(x)[x[:, 0] > 0]
+    return kept.tanh().exp().sin().sum()
+
+
+def test_a_mask_that_keeps_half_of_a_real_batch_is_given_half_of_any_size():
+    batch = torch.ones(16, 4)
+    batch[::2] = -1
+    prediction = predicted(keeps_half, batches=batches_from_one(batch))
+    assert prediction.method == "sampled"
+    found, real = prediction.trace_at(16), capture(prediction.program, 16, "real")
+    assert [event[2:] for event in found if event.phase == "forward"] == [
+        event[2:] for event in real if event.phase == "forward"
+    ]
+    tanh = [event.nbytes for event in prediction.trace_at(100) if event.operator == "aten.tanh.default"]
+    assert tanh[0] == 32 * 50
+    assert prediction.ceiling is not None
+    assert "results whose size depends on values are as large as in 8 draws of real batches of 16" in " ".join(
+        prediction.footprint_at(100).notes
+    )
+
+
+# What grows from step to step
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps the last gradients, ``history_size`` at most, as LBFGS keeps pairs."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["history_size"] = 10
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("old", []).append(parameter.grad.clone())
+
+
+def test_a_history_is_predicted_where_it_ends():
+    found = predicted(optimizer=Remembers).footprint_at(16)
+    assert found.parts["optimizer_state"] == 9 * 128, "two of them were there, the second of them after the peak"
+    assert found.low is not None
+    assert found.high is not None
+    assert found.high.allocated_bytes == found.peak_allocated_bytes == found.low.allocated_bytes + 8 * 128
+    assert "the optimizer's history grows to its `history_size`, by 1.0 KiB after two steps" in found.notes
+
+
+def test_what_each_step_leaves_behind_is_reported():
+    class Collects(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 8, bias=False)
+            self.outputs: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            self.outputs.append(y.detach().clone())
+            return y
+
+    trace = capture(program_of(model=Collects()), 16, "fake")
+    assert max(event.step for event in trace) == 3, "two more steps were looked at"
+    assert "each step leaves 512 B behind; what more steps leave is not included" in trace.notes

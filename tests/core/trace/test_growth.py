@@ -17,7 +17,7 @@ from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.batch import batches_from_one
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram
-from lightning_memguard.core.trace.growth import grow
+from lightning_memguard.core.trace.growth import extrapolate, grow
 from lightning_memguard.core.trace.scratch import ByteRange, Scratch
 from lightning_memguard.core.trace.trace import Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
 from lightning_memguard.errors import CannotTraceError
@@ -364,3 +364,19 @@ def test_those_thousands_take_scratch_that_a_few_do_not() -> None:
 
     assert not sorts(438)
     assert sorts(439)
+
+
+# Beyond what ran
+
+
+def test_what_belongs_to_the_batch_is_drawn_on_by_a_line_and_the_rest_stays():
+    def ran(batch_size: int, *blocks: int) -> Trace:
+        """A weight, and blocks of the batch: another number of them at each size."""
+        held = [Event("alloc", 0, 100, "parameters", "setup")]
+        events = (*held, *(Event("alloc", 1 + place, size) for place, size in enumerate(blocks)))
+        return Trace(batch_size, "cpu", "real", events)
+
+    small, large = ran(2, 40), ran(4, 30, 30)
+    assert sizes_of(extrapolate([large, small], 8)) == [100, 50, 50], "20 more for two samples, 40 more for four"
+    assert sizes_of(extrapolate([large], 8)) == [100, 60, 60]
+    assert extrapolate([small, large], 4).events == large.events

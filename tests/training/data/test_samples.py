@@ -7,6 +7,7 @@ import queue
 import tempfile
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 from lightning_memguard import CannotTraceError, MemGuard
+from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.training.data import samples
 from lightning_memguard.training.data.copies import copy_for_reading
 from lightning_memguard.training.data.loaders import source_of
@@ -426,3 +428,61 @@ def test_a_queue_that_a_dataset_reads_from_is_left_full(kind: Any) -> None:
     with pytest.raises(CannotTraceError, match=r"queue is a .*Queue, which can be read only once"):
         draw(DataLoader(data))
     assert not data.queue.empty()
+
+
+# -- real batches
+
+
+def test_a_real_batch_is_collated_of_real_samples_at_any_size() -> None:
+    """Boxes with the number of their image, which no repeated batch would have."""
+
+    def collate(items: Any) -> Any:
+        return torch.cat([torch.stack([torch.full((len(boxes),), float(place)), boxes]) for place, boxes in items], 1)
+
+    data: Any = [torch.full((1 + index % 5,), float(index)) for index in range(40)]
+    numbered = DataLoader(data, batch_size=4, collate_fn=lambda items: collate(enumerate(items)))
+    batches = draw(numbered).batches
+    for size in (3, 17):
+        for number in (0, 1):
+            place, value = replace(batches, draw=number).real(size, torch.device("cpu"))
+            assert place.unique().tolist() == list(range(size))
+            assert len(value.unique()) == size, "each sample comes once"
+    assert 5 in torch.bincount(batches.real(3, torch.device("cpu"))[0].long()), "a largest one is among them"
+
+
+def test_draws_differ_and_each_is_the_same_again() -> None:
+    batches = draw(DataLoader(TensorDataset(torch.arange(100.0)), batch_size=4)).batches
+
+    def values(number: int, index: int = 0) -> Any:
+        return replace(batches, draw=number).real(8, torch.device("cpu"), index)[0].tolist()
+
+    assert values(0) == values(0, 1)
+    assert values(1) == values(1)
+    assert len({tuple(values(1)), tuple(values(1, 1)), tuple(values(2)), tuple(values(0))}) == 4
+
+
+def test_a_sampler_of_the_users_own_decides_which_samples_come_together() -> None:
+    class FourOfEachClass(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([index for label in range(5) for index in range(label, 100, 5)][::-1])
+
+        def __len__(self) -> int:
+            return 100
+
+    data = TensorDataset(torch.arange(100) % 5)
+    batches = draw(DataLoader(data, batch_size=4, sampler=FourOfEachClass())).batches
+    assert batches.real(4, torch.device("cpu"))[0].tolist() == [4, 4, 4, 4]
+
+
+def test_tensors_of_a_sample_are_copied_into_a_batch_of_them() -> None:
+    data: Any = [torch.ones(3), torch.ones(4)]
+    batches = draw(DataLoader(data, batch_size=2, collate_fn=list)).batches
+    for tensor in batches.real(2, torch.device("cpu")):
+        assert tensor.data_ptr() not in [item.data_ptr() for item in data]
+
+
+def test_samples_are_let_go_of_with_the_batches() -> None:
+    batches = draw(DataLoader(TensorDataset(torch.arange(100.0)), batch_size=4)).batches
+    assert batches.is_real_at(7)
+    program: Any = LoopProgram(nn.Linear(1, 1), batches, lambda model, x: model(x), None, torch.device("cpu"))
+    assert not program.without_samples().is_real_at(7)
