@@ -46,6 +46,13 @@ _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _ACTIVATION_PHASES = ("forward", "transfer")
 
 
+def this_cpu(threads: int) -> CpuTarget:
+    """What scratch depends on, on this machine."""
+    channel_block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8  # oneDNN's
+    asked = (getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None) for kind in ("bf16", "fp16"))
+    return CpuTarget(threads, channel_block, *(ask is not None and bool(ask()) for ask in asked))
+
+
 class Recorder(TorchDispatchMode):
     """Watches the storages of one device type while a step runs under it.
 
@@ -75,8 +82,7 @@ class Recorder(TorchDispatchMode):
         self._storage_bytes: dict[int, int] = {}  # by block, without what the operator keeps
         self._on: CpuTarget | CudaTarget | None = kernel_target
         if device_type == "cpu" and kernel_target is None:
-            channel_block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8  # oneDNN's
-            self._on = CpuTarget(training_threads(), channel_block)
+            self._on = this_cpu(training_threads())
         self._finalizers: list[weakref.finalize[Any, Any]] = []
         self._cublas: set[bool] = set()  # where a handle is open: in the backward pass or not
         self._graph_task = -1

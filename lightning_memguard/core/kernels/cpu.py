@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules
 from lightning_memguard.core.kernels.layout import copy_bytes
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, nbytes, up
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, nbytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,139 +32,6 @@ def _is_channels_last(tensor: Tensor) -> bool:
 def _dense_copy(tensor: Tensor) -> int:
     """Bytes of the copy of a tensor that is in neither of the two orders that kernels take."""
     return 0 if _is_channels_last(tensor) else copy_bytes(tensor)
-
-
-# -- convolutions: oneDNN in its blocked layout, or im2col
-
-
-class _Conv:
-    """A convolution, as `_select_conv_backend` in aten/src/ATen/native/Convolution.cpp sees it."""
-
-    def __init__(self, call: CpuCall) -> None:
-        self.x: Tensor = call["input"]
-        self.weight: Tensor = call["weight"]
-        self.groups: int = call["groups"]
-        self.stride, self.padding, self.dilation = call["stride"], call["padding"], call["dilation"]
-        self.transposed, self.output_padding = call["transposed"], call["output_padding"]
-        self.host = call.target
-
-    @property
-    def takes_onednn(self) -> bool:
-        """`use_mkldnn` in aten/src/ATen/native/Convolution.cpp, for float32."""
-        kernel = self.weight.shape[2:]
-        wide = self.transposed and any(o >= s for o, s in zip(self.output_padding, self.stride, strict=True))
-        if self.x.element_size() != FLOAT or wide:
-            return False
-        plain = {*self.stride, *self.dilation} == {1}
-        if self.host.threads == 1 and all(k == 1 for k in kernel[-2:]) and plain and self.x.shape[0] < 16:
-            return False
-        large = self.x.shape[0] > 1 or math.prod(self.x.shape[:4]) > 20480
-        return self.groups > 1 or all(k > 3 for k in kernel[-2:]) or large
-
-    @property
-    def is_channels_last(self) -> bool:
-        return _is_channels_last(self.x) or _is_channels_last(self.weight)
-
-    @property
-    def has_few_inputs(self) -> bool:
-        """The first layer's images stay as they are: oneDNN has kernels that read their plain layout."""
-        return self.groups == 1 and not self.transposed and self.x.shape[1] < self.host.channel_block
-
-    def has_few_outputs(self, grad: Tensor) -> bool:
-        return self.groups == 1 and self.transposed and grad.shape[1] < self.host.channel_block
-
-    def blocked(self, tensor: Tensor) -> int:
-        """Bytes of an activation in the blocked layout, its channels padded (nChw16c, or nChw8c where that divides)."""
-        channels, block = tensor.shape[1], self.host.channel_block
-        padded = channels if channels > block and channels % 8 == 0 else up(channels, block)
-        return nbytes(tensor) // channels * padded
-
-    def blocked_weight(self, *, pads_input: bool = True) -> int:
-        if self.groups > 1:
-            return nbytes(self.weight)
-        out, into = (up(size, self.host.channel_block) for size in self.weight.shape[:2])
-        return out * (into if pads_input else self.weight.shape[1]) * math.prod(self.weight.shape[2:]) * FLOAT
-
-    def scatter(self, small: Tensor, large: Tensor) -> int:
-        """The scratchpad of oneDNN where a stride spreads a small image over a large one.
-
-        That is the backward pass of a strided convolution, and the forward pass of a transposed one. Each thread has
-        a buffer of the small image with its rim; recorded with `benchmarks/cpu_scratch.py` for square images of even
-        sides, 20 KiB a thread more at odd ones.
-        """
-        if not any(s > 1 for s in self.stride) or self.groups > 1 or small.dim() != 4:
-            return 0
-        kernel, stride, pad = self.weight.shape[-1], self.stride[-1], self.padding[-1]
-        rows, columns = small.shape[2:]
-        rim = (kernel - 1 - pad) // stride + (large.shape[2] - 1 + pad) // stride - (rows - 1)
-        image: int = up((rows + rim) * (columns + rim) * small.shape[1] * FLOAT, 16_384)
-        return 12_288 + (128 if self.transposed else 0) + self.host.threads * (24 + 8_192 + image)
-
-    def im2col(self, spatial: Tensor) -> int:
-        """`slow_conv2d` and others unfold the input, unless the kernel is 1 x 1 (ConvolutionMM2d.cpp)."""
-        kernel = math.prod(self.weight.shape[2:])
-        columns = self.x.shape[0] * self.x.shape[1] * kernel * math.prod(spatial.shape[2:])
-        return 0 if kernel == 1 else columns * self.x.element_size()
-
-
-def _is_known(tensor: Tensor) -> bool:
-    """Float32 and float64 have rules; oneDNN's lower precisions were not measured."""
-    return tensor.is_floating_point() and tensor.element_size() >= FLOAT
-
-
-@RULES.of("convolution")
-def _convolution(call: CpuCall) -> Scratch:
-    """`mkldnn_convolution` (aten/src/ATen/native/mkldnn/Conv.cpp): input, weight and result in oneDNN's layout."""
-    conv, x, y = _Conv(call), call["input"], call.result
-    if not _is_known(x):
-        return NONE
-    if not conv.takes_onednn:
-        return Scratch(after=(conv.im2col(y),))
-    if conv.is_channels_last:
-        return Scratch(after=(conv.blocked_weight(),))
-    few_in = conv.has_few_inputs
-    inputs = 0 if few_in else conv.blocked(x)
-    result = nbytes(y) if conv.transposed and y.shape[1] < conv.host.channel_block else conv.blocked(y)
-    weights = conv.blocked_weight(pads_input=not few_in)
-    scatter, turned = (conv.scatter(x, y), nbytes(y)) if conv.transposed else (0, 0)
-    return Scratch(before=(inputs + weights + result + scatter,), after=(result + turned,))
-
-
-@RULES.of("convolution_backward")
-def _convolution_backward(call: CpuCall) -> Scratch:
-    """`mkldnn_convolution_backward`: first the input's gradient, then the weight's, each in oneDNN's layout."""
-    conv, grad, x, mask = _Conv(call), call["grad_output"], call["input"], call["output_mask"]
-    if not _is_known(x):
-        return NONE
-    if not conv.takes_onednn:
-        return Scratch(after=(conv.im2col(grad),))
-    copy = _dense_copy(grad)
-    if conv.is_channels_last:
-        return Scratch(after=(copy + 2 * conv.blocked_weight(),))
-    bias = grad.shape[1] * FLOAT if mask[2] else 0
-    grad_x = nbytes(x) if mask[0] else 0
-    data = [copy + moment for moment in _backward_data(conv, grad)] if mask[0] else []
-    weight = [copy + grad_x + bias + moment for moment in _backward_weight(conv, grad, bias)] if mask[1] else []
-    return Scratch(before=(*data, *weight))
-
-
-def _backward_data(conv: _Conv, grad: Tensor) -> tuple[int, int]:
-    x, few_out = conv.x, conv.has_few_outputs(grad)
-    strided = any(s > 1 for s in conv.stride) and not conv.transposed
-    inputs = nbytes(x) if strided and x.shape[1] < conv.host.channel_block else conv.blocked(x)
-    weights = conv.blocked_weight(pads_input=not few_out)
-    incoming = 0 if few_out else conv.blocked(grad)
-    scatter = conv.scatter(grad, x) if strided else 0
-    return incoming + weights + inputs + scatter, inputs + nbytes(x) * (2 if strided else 1)
-
-
-def _backward_weight(conv: _Conv, grad: Tensor, bias: int) -> tuple[int, int]:
-    x, few_out = conv.x, conv.has_few_outputs(grad)
-    few_in = conv.has_few_inputs and x.shape[1] <= 8
-    inputs = conv.blocked(x) if not few_in else nbytes(x) if x.shape[1] == 8 else 0
-    weights = nbytes(conv.weight) if few_out else conv.blocked_weight(pads_input=not few_in)
-    incoming = 0 if few_out else conv.blocked(grad)
-    return incoming + inputs + weights, weights + nbytes(conv.weight) + bias
 
 
 # -- normalization

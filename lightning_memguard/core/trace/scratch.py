@@ -19,10 +19,14 @@ class CpuTarget:
     Attributes:
         threads: those of one operator (``torch.get_num_threads``).
         channel_block: channels that oneDNN keeps side by side: 16 with AVX-512, else 8.
+        bf16: whether PyTorch gives bfloat16 to oneDNN here.
+        fp16: whether PyTorch gives float16 to oneDNN here.
     """
 
     threads: int
     channel_block: int = 16
+    bf16: bool = True
+    fp16: bool = True
 
 
 @dataclass(frozen=True)
