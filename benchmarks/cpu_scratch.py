@@ -3,8 +3,8 @@
 A tracer of operators sees their results; what a kernel takes and gives back inside is predicted by a rule
 (`lightning_memguard/core/kernels`). Here functions of torch run with random shapes, strides, dilations, groups, dtypes,
 reductions, layouts and numbers of threads, forward and backward, under the profiler. A dispatch mode marks each
-operator that the recorder would see: the most that was alive inside it, and what stays after it, are compared with its results
-and its rule. Operators without a rule are expected to take nothing.
+operator that the recorder would see: the most that was alive inside it, and what stays after it, are compared with its
+results and its rule. Operators without a rule are expected to take nothing.
 
     python benchmarks/cpu_scratch.py                                  # every family, 40 cases each, then a summary
     python benchmarks/cpu_scratch.py --only conv2d linear --cases 500

@@ -42,6 +42,25 @@ def _lines(tensor: Tensor) -> tuple[int, int] | None:
     return None
 
 
+def product_bytes(
+    like: Tensor,
+    shape: tuple[int, int],
+    stride: tuple[int, int],
+    other_shape: tuple[int, int],
+    other_stride: tuple[int, int],
+    alpha: float,
+    host: CpuTarget,
+) -> int:
+    """What `gemm` (CPUBlas.cpp) takes for a product in half precision that is added to a contiguous result."""
+    kind = _half(like, host)
+    (rows, inner), columns = shape, other_shape[1]
+    if kind is None or rows * inner * columns <= _SMALL:
+        return 0
+    x, weight = onednn.Matrix(shape, stride, kind, True), onednn.Matrix(other_shape, other_stride, kind, True)
+    y = onednn.Matrix((rows, columns), (columns * like.shape[1], 1), kind, True)
+    return sum(_scratchpad([x, weight, y], alpha, 1, host))
+
+
 @RULES.of("mm", "addmm", "addmm_")
 def _product(call: CpuCall) -> Scratch:
     """`addmm_impl_cpu_` (aten/src/ATen/native/LinearAlgebra.cpp), and `gemm` (CPUBlas.cpp) in half precision."""
@@ -83,6 +102,8 @@ def _batched(call: CpuCall) -> Scratch:
     alpha, beta = (call["alpha"], call["beta"]) if adds else (1, 0)
     kind = _half(left, call.target)
     work = left.numel() * (right.shape[-1] if right.dim() > 1 else 1)
+    if left.dim() == 3 and (kind is None or work <= _SMALL):
+        return after(_single_copies(left, right))
     if kind is None or work <= _SMALL or not alpha:
         return NONE
     x, copy = _operand(left, kind, row=True)
@@ -90,6 +111,13 @@ def _batched(call: CpuCall) -> Scratch:
     shape = (*x.shape[:-1], weight.shape[-1])
     y = onednn.Matrix(shape, contiguous_strides(shape), kind, fixed=True)
     return after((copy, other_copy, *_scratchpad([x, weight, y], alpha, beta, call.target)))
+
+
+def _single_copies(left: Tensor, right: Tensor) -> list[int]:
+    """`bmm_out_or_baddbmm_` (LinearAlgebra.cpp): matrices that BLAS cannot read are multiplied, and copied, singly."""
+    if left.shape[0] == 0 or left[0].numel() * right.shape[-1] < 400:
+        return []
+    return [0 if _lines(tensor[0]) else nbytes(tensor) // tensor.shape[0] for tensor in (left, right)]
 
 
 def _operand(tensor: Tensor, kind: onednn.Kind, *, row: bool) -> tuple[onednn.Matrix, int]:
