@@ -1,119 +1,189 @@
-"""What CPU kernels allocate inside one operator, where a tracer of operators sees only the outputs.
+"""Every rule for the scratch of a CPU kernel, held against PyTorch's profiler, with random arguments.
 
-A real training runs under the profiler and a dispatch mode at the same time. The mode leaves a marker around each
-operator it sees (what any tracer at that level sees); the profiler records what was allocated inside the marker.
-An operator's scratch is its peak of live bytes minus the bytes of its new outputs.
+A tracer of operators sees their results; what a kernel takes and gives back inside is predicted by a rule
+(`lightning_memguard/core/kernels`). Here functions of torch run with random shapes, strides, dilations, groups, dtypes,
+reductions, layouts and numbers of threads, forward and backward, under the profiler. A dispatch mode marks each
+operator that the recorder would see: the most that was alive inside it, and what stays after it, are compared with its
+results and its rule. Operators without a rule are expected to take nothing.
 
-    python benchmarks/cpu_scratch.py unet                         # by operator and shapes, the largest scratch first
-    python benchmarks/cpu_scratch.py unet --threads 1 --batch-size 8
+    python benchmarks/cpu_scratch.py                                  # every family, 40 cases each, then a summary
+    python benchmarks/cpu_scratch.py --only conv2d linear --cases 500
+    python benchmarks/cpu_scratch.py --only conv2d --seed 17 --blocks # that case again, with each block inside
+    python benchmarks/cpu_scratch.py --dtype bfloat16 --threads 1
+    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/cpu_scratch.py     # as on an older processor
 """
 
 import argparse
 import gc
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import math
+import random
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch._C._profiler import _EventType
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_leaves
 
-from shared.truth import fit, operator_of, quieten, walk
-from shared.zoo import Case, case_named
+from lightning_memguard.core.capture import mkldnn_lstm
+from lightning_memguard.core.capture.fake import by_name
+from lightning_memguard.core.capture.recorder import this_cpu
+from lightning_memguard.core.kernels import table
+from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.trace.scratch import ByteRange, Scratch
+from lightning_memguard.core.trace.trace import moments_of
+from shared.truth import operator_of, walk
 
 MARKER = "dispatched::"
+DTYPES = ("float32", "float32", "float32", "bfloat16", "float16", "float64")
+Step = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Call:
-    """One operator as a dispatch mode sees it."""
+class Result:
+    """One operator of one case: bytes alive at its peak and after it, beyond what was there, predicted and measured."""
 
     operator: str
+    family: str
+    seed: int
     arguments: str
-    output_bytes: int  # storages that are not those of the arguments
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """What was allocated inside one call."""
-
-    call: Call
-    peak_bytes: int  # the most alive at once of what this call allocated
-    kept_bytes: int  # of it, alive when the call returned
-    blocks: tuple[str, ...]  # every block in order: its bytes (negative if freed) and the operator inside
+    has_rule: bool
+    results: int
+    predicted: tuple[int, int]  # the least and the most that the rule says
+    predicted_kept: int
+    measured: int
+    measured_kept: int
+    blocks: tuple[str, ...]
 
     @property
-    def unseen_bytes(self) -> int:
-        return self.peak_bytes - self.call.output_bytes
+    def error(self) -> int:
+        low, high = self.predicted
+        return min(0, self.measured - low) + max(0, self.measured - high)
+
+    @property
+    def is_off(self) -> bool:
+        return abs(self.error) > 64 or abs(self.measured_kept - self.predicted_kept) > 64
+
+
+# Predict -------------------------------------------------------------------------------------------------------------
 
 
 class Watch(TorchDispatchMode):
-    def __init__(self) -> None:
+    """Marks each operator in the profile, and asks its rule."""
+
+    def __init__(self, family: str) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.family, self.seed = family, 0
+        self.calls: list[dict[str, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = {storage_key(t) for t in tensors_in((args, kwargs))}
-        arguments = describe((args, kwargs))
-        with record_function(f"{MARKER}{len(self.calls)}"):
+        number = len(self.calls)
+        self.calls.append({})
+        with record_function(f"{MARKER}{number}"):
             result = func(*args, **kwargs)
-        fresh = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_in(result)}
-        output_bytes = sum(size for key, size in fresh.items() if key not in known)
-        self.calls.append(Call(str(func), arguments, output_bytes))
+        results = list(tensors_in(result))
+        fresh = {storage_key(t): t.untyped_storage().nbytes() for t in results if storage_key(t) not in known}
+        name = str(func)
+        target = this_cpu(torch.get_num_threads())
+        rule = table.rule(name.split(".")[1], target) if name.startswith("aten.") else None
+        call = Call(by_name(func, args, kwargs), results, target)
+        scratch = rule(call) if rule else Scratch()
+        low, high = (peak_of(scratch, results, fresh, place) for place in (0, 2))
+        inside = mkldnn_lstm.scratch_bytes(func, args, kwargs)
+        if inside:
+            low = high = sum(fresh.values()) + inside
+        self.calls[number] = {
+            "operator": name,
+            "family": self.family,
+            "seed": self.seed,
+            "arguments": describe(call, target.threads),
+            "has_rule": bool(rule or inside),
+            "results": sum(fresh.values()),
+            "predicted": (low, high),
+            "predicted_kept": sum(fresh.values()),
+        }
         return result
 
 
-def tensors_in(tree: Any) -> Iterable[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout != torch._mkldnn)
+def peak_of(scratch: Scratch, results: Sequence[Tensor], fresh: dict[int, int], case: int) -> int:
+    """The most alive inside an operator, as the recorder writes its events; real storages know what is kept."""
+    alive, left = 0, dict(fresh)
+    peaks = [moment_bytes(moment, case) for moment in moments_of(scratch, -1)]
+    for place, tensor in enumerate(results):
+        alive += left.pop(storage_key(tensor), 0)
+        peaks += [alive, *(alive + moment_bytes(moment, case) for moment in moments_of(scratch, place))]
+    return max([0, alive, *peaks, *(alive + moment_bytes(moment, case) for moment in moments_of(scratch, None))])
 
 
-def storage_key(tensor: torch.Tensor) -> int:
+def moment_bytes(moment: Any, case: int) -> int:
+    blocks = (moment,) if isinstance(moment, int | ByteRange) else moment
+    return sum(block[case] if isinstance(block, ByteRange) else block for block in blocks)
+
+
+def tensors_in(tree: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
+
+
+def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def describe(tree: Any) -> str:
-    def short(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return "x".join(map(str, leaf.shape)) or "scalar"
-        return "storage" if isinstance(leaf, torch.UntypedStorage) else leaf
+def describe(call: Any, threads: int) -> str:
+    def short(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            size = "x".join(map(str, value.shape)) or "scalar"
+            layout = "" if value.is_contiguous() else f" strides {'x'.join(map(str, value.stride()))}"
+            return f"{str(value.dtype).removeprefix('torch.')} {size}{layout}"
+        return [short(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    args, kwargs = tree_map(short, tree)
-    return ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())]).replace("'", "")
+    given = (f"{name}={short(value)}" for name, value in call.arguments.items() if value is not None)
+    return f"{', '.join(given)}; {threads} thread{'s' * (threads > 1)}".replace("'", "")
 
 
-def scratch_of(case: Case, optimizer: str, batch_size: int, steps: int) -> tuple[list[Scratch], int]:
-    """Every call of a training with what it allocated inside, and the bytes allocated outside any call."""
-    quieten()
-    gc.collect()
-    batches = steps * case.period
-    loader = DataLoader(case.dataset(batches * batch_size), batch_size=batch_size)
-    watch = Watch()
+# Measure -------------------------------------------------------------------------------------------------------------
+
+
+def run(family: str, seeds: Iterable[int], options: argparse.Namespace) -> list[Result]:
+    """Run cases of a family under one profile."""
+    watch = Watch(family)
+    before = torch.get_num_threads()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     profiler.start()
-    with watch:
-        fit(case, optimizer, loader, batches)
+    for seed in seeds:
+        draw = Draw(family, seed, options)
+        torch.manual_seed(seed)
+        torch.set_num_threads(draw.threads)
+        watch.seed = seed
+        try:
+            step = FAMILIES[family](draw)
+            with watch:
+                step()
+            del step
+        except (RuntimeError, NotImplementedError, ValueError, IndexError) as error:
+            if options.verbose:
+                print(f"{family} {seed}: {str(error).splitlines()[0]}")
+        gc.collect()
     profiler.stop()
+    torch.set_num_threads(before)
     inside: list[list[tuple[int, int, int, str]]] = [[] for _ in watch.calls]
-    outside = 0
     for node, ancestors in walk(profiler.profiler.kineto_results.experimental_event_tree()):
-        if node.tag != _EventType.Allocation:
-            continue
-        block = node.extra_fields
         marks = [name for name in ancestors if name.startswith(MARKER)]
-        if marks:
-            asker = operator_of(ancestors).removeprefix("aten::")
+        if marks and node.tag == _EventType.Allocation:
+            block, asker = node.extra_fields, operator_of(ancestors).removeprefix("aten::")
             inside[int(marks[-1].removeprefix(MARKER))].append((node.start_time_ns, block.ptr, block.alloc_size, asker))
-        elif block.alloc_size > 0:
-            outside += block.alloc_size
-    return [replay(call, sorted(blocks)) for call, blocks in zip(watch.calls, inside, strict=True)], outside
+    pairs = zip(watch.calls, inside, strict=True)
+    return [Result(**call, **replay(sorted(blocks))) for call, blocks in pairs if call]
 
 
-def replay(call: Call, blocks: Sequence[tuple[int, int, int, str]]) -> Scratch:
+def replay(blocks: Sequence[tuple[int, int, int, str]]) -> dict[str, Any]:
     live: dict[int, int] = {}
     peak = 0
     for _, address, size, _ in blocks:
@@ -122,39 +192,610 @@ def replay(call: Call, blocks: Sequence[tuple[int, int, int, str]]) -> Scratch:
         else:
             live.pop(address, None)
         peak = max(peak, sum(live.values()))
-    return Scratch(call, peak, sum(live.values()), tuple(block_text(size, asker) for _, _, size, asker in blocks))
+    texts = tuple(f"{size:_} {asker}" if size > 0 else f"{size:_}" for _, _, size, asker in blocks)
+    return {"measured": peak, "measured_kept": sum(live.values()), "blocks": texts}
 
 
-def block_text(size: int, asker: str) -> str:
-    return f"{size:_} {asker}" if size > 0 else f"{size:_}"
+# Draw ----------------------------------------------------------------------------------------------------------------
+
+
+class Draw:
+    """Random arguments of one case: the same ones for the same family and seed."""
+
+    def __init__(self, family: str, seed: int, options: argparse.Namespace) -> None:
+        self.random = random.Random(f"{family} {seed}")
+        self.threads = self.random.choice((1, 2))
+        self.dtype = getattr(torch, self.random.choice(DTYPES))
+        if options.threads:
+            self.threads = options.threads
+        if options.dtype:
+            self.dtype = getattr(torch, options.dtype)
+        if options.layout:
+            self.layout_given = options.layout
+
+    layout_given = ""
+
+    def one_of(self, *values: Any) -> Any:
+        return self.random.choice(values)
+
+    def size(self, low: int = 1, high: int = 40) -> int:
+        """A size; now and then a round one."""
+        return self.random.choice((self.random.randint(low, high), min(high, 2 ** self.random.randint(0, 6)) or low))
+
+    def chance(self, probability: float = 0.5) -> bool:
+        return self.random.random() < probability
+
+    def tensor(self, *shape: int, grad: bool = True, layout: str | None = None, dtype: Any = None) -> Tensor:
+        """A tensor: contiguous mostly, or channels last, or with two dimensions swapped, or every other element."""
+        kinds = ("contiguous", "contiguous", "contiguous", "channels_last", "transposed", "sliced")
+        layout = layout or self.layout_given or self.one_of(*kinds)
+        dtype = dtype or self.dtype
+        if layout == "channels_last" and len(shape) in (4, 5):
+            order = (0, *range(2, len(shape)), 1)
+            x = torch.randn([shape[d] for d in order]).to(dtype).permute(0, len(shape) - 1, *range(1, len(shape) - 1))
+        elif layout == "transposed" and len(shape) > 1:
+            x = torch.randn((*shape[:-2], shape[-1], shape[-2])).to(dtype).transpose(-1, -2)
+        elif layout == "sliced" and shape:
+            x = torch.randn((*shape[:-1], 2 * shape[-1])).to(dtype)[..., ::2]
+        else:
+            x = torch.randn(shape).to(dtype)
+        return x.requires_grad_() if grad else x
+
+    def shape(self, dims: int, most: int = 100_000) -> tuple[int, ...]:
+        while True:
+            shape = tuple(self.size(1, 300 if dims < 3 else 40) for _ in range(dims))
+            if math.prod(shape) <= most:
+                return shape
+
+    def any_tensor(self, low: int = 1, high: int = 4, **keywords: Any) -> Tensor:
+        return self.tensor(*self.shape(self.random.randint(low, high)), **keywords)
+
+    def integers(self, most: int, *shape: int) -> Tensor:
+        return torch.randint(max(1, most), shape)
+
+
+def trained(compute: Callable[..., Any], *tensors: Any) -> Step:
+    """Forward and backward of a function, with a gradient for each result that is not a view of one number."""
+
+    def step() -> None:
+        out = [o for o in tree_leaves(compute(*tensors)) if isinstance(o, Tensor) and o.requires_grad]
+        if out:
+            grads = [torch.randn_like(o) for o in out]
+            torch.autograd.backward(out, grads)
+
+    return step
+
+
+FAMILIES: dict[str, Callable[[Draw], Step]] = {}
+
+
+def family(name: str) -> Callable[[Callable[[Draw], Step]], Callable[[Draw], Step]]:
+    def register(make: Callable[[Draw], Step]) -> Callable[[Draw], Step]:
+        FAMILIES[name] = make
+        return make
+
+    return register
+
+
+def convolution(dims: int, transposed: bool) -> Callable[[Draw], Step]:
+    def make(draw: Draw) -> Step:
+        groups = draw.one_of(1, 1, 1, 2, 4, 8)
+        depthwise = draw.chance(0.15)
+        into, out = (draw.size(1, 24) * groups for _ in range(2))
+        if depthwise:
+            groups = into
+            out = into * draw.one_of(1, 1, 2)
+        elif groups == 1 and draw.chance(0.3):
+            into = 3
+        batch = draw.size(1, 8 if dims == 3 else 32)
+        most = (60, 12, 5)[dims - 1]
+        kernel = [draw.one_of(1, 2, 3, 3, 5, 7)] * dims if draw.chance(0.8) else [draw.size(1, 7) for _ in range(dims)]
+        image = [draw.size(1, most * 2)] * dims
+        if draw.chance(0.3):
+            image = [draw.size(1, most * 2) for _ in range(dims)]
+        image = [max(least, size) for least, size in zip(kernel, image, strict=True)]
+        while math.prod(image) * batch * into * out * math.prod(kernel) // groups > 5_000_000 and batch > 1:
+            batch //= 2
+        move = {
+            "stride": draw.one_of(1, 1, 1, 2, 2, 3),
+            "padding": draw.one_of(0, 1, 2, kernel[0] // 2),
+            "dilation": draw.one_of(1, 1, 1, 2, 3),
+            "groups": groups,
+        }
+        if transposed:
+            move["output_padding"] = draw.one_of(0, 0, min(1, move["stride"] - 1))
+        shape = (into, out // groups, *kernel) if transposed else (out, into // groups, *kernel)
+        x = draw.tensor(batch, into, *image, grad=draw.chance(0.9))
+        weight = draw.tensor(*shape, layout=draw.one_of("contiguous", "contiguous", "contiguous", "channels_last"))
+        bias = draw.tensor(out, layout="contiguous") if draw.chance(0.7) else None
+        name = f"conv{'_transpose' * transposed}{dims}d"
+        return trained(lambda: getattr(F, name)(x, weight, bias, **move))
+
+    return make
+
+
+for _dims in (1, 2, 3):
+    FAMILIES[f"conv{_dims}d"] = convolution(_dims, False)
+    FAMILIES[f"conv_transpose{_dims}d"] = convolution(_dims, True)
+
+
+@family("linear")
+def _linear(draw: Draw) -> Step:
+    into, out = draw.one_of(draw.size(1, 60), draw.size(1, 600)), draw.size(1, 300)
+    rows = draw.shape(draw.one_of(1, 1, 2), 400)
+    bias = draw.tensor(out, layout="contiguous") if draw.chance(0.7) else None
+    x, weight = draw.tensor(*rows, into), draw.tensor(out, into, layout="contiguous")
+    return trained(lambda: F.linear(x, weight, bias))
+
+
+@family("matmul")
+def _matmul(draw: Draw) -> Step:
+    m, k, n = (draw.one_of(draw.size(1, 60), draw.size(1, 300)) for _ in range(3))
+    batch = draw.one_of((), (), (draw.size(1, 16),))
+    a, b = draw.tensor(*batch, m, k), draw.tensor(*batch, k, n)
+    c = draw.tensor(*draw.one_of((n,), (*batch, m, n)))
+    if draw.chance(0.3):
+        vector = draw.tensor(k)
+        return trained(lambda: (a @ vector, vector @ vector))
+    if draw.chance(0.6):
+        return trained(lambda: a @ b)
+    add = torch.baddbmm if batch else torch.addmm
+    c = c.expand(*batch, m, n) if batch else c
+    return trained(lambda: add(c, a, b, beta=draw.one_of(1, 0.5), alpha=draw.one_of(1, 0.5)))
+
+
+@family("attention")
+def _attention(draw: Draw) -> Step:
+    batch, heads, rows, keys = draw.size(1, 4), draw.size(1, 4), draw.size(1, 900), draw.size(1, 900)
+    width = draw.one_of(8, 16, 32, 64, 80)
+    swap = draw.chance()
+
+    def one(length: int) -> Tensor:
+        x = draw.tensor(batch, length, heads, width, layout="contiguous")
+        return x.transpose(1, 2) if swap else draw.tensor(batch, heads, length, width, layout="contiguous")
+
+    causal = draw.chance(0.3)
+    mask = None if causal or draw.chance() else draw.tensor(rows, keys, grad=False, layout="contiguous")
+    if mask is not None and draw.chance():
+        mask = mask > 0
+    dropout = draw.one_of(0.0, 0.0, 0.1)
+    q, k, v = one(rows), one(keys), one(keys)
+    return trained(lambda: F.scaled_dot_product_attention(q, k, v, mask, dropout, causal))
+
+
+@family("norms")
+def _norms(draw: Draw) -> Step:
+    kind = draw.one_of("batch", "batch", "layer", "layer", "group", "instance", "rms")
+    dims = draw.one_of(2, 3, 4, 4, 5) if kind in ("batch", "layer", "rms") else draw.one_of(3, 4, 5)
+    shape = list(draw.shape(dims))
+    shape[0] = max(2, shape[0])
+    affine = draw.chance(0.8)
+    if kind == "layer":
+        inner = shape[-draw.one_of(1, 1, min(2, dims - 1)) :]
+        module: nn.Module = nn.LayerNorm(inner, elementwise_affine=affine)
+    elif kind == "rms":
+        module = nn.RMSNorm(shape[-1:])
+    elif kind == "group":
+        groups = draw.one_of(1, 2, 4)
+        shape[1] = groups * draw.size(1, 10)
+        module = nn.GroupNorm(groups, shape[1], affine=affine)
+    else:
+        name = f"{'Batch' if kind == 'batch' else 'Instance'}Norm{max(1, dims - 2)}d"
+        module = getattr(nn, name)(shape[1], affine=affine)
+    if draw.dtype is not torch.float32 and draw.chance(0.7):
+        module = module.to(draw.dtype)
+    module.train(draw.chance(0.8))
+    return trained(module, draw.tensor(*shape))
+
+
+@family("losses")
+def _losses(draw: Draw) -> Step:
+    reduction = draw.one_of("mean", "sum", "none")
+    shape = draw.shape(draw.one_of(1, 2, 3))
+    x, y = draw.tensor(*shape), draw.tensor(*shape, grad=draw.chance(0.2), layout="contiguous")
+    target = torch.rand(shape).to(draw.dtype)
+    weight = draw.one_of(None, None, torch.rand(shape).to(draw.dtype))
+    positive = draw.one_of(None, None, torch.rand(shape[-1:]).to(draw.dtype))
+    signs = target.round() * 2 - 1
+    one = F.normalize(draw.tensor(shape[0], 20), dim=-1)
+    choices: list[Callable[[Tensor], Tensor]] = [
+        lambda x: F.mse_loss(x, y, reduction=reduction),
+        lambda x: F.l1_loss(x, y, reduction=reduction),
+        lambda x: F.smooth_l1_loss(x, y, reduction=reduction),
+        lambda x: F.huber_loss(x, y, reduction=reduction),
+        lambda x: F.binary_cross_entropy(x.sigmoid(), target, weight, reduction=reduction),
+        lambda x: F.binary_cross_entropy_with_logits(x, target, weight, reduction=reduction, pos_weight=positive),
+        lambda x: F.binary_cross_entropy_with_logits(x, target, reduction=reduction),
+        lambda x: F.kl_div(x, target, reduction=reduction, log_target=draw.chance()),
+        lambda x: F.soft_margin_loss(x, signs, reduction=reduction),
+        lambda x: F.hinge_embedding_loss(x, signs, reduction=reduction),
+        lambda x: F.margin_ranking_loss(x, y, signs, reduction=reduction),
+        lambda x: F.poisson_nll_loss(x, target, reduction=reduction),
+        lambda x: F.gaussian_nll_loss(x, y, target, reduction=reduction),
+        lambda x: F.triplet_margin_loss(x, y, target, reduction=reduction),
+        lambda x: F.cosine_similarity(x, y, dim=-1),
+        lambda x: F.pairwise_distance(x, y),
+        lambda x: one @ one.T,
+        F.logsigmoid,
+        lambda x: F.multilabel_soft_margin_loss(x, target, reduction=reduction),
+    ]
+    loss = draw.one_of(*choices)
+    return trained(lambda: loss(x))
+
+
+@family("classification")
+def _classification(draw: Draw) -> Step:
+    batch, classes = draw.size(1, 64), draw.size(2, 300)
+    image = draw.one_of((), (), (draw.size(1, 10),), (draw.size(1, 10), draw.size(1, 10)))
+    x, target = draw.tensor(batch, classes, *image), draw.integers(classes, batch, *image)
+    reduction, smoothing = draw.one_of("mean", "sum", "none"), draw.one_of(0.0, 0.0, 0.1)
+    weight = draw.one_of(None, None, torch.rand(classes).to(draw.dtype))
+    if draw.chance(0.15) and not image:
+        return trained(lambda: F.multi_margin_loss(x, target, weight=weight, reduction=reduction))
+    if draw.chance(0.15):
+        return trained(lambda: F.cross_entropy(x, x.detach().softmax(1), weight, reduction=reduction))
+    return trained(lambda: F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=smoothing))
+
+
+@family("ctc")
+def _ctc(draw: Draw) -> Step:
+    steps, batch, classes = draw.size(10, 60), draw.size(1, 16), draw.size(3, 60)
+    x = draw.tensor(steps, batch, classes)
+    lengths = torch.randint(1, 5, (batch,))
+    target = torch.randint(1, classes, (batch, 5))
+    full = torch.full((batch,), steps)
+    return trained(lambda: F.ctc_loss(x.log_softmax(-1), target, full, lengths, zero_infinity=draw.chance()))
+
+
+@family("softmax")
+def _softmax(draw: Draw) -> Step:
+    x = draw.any_tensor()
+    dim = draw.random.randrange(x.dim())
+    choices = [F.softmax, F.log_softmax, torch.logsumexp, torch.cumsum, torch.cumprod, torch.logcumsumexp, F.glu]
+    choices += [F.softmax, F.log_softmax, torch.logsumexp, F.softmin, F.normalize]
+    compute = draw.one_of(*choices)
+    return trained(lambda: compute(x, dim=dim))
+
+
+@family("reductions")
+def _reductions(draw: Draw) -> Step:
+    x = draw.any_tensor()
+    dims = draw.one_of(None, draw.random.randrange(x.dim()), draw.random.randrange(x.dim()))
+    names = ("sum", "mean", "var", "std", "amax", "amin", "prod", "nansum", "var_mean", "max", "min", "argmax", "any")
+    names += ("all", "count_nonzero", "median", "aminmax")
+    compute = getattr(torch, draw.one_of(*names))
+    keywords = {} if dims is None else {"dim": dims}
+    if draw.chance(0.2):
+        order = draw.one_of(1, 2, 3, math.inf, 0)
+        return trained(lambda: torch.linalg.vector_norm(x, order, **keywords))
+    return trained(lambda: compute(x, **keywords))
+
+
+@family("pointwise")
+def _pointwise(draw: Draw) -> Step:
+    x = draw.any_tensor()
+    names = ("gelu", "silu", "relu", "elu", "selu", "celu", "mish", "softplus", "hardswish", "leaky_relu", "dropout")
+    names += ("tanh", "sigmoid", "hardtanh", "relu6", "softsign", "rrelu", "threshold", "logsigmoid", "alpha_dropout")
+    name = draw.one_of(*names)
+    keywords = {"threshold": 0.1, "value": 0.0} if name == "threshold" else {}
+    keywords = {"training": True} if name == "rrelu" else keywords
+    approximate = draw.one_of("none", "tanh")
+    if name == "gelu":
+        return trained(lambda: F.gelu(x, approximate=approximate))
+    return trained(lambda: getattr(F, name)(x, **keywords))
+
+
+@family("arithmetic")
+def _arithmetic(draw: Draw) -> Step:
+    shape = draw.shape(draw.one_of(1, 2, 3, 4))
+    x, y = draw.tensor(*shape), draw.tensor(*(s if draw.chance(0.8) else 1 for s in shape))
+    other = y.detach().to(draw.one_of(torch.float32, torch.bfloat16, torch.float64, draw.dtype))
+    names = (
+        "add",
+        "mul",
+        "div",
+        "sub",
+        "maximum",
+        "pow",
+        "atan2",
+        "hypot",
+        "fmod",
+        "lerp",
+        "addcmul",
+        "where",
+        "clamp",
+    )
+    name = draw.one_of(*names)
+    if name == "lerp":
+        return trained(lambda: torch.lerp(x, y, 0.3))
+    if name == "addcmul":
+        return trained(lambda: torch.addcmul(x, x, y))
+    if name == "where":
+        return trained(lambda: torch.where(y > 0, x, y))
+    if name == "clamp":
+        return trained(lambda: x.clamp(-0.5, 0.5))
+    return trained(lambda: getattr(torch, name)(x, other))
+
+
+@family("embedding")
+def _embedding(draw: Draw) -> Step:
+    rows, width = draw.size(2, 300), draw.size(1, 64)
+    weight, index = draw.tensor(rows, width, layout="contiguous"), draw.integers(rows, draw.size(), draw.size())
+    padding = draw.one_of(None, 0)
+    if draw.chance(0.3):
+        mode = draw.one_of("sum", "mean", "max")
+        return trained(lambda: F.embedding_bag(index, weight, mode=mode))
+    scale = draw.chance(0.2)
+    return trained(lambda: F.embedding(index, weight, padding_idx=padding, scale_grad_by_freq=scale))
+
+
+@family("pooling")
+def _pooling(draw: Draw) -> Step:
+    dims = draw.one_of(1, 2, 2, 3)
+    image = [draw.size(6, (200, 30, 12)[dims - 1])] * dims
+    x = draw.tensor(draw.size(1, 8), draw.size(1, 20), *image)
+    kernel, stride, size = draw.one_of(2, 3), draw.one_of(1, 2), draw.one_of(1, 2, 3)
+    choices = [
+        lambda: getattr(F, f"max_pool{dims}d")(x, kernel, stride),
+        lambda: getattr(F, f"avg_pool{dims}d")(x, kernel, stride),
+        lambda: getattr(F, f"adaptive_avg_pool{dims}d")(x, size),
+        lambda: getattr(F, f"adaptive_max_pool{dims}d")(x, size),
+        lambda: F.lp_pool1d(x.flatten(2), 2, kernel),
+    ]
+    return trained(draw.one_of(*choices))
+
+
+@family("resizing")
+def _resizing(draw: Draw) -> Step:
+    dims = draw.one_of(1, 2, 2, 2, 3)
+    x = draw.tensor(draw.size(1, 4), draw.size(1, 20), *[draw.size(2, (100, 40, 10)[dims - 1]) for _ in range(dims)])
+    mode = draw.one_of("nearest", ("linear", "bilinear", "trilinear")[dims - 1], "nearest-exact", "area")
+    mode = "bicubic" if dims == 2 and draw.chance(0.2) else mode
+    factor, antialias = draw.one_of(0.5, 2, 3, 1.5), dims == 2 and mode in ("bilinear", "bicubic") and draw.chance(0.2)
+    return trained(lambda: F.interpolate(x, scale_factor=factor, mode=mode, antialias=antialias))
+
+
+@family("images")
+def _images(draw: Draw) -> Step:
+    side, batch, channels = draw.size(6, 30), draw.size(1, 4), 4 * draw.size(1, 6)
+    x = draw.tensor(batch, channels, side, side)
+    grid = draw.tensor(batch, 8, 8, 2, layout="contiguous")
+    pad = draw.one_of("constant", "reflect", "replicate", "circular")
+    sampling = draw.one_of("bilinear", "nearest", "bicubic")
+    choices = [
+        lambda: F.pad(x, (1, 2, 1, 0), mode=pad),
+        lambda: F.unfold(x, 3),
+        lambda: F.fold(F.unfold(x, 3), (side, side), 3),
+        lambda: F.grid_sample(x, grid, mode=sampling, align_corners=False),
+        lambda: F.pixel_shuffle(x, 2),
+        lambda: F.channel_shuffle(x, 2),
+        lambda: F.local_response_norm(x, 3),
+        lambda: F.affine_grid(grid[:, :2, :3, 0], [batch, channels, side, side], align_corners=False),
+        lambda: x.roll((1, 2), (2, 3)),
+        lambda: x.flip(3),
+        lambda: F.dropout2d(x, 0.3, True),
+    ]
+    return trained(draw.one_of(*choices))
+
+
+@family("indexing")
+def _indexing(draw: Draw) -> Step:
+    rows, columns = draw.size(2, 200), draw.size(1, 100)
+    x, source = draw.tensor(rows, columns), draw.tensor(rows, columns)
+    some = draw.integers(rows, draw.size(1, 100))
+    like = draw.integers(rows, rows, columns)
+    mask = torch.rand(rows, columns) > 0.5
+    choices = [
+        lambda: x[some],
+        lambda: x[mask],
+        lambda: x[some, some % columns],
+        lambda: x.index_select(0, some),
+        lambda: x.gather(0, like),
+        lambda: x.scatter_add(0, like, source),
+        lambda: x.scatter(0, like, source),
+        lambda: x.index_add(0, some, source[some]),
+        lambda: x.index_copy(0, torch.randperm(rows), source),
+        lambda: x.index_put((some,), source[some], accumulate=draw.chance()),
+        lambda: x.masked_fill(mask, 0.0),
+        lambda: x.masked_scatter(mask, source),
+        lambda: x.scatter_reduce(0, like, source, draw.one_of("sum", "mean", "amax", "prod")),
+        lambda: x.take(like),
+        lambda: x.repeat_interleave(3, dim=0),
+        lambda: F.one_hot(some, rows).float() * x[some].sum(1, keepdim=True),
+        x.tril,
+        lambda: torch.take_along_dim(x, like, 0),
+    ]
+    return trained(draw.one_of(*choices))
+
+
+@family("sorting")
+def _sorting(draw: Draw) -> Step:
+    x = draw.any_tensor(1, 3)
+    dim, flat = draw.random.randrange(x.dim()), x.detach().flatten()
+    stable, most = draw.chance(), max(1, x.shape[dim] // 2)
+    choices = [
+        lambda: x.sort(dim, stable=stable),
+        lambda: x.topk(most, dim),
+        lambda: x.argsort(dim),
+        lambda: x.kthvalue(most, dim),
+        lambda: x.median(dim),
+        lambda: x.mode(dim),
+        lambda: torch.unique(flat),
+        lambda: torch.searchsorted(flat.sort().values, flat),
+        lambda: torch.bincount((flat.abs() * 10).long()),
+        lambda: torch.histc(flat, 10),
+        lambda: x.cummax(dim),
+        lambda: x.quantile(0.3, dim),
+        lambda: torch.multinomial(x.detach().flatten().abs() + 0.1, 1),
+        lambda: torch.randperm(x.numel()),
+    ]
+    return trained(draw.one_of(*choices))
+
+
+@family("copies")
+def _copies(draw: Draw) -> Step:
+    x = draw.any_tensor(2, 4)
+    other = getattr(torch, draw.one_of("float32", "bfloat16", "float16", "float64"))
+    target = torch.empty(x.shape, dtype=draw.one_of(draw.dtype, other))
+    order = list(range(x.dim()))
+    draw.random.shuffle(order)
+    choices = [
+        x.contiguous,
+        x.clone,
+        lambda: x.to(other),
+        lambda: target.copy_(x.detach()),
+        lambda: x.permute(order).contiguous(),
+        lambda: x.permute(order).reshape(-1) * 1,
+        lambda: torch.cat([x, x], draw.random.randrange(x.dim())),
+        lambda: torch.stack([x, x]),
+        lambda: x.repeat(2, *(1 for _ in x.shape)),
+        lambda: x.expand(3, *x.shape).contiguous(),
+        lambda: torch.complex(x.float(), x.float()).real,
+    ]
+    return trained(draw.one_of(*choices))
+
+
+@family("distances")
+def _distances(draw: Draw) -> Step:
+    p = draw.one_of(1.0, 2.0, 2.0, math.inf)
+    a, b = draw.tensor(draw.size(1, 60), 8), draw.tensor(draw.size(1, 60), 8)
+    return trained(draw.one_of(lambda: torch.cdist(a, b, p), lambda: F.pdist(a, p), lambda: torch.outer(a[0], b[0])))
+
+
+@family("linear algebra")
+def _linear_algebra(draw: Draw) -> Step:
+    n, batch = draw.size(1, 60), draw.one_of((), (draw.size(1, 5),))
+    x, y = draw.tensor(*batch, n, n), draw.tensor(*batch, n, draw.size(1, 20))
+    spd = lambda: x @ x.mT + n * torch.eye(n, dtype=x.dtype)  # noqa: E731
+    linalg = torch.linalg
+    choices = [
+        lambda: linalg.cholesky(spd()),
+        lambda: linalg.solve(spd(), y),
+        lambda: linalg.inv(spd()),
+        lambda: linalg.det(spd()),
+        lambda: linalg.slogdet(spd()).logabsdet,
+        lambda: linalg.eigh(spd()),
+        lambda: linalg.svd(x, full_matrices=False),
+        lambda: linalg.qr(x),
+        lambda: linalg.matrix_exp(x),
+        lambda: linalg.lstsq(x, y).solution,
+        lambda: torch.cholesky_solve(y, linalg.cholesky(spd())),
+        lambda: linalg.solve_triangular(spd().tril(), y, upper=False),
+        lambda: torch.einsum("...ij,...jk->...ik", x, y),
+    ]
+    return trained(draw.one_of(*choices))
+
+
+@family("fourier")
+def _fourier(draw: Draw) -> Step:
+    x = draw.any_tensor(1, 3)
+    window = torch.hann_window(16)
+    long = draw.tensor(draw.size(1, 4), draw.size(100, 900), dtype=torch.float32)
+    choices = [
+        lambda: torch.fft.rfft(x),
+        lambda: torch.fft.irfft(torch.fft.rfft(x)),
+        lambda: torch.fft.fft(x),
+        lambda: torch.fft.rfft2(x),
+        lambda: torch.stft(long, 16, window=window, return_complex=True).abs(),
+    ]
+    return trained(draw.one_of(*choices))
+
+
+@family("recurrent")
+def _recurrent(draw: Draw) -> Step:
+    kind = draw.one_of(nn.LSTM, nn.GRU, nn.RNN)
+    into, hidden, layers = draw.size(1, 40), draw.size(1, 60), draw.one_of(1, 1, 2)
+    module = kind(into, hidden, layers, bidirectional=draw.chance(0.3), batch_first=draw.chance()).to(draw.dtype)
+    x = draw.tensor(draw.size(1, 12), draw.size(1, 12), into, layout="contiguous")
+    return trained(lambda: module(x)[0])
+
+
+@family("lists of tensors")
+def _lists(draw: Draw) -> Step:
+    some = [draw.any_tensor(1, 3, grad=False) for _ in range(draw.size(1, 6))]
+    parameters = [nn.Parameter(tensor.clone()) for tensor in some]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optim = torch.optim
+    kind = draw.one_of(optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.NAdam, optim.Adamax)
+    options = draw.one_of({}, {"foreach": True}, {"foreach": False})
+    if kind in (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad) and draw.chance(0.3):
+        options = {"fused": True}
+    optimizer = kind(parameters, lr=0.1, **options)
+    choices = [
+        optimizer.step,
+        lambda: (optimizer.step(), optimizer.step()),
+        lambda: nn.utils.clip_grad_norm_(parameters, 0.1),
+        lambda: torch._foreach_norm(some),
+        lambda: torch._foreach_add(some, some),
+    ]
+    return draw.one_of(*choices)
+
+
+@family("Muon")
+def _muon(draw: Draw) -> Step:
+    parameters = [nn.Parameter(torch.randn(draw.size(2, 300), draw.size(2, 300))) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return torch.optim.Muon(parameters).step
+
+
+# Report --------------------------------------------------------------------------------------------------------------
+
+
+def print_summary(results: Sequence[Result]) -> None:
+    by_operator: defaultdict[tuple[bool, str], list[Result]] = defaultdict(list)
+    for result in results:
+        by_operator[result.has_rule, result.operator].append(result)
+    print(f"{'operator':<58} {'rule':<4} {'calls':>6} {'off':>5} {'off by %, median':>16} {'worst':>9}   bytes")
+    rows = [(sum(r.is_off for r in group), key, group) for key, group in by_operator.items()]
+    for off, (has_rule, name), group in sorted(rows, key=lambda row: (-row[0], row[1])):
+        if not (off or has_rule):
+            continue
+        worst = max(group, key=lambda r: abs(r.error))
+        shares = sorted(100 * r.error / max(1, r.measured) for r in group if r.is_off)
+        median = f"{shares[len(shares) // 2]:+.1f}" if shares else ""
+        share = f"{100 * worst.error / max(1, worst.measured):+.1f}"
+        known = "yes" if has_rule else ""
+        print(f"{name:<58} {known:<4} {len(group):>6} {off:>5} {median:>16} {share:>9}   {worst.error:+,}")
+    off = sum(r.is_off for r in results)
+    print(f"\n{len(results)} calls of {len({r.operator for r in results})} operators; {off} off by more than 64 B")
+
+
+def print_cases(results: Iterable[Result], most: int, blocks: bool) -> None:
+    for result in sorted(results, key=lambda r: (r.operator, -abs(r.error)))[:most]:
+        low, high = result.predicted
+        predicted = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        print(
+            f"{result.operator} [{result.family} --seed {result.seed}]: predicted {predicted}, measured "
+            f"{result.measured:,} ({result.error:+,}); results {result.results:,}, kept {result.measured_kept:,}\n"
+            f"    {result.arguments}"
+        )
+        if blocks:
+            print(f"    {', '.join(result.blocks)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+")
-    parser.add_argument("--optimizer")
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--cases", type=int, default=40, help="of each family")
+    parser.add_argument("--seed", type=int, help="this case alone; otherwise the first of them")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--at-least", type=int, default=64, help="leave out operators with less scratch, in bytes")
-    arguments = parser.parse_args()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    for case in map(case_named, arguments.cases):
-        optimizer = arguments.optimizer or case.optimizers[0]
-        batch_size = arguments.batch_size or case.batch_sizes[1]
-        seen, outside = scratch_of(case, optimizer, batch_size, arguments.steps)
-        print(
-            f"{case.name}, {optimizer}, batch size {batch_size}, {torch.get_num_threads()} threads; "
-            f"{len(seen)} operators, {outside:,} bytes allocated outside any of them"
-        )
-        counts = Counter(s for s in seen if abs(s.unseen_bytes) >= arguments.at_least)
-        for scratch, count in sorted(counts.items(), key=lambda pair: -pair[0].unseen_bytes):
-            print(
-                f"  {scratch.unseen_bytes:>12,} unseen  {scratch.call.output_bytes:>12,} outputs "
-                f"{scratch.kept_bytes:>12,} kept {count:>4} x {scratch.call.operator}({scratch.call.arguments})"
-            )
-            print(f"        {', '.join(scratch.blocks)}")
+    parser.add_argument("--dtype")
+    parser.add_argument("--layout", choices=["contiguous", "channels_last", "transposed", "sliced"])
+    parser.add_argument("--operator", help="list these operators alone")
+    parser.add_argument("--list", type=int, default=30, metavar="N", help="how many cases that are off are listed")
+    parser.add_argument("--blocks", action="store_true", help="list each block inside, in order")
+    parser.add_argument("--verbose", action="store_true", help="also say which cases torch refuses")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    seeds = range(options.cases) if options.seed is None else [options.seed]
+    results = [result for name in options.only for result in run(name, seeds, options)]
+    if options.operator:
+        results = [result for result in results if options.operator in result.operator]
+    print_summary(results)
+    print()
+    print_cases([r for r in results if r.is_off or options.seed is not None], options.list, options.blocks)
 
 
 if __name__ == "__main__":

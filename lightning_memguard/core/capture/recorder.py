@@ -49,6 +49,14 @@ _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _ACTIVATION_PHASES = ("forward", "transfer")
 
 
+def this_cpu(threads: int) -> CpuTarget:
+    """What scratch depends on, on this machine."""
+    channel_block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8  # oneDNN's
+    asked = [getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None) for kind in ("bf16", "fp16")]
+    asked += [getattr(torch.cpu, f"_is_amx_{kind}_supported", None) for kind in ("tile", "fp16")]  # torch 2.11 to 2.13
+    return CpuTarget(threads, channel_block, *(ask is not None and bool(ask()) for ask in asked))
+
+
 class Recorder(TorchDispatchMode):
     """Watches the storages of one device type while a step runs under it.
 
@@ -90,8 +98,7 @@ class Recorder(TorchDispatchMode):
         self._storage_bytes: dict[int, int] = {}  # by block, without what the operator keeps
         self._on: CpuTarget | CudaTarget | None = kernel_target
         if device_type == "cpu" and kernel_target is None:
-            channel_block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8  # oneDNN's
-            self._on = CpuTarget(training_threads(), channel_block)
+            self._on = this_cpu(training_threads())
         self._finalizers: list[weakref.finalize[Any, Any]] = []
         self._cublas: set[bool] = set()  # where a handle is open: in the backward pass or not
         self._graph_task = -1
@@ -259,8 +266,11 @@ class Recorder(TorchDispatchMode):
         if rule and self._on:
             call = Call(by_name(func, args, kwargs), results, self._on)
             scratch = rule(call)
-            self._kernels.append(_kernel(name, call))
-            self._scratch(scratch, -1, name)
+            if scratch is NONE and words[1] in table.BY_TYPES:
+                rule = None  # very frequent
+            else:
+                self._kernels.append(_kernel(name, call))
+                self._scratch(scratch, -1, name)
         # a real storage has its true size
         kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
         for place, tensor in enumerate(results):

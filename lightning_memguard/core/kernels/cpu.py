@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from lightning_memguard.core.kernels.arguments import CpuCall, Rules
-from lightning_memguard.core.kernels.layout import copy_bytes
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, nbytes, up
+from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after, moments, tensors_in
+from lightning_memguard.core.kernels.cpu_products import product_bytes
+from lightning_memguard.core.kernels.layout import copy_bytes, is_half
+from lightning_memguard.core.trace.scratch import FLOAT, NONE, ByteRange, CpuTarget, Scratch, nbytes, up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,139 +33,6 @@ def _is_channels_last(tensor: Tensor) -> bool:
 def _dense_copy(tensor: Tensor) -> int:
     """Bytes of the copy of a tensor that is in neither of the two orders that kernels take."""
     return 0 if _is_channels_last(tensor) else copy_bytes(tensor)
-
-
-# -- convolutions: oneDNN in its blocked layout, or im2col
-
-
-class _Conv:
-    """A convolution, as `_select_conv_backend` in aten/src/ATen/native/Convolution.cpp sees it."""
-
-    def __init__(self, call: CpuCall) -> None:
-        self.x: Tensor = call["input"]
-        self.weight: Tensor = call["weight"]
-        self.groups: int = call["groups"]
-        self.stride, self.padding, self.dilation = call["stride"], call["padding"], call["dilation"]
-        self.transposed, self.output_padding = call["transposed"], call["output_padding"]
-        self.host = call.target
-
-    @property
-    def takes_onednn(self) -> bool:
-        """`use_mkldnn` in aten/src/ATen/native/Convolution.cpp, for float32."""
-        kernel = self.weight.shape[2:]
-        wide = self.transposed and any(o >= s for o, s in zip(self.output_padding, self.stride, strict=True))
-        if self.x.element_size() != FLOAT or wide:
-            return False
-        plain = {*self.stride, *self.dilation} == {1}
-        if self.host.threads == 1 and all(k == 1 for k in kernel[-2:]) and plain and self.x.shape[0] < 16:
-            return False
-        large = self.x.shape[0] > 1 or math.prod(self.x.shape[:4]) > 20480
-        return self.groups > 1 or all(k > 3 for k in kernel[-2:]) or large
-
-    @property
-    def is_channels_last(self) -> bool:
-        return _is_channels_last(self.x) or _is_channels_last(self.weight)
-
-    @property
-    def has_few_inputs(self) -> bool:
-        """The first layer's images stay as they are: oneDNN has kernels that read their plain layout."""
-        return self.groups == 1 and not self.transposed and self.x.shape[1] < self.host.channel_block
-
-    def has_few_outputs(self, grad: Tensor) -> bool:
-        return self.groups == 1 and self.transposed and grad.shape[1] < self.host.channel_block
-
-    def blocked(self, tensor: Tensor) -> int:
-        """Bytes of an activation in the blocked layout, its channels padded (nChw16c, or nChw8c where that divides)."""
-        channels, block = tensor.shape[1], self.host.channel_block
-        padded = channels if channels > block and channels % 8 == 0 else up(channels, block)
-        return nbytes(tensor) // channels * padded
-
-    def blocked_weight(self, *, pads_input: bool = True) -> int:
-        if self.groups > 1:
-            return nbytes(self.weight)
-        out, into = (up(size, self.host.channel_block) for size in self.weight.shape[:2])
-        return out * (into if pads_input else self.weight.shape[1]) * math.prod(self.weight.shape[2:]) * FLOAT
-
-    def scatter(self, small: Tensor, large: Tensor) -> int:
-        """The scratchpad of oneDNN where a stride spreads a small image over a large one.
-
-        That is the backward pass of a strided convolution, and the forward pass of a transposed one. Each thread has
-        a buffer of the small image with its rim; recorded with `benchmarks/cpu_scratch.py` for square images of even
-        sides, 20 KiB a thread more at odd ones.
-        """
-        if not any(s > 1 for s in self.stride) or self.groups > 1 or small.dim() != 4:
-            return 0
-        kernel, stride, pad = self.weight.shape[-1], self.stride[-1], self.padding[-1]
-        rows, columns = small.shape[2:]
-        rim = (kernel - 1 - pad) // stride + (large.shape[2] - 1 + pad) // stride - (rows - 1)
-        image: int = up((rows + rim) * (columns + rim) * small.shape[1] * FLOAT, 16_384)
-        return 12_288 + (128 if self.transposed else 0) + self.host.threads * (24 + 8_192 + image)
-
-    def im2col(self, spatial: Tensor) -> int:
-        """`slow_conv2d` and others unfold the input, unless the kernel is 1 x 1 (ConvolutionMM2d.cpp)."""
-        kernel = math.prod(self.weight.shape[2:])
-        columns = self.x.shape[0] * self.x.shape[1] * kernel * math.prod(spatial.shape[2:])
-        return 0 if kernel == 1 else columns * self.x.element_size()
-
-
-def _is_known(tensor: Tensor) -> bool:
-    """Float32 and float64 have rules; oneDNN's lower precisions were not measured."""
-    return tensor.is_floating_point() and tensor.element_size() >= FLOAT
-
-
-@RULES.of("convolution")
-def _convolution(call: CpuCall) -> Scratch:
-    """`mkldnn_convolution` (aten/src/ATen/native/mkldnn/Conv.cpp): input, weight and result in oneDNN's layout."""
-    conv, x, y = _Conv(call), call["input"], call.result
-    if not _is_known(x):
-        return NONE
-    if not conv.takes_onednn:
-        return Scratch(after=(conv.im2col(y),))
-    if conv.is_channels_last:
-        return Scratch(after=(conv.blocked_weight(),))
-    few_in = conv.has_few_inputs
-    inputs = 0 if few_in else conv.blocked(x)
-    result = nbytes(y) if conv.transposed and y.shape[1] < conv.host.channel_block else conv.blocked(y)
-    weights = conv.blocked_weight(pads_input=not few_in)
-    scatter, turned = (conv.scatter(x, y), nbytes(y)) if conv.transposed else (0, 0)
-    return Scratch(before=(inputs + weights + result + scatter,), after=(result + turned,))
-
-
-@RULES.of("convolution_backward")
-def _convolution_backward(call: CpuCall) -> Scratch:
-    """`mkldnn_convolution_backward`: first the input's gradient, then the weight's, each in oneDNN's layout."""
-    conv, grad, x, mask = _Conv(call), call["grad_output"], call["input"], call["output_mask"]
-    if not _is_known(x):
-        return NONE
-    if not conv.takes_onednn:
-        return Scratch(after=(conv.im2col(grad),))
-    copy = _dense_copy(grad)
-    if conv.is_channels_last:
-        return Scratch(after=(copy + 2 * conv.blocked_weight(),))
-    bias = grad.shape[1] * FLOAT if mask[2] else 0
-    grad_x = nbytes(x) if mask[0] else 0
-    data = [copy + moment for moment in _backward_data(conv, grad)] if mask[0] else []
-    weight = [copy + grad_x + bias + moment for moment in _backward_weight(conv, grad, bias)] if mask[1] else []
-    return Scratch(before=(*data, *weight))
-
-
-def _backward_data(conv: _Conv, grad: Tensor) -> tuple[int, int]:
-    x, few_out = conv.x, conv.has_few_outputs(grad)
-    strided = any(s > 1 for s in conv.stride) and not conv.transposed
-    inputs = nbytes(x) if strided and x.shape[1] < conv.host.channel_block else conv.blocked(x)
-    weights = conv.blocked_weight(pads_input=not few_out)
-    incoming = 0 if few_out else conv.blocked(grad)
-    scatter = conv.scatter(grad, x) if strided else 0
-    return incoming + weights + inputs + scatter, inputs + nbytes(x) * (2 if strided else 1)
-
-
-def _backward_weight(conv: _Conv, grad: Tensor, bias: int) -> tuple[int, int]:
-    x, few_out = conv.x, conv.has_few_outputs(grad)
-    few_in = conv.has_few_inputs and x.shape[1] <= 8
-    inputs = conv.blocked(x) if not few_in else nbytes(x) if x.shape[1] == 8 else 0
-    weights = nbytes(conv.weight) if few_out else conv.blocked_weight(pads_input=not few_in)
-    incoming = 0 if few_out else conv.blocked(grad)
-    return incoming + inputs + weights, weights + nbytes(conv.weight) + bias
 
 
 # -- normalization
@@ -190,11 +58,16 @@ def _batch_norm_backward(call: CpuCall) -> Scratch:
     return NONE if taken is None else Scratch(after=(nbytes(taken),))
 
 
+# `layer_norm_cpu` (aten/src/ATen/native/layer_norm.cpp)
+RULES.of("native_layer_norm")(lambda call: after((copy_bytes(call["input"]), copy_bytes(call["weight"]))))
+
+
 @RULES.of("native_layer_norm_backward")
 def _layer_norm_backward(call: CpuCall) -> Scratch:
     """`LayerNormBackwardKernelImplInternal` (aten/src/ATen/native/cpu/layer_norm_kernel.cpp): sums of each thread."""
-    copies = copy_bytes(call["grad_out"]) + copy_bytes(call["input"])
-    return Scratch(after=(copies + 2 * call.target.threads * math.prod(call["normalized_shape"]) * FLOAT,))
+    x = call["input"]
+    copies = copy_bytes(call["grad_out"]) + copy_bytes(x)
+    return Scratch(after=(copies + 2 * call.target.threads * math.prod(call["normalized_shape"]) * x.element_size(),))
 
 
 # `GroupNormBackwardKernelImplInternal` (aten/src/ATen/native/cpu/group_norm_kernel.cpp)
@@ -203,18 +76,100 @@ RULES.of("native_group_norm_backward")(lambda call: Scratch(after=(2 * call["N"]
 
 # -- losses and softmax
 
+_MEAN = 1  # `at::Reduction::Mean`
 
-@RULES.of("mse_loss", "smooth_l1_loss", "binary_cross_entropy")
-def _reduced_loss(call: CpuCall) -> Scratch:
-    """Losses that are reduced into the tensor that held them all, which keeps its storage (Loss.cpp)."""
+
+def _divisor(x: Tensor) -> int:
+    """Bytes of the number that a sum is divided by: as a double, and in the type of the sum."""
+    return 8 + (x.element_size() if x.element_size() < 8 else 0)
+
+
+@RULES.of("mse_loss", "smooth_l1_loss")
+def _squared_loss(call: CpuCall) -> Scratch:
+    """`mse_loss_out` and `smooth_l1_loss_out` (Loss.cpp): a result for all losses, which keeps its storage."""
     x = call["self"]
-    return Scratch(kept=nbytes(x) - x.element_size()) if call["reduction"] else NONE
+    if not call["reduction"] or not x.numel():
+        return NONE
+    return after((nbytes(x), _divisor(x) if call["reduction"] == _MEAN else 0), kept=nbytes(x) - x.element_size())
 
 
-# `binary_cross_entropy_with_logits` (aten/src/ATen/native/Loss.cpp)
-RULES.of("binary_cross_entropy_with_logits")(lambda call: Scratch(after=(2 * nbytes(call["self"]) + 3 * FLOAT,)))
+@RULES.of("binary_cross_entropy")
+def _cross_entropy(call: CpuCall) -> Scratch:
+    """`binary_cross_entropy_out_cpu` (Loss.cpp): reduced into the tensor of all losses, which keeps its storage."""
+    x = call["self"]
+    return Scratch(kept=nbytes(x) - x.element_size()) if call["reduction"] and x.numel() else NONE
+
+
+@RULES.of("huber_loss")
+def _huber_loss(call: CpuCall) -> Scratch:
+    """`huber_loss` (Loss.cpp): all losses, if they are reduced."""
+    x = call["self"]
+    return after((nbytes(x), _divisor(x) if call["reduction"] == _MEAN else 0)) if call["reduction"] else NONE
+
+
+@RULES.of("binary_cross_entropy_with_logits")
+def _cross_entropy_with_logits(call: CpuCall) -> Scratch:
+    """`binary_cross_entropy_with_logits` (Loss.cpp): log-sigmoids and their buffer, then all losses."""
+    x, weight = call["self"], call["pos_weight"]
+    numbers = 8 + FLOAT
+    scaled = 0 if weight is None else nbytes(weight) + numbers
+    first = (2 * nbytes(x) + scaled,)
+    return Scratch(before=first, after=(2 * nbytes(x) + numbers if call["reduction"] else nbytes(x),))
+
+
+# `soft_margin_loss_backward_out` (Loss.cpp): ``-target * self`` and its exponential
+RULES.of("soft_margin_loss_backward")(lambda call: Scratch(before=moments([[3 * nbytes(call["self"])]])))
 # `logsumexp_out_impl` (aten/src/ATen/native/ReduceOps.cpp): the shifted input
 RULES.of("logsumexp")(lambda call: Scratch(after=(nbytes(call["self"]) + nbytes(call.result),)))
+
+
+# -- sums
+
+
+@RULES.of("sum", "nansum", "prod", "cumsum", "cumprod")
+def _sum(call: CpuCall) -> Scratch:
+    """`make_reduction_from_out_ty` (aten/src/ATen/native/ReduceOpsUtils.h): a copy in the result's type."""
+    x, result = call["self"], call.result
+    return NONE if x.dtype == result.dtype else after((x.numel() * result.element_size(),))
+
+
+@RULES.of("mean")
+def _mean(call: CpuCall) -> Scratch:
+    """`mean` (aten/src/ATen/native/ReduceOps.cpp): half precision is added up in float32, in copies."""
+    x, result = call["self"], call.result
+    if is_half(x) and is_half(result):
+        return after((result.numel() * FLOAT, x.numel() * FLOAT))
+    return NONE if x.dtype == result.dtype else after((x.numel() * result.element_size(),))
+
+
+# -- operands of different types
+
+_POINTWISE = ("add", "sub", "mul", "div", "maximum", "minimum", "addcmul", "addcdiv", "lerp", "pow", "atan2")
+_IN_PLACE = ("add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "lerp_")
+BY_TYPES = frozenset((*_POINTWISE, *_IN_PLACE))
+"""Operators whose rule answers `NONE` by the types of their tensors: at one size as at any other."""
+
+
+@RULES.of(*_POINTWISE)
+def _promoted(call: CpuCall) -> Scratch:
+    """`TensorIteratorBase::compute_types` (aten/src/ATen/TensorIterator.cpp): copies in the type of the result."""
+    tensors = {id(each): each for each in tensors_in(call.arguments.values())}.values()
+    result = call.result
+    return after(
+        [each.numel() * result.element_size() for each in tensors if each.dim() and each.dtype != result.dtype]
+    )
+
+
+@RULES.of(*_IN_PLACE)
+def _promoted_in_place(call: CpuCall) -> Scratch:
+    """The same where the result has a type of its own: if the operands' type is another, it is copied too."""
+    tensors = [each for each in tensors_in(call.arguments.values()) if each.dim() and each.is_floating_point()]
+    if len({each.dtype for each in tensors}) < 2:
+        return NONE
+    common = max(each.element_size() for each in tensors)
+    common = max(common, FLOAT)  # bfloat16 and float16 meet in float32
+    copies = (each for each in tensors if each.element_size() != common)
+    return after([each.numel() * common * (2 if each is call["self"] else 1) for each in copies])
 
 
 # -- attention
@@ -227,21 +182,79 @@ def _attention_split(query: Tensor, key: Tensor) -> tuple[int, int]:
     return min(rows, length), min(512, key.shape[2])
 
 
+def _packs(call: CpuCall) -> bool:
+    """`need_pack` in `cpu_flash_attention`, where AMX multiplies."""
+    query, key, host = call["query"], call["key"], call.target
+    is_bf16 = "bfloat16" in str(query.dtype)
+    if not is_half(query) or not (host.amx_bf16 if is_bf16 else host.amx_fp16):
+        return False
+    rows, _ = _attention_split(query, key)
+    (batch, heads, length, width), keys = query.shape, key.shape[2]
+    if min(length, keys) < (64 if is_bf16 else 16):
+        return False
+    tiles = (batch * heads * -(-length // rows) + host.threads - 1) // host.threads
+    products = tiles * rows * (min(length, keys) if call["is_causal"] else keys) * width
+    return bool(products / (batch * key.shape[1] * keys * width) >= (4 if is_bf16 else 1))
+
+
 @RULES.of("_scaled_dot_product_flash_attention_for_cpu")
 def _attention(call: CpuCall) -> Scratch:
-    """`cpu_flash_attention`: a tile of scores, its row sums and its result, for each thread."""
-    query = call["query"]
-    rows, columns = _attention_split(query, call["key"])
-    return Scratch(after=(call.target.threads * (rows * columns + 2 * rows + rows * query.shape[3]) * FLOAT,))
+    """`cpu_flash_attention`: for each thread a tile of scores, its row sums and its result.
+
+    Half precision has the scores twice; where it is packed for AMX, all keys and values too, and a tile of keys.
+    """
+    query, key, threads = call["query"], call["key"], call.target.threads
+    rows, columns = _attention_split(query, key)
+    width, size = query.shape[3], query.element_size()
+    tile = threads * (rows * columns + 2 * rows + rows * width) * max(FLOAT, size)
+    if not is_half(query):
+        return Scratch(after=(tile,))
+    if not _packs(call):
+        return after((tile, threads * rows * columns * size))
+    even_width, even_columns = up(width, 2), up(columns, 2)
+    batch, heads, keys, _ = key.shape
+    tail = (keys - 1) % columns + 1
+    padded = (keys - 1) // columns * even_columns + up(tail, 2)
+    packed = batch * heads * (even_width * keys + padded * width) * size
+    query_tile = threads * rows * even_width * size if width % 2 else 0
+    return after(
+        (tile, threads * rows * even_columns * size, packed, threads * columns * width * size, query_tile)
+    )
 
 
 @RULES.of("_scaled_dot_product_flash_attention_for_cpu_backward")
 def _attention_backward(call: CpuCall) -> Scratch:
-    """`cpu_flash_attention_backward`: two tiles for each thread, and a copy of a gradient that is not in order."""
-    grad = call["grad_out"]
-    rows, columns = _attention_split(call["query"], call["key"])
-    copy = copy_bytes(grad.transpose(1, 2))
-    return Scratch(after=(copy + call.target.threads * rows * columns * 2 * FLOAT + rows * FLOAT,))
+    """`cpu_flash_attention_backward`: two tiles for each thread, and a copy of a gradient that is not in order.
+
+    Half precision has the tiles twice, and adds to the three gradients by oneDNN, each thread for itself.
+    """
+    grad, query, threads = call["grad_out"], call["query"], call.target.threads
+    rows, columns = _attention_split(query, call["key"])
+    copy, size = copy_bytes(grad.transpose(1, 2)), query.element_size()
+    numbers = max(FLOAT, size)
+    tiles = threads * rows * columns * 2 * numbers + rows * numbers
+    if not is_half(query):
+        return Scratch(after=(copy + tiles,))
+    product = _gradient_products(call, rows, columns)
+    alike = ByteRange(product, threads * product, threads * product) if threads > 1 and product else product
+    return after((copy, tiles, threads * rows * columns * 2 * size, alike))
+
+
+def _gradient_products(call: CpuCall, rows: int, columns: int) -> int:
+    """The most that one product of a tile takes: of the value's, the query's and the key's gradient."""
+    query, key = call["query"], call["key"]
+    width = query.shape[3]
+    inner = query.shape[1] * width  # gradients are made in the order of a linear layer's result
+    most = 0
+    for high in {rows, (query.shape[2] - 1) % rows + 1}:
+        for wide in {columns, (key.shape[2] - 1) % columns + 1}:
+            most = max(
+                most,
+                product_bytes(query, (wide, high), (1, wide), (high, width), (inner, 1), 1, call.target),
+                product_bytes(query, (high, wide), (wide, 1), (wide, width), (key.stride(2), 1), 0.5, call.target),
+                product_bytes(query, (wide, high), (1, wide), (high, width), (query.stride(2), 1), 0.5, call.target),
+            )
+    return most
 
 
 # -- copies

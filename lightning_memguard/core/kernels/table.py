@@ -14,6 +14,8 @@ from lightning_memguard.core.kernels import (
     attention,
     convolutions,
     cpu,
+    cpu_convolutions,
+    cpu_products,
     cuda,
     indexing,
     losses,
@@ -25,9 +27,10 @@ from lightning_memguard.core.kernels import (
 from lightning_memguard.core.kernels.arguments import Rule, Rules, checked
 from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
 
-CPU = Rules[CpuTarget]().join(cpu.RULES, attention.EITHER)
+CPU = Rules[CpuTarget]().join(cpu.RULES, cpu_convolutions.RULES, cpu_products.RULES, attention.EITHER)
 _CUDA_FAMILIES = (reductions, indexing, sorting, norms, losses, products, convolutions, attention, cuda)
 CUDA = Rules[CudaTarget]().join(*(family.RULES for family in _CUDA_FAMILIES), attention.EITHER)
+BY_TYPES = cpu.BY_TYPES
 _BY_TARGET: dict[type, dict[str, Rule[Any]]] = {
     CpuTarget: {operator: checked(rule) for operator, rule in CPU.items()},
     CudaTarget: {operator: checked(rule) for operator, rule in CUDA.items()},

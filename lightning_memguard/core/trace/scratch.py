@@ -19,10 +19,18 @@ class CpuTarget:
     Attributes:
         threads: those of one operator (``torch.get_num_threads``).
         channel_block: channels that oneDNN keeps side by side: 16 with AVX-512, else 8.
+        bf16: whether PyTorch gives bfloat16 to oneDNN here.
+        fp16: whether PyTorch gives float16 to oneDNN here.
+        amx_bf16: whether there are AMX tiles for bfloat16.
+        amx_fp16: whether there are AMX tiles for float16.
     """
 
     threads: int
     channel_block: int = 16
+    bf16: bool = True
+    fp16: bool = True
+    amx_bf16: bool = False
+    amx_fp16: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,280 @@
+"""Kernels of the CPU, each alone: the most alive inside one operator, asked of its rule and seen by the profiler."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_memguard.core.capture.fake import by_name
+from lightning_memguard.core.capture.recorder import this_cpu
+from lightning_memguard.core.kernels import onednn, table
+from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.trace.scratch import ByteRange, CpuTarget
+from lightning_memguard.core.trace.trace import moments_of
+
+aten = torch.ops.aten
+BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
+ASKED = pytest.mark.skipif(onednn.library() is None, reason="oneDNN inside this build of PyTorch cannot be asked")
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def assert_exact(operator: Any, *args: Any, **keywords: Any) -> None:
+    """The rule says what the profiler sees: the most alive at once, but for a few numbers."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        out = operator(*args, **keywords)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    alive, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    results = [each for each in (out if isinstance(out, (list, tuple)) else [out]) if each is not None]
+    given = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
+    target = this_cpu(torch.get_num_threads())
+    rule = table.rule(operator._schema.name.removeprefix("aten::"), target)
+    assert rule is not None
+    scratch = rule(Call(by_name(operator, args, keywords), results, target))
+    held, moments = 0, [0, *map(total, moments_of(scratch, -1))]
+    for place, result in enumerate(results):
+        held += 0 if result.untyped_storage()._cdata in given else result.numel() * result.element_size()
+        held += scratch.kept if place == 0 else 0
+        moments += [held, *(held + total(moment) for moment in moments_of(scratch, place))]
+    predicted = max([*moments, *(held + total(moment) for moment in moments_of(scratch, None))])
+    assert held == alive
+    assert abs(predicted - peak) <= 16
+
+
+def total(moment: Any) -> int:
+    return sum(moment) if isinstance(moment, tuple) else moment
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32, last: bool = False) -> torch.Tensor:
+    x = torch.randn(shape).to(dtype)
+    return x.contiguous(memory_format=torch.channels_last) if last else x
+
+
+# -- convolutions
+
+Case = Callable[[], tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]
+CONVOLUTIONS: dict[str, Case] = {
+    "strided, on small images": lambda: (tensor(8, 64, 4, 4), tensor(96, 64, 3, 3), {"stride": 2, "padding": 1}),
+    "strided, odd sides": lambda: (tensor(4, 24, 9, 7), tensor(40, 24, 3, 3), {"stride": 2, "padding": 1}),
+    "strided, few inputs": lambda: (tensor(4, 3, 20, 20), tensor(16, 3, 7, 7), {"stride": 2, "padding": 3}),
+    "a dilated sequence": lambda: (tensor(4, 24, 60), tensor(32, 24, 3), {"dilation": 4, "padding": 4}),
+    "a sequence with channels innermost": lambda: (tensor(4, 60, 24).transpose(1, 2), tensor(32, 24, 3), {}),
+    "groups": lambda: (tensor(4, 24, 9, 9), tensor(48, 6, 3, 3), {"groups": 4}),
+    "depthwise, channels last": lambda: (tensor(4, 40, 9, 9, last=True), tensor(40, 1, 7, 7), {"groups": 40}),
+    "channels last": lambda: (tensor(4, 24, 9, 9, last=True), tensor(40, 24, 3, 3), {"padding": 1}),
+    "volumes": lambda: (tensor(2, 6, 5, 6, 7), tensor(9, 6, 3, 3, 3), {"stride": 2}),
+    "transposed": lambda: (tensor(4, 24, 5, 6), tensor(24, 10, 4, 4), {"stride": 2, "padding": 1, "transposed": True}),
+    "transposed, groups": lambda: (
+        tensor(4, 24, 5, 6),
+        tensor(24, 5, 3, 3),
+        {"stride": 2, "output_padding": 1, "groups": 2, "transposed": True},
+    ),
+    "bfloat16": lambda: (tensor(4, 24, 9, 9, dtype=BF16), tensor(40, 24, 3, 3, dtype=BF16), {"padding": 1}),
+    "float16": lambda: (tensor(4, 24, 9, 9, dtype=F16), tensor(40, 24, 3, 3, dtype=F16), {"stride": 2}),
+}
+UNFOLDED: dict[str, Case] = {
+    "one image": lambda: (tensor(1, 8, 9, 9), tensor(12, 8, 3, 3), {"padding": 1}),
+    "float64": lambda: (tensor(3, 8, 9, 9, dtype=F64), tensor(12, 8, 3, 3, dtype=F64), {"padding": 1}),
+    "float64, dilated": lambda: (tensor(3, 8, 9, 9, dtype=F64), tensor(12, 8, 3, 3, dtype=F64), {"dilation": 2}),
+    "float64, groups": lambda: (tensor(3, 8, 9, 9, dtype=F64), tensor(12, 2, 3, 3, dtype=F64), {"groups": 4}),
+    "float64, transposed": lambda: (
+        tensor(3, 8, 5, 5, dtype=F64),
+        tensor(8, 6, 3, 3, dtype=F64),
+        {"stride": 2, "transposed": True},
+    ),
+    "float64, volumes": lambda: (tensor(2, 4, 5, 5, 5, dtype=F64), tensor(6, 4, 2, 2, 2, dtype=F64), {}),
+}
+
+
+def assert_convolution_exact(case: Case) -> None:
+    x, weight, move = case()
+    count = x.dim() - 2
+    spread = {name: [move.get(name, default)] * count for name, default in DEFAULTS.items()}
+    transposed, groups = move.get("transposed", False), move.get("groups", 1)
+    rest = (*list(spread.values())[:3], transposed, spread["output_padding"], groups)
+    out = weight.shape[1] * groups if transposed else weight.shape[0]
+    bias = torch.zeros(out, dtype=x.dtype)
+    assert_exact(aten.convolution.default, x, weight, bias, *rest)
+    assert_exact(aten.convolution.default, x, weight, None, *rest)
+    grad = torch.randn_like(aten.convolution(x, weight, bias, *rest))
+    for mask in ([True, True, True], [False, True, False]):
+        assert_exact(aten.convolution_backward.default, grad, x, weight, [out], *rest, mask)
+
+
+DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
+
+
+@ASKED
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_what_a_convolution_takes_is_asked_of_onednn(case: str, threads: int) -> None:
+    x = CONVOLUTIONS[case]()[0]
+    host = this_cpu(threads)
+    if (x.dtype is BF16 and not host.bf16) or (x.dtype is F16 and not host.fp16):
+        pytest.skip(f"PyTorch does not give {x.dtype} to oneDNN on this processor")
+    assert_convolution_exact(CONVOLUTIONS[case])
+
+
+@pytest.mark.parametrize("case", UNFOLDED)
+def test_other_convolutions_unfold_their_images(case: str) -> None:
+    assert_convolution_exact(UNFOLDED[case])
+
+
+def test_formulas_stand_in_where_onednn_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "convolution", lambda *_: None)
+    plain = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    assert_exact(aten.convolution.default, tensor(4, 16, 8, 8), tensor(20, 16, 3, 3), None, *plain)
+
+
+# -- products in half precision
+
+PRODUCTS: dict[str, tuple[Any, Callable[[torch.dtype], tuple[Any, ...]]]] = {
+    "a linear layer": (aten.addmm.default, lambda t: (tensor(10).to(t), half(128, 512, t), half(10, 512, t).t())),
+    "its weight's gradient": (aten.mm.default, lambda t: (half(128, 10, t).t(), half(128, 512, t))),
+    "one column": (aten.mm.default, lambda t: (half(128, 512, t), half(512, 1, t))),
+    "a strided operand": (aten.mm.default, lambda t: (half(128, 128, t)[:, ::2], half(64, 60, t))),
+    "a small product": (aten.mm.default, lambda t: (half(8, 8, t), half(8, 8, t))),
+    "a batch": (aten.bmm.default, lambda t: (half(4, 50 * 30, t).view(4, 50, 30), half(4, 30 * 70, t).view(4, 30, 70))),
+    "a vector": (aten.mv.default, lambda t: (half(128, 512, t), half(1, 512, t)[0])),
+    "two vectors": (aten.dot.default, lambda t: (half(1, 5000, t)[0], half(1, 5000, t)[0])),
+}
+
+
+def half(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(rows, columns).to(dtype)
+
+
+@ASKED
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_what_a_product_in_half_precision_takes_is_asked_of_onednn(
+    product: str, dtype: torch.dtype, threads: int
+) -> None:
+    operator, arguments = PRODUCTS[product]
+    assert_exact(operator, *arguments(dtype))
+
+
+@ASKED
+def test_a_scaled_product_holds_its_scale_too(threads: int) -> None:
+    """Muon's orthogonalization: ``beta * self + alpha * mat1 @ mat2`` in bfloat16."""
+    x = half(96, 96, BF16)
+    assert_exact(aten.addmm.default, x, x, x, beta=-4.775, alpha=2.0315)
+
+
+# -- attention in half precision
+
+ATTENTION = {
+    "short": (20, 20, 32),
+    "packed for AMX": (100, 100, 32),
+    "with tiles at the end": (300, 130, 16),
+    "odd heads": (70, 66, 17),
+}
+
+
+@ASKED
+@pytest.mark.parametrize("dtype", [torch.float32, F64, BF16, F16], ids=["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention_takes_its_tiles_in_both_precisions(case: str, dtype: torch.dtype) -> None:
+    length, keys, width = ATTENTION[case]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        query, key, value = (torch.randn(2, n, 4, width).to(dtype).transpose(1, 2) for n in (length, keys, keys))
+        assert_exact(aten._scaled_dot_product_flash_attention_for_cpu.default, query, key, value)
+        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+        grad = torch.randn_like(out)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        assert_exact(backward, grad, query, key, value, out, sums, 0.0, False)
+    finally:
+        torch.set_num_threads(before)
+
+
+@ASKED
+def test_each_thread_may_add_to_the_gradients_at_once() -> None:
+    x = torch.randn(2, 4, 100, 32).to(BF16)
+    rule = table.rule("_scaled_dot_product_flash_attention_for_cpu_backward", CpuTarget(threads=2))
+    assert rule is not None
+    given = {"grad_out": x, "query": x, "key": x, "value": x}
+    ((*_, product),) = rule(Call(given, [x, x, x], CpuTarget(threads=2))).after
+    assert isinstance(product, ByteRange)
+    assert 0 < product.low < product.high == 2 * product.low
+
+
+# -- losses, sums, operands of different types
+
+X = (50, 40)
+OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    **{
+        f"{name}, reduction {reduction}": lambda name=name, reduction=reduction: (  # type: ignore[misc]
+            getattr(aten, name).default,
+            *(torch.rand(X), torch.rand(X)),
+            *([None] if name == "binary_cross_entropy" else []),
+            *([None, None] if name == "binary_cross_entropy_with_logits" else []),
+            reduction,
+        )
+        for name in ("mse_loss", "huber_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits")
+        for reduction in (0, 1, 2)
+    },
+    "weighted positives": lambda: (
+        aten.binary_cross_entropy_with_logits.default,
+        *(torch.rand(X), torch.rand(X), None, torch.rand(40), 0),
+    ),
+    "soft margins": lambda: (aten.soft_margin_loss_backward.default, torch.rand(()), torch.rand(X), torch.rand(X), 1),
+    "the mean of half precision": lambda: (aten.mean.dim, half(50, 40, BF16), [1]),
+    "the mean of everything": lambda: (aten.mean.default, half(50, 40, F16)),
+    "a sum of flags": lambda: (aten.sum.dim_IntList, torch.rand(X) > 0.5, [1]),
+    "a weight and half a step": lambda: (aten.add_.Tensor, torch.rand(X), half(50, 40, BF16)),
+    "half a weight and a step": lambda: (aten.add_.Tensor, half(50, 40, BF16), torch.rand(X)),
+    "a product of two types": lambda: (aten.mul.Tensor, torch.rand(X), half(50, 40, BF16)),
+    "layer norm of half precision": lambda: (
+        aten.native_layer_norm_backward.default,
+        *(half(50, 40, BF16), half(50, 40, BF16), [40], half(50, 1, BF16), half(50, 1, BF16)),
+        *(torch.rand(40).to(BF16), torch.rand(40).to(BF16), [True, True, True]),
+    ),
+    "matrices with gaps": lambda: (aten.bmm.default, torch.rand(3, 16, 80)[..., ::2], torch.rand(3, 40, 90)[..., ::2]),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_other_kernels_take(case: str, threads: int) -> None:
+    assert_exact(*OTHERS[case]())
+
+
+# -- asking
+
+
+def test_a_library_without_these_functions_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(name: str, **_: str) -> tuple[int, str]:
+        raise LookupError(name)
+
+    monkeypatch.setattr(onednn, "_mapped", nowhere)
+    assert onednn.library.__wrapped__() is None
+
+
+@ASKED
+def test_asking_leaves_the_threads_as_they_were(threads: int) -> None:
+    matrix = onednn.Matrix((64, 64), (64, 1), "bf16", True)
+    one, three = (onednn.matmul(matrix, matrix, matrix, 1.0, 0.0, count) for count in (1, 3))
+    assert one is not None
+    assert three is not None
+    assert torch.get_num_threads() == threads
+
+
+@ASKED
+def test_the_functions_of_this_torch_are_those_that_were_checked() -> None:
+    """A canary: PyTorch links oneDNN 3, whose C interface is the same in all releases."""
+    assert "v3." in torch.__config__.show().split("MKL-DNN ")[1].split()[0]
