@@ -36,13 +36,16 @@ class Predicted:
 def predict_here(case: Case, optimizer: str, batch_size: int, budget_bytes: int | None = None) -> Predicted:
     """Fit one batch in this process with MemGuard in mode "check"; given a budget, let it choose the size."""
     from lightning_memguard import MemGuard  # here, so that the truth can be measured without it
+    from lightning_memguard.core.device.process import process_bytes
 
     quieten()
     started = time.perf_counter()
     torch.manual_seed(0)
+    module = case.build(optimizer)
     if budget_bytes is None:
         guard, length = MemGuard(mode="check"), batch_size * 3 * case.period
     else:
+        budget_bytes += process_bytes(module.parameters(), torch.get_num_threads())[2]  # it is measured by its tensors
         guard, length = MemGuard(mode="tune", budget=budget_bytes, margin=0.0), LENGTH_TO_CHOOSE_FROM
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -53,7 +56,7 @@ def predict_here(case: Case, optimizer: str, batch_size: int, budget_bytes: int 
         callbacks=[guard],
         **case.trainer_kwargs,
     )
-    trainer.fit(case.build(optimizer), train_dataloaders=DataLoader(case.dataset(length), batch_size=batch_size))
+    trainer.fit(module, train_dataloaders=DataLoader(case.dataset(length), batch_size=batch_size))
     if guard.decision is None or guard.decision.footprint is None:
         raise RuntimeError(f"MemGuard made no prediction for {case.name} with {optimizer} at batch size {batch_size}.")
     footprint = guard.decision.footprint

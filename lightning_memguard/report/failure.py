@@ -1,4 +1,4 @@
-"""Where a run departs from its prediction, in words: a larger batch; a step that ran out of memory."""
+"""Where a run departs from its prediction, in words: a larger batch, a budget passed, a step out of memory."""
 
 from __future__ import annotations
 
@@ -43,6 +43,33 @@ def announcement(larger: Larger, role: str, batch_idx: int) -> str:
         f"{kind} batch {batch_idx} has {_listed(larger.shapes)}, larger than the {_listed(larger.predicted_shapes)} "
         f"of the prediction. It is predicted to need {least}{format_bytes(need)}; {budget.device} offers "
         f"{format_bytes(budget.usable_bytes)} after the margin. {fits}."
+    )
+
+
+@dataclass(frozen=True)
+class Overrun:
+    """A run that took more than its budget.
+
+    Attributes:
+        predicted: the footprint that the batch size was chosen by.
+        would_fit: the largest batch size that would have kept the budget; None if it is not known, or none would.
+    """
+
+    predicted: Footprint
+    measured: Measured
+    budget: Budget
+    would_fit: int | None
+
+
+def overrun_words(overrun: Overrun) -> str:
+    """Say by how much a run passed its budget, and which batch size would not have."""
+    taken, budget, size = overrun.measured.peak_bytes, overrun.budget, overrun.would_fit
+    within = f"Batch size {size} would have stayed within it: set max_batch_size={size}, or raise `margin`."
+    return (
+        f"This run has taken {format_bytes(taken)} ({overrun.measured.source}) at batch size "
+        f"{overrun.predicted.batch_size}, {format_bytes(taken - budget.free_bytes)} over its budget of "
+        f"{format_bytes(budget.free_bytes)}; at most {format_bytes(overrun.predicted.most_device_bytes)} were "
+        f"predicted. {within if size else 'Lower the batch size, or raise `margin`.'}"
     )
 
 

@@ -118,13 +118,14 @@ def test_a_plan_says_for_each_device_whether_it_fits_and_the_largest_batch(capsy
     assert cpu["asked"]["parts_bytes"]["optimizer_state"] > 2 * cpu["asked"]["parts_bytes"]["parameters"] - 1
 
 
-def test_a_plan_is_what_the_callback_would_decide(capsys) -> None:
+def test_a_plan_is_what_the_callback_would_decide_by_the_tensors_alone(capsys, monkeypatch) -> None:
     import pytorch_lightning as pl
 
     from lightning_memguard import MemGuard
     from lightning_memguard.cli.target import load
 
     answer = answered(capsys, "plan", *NET, *DATA, "--device", "cpu", "--budget", "300KiB")
+    monkeypatch.setattr("lightning_memguard.training.run.profile.process_bytes", lambda *_: 0)
     guard = MemGuard(budget="300KiB")
     trainer = pl.Trainer(
         accelerator="cpu",

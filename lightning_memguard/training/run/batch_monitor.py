@@ -12,6 +12,7 @@ from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.budget import read_budget
+from lightning_memguard.core.isolation.pool import Pool
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import MemGuardError
@@ -94,15 +95,31 @@ def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measure
     """Compare what was there when memory ran out with the prediction, and find what would have fit."""
     budget = watch.profile.budget
     now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
-    would_fit = _would_fit(watch, decided, now or budget, measured)
+    ratio = _ratio(measured, decided.peak_device_bytes)
+    would_fit = _would_fit(watch, min(now or budget, budget, key=lambda each: each.usable_bytes), ratio)
     return Failure(decided, measured, budget, now, watch.shapes, watch.predicted_shapes, would_fit)
 
 
-def _would_fit(watch: BatchWatch, decided: Footprint, now: Budget, measured: Measured | None) -> int | None:
-    """The largest batch size that would have fit, if steps take as much more as this one did; None if none would."""
-    budget = min(now, watch.profile.budget, key=lambda each: each.usable_bytes)
+def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured) -> int | None:
+    """The largest batch size that would have kept the budget that a run passed; None if none would.
+
+    It is found in a child: what finding it takes would come on top of what the run takes.
+    """
+
+    def find(_: int) -> int | None:
+        return _would_fit(watch, watch.profile.budget, _ratio(measured, decided.most_device_bytes))
+
+    with Pool[int, "int | None"](find, most=1, trusted=True) as pool:
+        return pool.result(0).value
+
+
+def _ratio(measured: Measured | None, predicted_bytes: int) -> float:
     taken = measured.peak_bytes if measured else 0
-    ratio = max(1.0, taken / decided.peak_device_bytes if decided.peak_device_bytes else 1.0)
+    return max(1.0, taken / predicted_bytes if predicted_bytes else 1.0)
+
+
+def _would_fit(watch: BatchWatch, budget: Budget, ratio: float) -> int | None:
+    """The largest batch size that would have fit, if steps take as much more as this one did; None if none would."""
     scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
     size, unit = watch.batch_size, watch.profile.loader_info.unit
     request = Request(size, max_batch_size=max(1, size - 1), multiple_of=unit)

@@ -257,6 +257,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         """Warn of a batch that is larger than predicted."""
         if self._run:
             self._run.record_step()
+            self._run.check_peak(batch_idx)
             self._run.check_batch("train", batch, batch_idx)
 
     @_guarded

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
-from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, return_freed_memory
+from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
 from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.failure import announcement, note
+from lightning_memguard.report.failure import Overrun, announcement, note, overrun_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.table import last_line, print_decision, warning_of, why
 from lightning_memguard.report.words import counted
@@ -24,7 +24,7 @@ from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.adapter.ranks import attempt, warn
 from lightning_memguard.training.adapter.run_facts import Stage
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
-from lightning_memguard.training.run.batch_monitor import BatchWatch, failure
+from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
 from lightning_memguard.training.run.profile import GuardSettings, RunProfile
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of
@@ -65,6 +65,8 @@ class GuardedRun:
         self._page: Page | None = None
         self._boards: Boards | None = None
         self._recorder = SnapshotRecorder(trainer, snapshot) if snapshot else None
+        self._trim: Trimmer | None = None
+        self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
 
     @property
     def decision(self) -> Decision:
@@ -97,6 +99,7 @@ class GuardedRun:
                 self._undo.append(rewrite("val", lambda: self.decision.validation_batch_size or own_size))
         if self.decision.would_overrun(KEPT_FREED_RATIO):
             self._undo.append(return_freed_memory(self.device))
+            self._trim = Trimmer() if self.device.type == "cpu" else None
         self._follow()
         self._warn_of_short_search()
 
@@ -211,8 +214,24 @@ class GuardedRun:
         if recorder is not None:
             self._try_writing("snapshot", recorder.close)
 
+    def check_peak(self, batch_idx: int) -> None:
+        """Warn of a run that has passed its budget, after 2, 4, 8, ... batches of an epoch: early, and at no cost."""
+        if self._checks_peak and batch_idx > 1 and batch_idx.bit_count() == 1:
+            self._warn_of_overrun(self._meter.read({}))
+
+    def _warn_of_overrun(self, measured: Measured) -> None:
+        footprint, budget, watch = self.decision.footprint, self.decision.budget, self._watches.get("train")
+        if footprint is None or budget is None or watch is None or not self.decision.fits:
+            return
+        if self._checks_peak and measured.peak_bytes > budget.free_bytes:
+            self._checks_peak = False
+            size = attempt(lambda: size_within_budget(watch, footprint, measured)).value
+            self._warn(overrun_words(Overrun(footprint, measured, budget, size)))
+
     def check_batch(self, role: str, batch: object, batch_idx: int) -> None:
-        """Warn of a batch that is larger than predicted."""
+        """Warn of a batch that is larger than predicted; return what collating it has freed."""
+        if self._trim is not None:
+            self._trim()
         watch = self._watches.get(role)
         if watch is None:
             return
@@ -245,6 +264,7 @@ class GuardedRun:
         if record is None:
             return
         self.records.append(record)
+        self._warn_of_overrun(record.measured)
         try:
             self._log(record)
         finally:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memguard.core.capture.capture import Captures
@@ -20,6 +21,7 @@ from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, Limits, Request, decide
 from lightning_memguard.core.device.budget import read_budget
+from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import grow
@@ -192,11 +194,12 @@ class Reading:
     held_bytes: int
     avoids_single_sample: bool
     notes: tuple[str, ...]
+    process_bytes: int | tuple[int, int, int]
 
     def next_size(self, traces: Sequence[Trace]) -> int:
-        """The batch size that will be chosen, as far as two traces tell: what the process takes besides is left out."""
+        """The batch size that will be chosen, as far as two traces tell: what a GPU's context takes is left out."""
         run = self.run
-        prediction = Prediction(run.program, self.rules, "fake", grow(traces))
+        prediction = Prediction(run.program, self.rules, "fake", grow(traces), self.process_bytes)
         request = self.request_of(run.loader_info.fixed_because)
         return decide(prediction.footprint_at, self.budget, request).batch_size
 
@@ -243,6 +246,7 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         held,
         avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
         notes=samples.notes,
+        process_bytes=process_bytes(module.parameters(), torch.get_num_threads()) if device.type == "cpu" else 0,
     )
 
 

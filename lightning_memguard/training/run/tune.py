@@ -49,10 +49,11 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         facts = attempt(lambda: _facts_of(trainer, stage)).unwrap()
         ranks = Ranks.of(facts)
         reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
+        process_bytes = reading.process_bytes
         with Planner(settings, reading) as planner:
             planner.start()
             # after the budget, which counts an open context as ours: measuring it opens it
-            context = attempt(lambda: context_bytes(facts.device))
+            context = attempt(lambda: process_bytes or context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
             if profile.prediction.compiles and trainer.is_global_zero:
                 print(_COMPILING, flush=True)  # noqa: T201 - what follows takes long

@@ -1,0 +1,40 @@
+"""What a process that trains on the CPU takes besides its tensors: a range, from recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from lightning_memguard.units import MIB
+
+# `benchmarks/cpu_process.py` reproduces both. From `setup` to the second step, fits took 2.9 to 3.9 MiB for objects of
+# Python's, threads, and what is first imported meanwhile.
+_OBJECTS_BYTES = 4 * MIB
+_PRODUCTS_BYTES = 2 * MIB  # for each thread, besides the panel
+
+# MKL's sgemm copies panels of the right-hand matrix into buffers that it keeps (recorded on AVX-512, torch 2.13).
+_PANEL_ROWS, _PANEL_COLUMNS = 512, 9984
+
+
+def process_bytes(parameters: Iterable[torch.Tensor], threads: int) -> tuple[int, int, int]:
+    """What a training takes besides its tensors on the CPU: at least, most likely, at most.
+
+    That is what Python holds, threads, and the buffers that matrix products keep; how large those are depends on
+    what is multiplied, and a model that multiplies nothing has none.
+
+    Args:
+        parameters: of the model; the larger its matrices, the larger the buffers.
+        threads: how many PyTorch computes with.
+
+    >>> process_bytes([torch.zeros(1024, 512)], threads=2)
+    (0, 0, 10485760)
+    """
+    panels = (_panel_bytes(*each.shape, threads) for each in parameters if each.dim() == 2)
+    return 0, 0, _OBJECTS_BYTES + threads * _PRODUCTS_BYTES + max(panels, default=0)
+
+
+def _panel_bytes(outputs: int, inputs: int, threads: int) -> int:
+    """The larger one of the forward pass's product with a weight and the backward pass's."""
+    shapes = ((inputs, outputs), (outputs, inputs))
+    return max(4 * min(rows, _PANEL_ROWS) * min(columns, threads * _PANEL_COLUMNS) for rows, columns in shapes)
