@@ -365,8 +365,8 @@ def sentence_pairs() -> Run:
     """Multiple negatives ranking over pooled BERT embeddings."""
     import transformers
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
-    from sentence_transformers.models import Pooling
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.modules import Pooling
 
     class Bert(nn.Module):
         def __init__(self) -> None:
