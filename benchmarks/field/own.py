@@ -951,7 +951,7 @@ def dlrm_interactions() -> Run:
 
     return Run(
         lambda: Step(Dlrm(), lambda n, b: F.binary_cross_entropy_with_logits(n(b[0], b[1]), b[2])),
-        data(lambda i: (torch.randn(13), torch.randint(1000, (8,)), float(i % 2))),
+        data(lambda i: (torch.randn(13), torch.randint(1000, (8,)), torch.tensor(float(i % 2)))),
     )
 
 
