@@ -13,13 +13,18 @@ VENV ?= .venv
 # A second environment with a CUDA build of torch and the definitions of real models. It needs no GPU.
 CUDA_VENV ?= .venv-cuda
 
+# A third one with the libraries of the field.
+FIELD_VENV ?= .venv-field
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CUDA_BIN := $(CUDA_VENV)/bin
 CUDA_STAMP := $(CUDA_VENV)/.installed
+FIELD_BIN := $(FIELD_VENV)/bin
+FIELD_STAMP := $(FIELD_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench compiled suite effects deciding accuracy builds matrix nohang clean
+.PHONY: help demo test lint bench compiled field suite effects deciding accuracy builds matrix nohang clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -46,6 +51,10 @@ bench: $(STAMP) ## measure accuracy on the CPU, speed and advice, and compare wi
 
 compiled: $(STAMP) ## compare predictions for models under torch.compile with really compiled steps (needs g++; ten minutes)
 	$(BIN)/python benchmarks/compiled.py
+
+field: $(FIELD_STAMP) ## train models of some sixty libraries and compare with predictions (two hours on two cores; continues)
+	@mkdir -p build
+	HF_HUB_OFFLINE=1 $(FIELD_BIN)/python benchmarks/field.py --json build/field.jsonl
 
 # A checkout of Lightning's repository, of the version that is installed.
 CHECKOUT ?= build/lightning
@@ -75,7 +84,7 @@ nohang: $(STAMP) ## train 50 times in each situation where processes that fork m
 	$(BIN)/python benchmarks/no_hang.py
 
 clean: ## remove the virtual environments, caches and files that trainings wrote
-	rm -rf $(VENV) $(CUDA_VENV) .matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs memguard runs
+	rm -rf $(VENV) $(CUDA_VENV) $(FIELD_VENV) .matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs memguard runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: it is the largest, and an interrupted installation continues from there.
@@ -95,4 +104,10 @@ $(CUDA_STAMP): pyproject.toml
 	"$(PYTHON)" -m venv "$(CUDA_VENV)"
 	$(CUDA_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.11.0 torchvision==0.26.0
 	$(CUDA_BIN)/python -m pip install --quiet --disable-pip-version-check timm==1.0.31 transformers==5.23.0 -e .
+	@touch $@
+
+$(FIELD_STAMP): pyproject.toml constraints.txt benchmarks/data/field_requirements.txt
+	"$(PYTHON)" -m venv "$(FIELD_VENV)"
+	$(FIELD_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(FIELD_BIN)/python -m pip install --quiet --disable-pip-version-check -r benchmarks/data/field_requirements.txt -e .
 	@touch $@

@@ -1,0 +1,471 @@
+"""The models of the field: each pattern trained for real under PyTorch's profiler, and predicted.
+
+Each pattern of `field/` (see `field/pattern.py`) is built and trained by a real Trainer on the CPU at two batch sizes,
+each time in a process of its own, in which PyTorch's profiler counts every block (`shared/truth.py`). Two other
+processes ask MemGuard (`mode="check"`) for the same runs. A result is
+
+- exact: less than 0.3 % off
+- near: less than 2 % off
+- inside: further off, but in the range that was stated
+- wrong: further off, and outside any range
+- unpredicted: no prediction, or one without activations
+- skipped: it does not train here (a library that is missing, or too slow)
+
+    python benchmarks/field.py                                    # all: the table, the shares, the exceptions
+    python benchmarks/field.py --only tft faster_rcnn --notes     # those whose name or library contains one of these
+    python benchmarks/field.py --json field.jsonl                 # resumable: what the file has is not run again
+    python benchmarks/field.py --json field.jsonl --show          # only print what the file has
+
+The libraries are those of `data/field_requirements.txt`; `make field` installs them.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import resource
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+EXACT_PERCENT, NEAR_PERCENT = 0.3, 2.0
+OUTCOMES = ("exact", "near", "inside", "wrong", "unpredicted", "skipped")
+FAMILIES = ("forecasting", "vision", "language", "science", "optimizers", "trainer", "own")
+GIB, MIB = 2**30, 2**20
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Result:
+    """One pattern at one batch size: measured and predicted, in bytes; 0 is unknown."""
+
+    pattern: str
+    library: str
+    batch_size: int
+    measured: int = 0
+    predicted: int = 0
+    low: int = 0
+    high: int = 0
+    method: str = ""
+    seconds: float = 0.0  # of the prediction, elapsed
+    processor_seconds: float = 0.0  # of the prediction, of all its processes
+    step_seconds: float = 0.0  # of the training, a step
+    measured_at: str = ""
+    predicted_at: str = ""
+    notes: tuple[str, ...] = ()
+    error: str = ""  # why it was not predicted
+    skipped: str = ""  # why it does not train
+
+    @property
+    def difference(self) -> int:
+        return self.predicted - self.measured
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.difference / self.measured if self.measured and self.predicted else 0.0
+
+    @property
+    def width_percent(self) -> float:
+        return 100 * (self.high - self.low) / self.measured if self.high and self.measured else 0.0
+
+    @property
+    def is_inside(self) -> bool:
+        return self.low <= self.measured <= self.high
+
+    @property
+    def is_tight(self) -> bool:
+        return self.outcome == "exact" or (self.outcome != "unpredicted" and self.is_inside and self.width_percent < 5)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.processor_seconds > 10 and self.step_seconds < 1
+
+    @property
+    def outcome(self) -> str:
+        if self.skipped or not self.measured:
+            return "skipped"
+        if not self.predicted or self.method == "states":
+            return "unpredicted"
+        if abs(self.percent) < EXACT_PERCENT:
+            return "exact"
+        if abs(self.percent) < NEAR_PERCENT:
+            return "near"
+        return "inside" if self.is_inside else "wrong"
+
+
+# One measurement, in a process of its own ----------------------------------------------------------------------------
+
+
+def load_patterns() -> dict[str, Any]:
+    from field import pattern
+
+    for family in FAMILIES:
+        if (Path(__file__).parent / "field" / f"{family}.py").exists():
+            importlib.import_module(f"field.{family}")
+    return pattern.PATTERNS
+
+
+def trainer_options(steps: int, run: Any) -> dict[str, Any]:
+    shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_train_batches": steps}
+    return {**options, **dict.fromkeys(shown, False), **run.trainer}
+
+
+def train(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
+    """Train under the profiler; the module is built inside: it does not see frees of blocks older than itself."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from shared.truth import PhaseMarkers
+
+    data = run.data(batch_size, steps)
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    profiler.start()
+    module = run.build()
+    started = time.perf_counter()
+    options = trainer_options(steps, run)
+    fit(module, data, options, PhaseMarkers())
+    elapsed = time.perf_counter() - started
+    profiler.stop()
+    peak, at = peak_of(profiler)
+    return {"measured": peak, "measured_at": at, "step_seconds": round(elapsed / steps, 3)}
+
+
+def peak_of(profiler: Any) -> tuple[int, str]:
+    """The most bytes alive, and where: as `shared.truth` counts them, without a record of each event."""
+    from torch._C._profiler import _EventType
+
+    from shared.truth import MARKER, operator_of
+
+    blocks: list[tuple[int, Any, Any]] = []  # time, block, the node it belongs to
+    phases: list[tuple[int, str]] = []
+    stack = [(node, None) for node in profiler.profiler.kineto_results.experimental_event_tree()]
+    while stack:
+        node, parent = stack.pop()
+        if node.tag == _EventType.Allocation:
+            if node.extra_fields.device.type == "cpu":
+                blocks.append((node.start_time_ns, node.extra_fields, parent))
+        else:
+            if node.name.startswith(MARKER):
+                phases.append((node.start_time_ns, node.name.removeprefix(MARKER)))
+            inner = (node, parent)
+            stack.extend((child, inner) for child in node.children)
+    blocks.sort(key=lambda block: block[0])
+    live: dict[int, int] = {}
+    total = peak = 0
+    before, at = None, blocks[0]
+    for found in blocks:
+        block = found[1]
+        change = block.alloc_size if block.alloc_size > 0 else -live.pop(block.ptr, 0)
+        if change > 0:
+            live[block.ptr] = change
+        total += change
+        if total > peak:
+            peak, at = total, found
+        if before is not None and change and block.total_allocated - before != change:
+            raise RuntimeError("The replay of the profiler's events differs from the allocator's own counter.")
+        before = block.total_allocated
+    names, parent = [], at[2]
+    while parent is not None:
+        names.append(parent[0].name)
+        parent = parent[1]
+    in_backward = any(name.startswith("autograd::engine") for name in names)
+    marked = max((phase for phase in phases if phase[0] <= at[0]), default=(0, "build"))[1]
+    return peak, f"{'backward' if in_backward else marked}, {operator_of(names[::-1])}"
+
+
+def fit(module: Any, data: Any, options: dict[str, Any], *callbacks: Any) -> None:
+    """Train by the Trainer of the package that the module's class is from: `pytorch_lightning` or `lightning`."""
+    package = "pytorch_lightning"
+    if any(cls.__module__.startswith("lightning.pytorch.") for cls in type(module).__mro__):
+        package = "lightning.pytorch"
+    trainer = importlib.import_module(package).Trainer(
+        **{**options, "callbacks": [*options.get("callbacks", []), *callbacks]}
+    )
+    named = {"datamodule": data} if hasattr(data, "train_dataloader") else {"train_dataloaders": data}
+    trainer.fit(module, **named)
+
+
+class Decided(Exception):  # noqa: N818 - it ends a fit that has been predicted
+    """The run was decided."""
+
+
+def predict(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
+    """Start the same training with MemGuard, and stop before its first step."""
+    import pytorch_lightning as pl
+
+    from lightning_memguard import MemGuard
+
+    class Stop(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            raise Decided
+
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that processes that outlive theirs count too
+    guard = MemGuard(mode="check", budget=64 * GIB)
+    module, data = run.build(), run.data(batch_size, steps)
+    options = trainer_options(steps, run)
+    started, used = time.perf_counter(), processor_seconds()
+    with warnings.catch_warnings(record=True) as caught, contextlib.suppress(Decided):
+        fit(module, data, options, guard, Stop())
+    times = {
+        "seconds": round(time.perf_counter() - started, 2),
+        "processor_seconds": round(processor_seconds() - used, 2),
+    }
+    decision = guard.decision
+    footprint = decision.footprint if decision else None
+    if footprint is None:
+        said = [str(w.message) for w in caught if "MemGuard" in str(w.message)]
+        return {**times, "error": (decision.reason if decision else "") or " ".join(said) or "no decision"}
+    return {
+        **times,
+        "predicted": footprint.peak_allocated_bytes,
+        "low": footprint.low.allocated_bytes if footprint.low else 0,
+        "high": footprint.high.allocated_bytes if footprint.high else 0,
+        "method": footprint.method,
+        "notes": footprint.notes,
+        "predicted_at": f"{footprint.phase}, {footprint.module}, {footprint.operator}",
+        "error": "" if footprint.method != "states" else "; ".join(footprint.notes),
+    }
+
+
+def processor_seconds() -> float:
+    """Of this process and of all that it made."""
+    ended = time.monotonic() + 10
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < ended:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.02)
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+def work(pattern: Any, arguments: argparse.Namespace, threads: int) -> None:
+    """Import a pattern's library and make its data; then measure and predict each size in a fork of its own."""
+    import torch
+
+    torch.manual_seed(0)
+    run, missing = None, ""
+    try:
+        run = pattern.make()
+    except Exception as error:  # noqa: BLE001 - a library that is missing or changed: said in the table
+        missing = describe(error)
+        traceback.print_exc()
+    for size in pattern.sizes[1:] if arguments.quick else pattern.sizes:
+        found: dict[str, Any] = {"pattern": pattern.name, "library": pattern.library, "batch_size": size}
+        if run is None:
+            found["skipped"] = missing
+        else:
+            truth = in_fork(partial(train, run, size, pattern.steps), threads, arguments.limit)
+            found.update(truth if "failed" not in truth else {"skipped": truth["failed"]})
+        if "skipped" not in found:
+            answer = in_fork(partial(predict, run, size, pattern.steps), threads, arguments.limit)
+            found.update(answer if "failed" not in answer else {"error": answer["failed"]})
+        with arguments.json.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        print(row_of(result_from(json.dumps(found))), flush=True)
+
+
+def describe(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"[:400]
+
+
+def in_fork(answer: Callable[[], dict[str, Any]], threads: int, limit: float) -> dict[str, Any]:
+    """A function's answer from a fork of this process, or why there is none."""
+    import torch
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        os.close(reader)
+        os.dup2(2, 1)  # stdout is for results
+        try:
+            torch.set_num_threads(threads)
+            torch.manual_seed(0)
+            found = answer()
+        except BaseException as error:  # noqa: BLE001 - said in the table
+            traceback.print_exc()
+            found = {"failed": describe(error)}
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(found, pipe)
+        os._exit(0)
+    os.close(writer)
+    ended = time.monotonic() + limit
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return {"failed": f"it took more than {limit:.0f} s"}
+        time.sleep(0.02)
+    with os.fdopen(reader) as pipe:
+        return json.loads(pipe.read() or '{"failed": "the process died"}')
+
+
+# All of them ---------------------------------------------------------------------------------------------------------
+
+
+def run_all(patterns: Sequence[Any], arguments: argparse.Namespace) -> None:
+    """Each library in a fork of this process, some of them at a time; their results are appended to the file."""
+    import lightning.pytorch  # noqa: F401 - before the forks, so that each has it
+    import torch
+
+    import lightning_memguard  # noqa: F401
+    from shared.truth import quieten
+
+    quieten()
+    os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"})
+    threads = arguments.threads or torch.get_num_threads()
+    torch.set_num_threads(1)  # until the last fork: the threads of OpenMP would not survive it
+    running = 0
+    libraries: dict[str, list[Any]] = {}
+    for pattern in patterns:
+        libraries.setdefault(pattern.library, []).append(pattern)
+    for group in libraries.values():
+        if running == arguments.jobs:
+            os.wait()
+            running -= 1
+        sys.stdout.flush()
+        running += 1
+        if os.fork() == 0:
+            resource.setrlimit(resource.RLIMIT_DATA, (arguments.memory, arguments.memory))
+            if not arguments.verbose:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            try:
+                for pattern in group:
+                    work(pattern, arguments, threads)
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+    for _ in range(running):
+        os.wait()
+
+
+def read(path: Path, names: set[str]) -> list[Result]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [result for line in lines if (result := result_from(line)).pattern in names]
+
+
+def result_from(line: str) -> Result:
+    fields = json.loads(line)
+    return Result(**{**fields, "notes": tuple(fields.get("notes", ()))})
+
+
+COLUMNS = (
+    ("pattern", "<31", lambda r: r.pattern),
+    ("library", "<27", lambda r: r.library),
+    ("batch", ">5", lambda r: r.batch_size),
+    ("measured", ">9", lambda r: f"{r.measured / MIB:.3f}"),
+    ("predicted", ">9", lambda r: f"{r.predicted / MIB:.3f}"),
+    ("error %", ">8", lambda r: f"{r.percent:+.2f}" if r.predicted else ""),
+    ("range, MiB", ">17", lambda r: f"{r.low / MIB:.1f} .. {r.high / MIB:.1f}" if r.high else ""),
+    ("outcome", "<11", lambda r: r.outcome),
+    ("method", "<10", lambda r: r.method),
+    ("s", ">5", lambda r: f"{r.seconds:.1f}"),
+    ("cpu s", ">5", lambda r: f"{r.processor_seconds:.1f}"),
+    ("step s", ">6", lambda r: f"{r.step_seconds:.2f}"),
+)
+
+
+def row_of(result: Result) -> str:
+    return " ".join(f"{value(result):{width}}" for _, width, value in COLUMNS)
+
+
+def print_table(results: Sequence[Result]) -> None:
+    print(" ".join(f"{title:{width}}" for title, width, _ in COLUMNS))
+    for result in results:
+        print(row_of(result))
+
+
+def print_summary(results: Sequence[Result]) -> None:
+    trained = [r for r in results if r.outcome != "skipped"]
+    if not trained:
+        return
+    counts = Counter(r.outcome for r in trained)
+    libraries = {r.library for r in trained}
+    shares = ", ".join(
+        f"{outcome} {counts[outcome] / len(trained):.1%} ({counts[outcome]})" for outcome in OUTCOMES[:-1]
+    )
+    patterns = len({r.pattern for r in trained})
+    print(f"\n{len(trained)} trainings of {patterns} patterns from {len(libraries)} libraries: {shares}")
+    print(f"exact, or inside a range below 5 % wide: {sum(r.is_tight for r in trained) / len(trained):.1%}")
+    used = sorted(r.processor_seconds for r in trained)
+    slow = [f"{r.pattern} ({r.processor_seconds:.0f} s)" for r in trained if r.is_slow]
+    print(
+        f"processor time of a prediction: {statistics.median(used):.1f} s (median), {used[-1]:.1f} s at most; "
+        f"above 10 s where a step takes less than 1 s: {', '.join(slow) or 'none'}"
+    )
+    skipped = [r for r in results if r.outcome == "skipped"]
+    for r in skipped:
+        print(f"skipped: {r.pattern} ({r.batch_size}): {r.skipped}")
+
+
+def print_exceptions(results: Iterable[Result], notes: bool) -> None:
+    """Each result that is not exact, with its bytes."""
+    for r in results:
+        if r.outcome in ("exact", "skipped") and not notes:
+            continue
+        bounds = f", range {r.low:,} to {r.high:,}" if r.high else ""
+        print(
+            f"\n{r.outcome}: {r.pattern}, {r.library}, batch size {r.batch_size}: predicted {r.predicted:,}, measured "
+            f"{r.measured:,}, difference {r.difference:+,} ({r.percent:+.2f} %){bounds}, {r.method or 'no method'}"
+            f"\n  measured at: {r.measured_at}\n  predicted at: {r.predicted_at}"
+        )
+        for line in filter(None, (r.error, *r.notes)):
+            print(f"  - {line}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="patterns whose name or library contains one of these")
+    parser.add_argument("--quick", action="store_true", help="only the second batch size")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for a training or a prediction")
+    parser.add_argument("--memory", type=int, default=5 * GIB, help="bytes that a process may take")
+    parser.add_argument("--json", type=Path, help="a file of one result a line, continued where it exists")
+    parser.add_argument("--show", action="store_true", help="run nothing, print what the file has")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--notes", action="store_true", help="print the notes of exact predictions too")
+    parser.add_argument(
+        "--verbose", action="store_true", help="show what the trainings and the libraries print to stderr"
+    )
+    arguments = parser.parse_args()
+    patterns = {
+        name: p
+        for name, p in load_patterns().items()
+        if not arguments.only or any(only in name or only in p.library for only in arguments.only)
+    }
+    if arguments.list:
+        for p in patterns.values():
+            print(f"{p.name:<32} {p.library:<28} sizes {p.sizes}")
+        print(f"{len(patterns)} patterns, {len({p.library for p in patterns.values()})} libraries")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.json = arguments.json or Path(folder) / "field.jsonl"
+        known = {r.pattern for r in read(arguments.json, set(patterns))}
+        if not arguments.show:
+            run_all([p for name, p in patterns.items() if name not in known], arguments)
+        results = read(arguments.json, set(patterns))
+    order = {name: index for index, name in enumerate(patterns)}
+    results.sort(key=lambda r: (order[r.pattern], r.batch_size))
+    print()
+    print_table(results)
+    print_summary(results)
+    print_exceptions(results, arguments.notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""A pattern: one way to train in PyTorch, as a real library or a real project does it, small enough for a CPU.
+
+A pattern is a function that imports its library, makes its data, and returns a `Run`. Nothing is downloaded: weights
+and data are random, the structure is the library's own.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+PATTERNS: dict[str, "Pattern"] = {}
+POOL = 64  # samples that a dataset owns; it returns them over and over
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a Trainer needs: the module, built where it is measured, and its data, made before."""
+
+    build: Callable[[], pl.LightningModule]
+    data: Callable[[int, int], Any]  # batch size, number of batches -> loader or datamodule
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    name: str
+    library: str  # the distribution; "torch" for our own code
+    make: Callable[[], Run]
+    sizes: tuple[int, int]
+    steps: int
+
+
+def pattern(
+    library: str = "torch", sizes: tuple[int, int] = (4, 16), steps: int = 3
+) -> Callable[[Callable[[], Run]], Callable[[], Run]]:
+    """Registers a function under its own name."""
+
+    def register(make: Callable[[], Run]) -> Callable[[], Run]:
+        assert make.__name__ not in PATTERNS, make.__name__
+        PATTERNS[make.__name__] = Pattern(make.__name__, library, make, sizes, steps)
+        return make
+
+    return register
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+class Samples(Dataset):
+    """A dataset of any length that owns a few samples."""
+
+    def __init__(self, samples: Sequence[Any], length: int) -> None:
+        self.samples = samples
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index % len(self.samples)]
+
+
+def data(
+    sample: Callable[[int], Any], collate: Callable[[list[Any]], Any] | None = None, **options: Any
+) -> Callable[[int, int], DataLoader]:
+    """Batches of samples, each made once by its number."""
+    samples = [sample(index) for index in range(POOL)]
+    return lambda batch_size, batches: DataLoader(
+        Samples(samples, batch_size * batches), batch_size=batch_size, collate_fn=collate, **options
+    )
+
+
+def images(side: int, classes: int = 10, channels: int = 3) -> Callable[[int, int], DataLoader]:
+    return data(lambda i: (torch.randn(channels, side, side), i % classes))
+
+
+def vectors(features: int, classes: int = 10) -> Callable[[int, int], DataLoader]:
+    return data(lambda i: (torch.randn(features), i % classes))
+
+
+def regression(features: int, targets: int = 1) -> Callable[[int, int], DataLoader]:
+    return data(lambda _: (torch.randn(features), torch.randn(targets)))
+
+
+def tokens(length: int, vocabulary: int = 1000) -> Callable[[int, int], DataLoader]:
+    """Tokens and the next tokens."""
+    return data(lambda _: (torch.randint(vocabulary, (length,)), torch.randint(vocabulary, (length,))))
+
+
+def dictionary(**columns: Callable[[int], Any]) -> Callable[[int, int], DataLoader]:
+    return data(lambda i: {name: column(i) for name, column in columns.items()})
+
+
+# Modules -------------------------------------------------------------------------------------------------------------
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-4)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+class Step(pl.LightningModule):
+    """A network and how its loss follows from a batch: what most LightningModules are."""
+
+    def __init__(self, network: nn.Module, loss: Loss, optimizer: MakeOptimizer = adam) -> None:
+        super().__init__()
+        self.network = network
+        self.loss = loss
+        self.optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.network, batch)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+def classify(network: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(network(x), y)
+
+
+def regress(network: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return nn.functional.mse_loss(network(x), y)
+
+
+def next_token(network: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(network(x).flatten(0, 1), y.flatten())
+
+
+def classifier(network: Callable[[], nn.Module], optimizer: MakeOptimizer = adam) -> Callable[[], Step]:
+    return lambda: Step(network(), classify, optimizer)
+
+
+def mlp(features: int = 64, width: int = 256, outputs: int = 10, depth: int = 2) -> nn.Sequential:
+    sizes = [features, *[width] * depth]
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(width, outputs))

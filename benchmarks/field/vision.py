@@ -1,0 +1,737 @@
+"""Libraries for images and video: torchvision, timm, Ultralytics, segmentation, medical images, diffusion, contrast."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from field.pattern import Run, Step, adam, adamw, classifier, data, images, mlp, pattern, sgd
+
+# torchvision: detection ----------------------------------------------------------------------------------------------
+
+SIDE = 128
+
+
+def objects(masks: bool = False, keypoints: int = 0) -> Callable[[int, int], Any]:
+    """Images with one to five boxes each, as torchvision's detectors take them: lists."""
+    counts = torch.randint(1, 6, (64,)).tolist()
+
+    def sample(i: int) -> Any:
+        corners = torch.rand(counts[i], 2) * SIDE * 0.6
+        boxes = torch.cat([corners, corners + 16 + torch.rand(counts[i], 2) * SIDE * 0.25], 1)
+        target = {"boxes": boxes, "labels": torch.randint(1, 5, (counts[i],))}
+        if masks:
+            target["masks"] = torch.zeros(counts[i], SIDE, SIDE, dtype=torch.uint8)
+            for mask, box in zip(target["masks"], boxes.int().tolist(), strict=True):
+                mask[box[1] : box[3], box[0] : box[2]] = 1
+        if keypoints:
+            target["labels"] = torch.ones(counts[i], dtype=torch.long)
+            target["keypoints"] = torch.cat(
+                [boxes[:, None, :2] + torch.rand(counts[i], keypoints, 2) * 16, torch.ones(counts[i], keypoints, 1)], 2
+            )
+        return torch.rand(3, SIDE, SIDE), target
+
+    return data(sample, lambda items: tuple(zip(*items, strict=True)))
+
+
+def detection_loss(network: nn.Module, batch: Any) -> Tensor:
+    pictures, targets = batch
+    return sum(network(list(pictures), list(targets)).values())
+
+
+def detector(name: str, targets: Callable[[int, int], Any], **options: Any) -> Run:
+    from torchvision.models import detection
+
+    options = {"num_classes": 5, "min_size": SIDE, "max_size": SIDE, **options}
+
+    def build() -> Step:
+        network = getattr(detection, name)(weights=None, weights_backbone=None, **options)
+        return Step(network, detection_loss, sgd)
+
+    return Run(build, targets)
+
+
+@pattern("torchvision", sizes=(2, 4))
+def faster_rcnn() -> Run:
+    return detector("fasterrcnn_resnet50_fpn", objects())
+
+
+@pattern("torchvision", sizes=(2, 4))
+def faster_rcnn_mobilenet() -> Run:
+    return detector("fasterrcnn_mobilenet_v3_large_320_fpn", objects())
+
+
+@pattern("torchvision", sizes=(2, 4))
+def mask_rcnn() -> Run:
+    return detector("maskrcnn_resnet50_fpn", objects(masks=True))
+
+
+@pattern("torchvision", sizes=(2, 4))
+def keypoint_rcnn() -> Run:
+    return detector("keypointrcnn_resnet50_fpn", objects(keypoints=17), num_classes=2)
+
+
+@pattern("torchvision", sizes=(2, 4))
+def retinanet() -> Run:
+    return detector("retinanet_resnet50_fpn", objects())
+
+
+@pattern("torchvision", sizes=(2, 4))
+def fcos() -> Run:
+    return detector("fcos_resnet50_fpn", objects())
+
+
+@pattern("torchvision", sizes=(4, 8))
+def ssdlite() -> Run:
+    from torchvision.models import detection
+
+    def build() -> Step:
+        network = detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=5)
+        return Step(network, detection_loss, sgd)
+
+    return Run(build, objects())
+
+
+# torchvision: the others ---------------------------------------------------------------------------------------------
+
+
+def torchvision_classifier(name: str, side: int = 64, **options: Any) -> Run:
+    from torchvision import models
+
+    return Run(classifier(lambda: getattr(models, name)(weights=None, num_classes=10, **options), sgd), images(side))
+
+
+@pattern("torchvision", sizes=(4, 16))
+def resnet18() -> Run:
+    return torchvision_classifier("resnet18")
+
+
+@pattern("torchvision", sizes=(4, 16))
+def resnet50() -> Run:
+    return torchvision_classifier("resnet50")
+
+
+@pattern("torchvision", sizes=(4, 16))
+def mobilenet_v3() -> Run:
+    return torchvision_classifier("mobilenet_v3_small")
+
+
+@pattern("torchvision", sizes=(4, 16))
+def efficientnet_b0() -> Run:
+    return torchvision_classifier("efficientnet_b0")
+
+
+@pattern("torchvision", sizes=(4, 16))
+def densenet121() -> Run:
+    return torchvision_classifier("densenet121")
+
+
+@pattern("torchvision", sizes=(4, 8))
+def convnext_tiny() -> Run:
+    return torchvision_classifier("convnext_tiny")
+
+
+@pattern("torchvision", sizes=(2, 4))
+def swin_t() -> Run:
+    return torchvision_classifier("swin_t")
+
+
+@pattern("torchvision", sizes=(4, 8))
+def vit_b_16_small() -> Run:
+    from torchvision.models import VisionTransformer
+
+    return Run(classifier(lambda: VisionTransformer(64, 8, 4, 4, 128, 512, num_classes=10), adamw), images(64))
+
+
+@pattern("torchvision", sizes=(2, 4))
+def deeplab_v3() -> Run:
+    from torchvision.models.segmentation import deeplabv3_mobilenet_v3_large
+
+    def loss(network: nn.Module, batch: Any) -> Tensor:
+        out = network(batch[0])
+        return F.cross_entropy(out["out"], batch[1]) + 0.4 * F.cross_entropy(out["aux"], batch[1])
+
+    return Run(
+        lambda: Step(
+            deeplabv3_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=5, aux_loss=True), loss, sgd
+        ),
+        data(lambda _: (torch.randn(3, 96, 96), torch.randint(5, (96, 96)))),
+    )
+
+
+@pattern("torchvision", sizes=(2, 4))
+def r3d_18_video() -> Run:
+    from torchvision.models.video import r3d_18
+
+    return Run(
+        classifier(lambda: r3d_18(weights=None, num_classes=10), sgd),
+        data(lambda i: (torch.randn(3, 8, 48, 48), i % 10)),
+    )
+
+
+@pattern("torchvision", sizes=(1, 2))
+def raft_optical_flow() -> Run:
+    from torchvision.models.optical_flow import raft_small
+
+    def loss(network: nn.Module, batch: Any) -> Tensor:
+        flows = network(batch[0], batch[1], num_flow_updates=4)
+        return sum(F.l1_loss(flow, batch[2]) for flow in flows)
+
+    return Run(
+        lambda: Step(raft_small(weights=None), loss),
+        data(lambda _: (torch.rand(3, 128, 128), torch.rand(3, 128, 128), torch.randn(2, 128, 128))),
+    )
+
+
+# timm ----------------------------------------------------------------------------------------------------------------
+
+
+def timm_classifier(name: str, side: int = 64, **options: Any) -> Run:
+    import timm
+
+    return Run(
+        classifier(lambda: timm.create_model(name, pretrained=False, num_classes=10, **options), adamw), images(side)
+    )
+
+
+@pattern("timm", sizes=(4, 16))
+def convnext_atto() -> Run:
+    return timm_classifier("convnext_atto")
+
+
+@pattern("timm", sizes=(4, 16))
+def timm_vit_tiny() -> Run:
+    return timm_classifier("vit_tiny_patch16_224", img_size=64)
+
+
+@pattern("timm", sizes=(4, 16))
+def timm_mlp_mixer() -> Run:
+    return timm_classifier("mixer_s16_224", img_size=64)
+
+
+@pattern("timm", sizes=(4, 16))
+def timm_efficientformer() -> Run:
+    return timm_classifier("mobilevitv2_050")
+
+
+@pattern("timm", sizes=(4, 16))
+def timm_regnet_ema_mixup() -> Run:
+    """timm's own training recipe: mixup, an average of the weights, LAMB."""
+    import timm
+    from timm.data import Mixup
+    from timm.loss import SoftTargetCrossEntropy
+    from timm.optim import create_optimizer_v2
+    from timm.utils import ModelEmaV3
+
+    class Recipe(Step):
+        def __init__(self) -> None:
+            super().__init__(timm.create_model("regnetx_002", num_classes=10), None)
+            self.mixup, self.soft = Mixup(mixup_alpha=0.8, num_classes=10), SoftTargetCrossEntropy()
+            self.average = ModelEmaV3(self.network)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = self.mixup(batch[0].clone(), batch[1])
+            return self.soft(self.network(x), y)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.average.update(self.network)
+
+        def configure_optimizers(self) -> Any:
+            return create_optimizer_v2(self.network, opt="lamb", lr=1e-3)
+
+    return Run(Recipe, images(64))
+
+
+# Ultralytics ---------------------------------------------------------------------------------------------------------
+
+
+@pattern("ultralytics", sizes=(2, 4))
+def yolov8() -> Run:
+    return yolo("yolov8n.yaml")
+
+
+@pattern("ultralytics", sizes=(2, 4))
+def yolo11() -> Run:
+    return yolo("yolo11n.yaml")
+
+
+def yolo(config: str) -> Run:
+    from ultralytics.cfg import get_cfg
+    from ultralytics.nn.tasks import DetectionModel
+
+    def build() -> Step:
+        network = DetectionModel(config, nc=5, verbose=False)
+        network.args = get_cfg()
+        return Step(network, lambda n, b: n(b)[0].sum(), sgd)
+
+    def collate(items: list[Any]) -> dict[str, Tensor]:
+        pictures, boxes = zip(*items, strict=True)
+        return {
+            "img": torch.stack(pictures),
+            "bboxes": torch.cat(boxes),
+            "cls": torch.cat([torch.zeros(len(b), 1) for b in boxes]),
+            "batch_idx": torch.cat([torch.full((len(b),), float(i)) for i, b in enumerate(boxes)]),
+        }
+
+    counts = torch.randint(1, 6, (64,)).tolist()
+    return Run(build, data(lambda i: (torch.rand(3, 128, 128), torch.rand(counts[i], 4) * 0.4 + 0.2), collate))
+
+
+# Segmentation, medical, augmentation ---------------------------------------------------------------------------------
+
+
+def smp_model(name: str, **options: Any) -> Run:
+    import segmentation_models_pytorch as smp
+
+    def build() -> Step:
+        dice, focal = smp.losses.DiceLoss("multiclass"), smp.losses.FocalLoss("multiclass")
+        network = getattr(smp, name)("resnet18", encoder_weights=None, classes=4, **options)
+
+        def loss(network: nn.Module, batch: Any) -> Tensor:
+            logits = network(batch[0])
+            return dice(logits, batch[1]) + focal(logits, batch[1])
+
+        return Step(network, loss)
+
+    return Run(build, data(lambda _: (torch.randn(3, 64, 64), torch.randint(4, (64, 64)))))
+
+
+@pattern("segmentation-models-pytorch", sizes=(4, 8))
+def smp_unet() -> Run:
+    return smp_model("Unet")
+
+
+@pattern("segmentation-models-pytorch", sizes=(4, 8))
+def smp_fpn() -> Run:
+    return smp_model("FPN")
+
+
+@pattern("monai", sizes=(2, 4))
+def monai_unet_3d() -> Run:
+    from monai.losses import DiceCELoss
+    from monai.networks.nets import UNet
+
+    def build() -> Step:
+        criterion = DiceCELoss(to_onehot_y=True, softmax=True)
+        network = UNet(3, 1, 3, (8, 16, 32, 64), (2, 2, 2), num_res_units=2)
+        return Step(network, lambda n, b: criterion(n(b[0]), b[1]))
+
+    return Run(build, data(lambda _: (torch.randn(1, 32, 32, 32), torch.randint(3, (1, 32, 32, 32)).float())))
+
+
+@pattern("monai", sizes=(1, 2))
+def monai_swin_unetr() -> Run:
+    from monai.networks.nets import SwinUNETR
+
+    return Run(
+        lambda: Step(SwinUNETR(1, 3, feature_size=12), lambda n, b: F.cross_entropy(n(b[0]), b[1])),
+        data(lambda _: (torch.randn(1, 32, 32, 32), torch.randint(3, (32, 32, 32)))),
+    )
+
+
+@pattern("kornia", sizes=(8, 32))
+def kornia_augmentations() -> Run:
+    import kornia.augmentation as K
+
+    class Augmented(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.augment = nn.Sequential(
+                K.RandomHorizontalFlip(p=0.5),
+                K.RandomAffine(15.0, p=0.7),
+                K.ColorJitter(0.2, 0.2, 0.2, 0.1, p=0.8),
+                K.RandomGaussianBlur((3, 3), (0.1, 2.0), p=0.5),
+            )
+            self.network = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 256, 10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.augment(x)
+            return self.network(x)
+
+    return Run(classifier(Augmented), data(lambda i: (torch.rand(3, 32, 32), i % 10)))
+
+
+@pattern("kornia", sizes=(4, 8))
+def kornia_ssim_homography() -> Run:
+    from kornia.geometry.transform import HomographyWarper
+    from kornia.losses import ssim_loss
+
+    class Register(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.warp = nn.Sequential(nn.Flatten(), nn.Linear(2 * 1024, 9)), HomographyWarper(32, 32)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            shift = 0.01 * self.net(torch.cat([a, b], 1)).view(-1, 3, 3)
+            moved = self.warp(a, torch.eye(3, device=a.device) + shift)
+            return ssim_loss(moved, b, 5)
+
+    return Run(
+        lambda: Step(Register(), lambda n, b: n(*b)), data(lambda _: (torch.rand(1, 32, 32), torch.rand(1, 32, 32)))
+    )
+
+
+# Self-supervised and contrastive -------------------------------------------------------------------------------------
+
+
+def backbone() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, 2, 1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, 2, 1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+def views() -> Callable[[int, int], Any]:
+    return data(lambda _: (torch.randn(3, 48, 48), torch.randn(3, 48, 48)))
+
+
+@pattern("lightly", sizes=(8, 32))
+def lightly_simclr() -> Run:
+    from lightly.loss import NTXentLoss
+    from lightly.models.modules import SimCLRProjectionHead
+
+    class SimClr(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(backbone(), SimCLRProjectionHead(64, 64, 32))
+            self.criterion = NTXentLoss(0.5)
+
+        def forward(self, batch: Any) -> Tensor:
+            return self.criterion(self.net(batch[0]), self.net(batch[1]))
+
+    return Run(lambda: Step(SimClr(), lambda n, b: n(b)), views())
+
+
+@pattern("lightly", sizes=(8, 32))
+def lightly_moco_memory_bank() -> Run:
+    import copy
+
+    from lightly.loss import NTXentLoss
+    from lightly.models.modules import MoCoProjectionHead
+    from lightly.models.utils import deactivate_requires_grad, update_momentum
+
+    class MoCo(Step):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(backbone(), MoCoProjectionHead(64, 64, 32)), None, sgd)
+            self.momentum = copy.deepcopy(self.network)
+            deactivate_requires_grad(self.momentum)
+            self.criterion = NTXentLoss(memory_bank_size=(1024, 32))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            update_momentum(self.network, self.momentum, m=0.99)
+            with torch.no_grad():
+                key = self.momentum(batch[1])
+            return self.criterion(self.network(batch[0]), key)
+
+    return Run(MoCo, views())
+
+
+@pattern("lightly", sizes=(8, 32))
+def lightly_barlow_twins() -> Run:
+    from lightly.loss import BarlowTwinsLoss, VICRegLoss
+
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.one, self.two = (
+                nn.Sequential(backbone(), mlp(64, 128, 128, 1)),
+                BarlowTwinsLoss(),
+                VICRegLoss(),
+            )
+
+        def forward(self, batch: Any) -> Tensor:
+            a, b = self.net(batch[0]), self.net(batch[1])
+            return self.one(a, b) + self.two(a, b)
+
+    return Run(lambda: Step(Twins(), lambda n, b: n(b)), views())
+
+
+@pattern("open-clip-torch", sizes=(4, 16))
+def open_clip() -> Run:
+    from open_clip import CLIP, ClipLoss
+
+    def build() -> Step:
+        network = CLIP(
+            64,
+            {"layers": 3, "width": 128, "patch_size": 8, "image_size": 32, "head_width": 32},
+            {"context_length": 24, "vocab_size": 1000, "width": 64, "heads": 4, "layers": 2},
+        )
+        criterion = ClipLoss()
+        return Step(network, lambda n, b: criterion(*n(b[0], b[1])), adamw)
+
+    return Run(build, data(lambda _: (torch.randn(3, 32, 32), torch.randint(1000, (24,)))))
+
+
+@pattern("pytorch-metric-learning", sizes=(16, 64))
+def metric_learning_miner() -> Run:
+    from pytorch_metric_learning import losses, miners
+
+    def build() -> Step:
+        miner, criterion = miners.MultiSimilarityMiner(), losses.TripletMarginLoss()
+
+        def loss(network: nn.Module, batch: Any) -> Tensor:
+            z = network(batch[0])
+            return criterion(z, batch[1], miner(z, batch[1]))
+
+        return Step(mlp(64, 256, 64), loss)
+
+    return Run(build, data(lambda i: (torch.randn(64) + i % 8, i % 8)))
+
+
+@pattern("pytorch-metric-learning", sizes=(16, 64))
+def arcface_and_ntxent() -> Run:
+    from pytorch_metric_learning import losses
+
+    class Both(Step):
+        def __init__(self) -> None:
+            super().__init__(mlp(64, 256, 64), None)
+            self.arc, self.ntxent = losses.ArcFaceLoss(8, 64), losses.NTXentLoss()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            z = self.network(batch[0])
+            return self.arc(z, batch[1]) + self.ntxent(z, batch[1])
+
+    return Run(Both, data(lambda i: (torch.randn(64), i % 8)))
+
+
+@pattern("pytorch-metric-learning", sizes=(16, 64))
+def cross_batch_memory() -> Run:
+    from pytorch_metric_learning import losses
+
+    class Memory(Step):
+        def __init__(self) -> None:
+            super().__init__(mlp(64, 256, 64), None)
+            self.criterion = losses.CrossBatchMemory(losses.ContrastiveLoss(), 64, memory_size=256)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.criterion(self.network(batch[0]), batch[1])
+
+    return Run(Memory, data(lambda i: (torch.randn(64), i % 8)))
+
+
+# Generation ----------------------------------------------------------------------------------------------------------
+
+
+@pattern("diffusers", sizes=(2, 8))
+def diffusers_unet() -> Run:
+    from diffusers import DDPMScheduler, UNet2DModel
+
+    class Ddpm(Step):
+        def __init__(self) -> None:
+            network = UNet2DModel(
+                32,
+                3,
+                3,
+                layers_per_block=1,
+                block_out_channels=(32, 64),
+                norm_num_groups=8,
+                down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+                up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            )
+            super().__init__(network, None, adamw)
+            self.scheduler = DDPMScheduler(1000)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, noise = batch[0], torch.randn_like(batch[0])
+            t = torch.randint(1000, (len(x),), device=self.device)
+            return F.mse_loss(self.network(self.scheduler.add_noise(x, noise, t), t).sample, noise)
+
+    return Run(Ddpm, images(32))
+
+
+@pattern("diffusers", sizes=(2, 8))
+def diffusers_conditional_unet() -> Run:
+    from diffusers import UNet2DConditionModel
+
+    def build() -> Step:
+        network = UNet2DConditionModel(
+            16,
+            4,
+            4,
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+            cross_attention_dim=32,
+            norm_num_groups=8,
+            attention_head_dim=8,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        )
+        network.enable_gradient_checkpointing()
+        return Step(network, lambda n, b: F.mse_loss(n(b[0], b[1], b[2]).sample, b[0]), adamw)
+
+    return Run(build, data(lambda i: (torch.randn(4, 16, 16), torch.tensor(i), torch.randn(12, 32))))
+
+
+@pattern("diffusers", sizes=(2, 8))
+def diffusers_autoencoder_kl() -> Run:
+    from diffusers import AutoencoderKL
+
+    def build() -> Step:
+        network = AutoencoderKL(
+            3, 3, ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2, (16, 32), norm_num_groups=8, latent_channels=4
+        )
+
+        def loss(network: nn.Module, batch: Any) -> Tensor:
+            posterior = network.encode(batch[0]).latent_dist
+            return F.mse_loss(network.decode(posterior.sample()).sample, batch[0]) + 1e-6 * posterior.kl().mean()
+
+        return Step(network, loss)
+
+    return Run(build, images(32))
+
+
+@pattern("denoising-diffusion-pytorch", sizes=(2, 8))
+def lucidrains_diffusion() -> Run:
+    from denoising_diffusion_pytorch import GaussianDiffusion, Unet
+
+    def build() -> Step:
+        network = GaussianDiffusion(Unet(16, dim_mults=(1, 2), flash_attn=False), image_size=32, timesteps=100)
+        return Step(network, lambda n, b: n(b[0]))
+
+    return Run(build, data(lambda i: (torch.rand(3, 32, 32), i)))
+
+
+@pattern("vector-quantize-pytorch", sizes=(4, 16))
+def residual_vq_kmeans() -> Run:
+    from vector_quantize_pytorch import ResidualVQ
+
+    return Run(
+        lambda: Step(
+            Quantized(ResidualVQ(dim=32, num_quantizers=3, codebook_size=64, kmeans_init=True)), quantized_loss
+        ),
+        images(32),
+    )
+
+
+@pattern("vector-quantize-pytorch", sizes=(4, 16))
+def vector_quantize_ema() -> Run:
+    from vector_quantize_pytorch import VectorQuantize
+
+    return Run(
+        lambda: Step(Quantized(VectorQuantize(dim=32, codebook_size=128, threshold_ema_dead_code=2)), quantized_loss),
+        images(32),
+    )
+
+
+@pattern("vector-quantize-pytorch", sizes=(4, 16))
+def library_fsq() -> Run:
+    from vector_quantize_pytorch import FSQ
+
+    return Run(lambda: Step(Quantized(FSQ([8, 5, 5, 5], dim=32)), quantized_loss), images(32))
+
+
+class Quantized(nn.Module):
+    def __init__(self, quantizer: nn.Module) -> None:
+        super().__init__()
+        self.down, self.up, self.quantizer = nn.Conv2d(3, 32, 4, 4), nn.ConvTranspose2d(32, 3, 4, 4), quantizer
+
+    def forward(self, x: Tensor) -> Any:
+        z = self.down(x)
+        out, *rest = self.quantizer(z.flatten(2).transpose(1, 2))
+        return self.up(out.transpose(1, 2).view_as(z)), rest[-1]
+
+
+def quantized_loss(network: nn.Module, batch: Any) -> Tensor:
+    out, extra = network(batch[0])
+    commitment = extra.mean() if extra.is_floating_point() else 0
+    return F.mse_loss(out, batch[0]) + commitment
+
+
+@pattern("vit-pytorch", sizes=(4, 16))
+def vit_pytorch_mae() -> Run:
+    from vit_pytorch import MAE, ViT
+
+    def build() -> Step:
+        vit = ViT(image_size=64, patch_size=8, num_classes=10, dim=96, depth=3, heads=4, mlp_dim=192)
+        return Step(MAE(encoder=vit, masking_ratio=0.75, decoder_dim=64, decoder_depth=2), lambda n, b: n(b[0]))
+
+    return Run(build, images(64))
+
+
+@pattern("vit-pytorch", sizes=(2, 8))
+def vit_pytorch_na_vit() -> Run:
+    """Images of several sizes packed into sequences."""
+    from vit_pytorch.na_vit import NaViT
+
+    def build() -> Step:
+        network = NaViT(image_size=64, patch_size=8, num_classes=10, dim=64, depth=2, heads=4, mlp_dim=128)
+        return Step(network, lambda n, b: F.cross_entropy(n(list(b[0]), group_images=True, group_max_seq_len=96), b[1]))
+
+    sides = [(32, 64)[i % 2] for i in range(64)]
+
+    def collate(items: list[Any]) -> Any:
+        return [x for x, _ in items], torch.tensor([y for _, y in items])
+
+    return Run(build, data(lambda i: (torch.randn(3, sides[i], 64), i % 10), collate))
+
+
+# Two optimizers ------------------------------------------------------------------------------------------------------
+
+
+class Gan(pl.LightningModule):
+    """Lightning's documented GAN: manual optimization, toggled optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = mlp(32, 256, 784, 1)
+        self.critic = mlp(784, 256, 1, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real = batch[0].flatten(1)
+        ours, theirs = self.optimizers()
+        ones, zeros = real.new_ones(len(real), 1), real.new_zeros(len(real), 1)
+        z = torch.randn(len(real), 32, device=self.device)
+        self.toggle_optimizer(ours)
+        loss = F.binary_cross_entropy_with_logits(self.critic(self.generator(z)), ones)
+        self.manual_backward(loss)
+        ours.step()
+        ours.zero_grad()
+        self.untoggle_optimizer(ours)
+        self.toggle_optimizer(theirs)
+        fake = self.critic(self.generator(z).detach())
+        loss = F.binary_cross_entropy_with_logits(self.critic(real), ones) + F.binary_cross_entropy_with_logits(
+            fake, zeros
+        )
+        self.manual_backward(loss)
+        theirs.step()
+        theirs.zero_grad()
+        self.untoggle_optimizer(theirs)
+
+    def configure_optimizers(self) -> Any:
+        return adam(self.generator.parameters()), adam(self.critic.parameters())
+
+
+@pattern(sizes=(16, 64))
+def gan_manual_optimization() -> Run:
+    return Run(Gan, images(28, channels=1))
+
+
+@pattern(sizes=(8, 32))
+def wgan_gradient_penalty() -> Run:
+    class Penalized(Gan):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            real = batch[0].flatten(1)
+            ours, theirs = self.optimizers()
+            fake = self.generator(torch.randn(len(real), 32, device=self.device))
+            share = torch.rand(len(real), 1, device=self.device)
+            mixed = (share * real + (1 - share) * fake.detach()).requires_grad_()
+            (slope,) = torch.autograd.grad(self.critic(mixed).sum(), mixed, create_graph=True)
+            penalty = (slope.norm(dim=1) - 1).square().mean()
+            theirs.zero_grad()
+            self.manual_backward(self.critic(fake.detach()).mean() - self.critic(real).mean() + 10 * penalty)
+            theirs.step()
+            ours.zero_grad()
+            self.manual_backward(-self.critic(fake).mean())
+            ours.step()
+
+    return Run(Penalized, images(28, channels=1))
