@@ -421,7 +421,7 @@ def python_implementation(func: OpOverload, device_type: str) -> Function | None
     definition = torch._library.custom_ops.OPDEFS.get(func.name())
     if definition is None:
         return None
-    kernels = definition._backend_fns
+    kernels: dict[str | None, Function] = definition._backend_fns
     return kernels.get(device_type) or kernels.get(None)
 
 

@@ -362,7 +362,9 @@ def _missing_history(optimizer: Optimizer) -> int:
     missing = 0
     for group in optimizer.param_groups:
         size = group.get("history_size")
-        for parameter in group["params"] if isinstance(size, int) else ():
+        if not isinstance(size, int):
+            continue
+        for parameter in group["params"]:
             for value in optimizer.state.get(parameter, {}).values():
                 tensors = [entry for entry in value if isinstance(entry, torch.Tensor)] if _is_list(value) else []
                 if tensors:

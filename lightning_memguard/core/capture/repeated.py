@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ class RepeatingFakeMode(FakeTensorMode):
         if out is None:
             return None
         if type(out) in (list, tuple):
-            return type(out)([self._template_of(item, given, own) for item in out])
+            return cast("_Template", type(out)([self._template_of(item, given, own) for item in out]))
         if type(out) is not FakeTensor or not _is_plain(out) or out.requires_grad:
             raise _CannotRepeatError
         address = out.untyped_storage()._cdata

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ def _cut_result(func: OpOverload) -> Callable[..., Tensor]:
 
 
 def _unique(share: Share, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    values, inverse, counts = fake.worst_case_result(_aten._unique2.default, args, kwargs)  # type: ignore[misc]
+    values, inverse, counts = cast("tuple[Tensor, ...]", fake.worst_case_result(_aten._unique2.default, args, kwargs))
     return _cut(share, values), inverse, _cut(share, counts)
 
 

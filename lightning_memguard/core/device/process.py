@@ -30,7 +30,7 @@ def process_bytes(parameters: Iterable[torch.Tensor], threads: int) -> tuple[int
     >>> process_bytes([torch.zeros(1024, 512)], threads=2)
     (0, 0, 10485760)
     """
-    panels = (_panel_bytes(*each.shape, threads) for each in parameters if each.dim() == 2)
+    panels = (_panel_bytes(each.shape[0], each.shape[1], threads) for each in parameters if each.dim() == 2)
     return 0, 0, _OBJECTS_BYTES + threads * _PRODUCTS_BYTES + max(panels, default=0)
 
 

@@ -137,6 +137,7 @@ def convolution(
         return None
     with _Question(asked, threads) as question:
         return question.convolution(operation, x, weight, y, bias, window)
+    return None  # it was refused
 
 
 @functools.lru_cache(8192)
@@ -147,6 +148,7 @@ def matmul(x: Matrix, weight: Matrix, y: Matrix, alpha: float, beta: float, thre
         return None
     with _Question(asked, threads) as question:
         return question.matmul(x, weight, y, alpha, beta)
+    return None
 
 
 class _RefusedError(Exception):
@@ -236,8 +238,8 @@ class _Question:
         return self._taken(made, (x, _SRC), (weight, _WEIGHTS), (y, _DST))
 
     def _taken(self, primitive: int, *tensors: tuple[Matrix, int]) -> Taken:
-        pieces = [self._piece(primitive, *tensor) for tensor in tensors]
-        return Taken(*pieces, self._bytes(self._query(primitive, _SCRATCHPAD)))
+        source, weights, destination = (self._piece(primitive, *tensor) for tensor in tensors)
+        return Taken(source, weights, destination, self._bytes(self._query(primitive, _SCRATCHPAD)))
 
     def _piece(self, primitive: int, tensor: Matrix, what: int) -> Piece:
         wanted, given = self._query(primitive, what), self._given(tensor)

@@ -15,7 +15,7 @@ from lightning_memguard.core.capture.fake import storage_address
 from lightning_memguard.training.adapter.loader_access import arrange
 
 if TYPE_CHECKING:
-    from lightning_memguard.training.adapter.loader_access import CombinedLoader
+    from pytorch_lightning.utilities import CombinedLoader
 
 _LARGEST_IN = 3  # so many draws hold the largest samples, as some batch of the training does; others hold any
 
