@@ -217,9 +217,7 @@ def _attention(call: CpuCall) -> Scratch:
     padded = (keys - 1) // columns * even_columns + up(tail, 2)
     packed = batch * heads * (even_width * keys + padded * width) * size
     query_tile = threads * rows * even_width * size if width % 2 else 0
-    return after(
-        (tile, threads * rows * even_columns * size, packed, threads * columns * width * size, query_tile)
-    )
+    return after((tile, threads * rows * even_columns * size, packed, threads * columns * width * size, query_tile))
 
 
 @RULES.of("_scaled_dot_product_flash_attention_for_cpu_backward")
