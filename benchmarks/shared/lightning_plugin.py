@@ -37,7 +37,7 @@ DEEPEST = 6
 LISTED_ELSEWHERE = ("_parameters", "_buffers", "_modules", "callbacks")
 UNSTABLE = re.compile(r"_hooks|_time(_|$)|^time_elapsed$")  # the keys of hooks count up in the process
 UNNAMED = re.compile(  # names drawn at random, and MemGuard's metrics where a warning lists all
-    rf"0x[0-9a-f]+|(?<={re.escape(tempfile.gettempdir())}/tmp)\w{{8}}|(?<=tfevents).*|(, )?'memguard/\w+'"
+    rf"0x[0-9a-f]+|(?<={re.escape(tempfile.gettempdir())}/tmp)\w{{8}}|(?<=tfevents).*|(, )?'memguard/\w+'(?=\])|'memguard/\w+', "
 )
 OURS = re.compile(r"MemGuard|^Batch size \d+ (is unchanged|fits)")  # warnings
 
@@ -73,6 +73,7 @@ class Observer:
         self.item: Any = None
         self.threads: list[threading.Thread] = []
         self.runs = -1
+        Sized.observer = self
         Trainer.__init__ = self.with_guard(Trainer.__init__)
         for name in RUNS:
             setattr(Trainer, name, self.observed(name, getattr(Trainer, name)))
@@ -116,7 +117,8 @@ class Observer:
         def wrapper(trainer: Trainer, *args: Any, callbacks: Any = None, **kwargs: Any) -> None:
             if self.mode != "none" and not is_shadow(trainer):
                 own = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
-                callbacks = [*own, Sized(self) if self.mode == "sized" else MemGuard(mode=self.mode)]
+                guard = Sized() if self.mode == "sized" else MemGuard(mode=self.mode)
+                trainer.memguard, callbacks = guard, [*own, guard]  # finders put other callbacks in their place
             init(trainer, *args, callbacks=callbacks, **kwargs)
 
         return wrapper
@@ -142,8 +144,9 @@ class Observer:
 class Sized(Callback):
     """Gives a run the batch sizes that it was tuned to, and is nothing else: what a tuned run is compared with."""
 
-    def __init__(self, observer: "Observer") -> None:
-        self.observer = observer
+    observer: "Observer"  # of the class: a Trainer may be pickled before it runs
+
+    def __init__(self) -> None:
         self.undo: list[Callable[[], None]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: Stage) -> None:
@@ -179,8 +182,8 @@ def warning_caches() -> list[WarningCache]:
 
 def verdict(trainer: Trainer) -> dict[str, Any] | None:
     """What MemGuard decided; None without one, or where the run ended before its setup."""
-    guard = next((callback for callback in trainer.callbacks if isinstance(callback, MemGuard)), None)
-    decision = guard.decision if guard else None
+    guard = getattr(trainer, "memguard", None)
+    decision = guard.decision if isinstance(guard, MemGuard) else None
     if decision is None:
         return None
     names = ("outcome", "reason", "limited_by", "batch_size", "validation_batch_size", "accumulate_grad_batches")
