@@ -37,7 +37,8 @@ DEEPEST = 6
 LISTED_ELSEWHERE = ("_parameters", "_buffers", "_modules", "callbacks")
 UNSTABLE = re.compile(r"_hooks|_time(_|$)|^time_elapsed$")  # the keys of hooks count up in the process
 UNNAMED = re.compile(  # names drawn at random, and MemGuard's metrics where a warning lists all
-    rf"0x[0-9a-f]+|(?<={re.escape(tempfile.gettempdir())}/tmp)\w{{8}}|(?<=tfevents).*|(, )?'memguard/\w+'(?=\])|'memguard/\w+', "
+    rf"0x[0-9a-f]+|(?<={re.escape(tempfile.gettempdir())}/tmp)\w{{8}}|(?<=tfevents).*"
+    r"|(, )?'memguard/\w+'(?=\])|'memguard/\w+', "
 )
 OURS = re.compile(r"MemGuard|^Batch size \d+ (is unchanged|fits)")  # warnings
 
