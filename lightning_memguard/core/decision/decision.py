@@ -364,8 +364,6 @@ def _outside(footprint: Footprint) -> str:
     if context + unsure <= footprint.parts[footprint.largest_part]:
         return ""
     may = f", and up to {format_bytes(unsure)} more cannot be known in advance" if unsure else ""
-    if footprint.device == "cpu":
-        return f" Besides its tensors, the process takes up to {format_bytes(context + unsure)}."
     return f" The device's context and libraries take {format_bytes(context)}{may}."
 
 

@@ -8,9 +8,10 @@ import torch
 
 from lightning_memguard.units import MIB
 
-# `benchmarks/cpu_process.py` reproduces both. From `setup` to the second step, fits took 2.9 to 3.9 MiB for objects of
-# Python's, threads, and what is first imported meanwhile.
-_OBJECTS_BYTES = 4 * MIB
+OBJECTS_BYTES = 4 * MIB
+"""Objects of Python's, threads, what is first imported meanwhile: 2.6 to 3.9 MiB from `setup` to the second step
+(`benchmarks/cpu_process.py`, which reproduces the figures below as well)."""
+
 _PRODUCTS_BYTES = 2 * MIB  # for each thread, besides the panel
 
 # MKL's sgemm copies panels of the right-hand matrix into buffers that it keeps (recorded on AVX-512, torch 2.13).
@@ -31,7 +32,7 @@ def process_bytes(parameters: Iterable[torch.Tensor], threads: int) -> tuple[int
     (0, 0, 10485760)
     """
     panels = (_panel_bytes(each.shape[0], each.shape[1], threads) for each in parameters if each.dim() == 2)
-    return 0, 0, _OBJECTS_BYTES + threads * _PRODUCTS_BYTES + max(panels, default=0)
+    return 0, 0, OBJECTS_BYTES + threads * _PRODUCTS_BYTES + max(panels, default=0)
 
 
 def _panel_bytes(outputs: int, inputs: int, threads: int) -> int:

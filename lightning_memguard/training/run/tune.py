@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,13 +12,14 @@ from lightning_memguard.core.decision.advice import shortlist, what_would_fit
 from lightning_memguard.core.decision.decision import Decision, Request
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.malloc import trim_heap
+from lightning_memguard.core.device.process import OBJECTS_BYTES
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.ranks import Ranks, attempt, shared
 from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.planning.advise import Advised, try_remedies
-from lightning_memguard.training.run.choose import Planner, choose
+from lightning_memguard.training.run.choose import Chosen, Planner, choose
 from lightning_memguard.training.run.profile import GuardSettings, RunProfile, read_run
 from lightning_memguard.units import format_bytes
 
@@ -61,7 +63,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             answers = ranks.gather((profile.request.free_to_choose, profile.request.fixed_because))
             profile = replace(profile, request=_common(profile.request, answers))
             try:
-                decision, profile = choose(profile, ranks, planner)
+                decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
         tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks))
@@ -71,6 +73,19 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
     except CannotTraceError as error:
         accumulate = trainer.accumulate_grad_batches
         return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", str(error)), ROLES[stage])
+
+
+def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
+    """`choose`; what the process may take besides tensors is no reason to refuse a run whose tensors fit.
+
+    The less is multiplied in a step, the less of it there is, and a run that passes its budget warns.
+    """
+    fewer = ((0, 0, OBJECTS_BYTES), 0) if isinstance(profile.prediction.context_bytes, tuple) else ()
+    for context in fewer:
+        with contextlib.suppress(DoesNotFitError):
+            return choose(profile, ranks, planner)
+        profile = profile.with_context(context)
+    return choose(profile, ranks, planner)
 
 
 def _common(request: Request, answers: Sequence[tuple[bool, str]]) -> Request:

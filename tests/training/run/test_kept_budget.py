@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.meter import PeakMeter
+from lightning_memguard.core.device.process import OBJECTS_BYTES
 from lightning_memguard.units import MIB
 
 _WIDTH = 4096  # activations are 50 KiB a sample, and set the batch size
@@ -100,3 +101,14 @@ def test_an_epoch_of_two_batches_warns_when_it_ends(small, takes) -> None:
 def test_a_run_within_its_budget_says_nothing(small, takes) -> None:
     takes[0] = 40 * MIB
     assert not fit(small(_WIDTH), MemGuard(budget=40 * MIB))
+
+
+def test_a_run_whose_tensors_alone_fit_is_not_refused(small) -> None:
+    guard = MemGuard(budget=3 * MIB)
+    fit(small(), guard)
+    assert guard.decision.fits
+    assert guard.decision.footprint.high is None
+    guard = MemGuard(budget=6 * MIB)
+    fit(small(), guard)
+    footprint = guard.decision.footprint
+    assert footprint.most_device_bytes - footprint.peak_device_bytes == OBJECTS_BYTES
