@@ -441,7 +441,8 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
         found, most = sampled.footprint_at(likely), worst.footprint_at(likely)
     except CannotTraceError:
         return None
-    return sampled if most.most_device_bytes > _CLEARLY * found.peak_device_bytes else None
+    worst_bytes = (most.high or _peak(most)).allocated_bytes
+    return sampled if worst_bytes > _CLEARLY * found.peak_allocated_bytes else None
 
 
 def _most_probed() -> int:

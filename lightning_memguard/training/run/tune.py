@@ -80,7 +80,7 @@ def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
 
     The less is multiplied in a step, the less of it there is, and a run that passes its budget warns.
     """
-    fewer = ((0, 0, OBJECTS_BYTES), 0) if isinstance(profile.prediction.context_bytes, tuple) else ()
+    fewer = ((0, 0, OBJECTS_BYTES), 0) if profile.facts.device.type == "cpu" else ()
     for context in fewer:
         with contextlib.suppress(DoesNotFitError):
             return choose(profile, ranks, planner)

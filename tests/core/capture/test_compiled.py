@@ -187,10 +187,10 @@ class Stepping(Prediction):
 
     captured: ClassVar[list[int]] = []
 
-    def _captured_at(self, batch_size: int, method: Any = None) -> Trace:
-        assert method == "compiled"
+    def _with_compiled(self, batch_size: int) -> Prediction:
         self.captured.append(batch_size)
-        return trace_of(batch_size, (2 * batch_size + 3) * MIB)
+        compiled = {**self.compiled, batch_size: trace_of(batch_size, (2 * batch_size + 3) * MIB)}
+        return replace(self, compiled=compiled)
 
 
 def trace_of(batch_size: int, nbytes: int, *notes: str) -> Trace:
