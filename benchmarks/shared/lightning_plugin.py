@@ -229,8 +229,10 @@ def attributes(owner: object) -> dict[str, Any]:
 def process_state(threads_before: list[threading.Thread]) -> dict[str, Any]:
     """What a run could leave behind in the process."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
-    names = sorted(type(thread).__name__ for thread in threading.enumerate() if thread not in threads_before)
-    threads = torch.get_num_threads(), [name for name in names if name != "TMonitor"]  # tqdm's, which comes and goes
+    # tqdm's monitor comes and goes, and those of a DataLoader's queues end a moment after it.
+    new = [each for each in threading.enumerate() if each not in threads_before]
+    names = sorted(type(each).__name__ for each in new if not each.name.startswith("QueueFeeder"))
+    threads = torch.get_num_threads(), [name for name in names if name != "TMonitor"]
     state = {"modes": modes, "threads": threads, "environment": sorted(os.environ), "folder": str(Path.cwd())}
     return {**state, "dtype": torch.get_default_dtype(), "warning filters": len(warnings.filters)}
 
