@@ -18,6 +18,8 @@ EPOCHS = 2
 PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "batch", "temporaries", "workspaces")
 KEYS = {
     "memguard/predicted_peak_gib",
+    "memguard/predicted_low_gib",
+    "memguard/predicted_high_gib",
     "memguard/actual_peak_gib",
     "memguard/error_pct",
     "memguard/headroom_gib",

@@ -13,6 +13,7 @@ import gc
 import io
 import logging
 import os
+import pathlib
 import resource
 import signal
 import stat
@@ -170,9 +171,10 @@ def _divert_writes() -> None:
 
     builtins.open = io.open = open_
     os.open = os_open
-    for name in _NAMED:
-        if hasattr(os, name):
-            setattr(os, name, lambda *_, **__: None)
+    for home in (os, getattr(pathlib, "_NormalAccessor", None)):  # where Python 3.10's paths keep the same functions
+        for name in _NAMED:
+            if hasattr(home, name):
+                setattr(home, name, lambda *_, **__: None)
 
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's system calls, alike on all architectures

@@ -18,6 +18,8 @@ BUDGET = Budget(100, 100, 0, "given", "CPU")
 class Steps:
     """Stands for a prediction: a byte for each sample, and a step that runs at multiples of some number."""
 
+    compiles = False
+
     def __init__(self, runs_at: int = 1) -> None:
         self.runs_at = runs_at
 
