@@ -78,7 +78,7 @@ def nonzero(parts: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("n", [16, 100])
 def test_a_plain_module_is_stepped_in_pytorchs_own_loop(n):
-    """The peak is in the product that makes the weight's gradient: it copies the output's, one number that is expanded."""
+    """The peak is in the product that makes the weight's gradient: it copies the output's, one number expanded."""
     footprint = estimate(one_weight(), BATCH, batch_size=n, step=sum_of_outputs, optimizer=momentum, device="cpu")
     assert nonzero(footprint.parts) == {
         "parameters": 128,
