@@ -23,6 +23,7 @@ from lightning_memguard.core.capture.fake_cuda import leave_driver_alone
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder, line_behind
 from lightning_memguard.core.isolation.pool import Pool, in_child
+from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.trace.trace import Method, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -218,6 +219,8 @@ class Captures:
         return self._isolated.result((self.place_of(program), batch_size, method, draw), with_note=_with_note)
 
     def __enter__(self) -> Self:
+        if any(program.device.type == "cpu" for program in self._programs):
+            onednn.library()  # found once for all children
         _open.append(self)
         return self
 

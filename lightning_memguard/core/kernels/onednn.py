@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,7 +32,10 @@ _SRC, _DIFF_SRC, _WEIGHTS, _DIFF_WEIGHTS, _DST, _DIFF_DST, _SCRATCHPAD = 129, 13
 _ARGUMENT_SRC, _INNER_BLOCKS = 1, 263  # `DNNL_ARG_SRC`, `dnnl_query_inner_nblks_s32`
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _CONVOLVE = (_POINTER,) * 9  # descriptors, four lists of sizes, attributes, and in the backward pass the forward one
+_PREFIX = b"\0dnnl_"  # of their names, in a table of names that end with 0
+_MAJOR_VERSION = 3  # whose minor versions keep the interface
 _FUNCTIONS = {
+    "dnnl_version": (),
     "dnnl_engine_create": (_POINTER, _INT, _SIZE),
     "dnnl_memory_desc_create_with_tag": (_POINTER, _INT, _POINTER, _INT, _INT),
     "dnnl_memory_desc_create_with_strides": (_POINTER, _INT, _POINTER, _INT, _POINTER),
@@ -59,7 +62,11 @@ _FUNCTIONS = {
     "dnnl_primitive_desc_query_md": (_POINTER, _INT, _INT),
     "dnnl_primitive_desc_destroy": (_POINTER,),
 }
-_RETURNS = {"dnnl_memory_desc_get_size": _SIZE, "dnnl_primitive_desc_query_md": _POINTER}
+_RETURNS: dict[str, Any] = {
+    "dnnl_version": ctypes.POINTER(_INT),
+    "dnnl_memory_desc_get_size": _SIZE,
+    "dnnl_primitive_desc_query_md": _POINTER,
+}
 
 
 class Matrix(NamedTuple):
@@ -164,6 +171,8 @@ class _Library:
             name: ctypes.CFUNCTYPE(_RETURNS.get(name, _INT), *types)(addresses[name])
             for name, types in _FUNCTIONS.items()
         }
+        if self.functions["dnnl_version"]()[0] != _MAJOR_VERSION:
+            raise _RefusedError("dnnl_version")
         self.engine = self.new("dnnl_engine_create", _CPU, 0)
 
     def new(self, name: str, *arguments: object) -> int:
@@ -332,7 +341,12 @@ def _symbols(path: str, names: Sequence[str]) -> dict[str, int]:
         if table is None:
             raise LookupError(".symtab")
         strings = sections[table[6]]
-        names_at = {elf.find(b"\0" + name.encode() + b"\0", strings[4]) + 1 - strings[4]: name for name in names}
+        first, end = strings[4], strings[4] + strings[5]
+        names_at, at = dict[int, str](), elf.find(_PREFIX, first, end)
+        while at >= 0:
+            stop = elf.find(b"\0", at + 1)
+            names_at[at + 1 - first] = elf[at + 1 : stop].decode()
+            at = elf.find(_PREFIX, stop, end)
         entries = array("I", elf[table[4] : table[4] + table[5]])
     places = {names_at[offset]: number for number, offset in enumerate(entries[::6]) if offset in names_at}
     return {name: entries[6 * places[name] + 2] | entries[6 * places[name] + 3] << 32 for name in names}
