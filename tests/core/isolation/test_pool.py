@@ -206,9 +206,13 @@ def test_nothing_is_left_of_children_of_children() -> None:
 
 def test_an_interrupt_ends_the_wait_and_the_child() -> None:
     before = psutil.Process().children()
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores them
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        run(forever)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(forever)
+    finally:
+        signal.signal(signal.SIGINT, interrupts)
     assert psutil.Process().children() == before
 
 
