@@ -131,6 +131,11 @@ class Program(ABC):
         """Sizes of real batches are multiples of this."""
         return math.lcm(*(each.multiple for each in self.families))
 
+    def without_draws(self) -> Self:
+        """The same on batches that are stretched from one, without the samples to make others of."""
+        bare = [replace(each, draws=None) for each in self.families]
+        return self._with(batches=tuple(bare) if isinstance(self.batches, tuple) else bare[0])
+
     def with_precision(self, precision: str) -> Self:
         """The same in another precision."""
         return self._with(precision=precision)
