@@ -177,16 +177,17 @@ class _Saved:
         first = before + 1 if node.name().endswith("CopySlices") else sequence_nr
         handles = {handle for name in _saved_names(node.__class__) for handle in self._handles_of(node, name)}
         for number in range(first, sequence_nr + 1):
-            handles |= {handle for ref in self.handles.pop(number, ()) if (handle := ref()) is not None}
+            handles |= self._taken_out(number)
         for handle in sorted(handles, key=lambda handle: handle.number):
             handle.empty()
 
     def release_early(self, sequence_nr: int) -> None:
         """Free what the node of this number has saved, before it has run."""
-        for ref in self.handles.pop(sequence_nr, ()):
-            handle = ref()
-            if handle is not None:
-                handle.empty()
+        for handle in self._taken_out(sequence_nr):
+            handle.empty()
+
+    def _taken_out(self, sequence_nr: int) -> set[_Handle]:
+        return {handle for ref in self.handles.pop(sequence_nr, ()) if (handle := ref()) is not None}
 
     def _handles_of(self, node: _Node, name: str) -> list[_Handle]:
         """In-place operators copy their input first, in a node of its own: then only the attribute leads to it."""

@@ -112,15 +112,17 @@ class Program(ABC):
 
     def without_samples(self) -> Self:
         """The same on batches known by their shapes alone."""
-        bare = [
-            replace(each, small=_on_meta(each.small), large=_on_meta(each.large), draws=None) for each in self.families
-        ]
-        return self._with(batches=tuple(bare) if isinstance(self.batches, tuple) else bare[0])
+        return self._with_families(
+            lambda each: replace(each, small=_on_meta(each.small), large=_on_meta(each.large), draws=None)
+        )
+
+    def without_draws(self) -> Self:
+        """The same on batches that are stretched from one, without the samples to make others of."""
+        return self._with_families(lambda each: replace(each, draws=None))
 
     def of_draw(self, number: int) -> Self:
         """The same step on other real batches, where there are others; with 0 on the first."""
-        others = tuple(replace(each, draw=number) for each in self.families)
-        return self._with(batches=others if isinstance(self.batches, tuple) else others[0]) if number else self
+        return self._with_families(lambda each: replace(each, draw=number)) if number else self
 
     def is_real_at(self, batch_size: int) -> bool:
         """Whether real batches of this size are ones that the user's own code made."""
@@ -130,11 +132,6 @@ class Program(ABC):
     def multiple(self) -> int:
         """Sizes of real batches are multiples of this."""
         return math.lcm(*(each.multiple for each in self.families))
-
-    def without_draws(self) -> Self:
-        """The same on batches that are stretched from one, without the samples to make others of."""
-        bare = [replace(each, draws=None) for each in self.families]
-        return self._with(batches=tuple(bare) if isinstance(self.batches, tuple) else bare[0])
 
     def with_precision(self, precision: str) -> Self:
         """The same in another precision."""
@@ -151,6 +148,10 @@ class Program(ABC):
     def with_change(self, change: Change) -> Self:
         """The same with each copy of the module changed before it runs."""
         return self._with(changes=(*self.changes, change))
+
+    def _with_families(self, change: Callable[[Batches], Batches]) -> Self:
+        changed = tuple(map(change, self.families))
+        return self._with(batches=changed if isinstance(self.batches, tuple) else changed[0])
 
     def _with(self, **fields: Any) -> Self:
         return replace(self, **fields)  # type: ignore[type-var]  # each program is a dataclass

@@ -76,12 +76,7 @@ class RepeatingFakeMode(FakeTensorMode):
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                if (
-                    value.fake_mode is not self
-                    or value.layout is not torch.strided
-                    or value.is_conj()
-                    or value.is_neg()
-                ):
+                if value.fake_mode is not self or not _is_plain(value):
                     raise _CannotRepeatError
                 given.append(value)
                 key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)

@@ -70,11 +70,17 @@ class Run:
 
     def without_samples(self) -> Run:
         """Let go of the samples drawn, which would take memory while it trains."""
-        evaluation, program = self.evaluation, _with_shapes_alone(self.program)
+        return self._with_programs(_with_shapes_alone)
+
+    def without_draws(self) -> Run:
+        """Let go of those that other real batches are made of; the values of one stay."""
+        return self._with_programs(lambda program: program.without_draws())
+
+    def _with_programs(self, change: Callable[[LightningProgram], LightningProgram]) -> Run:
+        evaluation = self.evaluation
         if evaluation.value is not None:
-            bare = replace(evaluation.value, program=_with_shapes_alone(evaluation.value.program))
-            evaluation = Attempt(bare)
-        return replace(self, program=program, evaluation=evaluation)
+            evaluation = Attempt(replace(evaluation.value, program=change(evaluation.value.program)))
+        return replace(self, program=change(self.program), evaluation=evaluation)
 
 
 def _with_shapes_alone(program: LightningProgram) -> LightningProgram:

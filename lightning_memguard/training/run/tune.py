@@ -114,8 +114,7 @@ def _without_samples(profile: RunProfile) -> RunProfile:
     """Let go of the samples drawn, unless another size may still be captured with their values."""
     known = profile.prediction
     scales = known.growth is not None or known.method == "real"
-    run = profile.run
-    return profile.attached_to(run.without_samples() if scales else replace(run, program=run.program.without_draws()))
+    return profile.attached_to(profile.run.without_samples() if scales else profile.run.without_draws())
 
 
 def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError:
