@@ -503,7 +503,7 @@ def arcface_and_ntxent() -> Run:
     return Run(Both, data(lambda i: (torch.randn(64), i % 8)))
 
 
-@pattern("pytorch-metric-learning", sizes=(16, 64))
+@pattern("pytorch-metric-learning", sizes=(16, 64), steps=6)
 def cross_batch_memory() -> Run:
     from pytorch_metric_learning import losses
 

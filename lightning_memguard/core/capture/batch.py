@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections import Counter, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from types import FunctionType
@@ -178,7 +178,7 @@ class Batches:
         small_size: number of samples in ``small``.
         large_size: number of samples in ``large``.
         draws: batches of other samples; None where there are no others.
-        draw: which of them the real ones are.
+        draw: which of them the real ones are; above 0, fake ones are as these.
     """
 
     small: Any
@@ -205,7 +205,17 @@ class Batches:
 
     def fake(self, batch_size: int, device: torch.device | None = None) -> Any:
         """A batch without memory, on a device (default: the example's); call it under the fake mode."""
+        if self.draw and self.draws is not None and self.draws.has(batch_size):
+            batch = self.drawn(batch_size)
+            as_it_is = replace(self, small=batch, large=batch, small_size=batch_size, large_size=batch_size + 1)
+            return _Scaler(as_it_is, batch_size, device, drawn=True).scale(batch, batch)
         return _Scaler(self, batch_size, device).scale(self.small, self.large)
+
+    def drawn(self, batch_size: int) -> Any:
+        """One of the two batches of the draw, on the CPU."""
+        assert self.draws is not None
+        with unset_fake_temporarily():
+            return self.draws.batch(batch_size, self.draw, self.draw % 2)
 
     def real(self, batch_size: int, device: torch.device, index: int = 0) -> Any:
         """A batch of real tensors: one of samples that were drawn, at a place in the draw.
@@ -220,12 +230,16 @@ class Batches:
 
 @dataclass
 class _Scaler:
-    """Makes one batch of ``n`` samples: fake, real if ``real`` is set, or of the tensors that ``build`` returns."""
+    """Makes one batch of ``n`` samples: fake, real if ``real`` is set, or of the tensors that ``build`` returns.
+
+    Lengths and labels of a ``drawn`` batch are known, as those that count samples are of any.
+    """
 
     family: Batches
     n: int
     device: torch.device | None = None
     real: bool = False
+    drawn: bool = False
     build: Build | None = None
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)  # a tensor that is in a batch twice is made once
     storages: dict[tuple[int, torch.dtype, int], torch.Tensor] = field(default_factory=dict)
@@ -297,7 +311,7 @@ class _Scaler:
         if self.build is not None:
             return self.build(shape, small)
         with unset_fake_temporarily():
-            continued = _continued(small, large, self.family, self.n)
+            continued = small if self.drawn and _is_whole(small) else _continued(small, large, self.family, self.n)
         if continued is not None and not self.real and continued.dim() == 1:
             return continued.as_subclass(KnownValues)
         tensor = self._allocate(shape, small)
@@ -387,6 +401,10 @@ def _refuse_unknown_size(tensor: torch.Tensor) -> None:
         )
 
 
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
 def _is_known(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
@@ -411,8 +429,12 @@ def _unexpanded(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _continued(small: torch.Tensor, large: torch.Tensor, family: Batches, n: int) -> torch.Tensor | None:
     """The values of a tensor that counts samples: a graph batch's ``batch``, ``ptr`` or ``edge_index``; else None."""
-    integers = not (small.is_floating_point() or small.is_complex() or small.dtype is torch.bool)
-    if not integers or small is large or not (_is_known(small) and _is_known(large)) or small.dtype != large.dtype:
+    if (
+        not _is_whole(small)
+        or small is large
+        or not (_is_known(small) and _is_known(large))
+        or small.dtype != large.dtype
+    ):
         return None
     growing = [dim for dim, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
     if not growing:  # multiples of the batch size

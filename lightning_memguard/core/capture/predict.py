@@ -27,9 +27,10 @@ from lightning_memguard.units import format_bytes
 FAKE_SIZES = (4, 8, 16, 32)
 REAL_SIZES = (2, 4, 8)
 DRAWS = tuple(map(Draw, range(4)))  # at each size
+_UNEVEN_DRAWS = range(1, 9)  # where the samples differ in size
 SHARED_DRAWS = tuple(map(Draw, range(8)))  # at one small size
 _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
-_CLEARLY = 1.05  # times as much as real batches take: such a worst case is not predicted
+_CLEARLY = 1.01  # times as much as real batches take: such a worst case is not predicted
 _MOST_SECONDS = 20.0  # for a real run, as far as that is known beforehand
 _MOST_PROBED_BYTES = 4 << 30  # of the worst case, for a real run of unknown length
 _OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "not enough memory")
@@ -313,6 +314,7 @@ def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Predic
         else:
             found = _from(asked, method, traces, growth)
             found = replace(found, scalable=asked.scalable and (growth is not None or len(traces) > 1))
+            found = _drawn(found, batch_size) or found
             return (_sampled(captures, found, batch_size) or found) if method == "worst-case" else found
     try:
         states = capture(program, batch_size, "states")
@@ -337,30 +339,36 @@ def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
         CaptureFailedError: the step raised at the small sizes, and at the size asked for.
     """
     program = asked.program
-    sizes = _small_sizes(program)
+    sizes, draws = _small_sizes(program), DRAWS
     try:
-        traces = _all_captured(captures, program, sizes, "real")
+        traces = [capture(program, sizes[0], "real")]
+        if traces[0].seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
+            sizes, draws = sizes[:2], DRAWS[:2]
+        traces += _all_captured(captures, program, sizes[1:], "real")
     except CaptureFailedError:
         if not program.is_real_at(batch_size):
             raise
         traces = _all_captured(captures, program, [batch_size], "real")
     size, again = traces[-1].batch_size, list[Trace]()
-    for draw in DRAWS[1:-1]:
+    for draw in draws[1:3]:
         captures.start(program, size, "real", draw)
-    for draw in DRAWS[1:-1]:
+    for draw in draws[1:3]:
         with contextlib.suppress(CaptureFailedError):
             again.append(capture(program, size, "real", draw))
     found = _from(asked, "real", traces, None)
     found = replace(found, scalable=asked.scalable and (len(traces) > 1 or program.is_real_at(2 * batch_size)))
     if any(trace.events != traces[-1].events for trace in again):
-        drawn = {size: _of_draws(captures, program, size, "real", DRAWS) for size in (*found.traces,)[-2:]}
+        drawn = {size: _of_draws(captures, program, size, "real", draws) for size in (*found.traces,)[-2:]}
         largest, others = {n: each[0] for n, each in drawn.items()}, {n: each[1:] for n, each in drawn.items()}
-        return replace(found, draws=DRAWS, traces=largest, others=others)
+        return replace(found, draws=draws, traces=largest, others=others)
     if batch_size not in found.traces and program.is_real_at(batch_size) and _may_run(traces, batch_size):
         with contextlib.suppress(CaptureFailedError):
             traces = [*traces, capture(program, batch_size, "real")]
     try:
         growth = grow(traces)
+        if growth.degree == 2 and len(traces) < 4:  # any three sizes are on some square
+            traces = [*traces, capture(program, 2 * traces[-1].batch_size, "real")]
+            growth = grow(traces)
     except CannotTraceError:
         growth = None
     return replace(_from(found, "real", traces, growth), scalable=found.scalable)
@@ -379,8 +387,11 @@ def _may_run(known: Sequence[Trace], batch_size: int) -> bool:
     largest = max(ran, key=lambda trace: trace.batch_size)
     if batch_size <= largest.batch_size:
         return True
-    seconds = largest.seconds * batch_size / largest.batch_size
     smaller = max((t for t in ran if t.batch_size < largest.batch_size), key=lambda t: t.batch_size, default=largest)
+    seconds = largest.seconds * batch_size / largest.batch_size
+    if smaller is not largest:  # what a step takes at any size does not grow
+        rise = (largest.seconds - smaller.seconds) / (largest.batch_size - smaller.batch_size)
+        seconds = min(seconds, largest.seconds + max(0.0, rise) * (batch_size - largest.batch_size))
     return seconds <= _MOST_SECONDS and _most_alive(extrapolate([smaller, largest], batch_size)) <= _free_bytes()
 
 
@@ -408,6 +419,31 @@ def _of_draws(
     return tuple(sorted(found, key=_most_alive, reverse=True))
 
 
+def _drawn(stretched: Prediction, batch_size: int) -> Prediction | None:
+    """On batches as uneven as real ones; None where these take about as much as if each sample were the largest."""
+    try:
+        times, draws = stretched.program.uneven_draws(batch_size, _UNEVEN_DRAWS)
+        if times <= _CLEARLY:
+            return None
+        note = (
+            f"samples differ in size: batches are as the least and the largest of {len(_UNEVEN_DRAWS)} real ones; "
+            f"one of the largest sample alone would be {times:.1f} times as large"
+        )
+        drawn = replace(
+            stretched,
+            growth=None,
+            traces={},
+            draws=tuple(map(Draw, draws)),
+            ceiling=stretched.growth,
+            notes=(*stretched.notes, note),
+            scalable=stretched.scalable and stretched.growth is not None,
+        )
+        drawn.trace_at(batch_size)
+    except Exception:  # noqa: BLE001 - the user's collate function may raise anything
+        return None
+    return drawn
+
+
 def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Prediction | None:
     """With results that depend on values as large as in real batches; None where that is about the worst case."""
     program, size = worst.program, _small_sizes(worst.program)[-1]
@@ -422,7 +458,10 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
         shares = [trace.shares for trace in (drawn[0], drawn[len(drawn) // 2], drawn[-1])]
         if not any(shares):
             return None
-        draws = tuple(Draw(shares=each) for each in dict.fromkeys(shares))
+        if worst.draws:
+            draws = tuple(replace(draw, shares=each) for draw in worst.draws for each in dict.fromkeys(shares))
+        else:
+            draws = tuple(Draw(shares=each) for each in dict.fromkeys(shares))
         note = (
             f"results whose size depends on values are as large as in {len(drawn)} draws of real batches of {size}; "
             "larger ones are possible"
@@ -433,9 +472,9 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
             growth=None,
             traces={},
             draws=draws,
-            ceiling=worst.growth,
+            ceiling=worst.ceiling or worst.growth,
             notes=(*worst.notes, note),
-            scalable=worst.scalable and worst.growth is not None,
+            scalable=worst.scalable and (worst.ceiling or worst.growth) is not None,
         )
         likely = max(batch_size, captures.next_size(program, [*worst.traces.values()][:2]) if worst.growth else 0)
         found, most = sampled.footprint_at(likely), worst.footprint_at(likely)

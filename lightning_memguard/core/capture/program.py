@@ -106,6 +106,23 @@ class Program(ABC):
         largest = max((without_memory(family, batch_size) for family in self.families), key=batch_bytes)
         return shapes_of(largest), batch_bytes(largest)
 
+    def uneven_draws(self, batch_size: int, draws: Iterable[int]) -> tuple[float, tuple[int, int]]:
+        """Compare batches of the largest sample alone with real ones, by their bytes.
+
+        Returns:
+            How many times as large they are as the largest of some draws (0 where there are none), and which draws are
+            the least and the largest.
+        """
+        if not all(each.draws is not None and each.draws.has(batch_size) for each in self.families):
+            return 0.0, (0, 0)
+        with isolated_rng():
+            drawn = {
+                draw: sum(batch_bytes(each.drawn(batch_size)) for each in self.of_draw(draw).families) for draw in draws
+            }
+        least, most = min(drawn, key=drawn.__getitem__), max(drawn, key=drawn.__getitem__)
+        stretched = sum(batch_bytes(without_memory(each, batch_size)) for each in self.families)
+        return stretched / max(1, drawn[most]), (least, most)
+
     def with_batches(self, batches: Batches) -> Self:
         """The same step on other batches, which come as the hooks around their transfer leave them."""
         return self._with(batches=batches)
@@ -309,31 +326,40 @@ class LoopProgram(Program):
             recorder.assumptions[f"each step leaves {left} behind; what more steps leave is not included"] = None
 
 
+_MOST_RISING = 6
+_RISE = 1.02  # where sizes depend on values, they differ a little as the weights do
+
+
 class Leftovers:
     """What each step leaves behind for good, in the optimizers' state or in the module's own lists.
 
     Args:
         recorder: what watches the steps.
-        steps: how many are recorded in any case; where more is there after each of them, two more are.
+        steps: how many are recorded in any case; where more is there after each of them, two more are; and while each
+            allocates more than the one before, as with a memory of past batches that fills, up to `_MOST_RISING` more.
     """
 
     def __init__(self, recorder: Recorder, steps: int) -> None:
         self._recorder, self._steps = recorder, steps
         self._alive: list[int] = []  # before each batch
-        self._last = 0
+        self._allocated: list[int] = []  # by then, in all forward passes
+        self._last = self._period = 0
         self.bytes_per_batch = 0
 
     def note(self) -> None:
         """Note what is alive before a batch."""
         self._alive.append(self._recorder.alive_without_batch)
+        self._allocated.append(self._recorder.allocated_bytes("forward"))
 
     def are_known(self, optimizers: Iterable[Optimizer]) -> bool:
         """Whether enough batches were noted; to be asked once the steps were recorded."""
         count = len(self._alive) - 1
         if not self._last:
+            self._period = self._period or max(1, count // self._steps)
+            if self._rises() and count < (self._steps + _MOST_RISING) * self._period:
+                return False
             if self._expect_history(optimizers):
                 return True
-            self._period = max(1, count // self._steps)
             if self._left(1) <= 0:
                 return True
             self._collect()
@@ -343,6 +369,13 @@ class Leftovers:
         self._collect()
         self.bytes_per_batch = max(0, min(self._left(1), self._left(2))) // self._period
         return True
+
+    def _rises(self) -> bool:
+        """Whether the last forward passes allocated clearly more than those before."""
+        if len(self._allocated) <= 2 * self._period:
+            return False
+        first, middle, last = self._allocated[:: -self._period][2::-1]
+        return last - middle > _RISE * (middle - first)
 
     def _left(self, periods: int) -> int:
         end = len(self._alive) - 1 - (periods - 1) * self._period

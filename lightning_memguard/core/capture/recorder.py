@@ -166,6 +166,10 @@ class Recorder(TorchDispatchMode):
         self._autotuned = True
         self.assumptions[_AUTOTUNED] = None
 
+    def allocated_bytes(self, phase: str) -> int:
+        """All that was allocated so far in one phase of the steps, whether or not it was freed."""
+        return sum(row.nbytes for row in self._rows if row.action == "alloc" and row.phase == phase)
+
     @property
     def alive_without_batch(self) -> int:
         """The same without the batch, which may be of another size than the one before."""

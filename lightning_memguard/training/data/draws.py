@@ -31,7 +31,7 @@ class CollatedDraws(Draws):
         unit: batch sizes are multiples of this, with ``factor`` samples for each.
         factor: see ``unit``.
         multiple: batch sizes that the collate function takes are multiples of this.
-        in_order: whether a sampler of the user's own decides which samples come together.
+        in_order: whether the sampler decides which samples come together.
     """
 
     collate: Callable[[list[Any]], Any]
@@ -52,8 +52,9 @@ class CollatedDraws(Draws):
         number = 2 * draw + index if draw else 0
         chosen = self._in_order(count, number) if self.in_order else self._by_chance(count, number)
         if draw < _LARGEST_IN:
-            largest = self.largest[: max(1, count // 2)]
-            chosen[: len(largest)] = largest
+            known = set(map(id, chosen))
+            missing = [each for each in self.largest[: max(1, count // 2)] if id(each) not in known]
+            chosen = [*missing, *chosen[len(missing) :]]
         return _apart_from(chosen, self.collate(chosen))
 
     def _in_order(self, count: int, number: int) -> list[Any]:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -186,8 +187,8 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
     indices = _indices(loader)
     largest = _LargestSamples(copy_for_reading(loader.collate_fn))
     stopped, started = False, time.monotonic()
-    for item in _read(loader, indices):
-        largest.add(item)
+    for index, item in zip(indices, _read(loader, indices), strict=False):
+        largest.add(item, index)
         if stopped := largest.seen >= LEAST_SAMPLES and time.monotonic() - started > MOST_SECONDS:
             break
     if not largest.seen:
@@ -198,7 +199,10 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
     note = "" if all_seen or not largest.vary else f"predicted for the largest of {drawn}; {_BEYOND}"
     batches, multiple = largest.batches(unit, factor)
     in_order = stream or _decides_what_comes_together(loader)
-    kept = _next_to_each_other(loader, len(largest.kept)) if in_order and not stream else largest.kept
+    if in_order and not (stream or _is_sequential(loader)):
+        kept = _next_to_each_other(loader, len(largest.kept(sort=False)))
+    else:
+        kept = largest.kept(sort=not stream and in_order)
     draws = CollatedDraws(largest.collate, kept, largest.largest, unit, factor, unit * multiple, in_order)
     samples = largest.seen if all_seen else None
     return LoaderSamples(replace(batches, draws=draws), note, unit * multiple, samples)
@@ -212,14 +216,14 @@ class _LargestSamples:
         self.seen = 0
         self.vary = False
         self.failure: Exception | None = None
-        self.kept: list[object] = []
+        self._kept: list[tuple[Any, object]] = []  # with their indices
         self._kept_bytes = 0
         self._most_bytes = -1
         self._largest: object = None
         self._longest: dict[int, tuple[int, object]] = {}
         self._counts: tuple[int, ...] = _COUNTS
 
-    def add(self, item: object) -> None:
+    def add(self, item: object, index: Any) -> None:
         """Compare one sample with the others; one that cannot be collated cannot be in a batch."""
         try:
             batch = self._collate_alone(item)
@@ -229,8 +233,8 @@ class _LargestSamples:
         self.seen += 1
         nbytes = batch_bytes(batch)
         self._kept_bytes += nbytes // self._counts[0]
-        if not self.kept or self._kept_bytes <= _KEPT_BYTES:
-            self.kept.append(item)
+        if not self._kept or self._kept_bytes <= _KEPT_BYTES:
+            self._kept.append((index, item))
         self.vary |= self.seen > 1 and nbytes != self._most_bytes
         if nbytes > self._most_bytes:
             self._most_bytes, self._largest = nbytes, item
@@ -238,6 +242,10 @@ class _LargestSamples:
         for place, length in enumerate(itertools.chain.from_iterable(shapes)):
             if length > self._longest.get(place, (-1, None))[0]:
                 self._longest[place] = (length, item)
+
+    def kept(self, *, sort: bool) -> list[object]:
+        """The samples to make other batches of, as they came or sorted by their indices."""
+        return [item for _, item in (sorted(self._kept, key=itemgetter(0)) if sort else self._kept)]
 
     def _collate_alone(self, item: object) -> Any:
         for count in self._counts:
@@ -312,12 +320,15 @@ def _order(loader: DataLoader[Any]) -> Sequence[Any]:
 
 
 def _decides_what_comes_together(loader: DataLoader[Any]) -> bool:
-    """Whether a sampler of the user's own does, as one that puts a few samples of each class into a batch."""
+    """Whether the sampler does: in the data's order, or as one that puts a few samples of each class into a batch."""
     if makes_own_batches(loader):
         return True
-    known = (torch_data.SequentialSampler, torch_data.RandomSampler, torch_data.SubsetRandomSampler)
-    sampler = _sampler_of(loader)
-    return not is_built_in(sampler, *known, torch_data.WeightedRandomSampler, torch_data.DistributedSampler)
+    by_chance = (torch_data.RandomSampler, torch_data.SubsetRandomSampler, torch_data.WeightedRandomSampler)
+    return not is_built_in(_sampler_of(loader), *by_chance, torch_data.DistributedSampler)
+
+
+def _is_sequential(loader: DataLoader[Any]) -> bool:
+    return not makes_own_batches(loader) and is_built_in(_sampler_of(loader), torch_data.SequentialSampler)
 
 
 def _next_to_each_other(loader: DataLoader[Any], count: int) -> list[Any]:

@@ -517,7 +517,7 @@ def test_a_size_that_would_take_too_long_to_run_is_drawn_on_from_those_that_ran(
     prediction = predicted(more_layers_for_larger_values, batches=drawn())
     ran, beyond = (prediction.footprint_at(n) for n in (8, 8000))
     assert beyond.peak_allocated_bytes == pytest.approx(1000 * ran.peak_allocated_bytes, rel=0.5)
-    assert "at batch size 8000 the peak is drawn on from 8" in " ".join(beyond.notes)
+    assert "at batch size 8000 the peak is drawn on from 4" in " ".join(beyond.notes)
     assert prediction.packed().footprint_at(8000) == beyond
 
 

@@ -371,7 +371,7 @@ KINDS = {
         sequence, padded(batch_first=False), of_padded(batch_first=False), rnn(nn.GRU), "worst-case"
     ),
     "packed in the step, unequal lengths": Kind(
-        unequal, padded(batch_first=True), of_padded(batch_first=True), rnn(nn.GRU, batch_first=True), "worst-case"
+        unequal, padded(batch_first=True), of_padded(batch_first=True), rnn(nn.GRU, batch_first=True), "sampled"
     ),
     "packed in the step, lengths in a list": Kind(
         sequence,
