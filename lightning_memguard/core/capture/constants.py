@@ -320,7 +320,8 @@ def _maker(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Writes what an operator makes into an empty tensor."""
     number = _NUMBERS.get(func.overloadpacket)
     if number is not None:
-        return lambda empty: empty.fill_(number(*args))
+        filled = number(*args)  # without the tensor that was only asked for its shape
+        return lambda empty: empty.fill_(filled)
     no_tensors = tree_map(lambda leaf: torch.device("cpu") if isinstance(leaf, torch.device) else leaf, dict(kwargs))
     no_tensors |= {"pin_memory": False} if "pin_memory" in no_tensors else {}
     return lambda empty: empty.copy_(func(*args, **no_tensors))

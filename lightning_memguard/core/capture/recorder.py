@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSED_BELOW_AUTOGRAD = torch._C.DispatchKey.CompositeExplicitAutograd
+_DISTANCES = torch.ops.aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 _ACTIVATION_PHASES = ("forward", "transfer")
 
 
@@ -204,6 +206,9 @@ class Recorder(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and _is_composed(func):
             with self:  # elsewhere autograd decomposes it before
                 return func._op_dk(_COMPOSED, *args, **kwargs)
+        if func is _DISTANCES:
+            with self:
+                return func._op_dk(_COMPOSED_BELOW_AUTOGRAD, *args, **kwargs)
         if fake.only_writes(func, args):
             forget_written(func, args, kwargs)
             self._note(func, args, kwargs, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -103,6 +104,14 @@ def test_what_is_overwritten_by_something_unknown_is_unknown(mode, write: Callab
     assert known_value(x) is None
     with pytest.raises(DataDependentOutputException):
         bool((x == 0).all())
+
+
+def test_a_tensor_that_is_asked_for_its_shape_alone_is_not_kept(mode):
+    like = torch.empty(4).as_strided((2, 2), (2, 1))
+    gone, zeros = weakref.ref(like), like.new_zeros(3)
+    del like
+    assert gone() is None
+    assert known_value(zeros).tolist() == [0, 0, 0]
 
 
 def test_what_is_random_or_empty_or_large_is_unknown(mode):

@@ -81,3 +81,21 @@ def test_an_operator_that_cannot_be_looked_into_is_said_to_be_unseen():
     assert captured(Opaque(), "fake").notes == (
         "what memguard_tests::opaque allocates inside is not seen: it is not implemented in Python",
     )
+
+
+class Nearest(Custom):
+    """`cdist` computes by a product where there are more than 25 rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        distances = torch.cdist((x @ self.weight).repeat(16, 1), self.weight.detach().repeat(4, 1))
+        return distances.min(1).values.sum()
+
+
+@pytest.mark.parametrize("method", ["fake", "real"])
+@pytest.mark.usefixtures("here")
+def test_distances_by_a_product_hold_padded_copies_of_both_inputs(method):
+    trace = captured(Nearest(), method)
+    padded = [
+        event.nbytes for event in trace.events if event.operator == "aten.cat.default" and event.action == "alloc"
+    ]
+    assert padded == 2 * [128 * 18 * 4, 64 * 18 * 4]
