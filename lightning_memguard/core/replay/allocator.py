@@ -426,7 +426,6 @@ class Allocator:
             if sum(block.size_bytes for block in free) >= size:
                 return first
         page = pool.page_bytes
-        self._next_address = _round_up(self._next_address, page)  # so that pages start at multiples of their size
         first = self._new_segment(pool, _ADDRESSES_PER_SEGMENT // page * page, mapped=False)
         self._cache(first)
         return first
@@ -447,9 +446,9 @@ class Allocator:
 
     def _unmap(self, block: Block) -> None:
         """Release the pages that are entirely inside a free block [unmap_block, ExpandableSegment::unmap]."""
-        page = block.pool.page_bytes
-        begin = _round_up(block.address, page)
-        end = (block.address + block.size_bytes) // page * page
+        page, base = block.pool.page_bytes, _first(block).address
+        begin = base + _round_up(block.address - base, page)
+        end = base + (block.address + block.size_bytes - base) // page * page
         if begin >= end:
             return
         self._take(block)
@@ -493,6 +492,13 @@ def _absorb_next(block: Block, after: Block) -> None:
 def _expandable_bytes(block: Block) -> int:
     after = block.next
     return block.size_bytes + (after.size_bytes if after is not None and not after.mapped else 0)
+
+
+def _first(block: Block) -> Block:
+    """The block at the start of a segment."""
+    while block.previous is not None:
+        block = block.previous
+    return block
 
 
 def _chain(block: Block | None) -> Iterator[Block]:

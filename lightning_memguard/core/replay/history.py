@@ -272,15 +272,16 @@ def _undone(end: Sequence[HeldSegment], entries: Sequence[Entry], allocator: All
 
 
 def _cut_out(segments: dict[int, HeldSegment], address: int, nbytes: int) -> None:
-    """Take pages out of the run of mapped ones that has them."""
+    """Take pages out of the runs of mapped ones that have them."""
+    end = address + nbytes
     for begin, run in tuple(segments.items()):
-        if begin <= address < begin + run.nbytes:
+        behind = begin + run.nbytes
+        if begin < end and address < behind:
             del segments[begin]
             if address > begin:
                 segments[begin] = replace(run, nbytes=address - begin)
-            end = address + nbytes
-            if end < begin + run.nbytes:
-                segments[end] = replace(run, address=end, nbytes=begin + run.nbytes - end)
+            if end < behind:
+                segments[end] = replace(run, address=end, nbytes=behind - end)
 
 
 def _joined(segments: Sequence[HeldSegment]) -> Iterator[HeldSegment]:
