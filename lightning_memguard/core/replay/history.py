@@ -12,6 +12,7 @@ import io
 import json
 import os
 import pickle
+import re
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -136,7 +137,7 @@ def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
         snapshot = json.loads(content) if plain else _OnlyPlainValues(io.BytesIO(content)).load()
         if not isinstance(snapshot, Mapping) or "segments" not in snapshot or "device_traces" not in snapshot:
             raise MemGuardError("it is not what torch.cuda.memory._dump_snapshot writes.")
-        histories = tuple(_histories(snapshot))
+        histories = tuple(histories_of(snapshot))
     except MemGuardError as error:
         raise MemGuardError(f"{source} was not read: {error}") from None
     except Exception as error:
@@ -148,7 +149,8 @@ def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
     return histories
 
 
-def _histories(snapshot: Mapping[str, Any]) -> Iterator[History]:
+def histories_of(snapshot: Mapping[str, Any]) -> Iterator[History]:
+    """The histories in what ``torch.cuda.memory._snapshot()`` returns, one for each device that has one."""
     stacks = _Stacks(snapshot.get("frames"))
     settings = _settings(snapshot.get("allocator_settings") or {})
     for device, trace in enumerate(snapshot["device_traces"]):
@@ -237,6 +239,40 @@ def _settings(given: Mapping[str, Any]) -> AllocatorSettings:
         garbage_collection_threshold=float(given.get("garbage_collection_threshold", 0.0)),
         roundup_power2_divisions=rounded if len(rounded) == ROUNDUP_INTERVALS else (0,) * ROUNDUP_INTERVALS,
     )
+
+
+# -- stacks
+
+
+def operator_of(stack: Stack) -> str:
+    """The torch operator that requested a block, such as ``"aten::addmm"``; the innermost that does more than allocate.
+
+    A recorded stack shows operators only where it was recorded with C++ frames; else this is empty.
+    """
+    names = [found[1] for frame in stack if (found := _OPERATOR.search(frame))]
+    working = [name for name in names if name not in _ONLY_ALLOCATE]
+    return f"aten::{(working or names)[0]}" if names else ""
+
+
+def line_of(stack: Stack) -> str:
+    """The innermost line of Python outside of torch, as ``file:line:function``; empty if there is none."""
+    for frame in stack:
+        file, _, rest = frame.partition(".py:")
+        if rest and not _TORCH.search(file) and not rest.endswith(_INSIDE_TORCH):
+            return frame
+    return ""
+
+
+# As `at::_ops::addmm::call` in recorded stacks, and as `aten.addmm.default` in predicted ones.
+_OPERATOR = re.compile(r"(?:at::_ops::|:aten\.)(\w+?)(?:_out)?(?:::|\.|$)")
+_ONLY_ALLOCATE = frozenset(
+    (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "zeros", "zeros_like"),
+        *("new_zeros", "zero_", "clone", "contiguous", "to", "_to_copy", "ones", "full", "fill_", "copy_"),
+    )
+)
+_TORCH = re.compile(r"[/\\](?:torch|lightning|pytorch_lightning|lightning_fabric|einops)[/\\]")
+_INSIDE_TORCH = ("_call_impl", "_wrapped_call_impl")
 
 
 # -- the state before the first entry
