@@ -140,17 +140,22 @@ class Transformer(nn.Module):
         self.last, self.head = Norm(width), Project(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
+        embedded = self.tokens(tokens)  # alive until the end
+        x = embedded
         for layer in self.layers:
             x = layer(x)
         x = self.last(x)
         return self.head(x)
 
 
+def log_softmax(x: Tensor) -> Tensor:
+    largest = torch.max(x, dim=-1, keepdim=True)[0]
+    x = x - largest
+    return x - torch.log(torch.sum(torch.exp(x), dim=-1, keepdim=True))
+
+
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    largest = torch.max(logits, dim=-1, keepdim=True)[0]
-    logits = logits - largest
-    negative = -(logits - torch.log(torch.sum(torch.exp(logits), dim=-1, keepdim=True)))
+    negative = -log_softmax(logits)
     return torch.mean(torch.gather(negative, -1, target.unsqueeze(-1)))
 
 
@@ -220,7 +225,9 @@ def trains(batch: int, context: int, *, autocast: bool = False, optimizer: bool 
     return run
 
 
-def infers(batch: int, context: int, *, autocast: bool = False, times: int = 2, mode: Callable = torch.inference_mode) -> Loop:
+def infers(
+    batch: int, context: int, *, autocast: bool = False, times: int = 2, mode: Callable = torch.inference_mode
+) -> Loop:
     def run(recorder: Recorder, model: nn.Module) -> None:
         inputs = tokens(times, batch, context)
         model.eval()

@@ -222,9 +222,7 @@ def aligned(ours: Sequence[int], theirs: Sequence[int]) -> list[tuple[int, int]]
     for edits in range(min(len(ours) + len(theirs), _MOST_EDITS) + 1):
         seen.append(dict(furthest))
         for diagonal in range(-edits, edits + 1, 2):
-            down = diagonal == -edits or (
-                diagonal != edits and furthest[diagonal - 1] < furthest[diagonal + 1]
-            )
+            down = diagonal == -edits or (diagonal != edits and furthest[diagonal - 1] < furthest[diagonal + 1])
             at = furthest[diagonal + 1] if down else furthest[diagonal - 1] + 1
             while at < len(ours) and at - diagonal < len(theirs) and ours[at] == theirs[at - diagonal]:
                 at += 1

@@ -141,7 +141,9 @@ def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
     except MemGuardError as error:
         raise MemGuardError(f"{source} was not read: {error}") from None
     except Exception as error:
-        raise MemGuardError(f"{source} cannot be read as a memory snapshot ({type(error).__name__}: {error}).") from error
+        raise MemGuardError(
+            f"{source} cannot be read as a memory snapshot ({type(error).__name__}: {error})."
+        ) from error
     if not histories:
         raise MemGuardError(
             f"{source} holds no history; record one with torch.cuda.memory._record_memory_history() before the step."
@@ -338,7 +340,11 @@ def _joined(segments: Sequence[HeldSegment]) -> Iterator[HeldSegment]:
 def _small_addresses(entries: Sequence[Entry], allocator: Allocator) -> list[tuple[int, bool]]:
     """Addresses of requests, and whether each came from the small pool."""
     return sorted(
-        {(entry.address, allocator.rounded(entry.nbytes) <= SMALL_LIMIT) for entry in entries if entry.action == "alloc"}
+        {
+            (entry.address, allocator.rounded(entry.nbytes) <= SMALL_LIMIT)
+            for entry in entries
+            if entry.action == "alloc"
+        }
     )
 
 
@@ -439,9 +445,7 @@ def replay_history(history: History, settings: AllocatorSettings | None = None) 
     at_peak = _Replaying(history, Allocator(settings))
     at_peak.run(replaying.peak_at)
     allocated, cached, pinned, holders = at_peak.fragmentation()
-    return replace(
-        result, allocated_at_peak_bytes=allocated, cached_bytes=cached, pinned_bytes=pinned, holders=holders
-    )
+    return replace(result, allocated_at_peak_bytes=allocated, cached_bytes=cached, pinned_bytes=pinned, holders=holders)
 
 
 def replay_as_recorded(history: History) -> HistoryReplay:
