@@ -12,11 +12,10 @@ caching allocator gave it. For each file in a folder (``*.pickle``, ``*.json.gz`
 
     python benchmarks/histories.py FOLDER                # replay all, print a table
     python benchmarks/histories.py FOLDER --predict      # and predict the steps of known programs
-    python benchmarks/histories.py FOLDER --events NAME  # where the events of a prediction differ from the record
+    python benchmarks/histories.py FOLDER --predict --events --only NAME  # and say where the events differ
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,8 +99,8 @@ def print_replays(rows: list[Replayed]) -> None:
         )
     )
     print(
-        f"\n{len(rows)} histories: {addresses:,} of {sum(row.allocations for row in rows):,} allocations at the recorded "
-        f"address, {segments:,} of {sum(row.segments for row in rows):,} segments and {releases:,} of "
+        f"\n{len(rows)} histories: {addresses:,} of {sum(row.allocations for row in rows):,} allocations at the "
+        f"recorded address, {segments:,} of {sum(row.segments for row in rows):,} segments and {releases:,} of "
         f"{sum(row.releases for row in rows):,} releases as recorded; "
         f"peak reserved with addresses of its own equal in {equal} of {len(rows)}"
     )
@@ -112,6 +111,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--predict", action="store_true", help="predict the steps of known programs too")
     parser.add_argument("--only", nargs="+", help="names of histories, or parts of them")
+    parser.add_argument("--save", type=Path, help="a folder for the predicted snapshots")
     parser.add_argument("--events", action="store_true", help="and print where the events differ")
     arguments = parser.parse_args()
     found = [
@@ -127,7 +127,7 @@ def main() -> None:
 
         print()
         for name, history in found:
-            for line in predicted(name, history, events=arguments.events):
+            for line in predicted(name, history, events=arguments.events, save=arguments.save):
                 print(line)
 
 

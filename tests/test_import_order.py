@@ -83,6 +83,7 @@ ROOMS = {
     "report": [
         "__init__",
         "words",
+        "comparison",
         "data",
         "table",
         "failure",
@@ -133,7 +134,7 @@ ROOMS = {
         "callback",
     ],
     "cli": ["__init__", "progress", "options", "target", "config", "subject", "tables"],
-    "cli/commands": ["__init__", "plan", "layers", "snapshot", "gpus", "devices"],
+    "cli/commands": ["__init__", "plan", "layers", "snapshot", "replay", "compare", "gpus", "devices"],
     "cli/main": [],
     "__main__": [],
 }

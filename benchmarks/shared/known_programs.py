@@ -8,6 +8,7 @@ softmax and cross entropy are written out; the optimizer is an AdamW that makes 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,10 @@ from lightning_memguard.core.capture.program import tensors
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, states_of, watching
 from lightning_memguard.core.gpus import find
 from lightning_memguard.core.replay.compare import compare
-from lightning_memguard.core.replay.history import History, histories_of
+from lightning_memguard.core.replay.history import History, histories_of, replay_as_recorded
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.replay.snapshot import snapshot
+from lightning_memguard.core.replay.snapshot import save_snapshot, snapshot
 from lightning_memguard.core.trace.trace import Trace
 
 VOCABULARY = 10_000
@@ -266,22 +267,26 @@ def captured(program: KnownProgram) -> Trace:
     return recorder.trace(1, "fake")
 
 
-def predicted(name: str, history: History, *, events: bool = False) -> Iterator[str]:
+def predicted(name: str, history: History, *, events: bool = False, save: Path | None = None) -> Iterator[str]:
     """The peaks of a known program's step, predicted and recorded, as lines of text."""
     if name not in PROGRAMS:
         return
-    trace = captured(PROGRAMS[name])
-    settings = AllocatorSettings()
-    (ours,) = histories_of(snapshot(trace, settings))
-    found = compare(ours, history)
-    held = replay(trace.only("point"), settings)
+    trace, settings = captured(PROGRAMS[name]), AllocatorSettings()
+    content = snapshot(trace, settings)
+    if save:
+        save_snapshot(trace, settings, save / f"{name}.pickle")
+    (ours,) = histories_of(content)
+    found, here, there = compare(ours, history), replay(trace.only("point"), settings), replay_as_recorded(history)
+    added = found.predicted_peak_bytes - found.predicted_before_bytes
+    really = found.actual_peak_bytes - found.actual_before_bytes
+    reserved = max(history.reserved_bytes)
     yield (
-        f"{name}: peak requested {found.predicted_peak_bytes:,} predicted, {found.actual_peak_bytes:,} recorded "
-        f"({found.peak_error:+.4%}); before the step {found.predicted_before_bytes:,} and {found.actual_before_bytes:,}; "
-        f"reserved {held.peak_reserved_bytes:,} and {max(history.reserved_bytes):,} "
-        f"({held.peak_reserved_bytes / max(history.reserved_bytes) - 1:+.2%}); "
+        f"{name}: peak allocated {here.peak_allocated_bytes:,} predicted, {there.peak_allocated_bytes:,} recorded "
+        f"({here.peak_allocated_bytes / there.peak_allocated_bytes - 1:+.4%}); "
+        f"reserved {here.peak_reserved_bytes:,} and {reserved:,} ({here.peak_reserved_bytes / reserved - 1:+.2%}); "
+        f"requested by the step above what was there {added:,} and {really:,} ({added - really:+,}); "
         f"{found.equal_requests:,} requests equal of {found.predicted_requests:,} and {found.actual_requests:,}"
     )
     for each in found.differences if events else ():
-        where = f"{each.operator} {each.line}"
+        where = f"{each.operator} {each.line.rpartition('/')[2]}"
         yield f"    {each.kind:16} {each.count:>5} x {each.nbytes:>12,}  peak {each.peak_bytes:>+14,}  {where}"

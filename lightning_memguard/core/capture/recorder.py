@@ -23,8 +23,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.nn import functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -204,12 +204,11 @@ class Allocator:
             The allocated blocks.
         """
         pool = self._pool(SMALL_LIMIT if small else SMALL_LIMIT + 1, stream)
-        self._next_address = max(self._next_address, address)
         if self._expandable:
             run = self._mapped_run(pool, address, nbytes)
         else:
             run = self._segments[address] = Block(pool, address, nbytes)
-        self._next_address = max(self._next_address, address + nbytes)
+            self._next_address = max(self._next_address, address + nbytes)
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         rest: Block | None = run
@@ -232,7 +231,8 @@ class Allocator:
         """Mapped pages in the expandable segment that ends before them, if it is of their pool, else in a new one."""
         last = max(self._segments, default=None)
         if last is None or self._segments[last].pool is not pool:
-            run = self._new_segment(pool, _ADDRESSES_PER_SEGMENT, mapped=False)
+            run = self._segments[address] = Block(pool, address, _ADDRESSES_PER_SEGMENT, mapped=False)
+            self._next_address = max(self._next_address, address + _ADDRESSES_PER_SEGMENT)
         else:
             *_, run = _chain(self._segments[last])
             self._take(run)

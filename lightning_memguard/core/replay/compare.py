@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
 from typing import NamedTuple
@@ -73,6 +73,15 @@ class Comparison:
     def peak_error(self) -> float:
         """Predicted over actual peak, less 1."""
         return self.predicted_peak_bytes / self.actual_peak_bytes - 1 if self.actual_peak_bytes else 0.0
+
+    def without_lines(self) -> Comparison:
+        """The same without lines of code: differences at several lines are added up."""
+        added: dict[tuple[str, str, int], Difference] = {}
+        for each in self.differences:
+            key = each.kind, each.operator, each.nbytes
+            known = added.get(key, replace(each, line="", count=0, peak_bytes=0))
+            added[key] = replace(known, count=known.count + each.count, peak_bytes=known.peak_bytes + each.peak_bytes)
+        return replace(self, differences=tuple(each for each in added.values() if each.count))
 
 
 def compare(predicted: History, actual: History) -> Comparison:
@@ -186,6 +195,7 @@ def _step_of(stack: Stack) -> str:
 
 
 _GRAM = 4  # requests in a row by which a stretch is found
+_MOST_PLACES = 32  # those that are in so many places say little
 
 
 def _best_stretch(short: Sequence[Request], long: Sequence[Request]) -> tuple[int, int]:
@@ -193,11 +203,16 @@ def _best_stretch(short: Sequence[Request], long: Sequence[Request]) -> tuple[in
     places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for at, gram in enumerate(_grams(short)):
         places[gram].append(at)
-    votes = Counter(at - places[gram][0] for at, gram in enumerate(_grams(long)) if len(places.get(gram, ())) == 1)
+    votes = Counter(
+        at - place
+        for at, gram in enumerate(_grams(long))
+        if len(places.get(gram, ())) <= _MOST_PLACES
+        for place in places.get(gram, ())
+    )
     if not votes or len(long) < 1.5 * len(short):
         return 0, len(long)
     most = max(votes.values())
-    begin = max(0, *(offset for offset, count in votes.items() if count >= 0.8 * most))
+    begin = max(0, *(offset for offset, count in votes.items() if count >= 0.98 * most))
     return begin, begin + len(short)
 
 

@@ -113,7 +113,7 @@ class _OnlyPlainValues(pickle.Unpickler):
             f"it asks for {module}.{name}; a memory snapshot holds only plain values, and nothing else is loaded."
         )
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
         raise MemGuardError("it refers to objects outside of the file; a memory snapshot does not.")
 
 
@@ -136,7 +136,7 @@ def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
         plain = content.lstrip()[:1] == b"{"
         snapshot = json.loads(content) if plain else _OnlyPlainValues(io.BytesIO(content)).load()
         if not isinstance(snapshot, Mapping) or "segments" not in snapshot or "device_traces" not in snapshot:
-            raise MemGuardError("it is not what torch.cuda.memory._dump_snapshot writes.")
+            raise MemGuardError("it is not what torch.cuda.memory._dump_snapshot writes.")  # noqa: TRY301
         histories = tuple(histories_of(snapshot))
     except MemGuardError as error:
         raise MemGuardError(f"{source} was not read: {error}") from None
@@ -226,7 +226,7 @@ def _segment(segment: Mapping[str, Any], stacks: _Stacks) -> HeldSegment:
 
 
 def _frames_of_old(block: Mapping[str, Any]) -> Any:
-    """torch 2.0 keeps the stack of a block in its history."""
+    """Torch 2.0 keeps the stack of a block in its history."""
     history = block.get("history")
     return history[0].get("frames") if history else None
 
@@ -326,8 +326,9 @@ def _joined(segments: Sequence[HeldSegment]) -> Iterator[HeldSegment]:
     """Adjacent runs of mapped pages of one stream as one."""
     last: HeldSegment | None = None
     for segment in segments:
-        if last and last.expandable and segment.expandable and last.stream == segment.stream:
-            if last.address + last.nbytes == segment.address and last.small == segment.small:
+        alike = last and last.expandable and segment.expandable
+        if last and alike and (last.stream, last.small) == (segment.stream, segment.small):
+            if last.address + last.nbytes == segment.address:
                 last = replace(last, nbytes=last.nbytes + segment.nbytes)
                 continue
         if last:
