@@ -15,6 +15,7 @@ from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.textbook import ratio_to_peak
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.history import line_of, operator_of
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data
 from lightning_memguard.report.table import new_table, print_decision
 from lightning_memguard.report.words import peak_range
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from lightning_memguard.core.decision.advice import Advice
     from lightning_memguard.core.layers.layers import Layer, LayerTable
     from lightning_memguard.core.layers.textbook import TextbookSum, WeightMemory
+    from lightning_memguard.core.replay.alternatives import Alternative
+    from lightning_memguard.core.replay.history import History
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
 
@@ -141,6 +144,43 @@ def advice_data(each: Advice) -> dict[str, Any]:
     """One remedy for programs."""
     known = _attributes(each, "remedies", "how", "costs", "saved_bytes", "fits")
     return {**known, "footprint": footprint_data(each.footprint)}
+
+
+MOST_HOLDERS = 5  # that are shown
+
+
+def print_alternatives(
+    history: History, rows: Sequence[Alternative], capacity_bytes: int | None, console: Console
+) -> None:
+    """A history as recorded and under other settings: what each reserves, and where the free memory is."""
+    recorded = rows[0].replay
+    kind = "Predicted" if history.predicted else "Recorded"
+    begins = f"; {format_bytes(history.start_bytes)} were allocated before" if history.start else ""
+    console.print(f"{kind} history of {len(history.entries):,} entries{begins}.")
+    within = f" within {format_bytes(capacity_bytes)}" if capacity_bytes else ""
+    columns = ("Setting", ">Peak reserved", ">Change", ">Cached", ">Fragmented", *([">Fits"] if capacity_bytes else ()))
+    table = new_table(f"Peak reserved under allocator settings{within}", *columns)
+    for row in rows:
+        found = row.replay
+        change = found.peak_reserved_bytes / max(1, recorded.peak_reserved_bytes) - 1
+        figures = [format_bytes(found.peak_reserved_bytes), f"{change:+.1%}" if row.setting else ""]
+        figures += [format_bytes(found.cached_bytes), format_bytes(found.pinned_bytes)]
+        figures += [("yes" if row.fits else "NO") + (f", {found.retries} retries" if found.retries else "")]
+        table.add_row(row.setting or "as it was", *figures[: len(columns) - 1])
+    console.print(table)
+    console.print(
+        f"Allocated at most: {format_bytes(recorded.peak_allocated_bytes)}. Cached: in segments without a block, given "
+        "back when memory is short. Fragmented: free within segments that hold a block. A setting is given as "
+        "PYTORCH_ALLOC_CONF=KEY:VALUE (PYTORCH_CUDA_ALLOC_CONF before torch 2.9); garbage collection works only with "
+        "torch.cuda.set_per_process_memory_fraction below 1.",
+        soft_wrap=True,
+    )
+    if recorded.holders:
+        console.print("Blocks that kept most of the fragmented memory at the peak:")
+    for holder in recorded.holders[:MOST_HOLDERS]:
+        where = " at ".join(filter(None, (operator_of(holder.stack), line_of(holder.stack)))) or "before the history"
+        kept, held = format_bytes(holder.free_bytes), format_bytes(holder.allocated_bytes)
+        console.print(f"  {kept} by {holder.blocks:,} blocks of {held} in all: {where}", soft_wrap=True)
 
 
 def print_layers(table: LayerTable, console: Console, depth: int | None = None) -> None:

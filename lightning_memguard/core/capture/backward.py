@@ -20,11 +20,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from lightning_memguard.core.capture import plain
 from lightning_memguard.core.kernels.layout import is_dense
 
 _LATEST = (1 << 64) - 1  # AccumulateGrad's sequence number: it runs before everything else
@@ -58,7 +60,7 @@ def graph_task() -> int:
 
 
 @contextmanager
-def walking(enter: Callable[[dict[str, Any]], None] | None = None, *, adds_in_place: bool = True) -> Iterator[None]:
+def walking(enter: Callable[[dict[str, Any]], None] | None = None, *, as_plain: bool = True) -> Iterator[None]:
     """Inside, every backward pass of the process is walked in Python.
 
     Forward passes must run inside too: the tensors they save are held in handles that the walk can empty. Patches
@@ -66,10 +68,10 @@ def walking(enter: Callable[[dict[str, Any]], None] | None = None, *, adds_in_pl
 
     Args:
         enter: called with each node's ``metadata`` before the node runs.
-        adds_in_place: add a second gradient to the first in place where the engine does so on plain tensors. On fake
-            tensors the engine does not; False does the same.
+        as_plain: do what the engine and its formulas do on plain tensors: add a second gradient to the first in place,
+            and what `lightning_memguard.core.capture.plain` lists. On fake tensors they do not; False does the same.
     """
-    engine = _Walker(enter, adds_in_place=adds_in_place)
+    engine = _Walker(enter, as_plain=as_plain)
     with (
         mock.patch.object(Variable, "_execution_engine", engine),
         mock.patch.object(torch._C, "_current_graph_task_id", graph_task),
@@ -292,8 +294,8 @@ class _Root:
 class _Walker:
     """Replaces ``torch.autograd.Variable._execution_engine``."""
 
-    def __init__(self, enter: Callable[[dict[str, Any]], None] | None, *, adds_in_place: bool) -> None:
-        self.enter, self.adds_in_place = enter, adds_in_place
+    def __init__(self, enter: Callable[[dict[str, Any]], None] | None, *, as_plain: bool) -> None:
+        self.enter, self.as_plain = enter, as_plain
         self.saved = _Saved()
         self.started = 0
         self.callbacks: list[Callable[[], None]] = []
@@ -497,7 +499,13 @@ class _Walk:
         if leaf is not None:
             _accumulate_grad(leaf, grads)
             return []
-        outputs: Any = _python_outputs(node, grads) if isinstance(node, torch._C._FunctionBase) else node(*grads)
+        outputs: Any = (
+            _python_outputs(node, grads)
+            if isinstance(node, torch._C._FunctionBase)
+            else _outputs_of_plain_tensors(node, grads)
+            if self.walker.as_plain
+            else node(*grads)
+        )
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]  # no second name for the results
         for at, (following, place) in enumerate(self.edges[node][: len(outputs)]):
             if following is not None and outputs[at] is not None:
@@ -531,7 +539,7 @@ class _Walk:
         """`InputBuffer::add` and `accumulate`."""
         old = buffer[place]
         references = sys.getrefcount(old)
-        if self.walker.adds_in_place and not torch.is_grad_enabled() and _is_ours_alone(old, references, held=3):
+        if self.walker.as_plain and not torch.is_grad_enabled() and _is_ours_alone(old, references, held=3):
             old.add_(new)
         else:
             buffer[place] = old + new
@@ -591,6 +599,26 @@ def _run_input_hooks(node: _Node, metadata: dict[str, Any], grads: list[Any]) ->
         if tensor is not None and tensor.grad_fn is node and grads[place] is not None:
             kept = tensor.grad
             tensor.grad = grads[place].clone() if kept is None else kept + grads[place]
+
+
+_in_place: list[dict[OpOverload, OpOverload]] = []  # of the formula that runs, innermost last
+
+
+def in_place(func: OpOverload) -> OpOverload | None:
+    """What autograd's formula that runs now would call on plain tensors, in place on a tensor that it has made."""
+    return _in_place[-1].get(func) if _in_place and not torch.is_grad_enabled() else None
+
+
+def _outputs_of_plain_tensors(node: Any, grads: _Grads) -> Any:
+    """What one of autograd's own nodes returns for plain tensors."""
+    own = plain.formula(node)
+    if own is not None and grads[0] is not None and not any(other for other, _ in node.next_functions[1:]):
+        return own(node, *grads)
+    _in_place.append(plain.in_place(node))
+    try:
+        return node(*grads)
+    finally:
+        _in_place.pop()
 
 
 def _python_outputs(node: Any, grads: _Grads) -> _Grads:

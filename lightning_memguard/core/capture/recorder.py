@@ -14,7 +14,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.capture import compiled, cudnn_rnn, fake, fake_cuda, mkldnn_lstm
-from lightning_memguard.core.capture.backward import graph_task, walking
+from lightning_memguard.core.capture.backward import graph_task, in_place, walking
 from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.capture.constants import forget_written
 from lightning_memguard.core.capture.fake import Function, by_name, training_threads
@@ -44,6 +45,7 @@ from lightning_memguard.errors import CannotTraceError, MemGuardError
 if TYPE_CHECKING:
     from lightning_memguard.core.trace.trace import Action, Method, Shapes, Shares
 
+_aten = torch.ops.aten
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _COMPOSED_BELOW_AUTOGRAD = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -109,6 +111,8 @@ class Recorder(TorchDispatchMode):
         self._batch: tuple[Shapes, int] | None = None
         self._held_at = 0
         self._autotuned = False
+        self.in_linear: int | None = None  # while it runs, the first block that it may have made
+        self._first_of_node = 0  # the first block that the node of the backward pass that runs now may have made
         self._largest_product = 0
 
     # -- called by the code that runs the step
@@ -143,6 +147,14 @@ class Recorder(TorchDispatchMode):
         known, nbytes = self._batch, batch_bytes(batch)
         if known is None or nbytes > known[1]:
             self._batch = shapes_of(batch), nbytes
+
+    def enter_node(self) -> None:
+        """A node of the backward pass begins."""
+        self._first_of_node = len(self._bytes)
+
+    def running_linear(self) -> AbstractContextManager[Any]:
+        """While ``F.linear`` runs: it adds its bias in place, but under a dispatch mode."""
+        return mock.patch.object(self, "in_linear", len(self._bytes))
 
     def mark_held(self) -> None:
         """Whatever else the run has on its device throughout was there before what is recorded from now on."""
@@ -203,6 +215,9 @@ class Recorder(TorchDispatchMode):
         known = fake.known_result(func, args)
         if known is not None:
             return known
+        written = in_place(func)
+        if (written is not None and self._is_of_this_node(args[0])) or self._is_bias_of_linear(func, args):
+            func = written or _aten.add_.Tensor
         if torch.is_inference_mode_enabled() and _is_composed(func):
             with self:  # elsewhere autograd decomposes it before
                 return func._op_dk(_COMPOSED, *args, **kwargs)
@@ -216,6 +231,16 @@ class Recorder(TorchDispatchMode):
         out = self._result(func, args, kwargs)
         self._note(func, args, kwargs, out)
         return out
+
+    def _is_of_this_node(self, tensor: Tensor) -> bool:
+        """Whether the node of the backward pass that runs now made a tensor's storage."""
+        return self._live.get(tensor.untyped_storage()._cdata, -1) >= self._first_of_node
+
+    def _is_bias_of_linear(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
+        """Whether ``F.linear`` adds its bias to a product that it has made, which is in place on plain tensors."""
+        if self.in_linear is None or func is not _aten.add.Tensor:
+            return False
+        return self._live.get(args[0].untyped_storage()._cdata, -1) >= self.in_linear
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
@@ -527,7 +552,8 @@ class _ModulePaths(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        out = call_with_overrides(func, args, kwargs or {})
+        with self.recorder.running_linear() if func is F.linear else nullcontext():
+            out = call_with_overrides(func, args, kwargs or {})
         for tensor in _tensors(out):
             self._follow(_node_of(tensor))
         return out
@@ -541,6 +567,7 @@ class _ModulePaths(TorchFunctionMode):
 
     def enter_node(self, metadata: dict[str, Any]) -> None:
         """Called before each node of a backward pass."""
+        self.recorder.enter_node()
         here = metadata.get("memguard")
         if here is not None:
             self.recorder.module, self.recorder.source = here

@@ -9,7 +9,7 @@ and blocks that ``record_stream`` keeps (a trace does not say when another strea
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Literal
@@ -138,7 +138,7 @@ class Allocator:
         """The block that serves a request, or None if it does not fit the capacity even with the cache released."""
         if nbytes == 0:  # PyTorch gives no memory to an empty tensor [NativeCachingAllocator::allocate]
             return self._nothing
-        size = self._rounded(nbytes)
+        size = self.rounded(nbytes)
         pool = self._pool(size, stream)
         block = self._best_fit(pool, size) or self._reserve(pool, size)
         if block is None:
@@ -174,10 +174,80 @@ class Allocator:
             for run in runs
         )
 
+    def empty_cache(self) -> None:
+        """Release every segment, or page, that is entirely free [emptyCache, release_cached_blocks]."""
+        for pool in (*self._large_pools.values(), *self._small_pools.values()):
+            for *_, block in tuple(pool.cached):
+                if self._expandable:
+                    self._unmap(block)
+                elif not block.is_split:
+                    self._release(block)
+
+    def release(self, addresses: Iterable[int]) -> None:
+        """Release some segments, each of which is one free block."""
+        for address in addresses:
+            self._release(self._segments[address])
+
+    def adopt(
+        self, address: int, nbytes: int, stream: int, allocated: Iterable[tuple[int, int]], *, small: bool
+    ) -> list[Block]:
+        """Take over a segment, or a run of mapped pages, as another allocator left it; in ascending order.
+
+        Args:
+            address: where it begins.
+            nbytes: its size.
+            stream: whose pool it belongs to.
+            allocated: address and bytes of the blocks in it that are allocated, ascending.
+            small: whether it is of the small pool.
+
+        Returns:
+            The allocated blocks.
+        """
+        pool = self._pool(SMALL_LIMIT if small else SMALL_LIMIT + 1, stream)
+        if self._expandable:
+            run = self._mapped_run(pool, address, nbytes)
+        else:
+            run = self._segments[address] = Block(pool, address, nbytes)
+            self._next_address = max(self._next_address, address + nbytes)
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        rest: Block | None = run
+        taken: list[Block] = []
+        for begin, size in allocated:
+            assert rest is not None, "the blocks are more than the segment"
+            if begin > rest.address:
+                after = _cut(rest, begin - rest.address)
+                self._cache(rest)
+                rest = after
+            block, rest = rest, _cut(rest, size) if size < rest.size_bytes else None
+            block.allocated, block.requested_bytes = True, size
+            self.allocated_bytes += size
+            taken.append(block)
+        if rest is not None:
+            self._cache(rest)
+        return taken
+
+    def _mapped_run(self, pool: Pool, address: int, nbytes: int) -> Block:
+        """Mapped pages in the expandable segment that ends before them, if it is of their pool, else in a new one."""
+        last = max(self._segments, default=None)
+        if last is None or self._segments[last].pool is not pool:
+            run = self._segments[address] = Block(pool, address, _ADDRESSES_PER_SEGMENT, mapped=False)
+            self._next_address = max(self._next_address, address + _ADDRESSES_PER_SEGMENT)
+        else:
+            *_, run = _chain(self._segments[last])
+            self._take(run)
+            if address > run.address:
+                after = _cut(run, address - run.address)
+                self._cache(run)
+                run = after
+        self._cache(_cut(run, nbytes))
+        run.mapped = True
+        return run
+
     # Serving a request
 
-    def _rounded(self, nbytes: int) -> int:
-        """The size of the block a request gets [round_size]."""
+    def rounded(self, nbytes: int) -> int:
+        """The size of the block a request gets, unless a rest is too small to be split off [round_size]."""
         if self._rounds_to_divisions:
             interval = min(max(nbytes.bit_length() - SMALL_LIMIT.bit_length(), 0), ROUNDUP_INTERVALS - 1)
             divisions = self.settings.roundup_power2_divisions[interval]
@@ -231,7 +301,7 @@ class Allocator:
         if block is None and self._release_oversize(pool, size):
             block = self._new_block(pool, size)
         if block is None:
-            self._release_cached()
+            self.empty_cache()
             self.retries += 1
             block = self._new_block(pool, size)
         return block
@@ -329,15 +399,6 @@ class Allocator:
             self._release(pool.cached[-1][2])
         return released >= wanted
 
-    def _release_cached(self) -> None:
-        """Release every segment, or page, that is entirely free [release_cached_blocks, release_blocks]."""
-        for pool in (*self._large_pools.values(), *self._small_pools.values()):
-            for *_, block in tuple(pool.cached):
-                if self._expandable:
-                    self._unmap(block)
-                elif not block.is_split:
-                    self._release(block)
-
     def _release(self, block: Block) -> None:
         """Release a segment that is one free block [release_block]."""
         self._take(block)
@@ -365,7 +426,6 @@ class Allocator:
             if sum(block.size_bytes for block in free) >= size:
                 return first
         page = pool.page_bytes
-        self._next_address = _round_up(self._next_address, page)  # so that pages start at multiples of their size
         first = self._new_segment(pool, _ADDRESSES_PER_SEGMENT // page * page, mapped=False)
         self._cache(first)
         return first
@@ -386,9 +446,9 @@ class Allocator:
 
     def _unmap(self, block: Block) -> None:
         """Release the pages that are entirely inside a free block [unmap_block, ExpandableSegment::unmap]."""
-        page = block.pool.page_bytes
-        begin = _round_up(block.address, page)
-        end = (block.address + block.size_bytes) // page * page
+        page, base = block.pool.page_bytes, _first(block).address
+        begin = base + _round_up(block.address - base, page)
+        end = base + (block.address + block.size_bytes - base) // page * page
         if begin >= end:
             return
         self._take(block)
@@ -432,6 +492,13 @@ def _absorb_next(block: Block, after: Block) -> None:
 def _expandable_bytes(block: Block) -> int:
     after = block.next
     return block.size_bytes + (after.size_bytes if after is not None and not after.mapped else 0)
+
+
+def _first(block: Block) -> Block:
+    """The block at the start of a segment."""
+    while block.previous is not None:
+        block = block.previous
+    return block
 
 
 def _chain(block: Block | None) -> Iterator[Block]:

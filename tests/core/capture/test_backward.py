@@ -76,7 +76,7 @@ def traced_case(case: Any, *, walked: bool) -> Trace:
         entered.append(recorder.module)
 
     engine_alone = mock.patch.object(fake_cuda, "can_simulate_cuda", return_value=False)  # else it walks
-    with engine_alone, walking(enter, adds_in_place=False) if walked else contextlib.nullcontext():
+    with engine_alone, walking(enter, as_plain=False) if walked else contextlib.nullcontext():
         program.run(recorder, size, fake=True)
     assert bool(entered) == walked
     return recorder.trace(size, "fake")
@@ -139,10 +139,10 @@ def ran(function: Scenario) -> list[Any]:
         return [described(value) for value in tree_leaves(function())]
 
 
-def check_both(function: Scenario, adds_in_place: bool) -> None:
+def check_both(function: Scenario, as_plain: bool) -> None:
     entered: list[Any] = []
     engine = ran(function)
-    with walking(entered.append, adds_in_place=adds_in_place):
+    with walking(entered.append, as_plain=as_plain):
         walk = ran(function)
     assert entered, "the walk did not run"
     assert engine, "the scenario returned nothing to compare"
@@ -1034,10 +1034,10 @@ def saved_tensors_packed_inside_a_checkpoint() -> Any:
     return grads(x)
 
 
-@pytest.mark.parametrize("adds_in_place", [True, False], ids=["adding_in_place", "adding_out_of_place"])
+@pytest.mark.parametrize("as_plain", [True, False], ids=["adding_in_place", "adding_out_of_place"])
 @pytest.mark.parametrize("function", SCENARIOS, ids=lambda function: function.__name__)
-def test_a_walk_gives_what_the_engine_gives(function: Scenario, adds_in_place: bool) -> None:
-    check_both(function, adds_in_place)
+def test_a_walk_gives_what_the_engine_gives(function: Scenario, as_plain: bool) -> None:
+    check_both(function, as_plain)
 
 
 # Memory on fake tensors
@@ -1147,7 +1147,7 @@ def test_a_second_gradient_is_added_in_place_where_the_first_is_alone(fake: None
 
 
 def test_a_second_gradient_is_added_out_of_place_on_request(fake: None) -> None:
-    with walking(adds_in_place=False):
+    with walking(as_plain=False):
         log = watched(residual())
     assert (log.count("add_.Tensor"), log.count("add.Tensor")) == (0, 1)
 
@@ -1176,7 +1176,7 @@ def test_a_second_gradient_is_added_out_of_place_where_a_graph_is_made(fake: Non
 def test_fake_tensors_get_the_engines_operators(fake: None) -> None:
     with Log() as engine:
         residual().backward()
-    with Log() as walk, walking(adds_in_place=False):
+    with Log() as walk, walking(as_plain=False):
         residual().backward()
     names = [[name for name, _ in log.calls if "detach" not in name] for log in (engine, walk)]
     assert names[0] == names[1]

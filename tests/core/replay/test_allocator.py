@@ -210,7 +210,7 @@ def test_memory_freed_on_one_stream_does_not_serve_another():
     ],
 )
 def test_four_divisions_round_up_to_quarters_of_a_power_of_two(nbytes, size):
-    assert allocator(roundup_power2_divisions=(4,) * 16)._rounded(nbytes) == size
+    assert allocator(roundup_power2_divisions=(4,) * 16).rounded(nbytes) == size
 
 
 def test_divisions_differ_by_the_size_of_the_request():
@@ -218,11 +218,11 @@ def test_divisions_differ_by_the_size_of_the_request():
         "cuda", {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[4:2,8:4,16:0,>:1]"}
     ).roundup_power2_divisions
     device = allocator(roundup_power2_divisions=divisions)
-    assert device._rounded(3 * MIB + 1) == 4 * MIB  # halves, as for 4 MiB
-    assert device._rounded(5 * MIB) == 6 * MIB
-    assert device._rounded(9 * MIB) == 10 * MIB  # quarters
-    assert device._rounded(17 * MIB + 1) == 17 * MIB + 512  # none
-    assert device._rounded(100 * GIB + 1) == 100 * GIB + 512
+    assert device.rounded(3 * MIB + 1) == 4 * MIB  # halves, as for 4 MiB
+    assert device.rounded(5 * MIB) == 6 * MIB
+    assert device.rounded(9 * MIB) == 10 * MIB  # quarters
+    assert device.rounded(17 * MIB + 1) == 17 * MIB + 512  # none
+    assert device.rounded(100 * GIB + 1) == 100 * GIB + 512
 
 
 # max_split_size

@@ -1,0 +1,135 @@
+"""CUDA memory histories that others recorded on their GPUs, replayed, and steps of known programs predicted.
+
+A history is what ``torch.cuda.memory._dump_snapshot`` writes: every request of a process, with the address that the
+caching allocator gave it. For each file in a folder (``*.pickle``, ``*.json.gz``; no class is ever loaded from one):
+
+- replayed at the recorded addresses of new segments: how many allocations are at another address than recorded, how
+  many segments are reserved that were not, how many are released that were not;
+- replayed with addresses of its own: the peak reserved, compared with the recorded one;
+- where the program is known (`shared/known_programs.py`): its step predicted blind, and the peaks compared.
+
+`data/histories.csv` lists the histories: repository, commit, path, GPU, torch, and these figures.
+
+    python benchmarks/histories.py FOLDER                # replay all, print a table
+    python benchmarks/histories.py FOLDER --predict      # and predict the steps of known programs
+    python benchmarks/histories.py FOLDER --predict --events --only NAME  # and say where the events differ
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_memguard.core.replay.history import History, read_histories, replay_as_recorded, replay_history
+from lightning_memguard.errors import MemGuardError
+
+HISTORIES = Path(__file__).parent / "data" / "histories.csv"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One history, and how its replays compare with it."""
+
+    name: str
+    history: History
+    allocations: int
+    other_addresses: int
+    segments: int
+    other_segments: int
+    releases: int
+    other_releases: int
+    recorded_allocated_bytes: int
+    recorded_reserved_bytes: int
+    own_reserved_bytes: int
+
+    @property
+    def reserved_error(self) -> float:
+        return self.own_reserved_bytes / self.recorded_reserved_bytes - 1
+
+
+def histories_in(folder: Path) -> Iterator[tuple[str, History]]:
+    """Every history in a folder, by name; files that are none are named on stderr."""
+    for path in sorted(path for path in folder.rglob("*") if path.name.endswith((".json.gz", ".pickle", ".pkl"))):
+        try:
+            found = read_histories(path)
+        except MemGuardError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        name = str(path.relative_to(folder)).partition(".")[0]
+        for number, history in enumerate(found):
+            yield f"{name}:{number}" if number else name, history
+
+
+def replayed(name: str, history: History) -> Replayed:
+    as_recorded, own = replay_as_recorded(history), replay_history(history)
+    assert as_recorded.differences is not None
+    found = as_recorded.differences
+    return Replayed(
+        name=name,
+        history=history,
+        allocations=found.allocations,
+        other_addresses=found.other_addresses,
+        segments=found.segments + found.other_segments,
+        other_segments=found.other_segments,
+        releases=found.releases + found.other_releases,
+        other_releases=found.other_releases,
+        recorded_allocated_bytes=as_recorded.peak_allocated_bytes,
+        recorded_reserved_bytes=max(history.reserved_bytes),
+        own_reserved_bytes=own.peak_reserved_bytes,
+    )
+
+
+def print_replays(rows: list[Replayed]) -> None:
+    width = max(len(row.name) for row in rows)
+    print(f"{'history':{width}}  allocations  other  segments  other  releases  other  peak reserved  replayed")
+    for row in rows:
+        print(
+            f"{row.name:{width}}  {row.allocations:>11,}  {row.other_addresses:>5,}  {row.segments:>8,}  "
+            f"{row.other_segments:>5,}  {row.releases:>8,}  {row.other_releases:>5,}  "
+            f"{row.recorded_reserved_bytes / 2**20:>9,.0f} MiB  {row.reserved_error:+8.2%}"
+        )
+    equal = sum(row.own_reserved_bytes == row.recorded_reserved_bytes for row in rows)
+    addresses, segments, releases = (
+        sum(getattr(row, name) - getattr(row, other) for row in rows)
+        for name, other in (
+            ("allocations", "other_addresses"),
+            ("segments", "other_segments"),
+            ("releases", "other_releases"),
+        )
+    )
+    print(
+        f"\n{len(rows)} histories: {addresses:,} of {sum(row.allocations for row in rows):,} allocations at the "
+        f"recorded address, {segments:,} of {sum(row.segments for row in rows):,} segments and {releases:,} of "
+        f"{sum(row.releases for row in rows):,} releases as recorded; "
+        f"peak reserved with addresses of its own equal in {equal} of {len(rows)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--predict", action="store_true", help="predict the steps of known programs too")
+    parser.add_argument("--only", nargs="+", help="names of histories, or parts of them")
+    parser.add_argument("--save", type=Path, help="a folder for the predicted snapshots")
+    parser.add_argument("--events", action="store_true", help="and print where the events differ")
+    arguments = parser.parse_args()
+    found = [
+        (name, history)
+        for name, history in histories_in(arguments.folder)
+        if not arguments.only or any(part in name for part in arguments.only)
+    ]
+    if not found:
+        sys.exit(f"no histories in {arguments.folder}")
+    print_replays([replayed(name, history) for name, history in found])
+    if arguments.predict:
+        from shared.known_programs import predicted  # here: it imports torch
+
+        print()
+        for name, history in found:
+            for line in predicted(name, history, events=arguments.events, save=arguments.save):
+                print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""``memguard compare``: a predicted history next to a recorded one, request by request."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from lightning_memguard.cli import tables
+from lightning_memguard.cli.progress import progress
+from lightning_memguard.core.replay.compare import compare
+from lightning_memguard.core.replay.history import History, read_histories
+from lightning_memguard.errors import MemGuardError
+from lightning_memguard.report.comparison import comparison_text
+
+HELP = "compare a predicted memory snapshot with a recorded one"
+EPILOG = (
+    "Write the first with `memguard snapshot` or guard.save_snapshot, the second with torch.cuda.memory._dump_snapshot "
+    "around a step. Only plain values are read from them: a file that names a class is refused."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.add_argument("predicted", metavar="PREDICTED", help="the predicted snapshot")
+    parser.add_argument("actual", metavar="ACTUAL", help="the recorded snapshot")
+    parser.add_argument("--lines", action="store_true", help="name lines of your code in the report")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the report to a file, to attach it to an issue")
+
+
+def run(options: argparse.Namespace) -> bool:
+    """Compare, and print or write the report."""
+    with progress() as say:
+        say("reading the snapshots")
+        predicted, actual = _history(options.predicted), _history(options.actual)
+        say("comparing them")
+        found = compare(predicted, actual)
+    if not options.lines:
+        found = found.without_lines()
+    if options.json:
+        tables.print_json(asdict(found))
+        return True
+    report = comparison_text(found)
+    if options.output:
+        target = Path(options.output)
+        try:
+            target.write_text(report, encoding="utf-8")
+        except OSError as error:
+            raise MemGuardError(f"-o {target}: cannot be written ({error.strerror}).") from error
+        tables.terminal().print(f"Wrote {target}.", soft_wrap=True)
+    else:
+        tables.terminal().print(report, soft_wrap=True)
+    return True
+
+
+def _history(path: str) -> History:
+    """The history of the device that did most."""
+    return max(read_histories(path), key=lambda history: len(history.entries))

@@ -1,0 +1,148 @@
+"""What autograd's formulas do on plain tensors, where they do something else on tensor subclasses.
+
+A formula that asks `areAnyTensorSubclassLike` (aten/src/ATen/TensorSubclassLikeUtils.h) takes every tensor for a
+subclass under a dispatch mode, and then writes to a new tensor what it writes in place on plain ones, or takes a way
+that needs no values. Read in torch/csrc/autograd/FunctionsManual.cpp and aten/src/ATen/native of torch 2.11 to 2.13;
+`tests/core/capture/test_plain.py` compares what many functions allocate with PyTorch's profiler, so that it finds a
+formula that is missing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+_aten = torch.ops.aten
+
+# A formula that calls one of these on a tensor of zeros that it has just made does so in place on plain tensors.
+_IN_PLACE: dict[OpOverload, OpOverload] = {
+    _aten.scatter.src: _aten.scatter_.src,
+    _aten.scatter.value: _aten.scatter_.value,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+    _aten.index_add.default: _aten.index_add_.default,
+    _aten.index_fill.int_Scalar: _aten.index_fill_.int_Scalar,
+    _aten.index_fill.int_Tensor: _aten.index_fill_.int_Tensor,
+    _aten.index_put.default: _aten.index_put_.default,
+    _aten.masked_scatter.default: _aten.masked_scatter_.default,
+    _aten.put.default: _aten.put_.default,
+}
+# The same, of certain formulas on any tensor that they have made.
+_IN_PLACE_OF: dict[str, dict[OpOverload, OpOverload]] = {
+    "ClampBackward0": {
+        _aten.logical_and.default: _aten.logical_and_.default,
+        _aten.logical_or.default: _aten.logical_or_.default,
+    },
+    # These make a new tensor on plain tensors as well.
+    "ScatterReduceBackward0": {},
+    "IndexReduceBackward0": {},
+}
+
+
+def in_place(node: Any) -> dict[OpOverload, OpOverload]:
+    """What a node's formula calls on plain tensors in place of an operator, on tensors that it has made."""
+    return _IN_PLACE_OF.get(node.name(), _IN_PLACE)
+
+
+_Formula = Callable[..., tuple[Tensor | None, ...]]
+_FORMULAS: dict[str, _Formula] = {}
+
+
+def formula(node: Any) -> _Formula | None:
+    """How a node computes its gradients from plain tensors, where that is not what it does under a dispatch mode."""
+    return None if torch.is_grad_enabled() else _FORMULAS.get(node.name())
+
+
+def _of(*names: str) -> Callable[[_Formula], _Formula]:
+    def add(function: _Formula) -> _Formula:
+        _FORMULAS.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+@_of("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
+def _evenly_distributed(node: Any, grad: Tensor) -> tuple[Tensor]:
+    """`evenly_distribute_backward`; on the CPU as if no value were nan."""
+    x, value = node._saved_self, node._saved_result
+    if x.device.type != "cpu":
+        missing = x.isnan()
+        missing.logical_and_(value.isnan())
+        mask = (x == value).logical_or_(missing)
+        return (mask * (grad / mask.sum()),)
+    value.isnan()
+    mask = x == value
+    return (grad.new_zeros(x.shape).masked_fill_(mask, grad / mask.sum()),)
+
+
+@_of("ProdBackward0")
+def _product(node: Any, grad: Tensor) -> tuple[Tensor]:
+    """`prod_backward` of values without a zero."""
+    x, result = node._saved_self, node._saved_result
+    if x.dim() == 0:
+        return (grad,)
+    _ = x == 0
+    del _
+    return (grad * (result / x).conj(),)
+
+
+@_of("ProdBackward1")
+def _product_along(node: Any, grad: Tensor) -> tuple[Tensor]:
+    """`prod_backward` along a dimension of values without a zero."""
+    x, result, dim = node._saved_self, node._saved_result, _dimension(node)
+    if x.dim() == 0:
+        return (grad,)
+    if not node._saved_keepdim:
+        grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
+    zeros = x == 0
+    counts = zeros.sum(dim, keepdim=True)
+    counts.sum()
+    return (grad * (result / x).conj(),)
+
+
+@_of("CumprodBackward0")
+def _running_product(node: Any, grad: Tensor) -> tuple[Tensor]:
+    """`cumprod_backward` of values without a zero."""
+    x, dim = node._saved_self, _dimension(node)
+    if x.numel() <= 1 or x.shape[dim] == 1:
+        return (grad,)
+    products = node._saved_result.conj() * grad
+    zeros = x == 0
+    zeros.any()
+    return (_summed_from_the_end(products, dim).div(x.conj()),)
+
+
+def _summed_from_the_end(x: Tensor, dim: int) -> Tensor:
+    """`reversed_cumsum`; in C++, what one expression makes lives until it ends."""
+    turned = x.flip(dim)
+    summed = turned.cumsum(dim)
+    return summed.flip(dim)
+
+
+@_of("BinaryCrossEntropyWithLogitsBackward0")
+def _cross_entropy_with_logits(node: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """`binary_cross_entropy_with_logits_backward`."""
+    x, target, weight, factor = (getattr(node, f"_saved_{name}") for name in ("self", "target", "weight", "pos_weight"))
+    if factor is None:
+        found = x.sigmoid().sub_(target)
+    else:
+        scaled = factor * target
+        found = scaled.add(1).sub_(target).mul_(x.sigmoid()).sub_(scaled)
+    found.mul_(grad)
+    if weight is not None:
+        found.mul_(weight)
+    if node._saved_reduction == _MEAN:
+        found.div_(x.numel())
+    return (found,)
+
+
+_MEAN = 1  # at::Reduction::Mean
+
+
+def _dimension(node: Any) -> int:
+    """The dimension that a node saved, which counts from the end as a number of 64 bits."""
+    dim = int(node._saved_dim)
+    return dim - (1 << 64) if dim >= 1 << 63 else dim

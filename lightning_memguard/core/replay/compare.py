@@ -1,0 +1,293 @@
+"""Two histories of one step -> where they differ: which requests, by how many bytes, and what that does to the peak.
+
+The requests are aligned by their bytes, in order. A history may hold more than the step, or begin in the middle of a
+process: the stretch that the other one matches best is compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import cached_property
+from typing import NamedTuple
+
+from lightning_memguard.core.replay.history import History, Stack, line_of, operator_of
+
+_NEVER = 1 << 62
+
+
+class Request(NamedTuple):
+    """A request of a history: its bytes, its stack, and the places of the entries that made and ended it."""
+
+    nbytes: int
+    stack: Stack
+    begin: int
+    end: int = _NEVER
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Requests of one kind that only one of the two histories has, or that it holds for longer at its peak.
+
+    Attributes:
+        kind: ``"only predicted"``, ``"only actual"``, or ``"held at the peak"`` in one of the two.
+        operator: such as ``"aten::addmm"``; empty where the stack does not say.
+        line: of the code, as ``file:line:function``; empty if there is none.
+        nbytes: of each.
+        count: how many; of those held, positive if the actual history has more.
+        peak_bytes: what they add to the actual peak, less what they add to the predicted one.
+    """
+
+    kind: str
+    operator: str
+    line: str
+    nbytes: int
+    count: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A predicted and an actual step.
+
+    Attributes:
+        predicted_requests, actual_requests: how many each has.
+        equal_requests: how many of them are aligned: of equal bytes, in the same order.
+        predicted_peak_bytes, actual_peak_bytes: of what is requested.
+        predicted_before_bytes, actual_before_bytes: what was allocated when the step began.
+        differences: that explain the rest, the largest effect on the peak first.
+    """
+
+    predicted_requests: int
+    actual_requests: int
+    equal_requests: int
+    predicted_peak_bytes: int
+    actual_peak_bytes: int
+    predicted_before_bytes: int
+    actual_before_bytes: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def peak_error(self) -> float:
+        """Predicted over actual peak, less 1."""
+        return self.predicted_peak_bytes / self.actual_peak_bytes - 1 if self.actual_peak_bytes else 0.0
+
+    def without_lines(self) -> Comparison:
+        """The same without lines of code: differences at several lines are added up."""
+        added: dict[tuple[str, str, int], Difference] = {}
+        for each in self.differences:
+            key = each.kind, each.operator, each.nbytes
+            known = added.get(key, replace(each, line="", count=0, peak_bytes=0))
+            added[key] = replace(known, count=known.count + each.count, peak_bytes=known.peak_bytes + each.peak_bytes)
+        return replace(self, differences=tuple(each for each in added.values() if each.count))
+
+
+def compare(predicted: History, actual: History) -> Comparison:
+    """Compare the last step of two histories, request by request.
+
+    Args:
+        predicted: of `lightning_memguard.core.replay.snapshot.save_snapshot`, or any other.
+        actual: as recorded.
+    """
+    ours, theirs = _Step.of(predicted, _last_step(predicted)), _Step.of(actual, 0)
+    if len(ours.requests) <= len(theirs.requests):
+        theirs = theirs.only(*_best_stretch(ours.requests, theirs.requests))
+    else:
+        ours = ours.only(*_best_stretch(theirs.requests, ours.requests))
+    pairs = aligned([each.nbytes for each in ours.requests], [each.nbytes for each in theirs.requests])
+    found = _differences(ours, theirs, pairs)
+    return Comparison(
+        predicted_requests=len(ours.requests),
+        actual_requests=len(theirs.requests),
+        equal_requests=len(pairs),
+        predicted_peak_bytes=ours.peak_bytes,
+        actual_peak_bytes=theirs.peak_bytes,
+        predicted_before_bytes=ours.before_bytes,
+        actual_before_bytes=theirs.before_bytes,
+        differences=tuple(sorted(found, key=lambda each: (-abs(each.peak_bytes), -abs(each.count) * each.nbytes))),
+    )
+
+
+# -- reading the requests
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Some requests of a history in a row, and what was allocated when they began."""
+
+    requests: list[Request]
+    held: list[Request]
+
+    @classmethod
+    def of(cls, history: History, first: int) -> _Step:
+        """The requests from one entry on."""
+        table = history.stacks
+        found = [
+            Request(block.nbytes, table[block.stack] if block.stack >= 0 else (), -1)
+            for segment in history.start
+            for block in segment.blocks
+        ]
+        live = {block.address: at for at, block in enumerate(b for s in history.start for b in s.blocks)}
+        for place, entry in enumerate(history.entries):
+            if entry.action == "alloc" and entry.nbytes:
+                live[entry.address] = len(found)
+                found.append(Request(entry.nbytes, table[entry.stack] if entry.stack >= 0 else (), place))
+            elif entry.action == "free_requested" and entry.address in live:
+                at = live.pop(entry.address)
+                found[at] = found[at]._replace(end=place)
+        first = max(first, 0)
+        return cls(
+            [each for each in found if each.begin >= first], [each for each in found if each.begin < first <= each.end]
+        )
+
+    def only(self, begin: int, end: int) -> _Step:
+        """A stretch of the requests."""
+        first = self.requests[begin].begin if begin < len(self.requests) else 0
+        earlier = [each for each in (*self.held, *self.requests[:begin]) if each.end >= first]
+        return _Step(self.requests[begin:end], earlier)
+
+    @property
+    def before_bytes(self) -> int:
+        """What was allocated when the first request was made."""
+        return sum(each.nbytes for each in self.held)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was requested at once."""
+        return self._peak[0]
+
+    @property
+    def peak_at(self) -> int:
+        """The entry of the history that first reached it."""
+        return self._peak[1]
+
+    @cached_property
+    def _peak(self) -> tuple[int, int]:
+        changes: defaultdict[int, int] = defaultdict(int)
+        for each in (*self.held, *self.requests):
+            changes[each.begin] += each.nbytes
+            changes[each.end] -= each.nbytes
+        last = self.requests[-1].begin if self.requests else _NEVER
+        live, peak = 0, (0, -1)
+        for place in sorted(changes):
+            live += changes[place]
+            if live > peak[0] and place <= last and (not self.requests or place >= self.requests[0].begin):
+                peak = live, place
+        return peak
+
+    def at_peak(self, request: Request) -> bool:
+        """Whether a request is alive at the peak."""
+        return request.begin <= self.peak_at < request.end
+
+
+def _last_step(history: History) -> int:
+    """Where the last step of a predicted history begins; its stacks end with the number of the step."""
+    if not history.predicted:
+        return 0
+    steps = [_step_of(history.stacks[entry.stack]) for entry in history.entries]
+    return steps.index(max(steps))
+
+
+def _step_of(stack: Stack) -> str:
+    return stack[-1].partition(":")[0] if stack and stack[-1].startswith("step ") else ""
+
+
+_GRAM = 4  # requests in a row by which a stretch is found
+_MOST_PLACES = 32  # those that are in so many places say little
+
+
+def _best_stretch(short: Sequence[Request], long: Sequence[Request]) -> tuple[int, int]:
+    """Where the shorter history was last done in the longer one."""
+    places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for at, gram in enumerate(_grams(short)):
+        places[gram].append(at)
+    votes = Counter(
+        at - place
+        for at, gram in enumerate(_grams(long))
+        if len(places.get(gram, ())) <= _MOST_PLACES
+        for place in places.get(gram, ())
+    )
+    if not votes or len(long) < 1.5 * len(short):
+        return 0, len(long)
+    most = max(votes.values())
+    begin = max(0, *(offset for offset, count in votes.items() if count >= 0.98 * most))
+    return begin, begin + len(short)
+
+
+def _grams(requests: Sequence[Request]) -> Iterator[tuple[int, ...]]:
+    sizes = [request.nbytes for request in requests]
+    return zip(*(sizes[shift:] for shift in range(_GRAM)), strict=False)
+
+
+# -- aligning
+
+_MOST_EDITS = 3000
+
+
+def aligned(ours: Sequence[int], theirs: Sequence[int]) -> list[tuple[int, int]]:
+    """Places in both of what is equal, in order: a longest common subsequence (Myers, 1986).
+
+    >>> aligned([1, 2, 3], [1, 3, 4])
+    [(0, 0), (2, 1)]
+    """
+    furthest = {1: 0}  # by diagonal: how far into ours
+    seen: list[dict[int, int]] = []
+    for edits in range(min(len(ours) + len(theirs), _MOST_EDITS) + 1):
+        seen.append(dict(furthest))
+        for diagonal in range(-edits, edits + 1, 2):
+            down = diagonal == -edits or (diagonal != edits and furthest[diagonal - 1] < furthest[diagonal + 1])
+            at = furthest[diagonal + 1] if down else furthest[diagonal - 1] + 1
+            while at < len(ours) and at - diagonal < len(theirs) and ours[at] == theirs[at - diagonal]:
+                at += 1
+            furthest[diagonal] = at
+            if at >= len(ours) and at - diagonal >= len(theirs):
+                return _walked_back(seen, len(ours), len(theirs))
+    blocks = SequenceMatcher(None, ours, theirs).get_matching_blocks()
+    return [(block.a + shift, block.b + shift) for block in blocks for shift in range(block.size)]
+
+
+def _walked_back(seen: Sequence[dict[int, int]], mine: int, yours: int) -> list[tuple[int, int]]:
+    pairs: list[tuple[int, int]] = []
+    for edits in range(len(seen) - 1, -1, -1):
+        furthest, diagonal = seen[edits], mine - yours
+        down = diagonal == -edits or (
+            diagonal != edits and furthest.get(diagonal - 1, -1) < furthest.get(diagonal + 1, -1)
+        )
+        before = diagonal + 1 if down else diagonal - 1
+        start = furthest.get(before, 0) if edits else 0
+        least = (start if down else start + 1) if edits else 0
+        while mine > least:
+            mine, yours = mine - 1, yours - 1
+            pairs.append((mine, yours))
+        mine, yours = start, start - before
+    return pairs[::-1]
+
+
+# -- naming the differences
+
+
+def _differences(ours: _Step, theirs: _Step, pairs: Sequence[tuple[int, int]]) -> Iterator[Difference]:
+    mine, yours = {a for a, _ in pairs}, {b for _, b in pairs}
+    alone = Counter(
+        (kind, operator_of(each.stack), line_of(each.stack), each.nbytes, step.at_peak(each))
+        for kind, step, known in (("only predicted", ours, mine), ("only actual", theirs, yours))
+        for place, each in enumerate(step.requests)
+        if place not in known
+    )
+    held: Counter[tuple[str, str, int]] = Counter()
+    for a, b in pairs:
+        here, there = ours.requests[a], theirs.requests[b]
+        where = operator_of(there.stack) or operator_of(here.stack), line_of(here.stack), here.nbytes
+        held[where] += theirs.at_peak(there) - ours.at_peak(here)
+    kinds: defaultdict[tuple[str, str, str, int], list[int]] = defaultdict(lambda: [0, 0])
+    for (kind, operator, line, nbytes, at_peak), count in alone.items():
+        sign = 1 if kind == "only actual" else -1
+        kinds[kind, operator, line, nbytes][0] += count
+        kinds[kind, operator, line, nbytes][1] += sign * at_peak * count * nbytes
+    for (kind, operator, line, nbytes), (count, peak_bytes) in kinds.items():
+        yield Difference(kind, operator, line, nbytes, count, peak_bytes)
+    for (operator, line, nbytes), count in held.items():
+        if count:
+            yield Difference("held at the peak", operator, line, nbytes, count, count * nbytes)

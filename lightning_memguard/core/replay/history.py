@@ -1,0 +1,642 @@
+"""A memory snapshot -> History: what an allocator did, recorded by PyTorch or predicted, and its replay.
+
+This file changes when PyTorch changes what ``torch.cuda.memory._dump_snapshot`` writes. Read as of torch 2.0 to 2.13.
+A history usually begins in the middle of a process: what was allocated then follows from the segments at its end, by
+undoing its entries.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import re
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_memguard.core.replay.allocator import SMALL_LIMIT, SMALL_SEGMENT, Allocator, Block, Pool
+from lightning_memguard.core.replay.settings import LARGE_SEGMENT, ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings
+from lightning_memguard.errors import MemGuardError
+
+Stack = tuple[str, ...]
+"""Where a block was requested, innermost first, as ``file:line:function``."""
+
+
+class Entry(NamedTuple):
+    """One action of the allocator, by PyTorch's names; ``stack`` is an index into `History.stacks`."""
+
+    action: str
+    address: int
+    nbytes: int
+    stream: int
+    stack: int
+
+
+_RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+
+
+class HeldBlock(NamedTuple):
+    """A block that is allocated: its size is the allocator's, which may exceed what was requested."""
+
+    address: int
+    nbytes: int
+    stack: int = -1
+
+
+@dataclass(frozen=True)
+class HeldSegment:
+    """A segment, or a run of mapped pages of an expandable one, and the blocks that are allocated in it."""
+
+    address: int
+    nbytes: int
+    stream: int
+    small: bool
+    expandable: bool
+    blocks: tuple[HeldBlock, ...] = ()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the blocks."""
+        return sum(block.nbytes for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class History:
+    """What an allocator did on one device.
+
+    Attributes:
+        settings: the allocator's, as far as the snapshot says.
+        start: the segments before the first entry, by address.
+        entries: what was done, in order.
+        stacks: the table of stacks.
+        predicted: whether `lightning_memguard.core.replay.snapshot.save_snapshot` wrote it.
+    """
+
+    settings: AllocatorSettings
+    start: tuple[HeldSegment, ...]
+    entries: tuple[Entry, ...]
+    stacks: tuple[Stack, ...]
+    predicted: bool = False
+
+    @property
+    def start_bytes(self) -> int:
+        """Bytes allocated before the first entry."""
+        return sum(segment.allocated_bytes for segment in self.start)
+
+    @property
+    def start_reserved_bytes(self) -> int:
+        """Bytes reserved before the first entry."""
+        return sum(segment.nbytes for segment in self.start)
+
+    @property
+    def reserved_bytes(self) -> tuple[int, ...]:
+        """Bytes reserved before the first entry and after each."""
+        changes = (_RESERVED.get(entry.action, 0) * entry.nbytes for entry in self.entries)
+        return tuple(accumulate(changes, initial=self.start_reserved_bytes))
+
+
+# -- reading
+
+
+class _OnlyPlainValues(pickle.Unpickler):
+    """Reads dicts, lists, strings and numbers; a pickle that names a class or function could run anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise MemGuardError(
+            f"it asks for {module}.{name}; a memory snapshot holds only plain values, and nothing else is loaded."
+        )
+
+    def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
+        raise MemGuardError("it refers to objects outside of the file; a memory snapshot does not.")
+
+
+def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
+    """Read a memory snapshot: a history for each device that has one.
+
+    Args:
+        path: a pickle of ``torch.cuda.memory._dump_snapshot`` or ``guard.save_snapshot``, or the same as JSON
+            (``.json``, ``.json.gz``) with entries ``[action, addr, size, stream, index into frames]`` and a table
+            ``frames``. No class is ever loaded from it.
+
+    Raises:
+        MemGuardError: the file cannot be read, is no such snapshot, or asks for a class.
+    """
+    source = Path(path)
+    try:
+        content = source.read_bytes()
+        if source.suffix == ".gz":
+            content = gzip.decompress(content)
+        plain = content.lstrip()[:1] == b"{"
+        snapshot = json.loads(content) if plain else _OnlyPlainValues(io.BytesIO(content)).load()
+        if not isinstance(snapshot, Mapping) or "segments" not in snapshot or "device_traces" not in snapshot:
+            raise MemGuardError("it is not what torch.cuda.memory._dump_snapshot writes.")  # noqa: TRY301
+        histories = tuple(histories_of(snapshot))
+    except MemGuardError as error:
+        raise MemGuardError(f"{source} was not read: {error}") from None
+    except Exception as error:
+        raise MemGuardError(
+            f"{source} cannot be read as a memory snapshot ({type(error).__name__}: {error})."
+        ) from error
+    if not histories:
+        raise MemGuardError(
+            f"{source} holds no history; record one with torch.cuda.memory._record_memory_history() before the step."
+        )
+    return histories
+
+
+def histories_of(snapshot: Mapping[str, Any]) -> Iterator[History]:
+    """The histories in what ``torch.cuda.memory._snapshot()`` returns, one for each device that has one."""
+    stacks = _Stacks(snapshot.get("frames"))
+    settings = _settings(snapshot.get("allocator_settings") or {})
+    for device, trace in enumerate(snapshot["device_traces"]):
+        entries = [_entry(entry, stacks) for entry in trace]
+        known = tuple(entry for entry in entries if entry.action in _ACTIONS)
+        if not known:
+            continue
+        if any(tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) for segment in snapshot["segments"]):
+            raise MemGuardError("it has private pools (CUDA graphs, torch.cuda.MemPool), which are not replayed.")
+        end = [_segment(segment, stacks) for segment in snapshot["segments"] if segment.get("device", 0) == device]
+        expandable = settings.expandable_segments or any(segment.expandable for segment in end)
+        settings_here = replace(settings, expandable_segments=expandable)
+        start = _undone(end, known, Allocator(settings_here))
+        predicted = any(entry.action == "snapshot" and _is_ours(stacks.rows[entry.stack]) for entry in entries)
+        yield History(settings_here, start, known, tuple(stacks.rows), predicted)
+
+
+# What the allocator did; "snapshot" and annotations of users are left out.
+_ACTIONS = frozenset(
+    (
+        *("alloc", "free_requested", "free_completed", "oom"),
+        *("segment_alloc", "segment_free", "segment_map", "segment_unmap"),
+    )
+)
+_OURS = "predicted by lightning-memguard"
+
+
+def _is_ours(stack: Stack) -> bool:
+    return bool(stack) and stack[0].startswith(_OURS)
+
+
+class _Stacks:
+    """The stacks of a snapshot, each once."""
+
+    def __init__(self, table: Sequence[Sequence[str]] | None) -> None:
+        self.rows: list[Stack] = [tuple(stack) for stack in table or ()]
+        self._numbers = {stack: number for number, stack in enumerate(self.rows)}
+        self._seen: dict[int, int] = {}  # by identity: a pickle holds equal stacks once
+
+    def number(self, frames: int | Sequence[Mapping[str, Any]] | None) -> int:
+        if isinstance(frames, int):
+            return frames
+        if not frames:
+            return -1
+        if id(frames) not in self._seen:
+            stack = tuple(f"{frame['filename']}:{frame['line']}:{frame['name']}" for frame in frames)
+            if stack not in self._numbers:
+                self._numbers[stack] = len(self.rows)
+                self.rows.append(stack)
+            self._seen[id(frames)] = self._numbers[stack]
+        return self._seen[id(frames)]
+
+
+def _entry(entry: Any, stacks: _Stacks) -> Entry:
+    if isinstance(entry, Mapping):
+        number = stacks.number(entry.get("frames"))
+        return Entry(entry["action"], entry.get("addr", 0), entry.get("size", 0), entry.get("stream", 0), number)
+    return Entry(*entry)
+
+
+def _segment(segment: Mapping[str, Any], stacks: _Stacks) -> HeldSegment:
+    held, address = [], segment["address"]
+    for block in segment["blocks"]:
+        if block["state"] in ("active_allocated", "active_pending_free", "active_awaiting_free"):
+            frames = block["frames"] if "frames" in block else _frames_of_old(block)
+            held.append(HeldBlock(address, block["size"], stacks.number(frames)))
+        address += block["size"]
+    small, expandable = segment["segment_type"] == "small", bool(segment.get("is_expandable"))
+    where = segment["address"], segment["total_size"], segment["stream"]
+    return HeldSegment(*where, small, expandable, tuple(held))
+
+
+def _frames_of_old(block: Mapping[str, Any]) -> Any:
+    """Torch 2.0 keeps the stack of a block in its history."""
+    history = block.get("history")
+    return history[0].get("frames") if history else None
+
+
+def _settings(given: Mapping[str, Any]) -> AllocatorSettings:
+    largest = given.get("max_split_size", -1)
+    divisions = given.get("roundup_power2_divisions") or {}
+    rounded = tuple(int(value) for _, value in sorted(divisions.items(), key=lambda item: int(item[0])))
+    return AllocatorSettings(
+        expandable_segments=bool(given.get("expandable_segments", False)),
+        max_split_size_bytes=largest if 0 < largest < 1 << 62 else None,
+        garbage_collection_threshold=float(given.get("garbage_collection_threshold", 0.0)),
+        roundup_power2_divisions=rounded if len(rounded) == ROUNDUP_INTERVALS else (0,) * ROUNDUP_INTERVALS,
+    )
+
+
+# -- stacks
+
+
+def operator_of(stack: Stack) -> str:
+    """The torch operator that requested a block, such as ``"aten::addmm"``; the innermost that does more than allocate.
+
+    A recorded stack shows operators only where it was recorded with C++ frames; else this is empty.
+    """
+    names = [found[1] for frame in stack if (found := _OPERATOR.search(frame))]
+    working = [name for name in names if name not in _ONLY_ALLOCATE]
+    return f"aten::{(working or names)[0]}" if names else ""
+
+
+def line_of(stack: Stack) -> str:
+    """The innermost line of Python outside of torch, as ``file:line:function``; empty if there is none."""
+    for frame in stack:
+        file, _, rest = frame.partition(".py:")
+        if rest and not _TORCH.search(file) and not rest.endswith(_INSIDE_TORCH):
+            return frame
+    return ""
+
+
+# As `at::_ops::addmm::call` in recorded stacks, and as `aten.addmm.default` in predicted ones.
+_OPERATOR = re.compile(r"(?:at::_ops::|:aten\.)(\w+?)(?:_out)?(?:::|\.|$)")
+_ONLY_ALLOCATE = frozenset(
+    (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "zeros", "zeros_like"),
+        *("new_zeros", "zero_", "clone", "contiguous", "to", "_to_copy", "ones", "full", "fill_", "copy_"),
+    )
+)
+_TORCH = re.compile(r"[/\\](?:torch|lightning|pytorch_lightning|lightning_fabric|einops)[/\\]")
+_INSIDE_TORCH = ("_call_impl", "_wrapped_call_impl")
+
+
+# -- the state before the first entry
+
+
+def _undone(end: Sequence[HeldSegment], entries: Sequence[Entry], allocator: Allocator) -> tuple[HeldSegment, ...]:
+    """The segments before the entries, from those after them."""
+    segments = {segment.address: replace(segment, blocks=()) for segment in end}
+    live = {block.address: block for segment in end for block in segment.blocks}
+    addresses = sorted(live)
+    for action, address, nbytes, stream, _ in reversed(entries):
+        if action == "alloc" and address in live:
+            del live[address]
+            at = bisect_left(addresses, address)
+            del addresses[at]
+            if at and address not in segments and not allocator.settings.expandable_segments:
+                # Had there been free memory up to this address, it would have been taken from its start.
+                before = addresses[at - 1]
+                live[before] = live[before]._replace(nbytes=address - before)
+        elif action == "free_completed" and nbytes:
+            live[address] = HeldBlock(address, allocator.rounded(nbytes))
+            insort(addresses, address)
+        elif action == "segment_alloc":
+            segments.pop(address, None)
+        elif action == "segment_free":
+            segments[address] = HeldSegment(address, nbytes, stream, nbytes == SMALL_SEGMENT, False)
+        elif action == "segment_map":
+            _cut_out(segments, address, nbytes)
+        elif action == "segment_unmap":
+            segments[address] = HeldSegment(address, nbytes, stream, nbytes % LARGE_SEGMENT != 0, True)
+    ordered = sorted(segments.values(), key=lambda segment: segment.address)
+    return tuple(_filled(_joined(ordered), sorted(live.values()), allocator, _small_addresses(entries, allocator)))
+
+
+def _cut_out(segments: dict[int, HeldSegment], address: int, nbytes: int) -> None:
+    """Take pages out of the runs of mapped ones that have them."""
+    end = address + nbytes
+    for begin, run in tuple(segments.items()):
+        behind = begin + run.nbytes
+        if begin < end and address < behind:
+            del segments[begin]
+            if address > begin:
+                segments[begin] = replace(run, nbytes=address - begin)
+            if end < behind:
+                segments[end] = replace(run, address=end, nbytes=behind - end)
+
+
+def _joined(segments: Sequence[HeldSegment]) -> Iterator[HeldSegment]:
+    """Adjacent runs of mapped pages of one stream as one."""
+    last: HeldSegment | None = None
+    for segment in segments:
+        alike = last and last.expandable and segment.expandable
+        if last and alike and (last.stream, last.small) == (segment.stream, segment.small):
+            if last.address + last.nbytes == segment.address:
+                last = replace(last, nbytes=last.nbytes + segment.nbytes)
+                continue
+        if last:
+            yield last
+        last = segment
+    if last:
+        yield last
+
+
+def _small_addresses(entries: Sequence[Entry], allocator: Allocator) -> list[tuple[int, bool]]:
+    """Addresses of requests, and whether each came from the small pool."""
+    return sorted(
+        {
+            (entry.address, allocator.rounded(entry.nbytes) <= SMALL_LIMIT)
+            for entry in entries
+            if entry.action == "alloc"
+        }
+    )
+
+
+def _filled(
+    segments: Iterable[HeldSegment], live: Sequence[HeldBlock], allocator: Allocator, kinds: list[tuple[int, bool]]
+) -> Iterator[HeldSegment]:
+    """The segments with the blocks in them."""
+    addresses = [block.address for block in live]
+    never_split = allocator.settings.max_split_size_bytes or UNLIMITED
+    for segment in segments:
+        end = segment.address + segment.nbytes
+        inside = live[bisect_left(addresses, segment.address) : bisect_left(addresses, end)]
+        small = segment.small
+        if segment.expandable:
+            at = bisect_left(kinds, (segment.address, False))
+            if at < len(kinds) and kinds[at][0] < end:
+                small = kinds[at][1]
+        blocks = []
+        for block, after in zip(inside, [*(block.address for block in inside[1:]), end], strict=False):
+            # A free block of the large pool has more than 1 MiB: less is the rest of a block that was not split.
+            gap = after - block.address - block.nbytes
+            unsplit = not small and not segment.expandable and (gap <= SMALL_LIMIT or segment.nbytes >= never_split)
+            blocks.append(block._replace(nbytes=block.nbytes + gap) if unsplit else block)
+        yield replace(segment, small=small, blocks=tuple(blocks))
+
+
+# -- replaying
+
+
+@dataclass
+class Differences:
+    """How a replay at recorded addresses compares with the record: how much is equal, and how much is not."""
+
+    allocations: int = 0
+    other_addresses: int = 0
+    segments: int = 0
+    other_segments: int = 0
+    releases: int = 0
+    other_releases: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that is not equal."""
+        return self.other_addresses + self.other_segments + self.other_releases
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A stack whose blocks keep segments that have free memory."""
+
+    stack: Stack
+    blocks: int
+    allocated_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class HistoryReplay:
+    """What an allocator would have held while a history ran.
+
+    Attributes:
+        settings: the allocator's.
+        peak_allocated_bytes: as ``torch.cuda.max_memory_allocated()``.
+        peak_reserved_bytes: as ``torch.cuda.max_memory_reserved()``.
+        allocated_at_peak_bytes: allocated when the reserved bytes were largest.
+        cached_bytes: then, in segments without a block, which the allocator gives back when memory is short.
+        pinned_bytes: then, free within segments that hold a block: fragmentation.
+        holders: the stacks behind those blocks, the one that keeps most free bytes first.
+        retries: how often the whole cache was given back to make room.
+        out_of_memory_entry: place of the first entry that did not fit the capacity; the replay ends there.
+        differences: from the record, where its addresses were used.
+    """
+
+    settings: AllocatorSettings
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    allocated_at_peak_bytes: int = 0
+    cached_bytes: int = 0
+    pinned_bytes: int = 0
+    holders: tuple[Holder, ...] = ()
+    retries: int = 0
+    out_of_memory_entry: int | None = None
+    differences: Differences | None = None
+
+
+def replay_history(history: History, settings: AllocatorSettings | None = None) -> HistoryReplay:
+    """What an allocator with these settings would have held, with addresses of its own for new segments.
+
+    It starts from the recorded segments; with another kind of segments, from the blocks allocated then, laid out anew.
+
+    Args:
+        history: see `read_histories`.
+        settings: None for those of the record.
+    """
+    settings = settings or history.settings
+    replaying = _Replaying(history, Allocator(settings))
+    result = replaying.run()
+    at_peak = _Replaying(history, Allocator(settings))
+    at_peak.run(replaying.peak_at)
+    allocated, cached, pinned, holders = at_peak.fragmentation()
+    return replace(result, allocated_at_peak_bytes=allocated, cached_bytes=cached, pinned_bytes=pinned, holders=holders)
+
+
+def replay_as_recorded(history: History) -> HistoryReplay:
+    """What an allocator does that the device gives the recorded addresses, compared with the record."""
+    return _Replaying(history, _AtRecordedAddresses(history.settings)).run()
+
+
+class _AtRecordedAddresses(Allocator):
+    """An allocator that the device gives the recorded addresses."""
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        super().__init__(settings)
+        self.expected: list[tuple[int, int]] = []  # address and bytes of what the record reserves next
+        self.differences = Differences()
+
+    def _new_segment(self, pool: Pool, nbytes: int, mapped: bool) -> Block:
+        if self.expected:
+            self._next_address = self.expected[0][0]
+        block = super()._new_segment(pool, nbytes, mapped)
+        if mapped:
+            self._compare_reserved(nbytes)
+        return block
+
+    def _map(self, block: Block, nbytes: int) -> Block | None:
+        before = self.reserved_bytes
+        mapped = super()._map(block, nbytes)
+        self._compare_reserved(self.reserved_bytes - before)
+        return mapped
+
+    def _compare_reserved(self, nbytes: int) -> None:
+        equal = bool(self.expected) and self.expected.pop(0)[1] == nbytes
+        self.differences.segments += equal
+        self.differences.other_segments += not equal
+
+
+class _Replaying:
+    """One replay of a history."""
+
+    def __init__(self, history: History, allocator: Allocator) -> None:
+        self.history, self.allocator = history, allocator
+        self.recorded = allocator if isinstance(allocator, _AtRecordedAddresses) else None
+        self.blocks: dict[int, tuple[Block, int]] = {}  # by recorded address: the block and its stack
+        self.peak_at = -1
+        same_kind = allocator.settings.expandable_segments == history.settings.expandable_segments
+        for segment in history.start:
+            if same_kind:
+                spans = [(block.address, block.nbytes) for block in segment.blocks]
+                taken: list[Block | None] = [
+                    *allocator.adopt(segment.address, segment.nbytes, segment.stream, spans, small=segment.small)
+                ]
+            else:
+                taken = [allocator.alloc(block.nbytes, segment.stream) for block in segment.blocks]
+            for block, held in zip(taken, segment.blocks, strict=True):
+                if block is not None:
+                    self.blocks[held.address] = block, held.stack
+
+    def run(self, until: int | None = None) -> HistoryReplay:
+        """Replay all entries up to one, or to the first that does not fit the capacity."""
+        allocator, entries = self.allocator, self.history.entries
+        releases = dict(_releases(self.history))
+        used = peak_used = allocator.allocated_bytes
+        peak_reserved = allocator.reserved_bytes
+        failed: int | None = None
+        for place, (action, address, nbytes, stream, stack) in enumerate(entries):
+            if until is not None and place > until:
+                break
+            if action == "alloc":
+                block = allocator.alloc(nbytes, stream)
+                if block is None:
+                    failed = place
+                    break
+                self.blocks[address] = block, stack
+                used += block.size_bytes
+                peak_used = max(peak_used, used)
+                if allocator.reserved_bytes > peak_reserved:
+                    peak_reserved, self.peak_at = allocator.reserved_bytes, place
+                if self.recorded:
+                    self._compare(self.recorded, block, address)
+            elif action == "free_requested" and address in self.blocks:
+                used -= self.blocks[address][0].size_bytes
+            elif action == "free_completed" and address in self.blocks:
+                allocator.free(self.blocks.pop(address)[0])
+            elif action in _RESERVING and self.recorded:
+                self.recorded.expected.append((address, nbytes))
+            elif place in releases:
+                self._release(entries[place : releases[place].end], releases[place])
+        differences = self.recorded.differences if self.recorded else None
+        return HistoryReplay(
+            allocator.settings,
+            peak_used,
+            peak_reserved,
+            retries=allocator.retries,
+            out_of_memory_entry=failed,
+            differences=differences,
+        )
+
+    def _compare(self, recorded: _AtRecordedAddresses, block: Block, address: int) -> None:
+        differences = recorded.differences
+        differences.allocations += 1
+        differences.other_addresses += block.address != address and block.size_bytes > 0
+        differences.other_segments += len(recorded.expected)
+        recorded.expected.clear()
+
+    def _release(self, entries: Sequence[Entry], release: _Release) -> None:
+        recorded, settings = self.recorded, self.allocator.settings
+        if recorded is None:
+            if not (release.under_pressure and settings.capacity_bytes):
+                self.allocator.empty_cache()
+            return
+        differences = recorded.differences
+        if settings.expandable_segments:
+            before = recorded.reserved_bytes
+            recorded.empty_cache()
+            equal = before - recorded.reserved_bytes == sum(entry.nbytes for entry in entries)
+            differences.releases += equal * len(entries)
+            differences.other_releases += (not equal) * len(entries)
+            return
+        free = {segment.address: segment.total_bytes for segment in recorded.segments() if _is_free(segment.blocks)}
+        equal_ones = [entry.address for entry in entries if free.pop(entry.address, None) == entry.nbytes]
+        differences.releases += len(equal_ones)
+        differences.other_releases += len(entries) - len(equal_ones)
+        if release.is_whole:
+            differences.other_releases += len(free)
+        recorded.release(equal_ones)
+
+    def fragmentation(self) -> tuple[int, int, int, tuple[Holder, ...]]:
+        """Bytes allocated, cached in free segments, and free in others; and the stacks that keep the latter."""
+        stacks = {block.address: stack for block, stack in self.blocks.values()}
+        cached = pinned = 0
+        held: defaultdict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0])
+        for segment in self.allocator.segments():
+            taken = [block for block in segment.blocks if block.allocated]
+            free = segment.total_bytes - sum(block.size_bytes for block in taken)
+            if not taken:
+                cached += free
+                continue
+            pinned += free
+            for block in taken:
+                row = held[stacks.get(block.address, -1)]
+                row[0] += 1
+                row[1] += block.size_bytes
+                row[2] += free / len(taken)
+        table = self.history.stacks
+        holders = sorted(
+            (
+                Holder(table[stack] if stack >= 0 else (), int(blocks), int(nbytes), round(free))
+                for stack, (blocks, nbytes, free) in held.items()
+                if free
+            ),
+            key=lambda holder: -holder.free_bytes,
+        )
+        return self.allocator.allocated_bytes, cached, pinned, tuple(holders)
+
+
+_RESERVING = frozenset(action for action, sign in _RESERVED.items() if sign > 0)
+_RELEASING = frozenset(action for action, sign in _RESERVED.items() if sign < 0)
+
+
+class _Release(NamedTuple):
+    """A run of entries that give segments or pages back: up to ``end``, and why."""
+
+    end: int
+    under_pressure: bool
+    is_whole: bool
+
+
+def _releases(history: History) -> Iterator[tuple[int, _Release]]:
+    """The runs of releases by their first entry.
+
+    ``torch.cuda.empty_cache`` leaves the same entries as an allocator that makes room for a request. It was the latter
+    if a reservation follows at once that was more than the process ever had without releasing.
+    """
+    entries, settings, reserved = history.entries, history.settings, history.reserved_bytes
+    most = max(reserved)
+    partly = settings.max_split_size_bytes is not None or settings.garbage_collection_threshold > 0
+    place = 0
+    while place < len(entries):
+        if entries[place].action not in _RELEASING:
+            place += 1
+            continue
+        end = place
+        while end < len(entries) and entries[end].action in _RELEASING:
+            end += 1
+        after = entries[end] if end < len(entries) else None
+        short = after is not None and (
+            after.action == "oom" or (after.action in _RESERVING and reserved[place] + after.nbytes > most)
+        )
+        yield place, _Release(end, short, is_whole=place > 0 and not partly)
+        place = end
+
+
+def _is_free(blocks: Sequence[Block]) -> bool:
+    return len(blocks) == 1 and not blocks[0].allocated

@@ -1,0 +1,105 @@
+"""A predicted and an actual step are compared request by request."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_memguard.core.replay.compare import aligned, compare
+from lightning_memguard.core.replay.history import History, histories_of
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.replay.snapshot import snapshot
+from lightning_memguard.core.trace.trace import Event, Trace
+from lightning_memguard.report.comparison import comparison_text
+
+KIB = 1024
+
+
+def history(*steps: list[tuple[int, str]], start: int = 0, code: str = "model.py:7:forward") -> History:
+    """Steps whose requests are all held to their ends, as a snapshot has them."""
+    events = [Event("alloc", 0, start, "parameters", "setup")] if start else []
+    for step, requests in enumerate(steps):
+        taken = [
+            Event(
+                "alloc", 1000 * (step + 1) + place, size, "activations", "forward", step, "net", operator, 0, "", code
+            )
+            for place, (size, operator) in enumerate(requests)
+        ]
+        events += [*taken, *(each._replace(action="free") for each in taken)]
+    (found,) = histories_of(snapshot(Trace(8, "cuda", "fake", tuple(events)), AllocatorSettings()))
+    return found
+
+
+def recorded(found: History) -> History:
+    return replace(found, predicted=False)
+
+
+STEP = [((place % 7 + 1) * 4 * KIB, f"aten.op{place % 5}.default") for place in range(60)]
+MORE = (64 * KIB, "aten.scatter_.src")
+
+
+def test_equal_steps_have_no_difference() -> None:
+    found = compare(history(STEP, STEP, start=MORE[0]), recorded(history(STEP, STEP, STEP, start=MORE[0])))
+    assert found.differences == ()
+    assert found.equal_requests == found.predicted_requests == found.actual_requests == len(STEP)
+    assert found.predicted_peak_bytes == found.actual_peak_bytes == MORE[0] + sum(size for size, _ in STEP)
+    assert found.predicted_before_bytes == MORE[0]
+
+
+def test_a_request_that_only_one_has_is_named_with_its_effect_on_the_peak() -> None:
+    longer = [*STEP[:30], MORE, *STEP[30:]]
+    (difference,) = compare(history(STEP, longer), recorded(history(STEP))).differences
+    assert (difference.kind, difference.operator) == ("only predicted", "aten::scatter_")
+    assert (difference.nbytes, difference.count, difference.peak_bytes) == (MORE[0], 1, -MORE[0])
+    (difference,) = compare(history(STEP, STEP), recorded(history(longer))).differences
+    assert (difference.kind, difference.peak_bytes) == ("only actual", MORE[0])
+
+
+def test_what_one_of_them_holds_for_longer_is_named() -> None:
+    def held(until_the_end: bool) -> History:
+        first, *others = (Event("alloc", place, size) for place, size in enumerate((MORE[0], KIB, MORE[0])))
+        freed = first._replace(action="free")
+        events = (first, *others, freed) if until_the_end else (first, freed, *others)
+        (found,) = histories_of(snapshot(Trace(8, "cuda", "fake", events), AllocatorSettings()))
+        return recorded(found)
+
+    (difference,) = compare(held(False), held(True)).differences
+    assert (difference.kind, difference.nbytes, difference.peak_bytes) == ("held at the peak", MORE[0], MORE[0])
+
+
+def test_the_report_has_code_only_where_it_is_asked_for() -> None:
+    secret = "/home/someone/secret.py:3:forward"
+    found = compare(history(STEP, [*STEP, MORE], code=secret), recorded(history(STEP, code=secret)))
+    assert "secret.py" in comparison_text(found)
+    text = comparison_text(found.without_lines())
+    assert "secret" not in text
+    assert "1 x 65,536 B, aten::scatter_: predicted, but not requested; peak -65,536" in text
+
+
+def test_the_longest_common_subsequence_is_found() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        ours, theirs = ([draw.randrange(4) for _ in range(draw.randrange(15))] for _ in range(2))
+        pairs = aligned(ours, theirs)
+        assert all(ours[a] == theirs[b] for a, b in pairs)
+        assert all(
+            first[0] < second[0] and first[1] < second[1] for first, second in zip(pairs, pairs[1:], strict=False)
+        )
+        assert len(pairs) == longest(ours, theirs)
+
+
+def longest(ours: list[int], theirs: list[int]) -> int:
+    table: Any = [[0] * (len(theirs) + 1) for _ in range(len(ours) + 1)]
+    for a, mine in enumerate(ours):
+        for b, yours in enumerate(theirs):
+            table[a + 1][b + 1] = table[a][b] + 1 if mine == yours else max(table[a][b + 1], table[a + 1][b])
+    return int(table[-1][-1])
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_histories_with_almost_nothing_are_compared(count: int) -> None:
+    found = compare(history(STEP[:1]), recorded(history(STEP[:count] or [(0, "")], start=512)))
+    assert found.equal_requests == count
