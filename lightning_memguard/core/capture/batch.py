@@ -164,8 +164,8 @@ class Draws(Protocol):
     def has(self, batch_size: int) -> bool:
         """Whether there are batches of this size."""
 
-    def batch(self, batch_size: int, draw: int, index: int) -> Any:
-        """The batch of a draw at a place in it; those of draw 0 are all the same."""
+    def batch(self, batch_size: int, draw: int) -> Any:
+        """The batch of a draw, the same each time."""
 
 
 @dataclass(frozen=True)
@@ -212,18 +212,18 @@ class Batches:
         return _Scaler(self, batch_size, device).scale(self.small, self.large)
 
     def drawn(self, batch_size: int) -> Any:
-        """One of the two batches of the draw, on the CPU."""
+        """The batch of the draw, on the CPU."""
         assert self.draws is not None
         with unset_fake_temporarily():
-            return self.draws.batch(batch_size, self.draw, self.draw % 2)
+            return self.draws.batch(batch_size, self.draw)
 
-    def real(self, batch_size: int, device: torch.device, index: int = 0) -> Any:
+    def real(self, batch_size: int, device: torch.device) -> Any:
         """A batch of real tensors: one of samples that were drawn, at a place in the draw.
 
         Where there is none of this size, the example's values are repeated or cut; those that count samples go on.
         """
         if self.draws is not None and self.draws.has(batch_size):
-            batch = self.draws.batch(batch_size, self.draw, index)
+            batch = self.draws.batch(batch_size, self.draw)
             return batch if device.type == "cpu" else map_tensors(batch, lambda tensor: tensor.to(device))
         return _Scaler(self, batch_size, device, real=True).scale(self.small, self.large)
 

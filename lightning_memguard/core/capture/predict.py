@@ -454,14 +454,15 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
         first = capture(program, size, "real")
         larger = batch_size > size and program.is_real_at(batch_size) and _may_run([first], batch_size)
         size = batch_size if larger else size
-        drawn = _of_draws(captures, program, size, "real", SHARED_DRAWS)
-        shares = [trace.shares for trace in (drawn[0], drawn[len(drawn) // 2], drawn[-1])]
-        if not any(shares):
-            return None
-        if worst.draws:
-            draws = tuple(replace(draw, shares=each) for draw in worst.draws for each in dict.fromkeys(shares))
+        if worst.draws:  # each has its own batches
+            drawn = [capture(program, size, "real", draw) for draw in worst.draws]
+            draws = tuple(replace(draw, shares=trace.shares) for draw, trace in zip(worst.draws, drawn, strict=True))
         else:
+            drawn = [*_of_draws(captures, program, size, "real", SHARED_DRAWS)]
+            shares = [trace.shares for trace in (drawn[0], drawn[len(drawn) // 2], drawn[-1])]
             draws = tuple(Draw(shares=each) for each in dict.fromkeys(shares))
+        if not any(draw.shares for draw in draws):
+            return None
         note = (
             f"results whose size depends on values are as large as in {len(drawn)} draws of real batches of {size}; "
             "larger ones are possible"

@@ -259,7 +259,7 @@ class LoopProgram(Program):
                 else:
                     module_copy.eval()
                     with torch.no_grad():
-                        self._step(recorder, module_copy, self._next_batch(recorder, batch_size, fake, 0))
+                        self._step(recorder, module_copy, self._next_batch(recorder, batch_size, fake))
 
     def run_states(self, recorder: Recorder) -> None:
         """See `Program.run_states`."""
@@ -280,11 +280,11 @@ class LoopProgram(Program):
         dtype = _TRUE.get(self.precision)
         return module_copy.to(dtype) if dtype else module_copy
 
-    def _next_batch(self, recorder: Recorder, batch_size: int, fake: bool, index: int) -> Any:
+    def _next_batch(self, recorder: Recorder, batch_size: int, fake: bool) -> Any:
         recorder.mark("transfer")
         device = device_to_run_on(self, fake=fake)
         with recorder.paused():
-            batch = self.batches.fake(batch_size, device) if fake else self.batches.real(batch_size, device, index)
+            batch = (self.batches.fake if fake else self.batches.real)(batch_size, device)
         recorder.label(tensors_in(batch), "batch")
         return batch
 
@@ -309,7 +309,7 @@ class LoopProgram(Program):
                 break
             recorder.mark("zero_grad", step=index)
             module_copy.zero_grad()
-            batch = self._next_batch(recorder, batch_size, fake, index)  # alive until the next, as a loop variable is
+            batch = self._next_batch(recorder, batch_size, fake)  # alive until the next, as a loop variable is
             loss = self._step(recorder, module_copy, batch, first=index == 0)
             recorder.mark("backward")
             loss.backward()

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
-_COMPOSED_BELOW_AUTOGRAD = torch._C.DispatchKey.CompositeExplicitAutograd
 _DISTANCES = torch.ops.aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 _ACTIVATION_PHASES = ("forward", "transfer")
 
@@ -218,12 +217,10 @@ class Recorder(TorchDispatchMode):
         written = in_place(func)
         if (written is not None and self._is_of_this_node(args[0])) or self._is_bias_of_linear(func, args):
             func = written or _aten.add_.Tensor
-        if torch.is_inference_mode_enabled() and _is_composed(func):
-            with self:  # elsewhere autograd decomposes it before
-                return func._op_dk(_COMPOSED, *args, **kwargs)
-        if func is _DISTANCES:
+        calls_others = _dispatched_by(func)
+        if calls_others is not None:
             with self:
-                return func._op_dk(_COMPOSED_BELOW_AUTOGRAD, *args, **kwargs)
+                return func._op_dk(calls_others, *args, **kwargs)
         if fake.only_writes(func, args):
             forget_written(func, args, kwargs)
             self._note(func, args, kwargs, None)
@@ -432,6 +429,16 @@ _AUTOTUNED = (
     "result of the largest matrix product or convolution"
 )
 _TIMED = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution_pointwise", "_mkl_linear"))
+
+
+def _dispatched_by(func: OpOverload) -> torch._C.DispatchKey | None:
+    """Of an operator that reaches the recorder though its kernel calls others: the key of that kernel.
+
+    In inference mode autograd decomposes none, as elsewhere ``conv2d``.
+    """
+    if func is _DISTANCES:
+        return torch._C.DispatchKey.CompositeExplicitAutograd
+    return _COMPOSED if torch.is_inference_mode_enabled() and _is_composed(func) else None
 
 
 @functools.cache

@@ -424,14 +424,14 @@ class EndlessLoader:
         for index in itertools.count() if self.program.trains else range(_EVALUATED):
             if self.marker.ends_before(index):
                 return
-            yield self._batch(index)
+            yield self._batch()
 
-    def _batch(self, index: int) -> object:
+    def _batch(self) -> object:
         recorder, device = self.marker.recorder, torch.device("cpu")
         recorder.mark("transfer")
         with recorder.paused():
             size, batches = self.batch_size, self.batches
-            batch = batches.fake(size, device) if self.fake else batches.real(size, device, index)
+            batch = (batches.fake if self.fake else batches.real)(size, device)
         recorder.label(tensors_in(batch), "batch")
         return batch
 

@@ -46,11 +46,10 @@ class CollatedDraws(Draws):
         """See `Draws.has`."""
         return batch_size % self.unit == 0
 
-    def batch(self, batch_size: int, draw: int, index: int) -> Any:
+    def batch(self, batch_size: int, draw: int) -> Any:
         """See `Draws.batch`."""
         count = batch_size // self.unit * self.factor
-        number = 2 * draw + index if draw else 0
-        chosen = self._in_order(count, number) if self.in_order else self._by_chance(count, number)
+        chosen = self._in_order(count, draw) if self.in_order else self._by_chance(count, draw)
         if draw < _LARGEST_IN:
             known = set(map(id, chosen))
             missing = [each for each in self.largest[: max(1, count // 2)] if id(each) not in known]
@@ -79,11 +78,10 @@ class TakenDraws(Draws):
         """See `Draws.has`."""
         return batch_size in self.batches
 
-    def batch(self, batch_size: int, draw: int, index: int) -> Any:
+    def batch(self, batch_size: int, draw: int) -> Any:
         """See `Draws.batch`."""
         known = self.batches[batch_size]
-        batch = known[(2 * draw + index if draw else 0) % len(known)]
-        return map_tensors(batch, lambda tensor: tensor.clone())
+        return map_tensors(known[draw % len(known)], lambda tensor: tensor.clone())
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,9 @@ class ArrangedDraws(Draws):
         """See `Draws.has`."""
         return all(draws.has(batch_size) for draws in self.each)
 
-    def batch(self, batch_size: int, draw: int, index: int) -> Any:
+    def batch(self, batch_size: int, draw: int) -> Any:
         """See `Draws.batch`."""
-        return arrange(self.combined, [draws.batch(batch_size, draw, index) for draws in self.each])
+        return arrange(self.combined, [draws.batch(batch_size, draw) for draws in self.each])
 
 
 def _apart_from(samples: Sequence[Any], batch: Any) -> Any:

@@ -473,7 +473,7 @@ class Drawn:
     def has(self, batch_size: int) -> bool:
         return True
 
-    def batch(self, batch_size: int, draw: int, index: int) -> torch.Tensor:
+    def batch(self, batch_size: int, draw: int) -> torch.Tensor:
         batch = torch.ones(batch_size, 4)
         batch[0, 0] = draw
         return batch
