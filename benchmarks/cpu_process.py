@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_memguard import MemGuard
 from lightning_memguard.core.device.malloc import return_freed_memory
 from lightning_memguard.core.device.process import process_bytes
-from shared.truth import quieten
+from shared.truth import QUIET, quieten
 from shared.zoo import Supervised, vectors
 
 _MIB = 1 << 20
@@ -87,8 +87,7 @@ def objects(threads: int) -> float:
     torch.set_num_threads(threads)
     return_freed_memory(torch.device("cpu"))
     module = Supervised(torch.nn.Linear(16, 10), "adam", torch.nn.functional.cross_entropy)
-    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(accelerator="cpu", max_steps=2, enable_model_summary=False, **silent)
+    trainer = pl.Trainer(accelerator="cpu", max_steps=2, **QUIET)
     watch = Objects()
     trainer.callbacks += [watch, MemGuard(max_batch_size=8)]
     with Path(os.devnull).open("w") as nothing:
