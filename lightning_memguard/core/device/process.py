@@ -12,6 +12,9 @@ OBJECTS_BYTES = 4 * MIB
 """Objects of Python's, threads, what is first imported meanwhile: 2.6 to 3.9 MiB from `setup` to the second step
 (`benchmarks/cpu_process.py`, which reproduces the figures below as well)."""
 
+LESS = ((0, 0, OBJECTS_BYTES), 0)
+"""What of it is counted at the smallest batch size, where all of it leaves no room: that alone refuses no training."""
+
 _PRODUCTS_BYTES = 2 * MIB  # for each thread, besides the panel
 
 # MKL's sgemm copies panels of the right-hand matrix into buffers that it keeps (recorded on AVX-512, torch 2.13).

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import without_memory
-from lightning_memguard.core.decision.decision import Budget, Decision, Limits, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide
+from lightning_memguard.core.device.process import LESS
 from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -114,10 +115,27 @@ def _plan(subject: Subject, device: str, limits: Limits) -> Plan:
     largest, too_large = None, None
     if not reason:
         try:
-            largest, _ = largest_that_runs(prediction, budget, request)
+            largest = _largest(prediction, budget, request)
         except DoesNotFitError as error:
             reason, too_large = str(error), error.with_traceback(None)  # which would hold on to the search
     return Plan(asked, footprint, budget, largest, prediction, reason, too_large=too_large)
+
+
+def _largest(prediction: Prediction, budget: Budget, request: Request) -> Decision:
+    """As a run chooses; see `_choose` in `lightning_memguard.training.run.tune`."""
+    try:
+        return largest_that_runs(prediction, budget, request)[0]
+    except DoesNotFitError as error:
+        failure = error
+    smallest = replace(request, max_batch_size=request.smallest_batch_size)
+    for context in LESS if prediction.program.device.type == "cpu" else ():
+        try:
+            decision, _ = largest_that_runs(replace(prediction, context_bytes=context), budget, smallest)
+        except DoesNotFitError as error:
+            failure = error
+        else:
+            return replace(decision, limited_by="memory")
+    raise failure
 
 
 def _why_one_size(prediction: Prediction) -> str:
