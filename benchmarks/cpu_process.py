@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.device.malloc import return_freed_memory
-from lightning_memguard.core.device.process import process_bytes
+from lightning_memguard.core.device.process import OBJECTS_BYTES, process_bytes
 from shared.truth import QUIET, quieten
 from shared.zoo import Supervised, vectors
 
@@ -101,13 +101,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
     for threads in arguments.threads:
-        nothing = process_bytes([], threads)[2] / _MIB
         taken = [in_a_process(lambda: objects(threads)) for _ in range(3)]  # noqa: B023 - it is called here
         print(f"{threads} threads: objects {statistics.median(taken):.2f} (of {min(taken):.2f} to {max(taken):.2f})")
         print(f"{'inputs':>8} {'outputs':>8} {'at most':>8}   kept at {', '.join(map(str, _ROWS))} rows")
         for inputs, outputs in _LAYERS:
             most = process_bytes([torch.empty(outputs, inputs, device="meta")], threads)[2] / _MIB
-            most -= nothing - 2 * threads  # the objects
+            most -= OBJECTS_BYTES / _MIB
             kept = [
                 in_a_process(lambda: products(threads, rows, inputs, outputs))  # noqa: B023
                 for rows in _ROWS

@@ -364,7 +364,7 @@ class Leftovers:
 
 
 def _missing_history(optimizer: Optimizer) -> int:
-    """Bytes of the entries that lists in an optimizer's state lack, and of a new one that is made before the oldest goes.
+    """Bytes of the entries that lists in an optimizer's state lack, and of one that is made before the oldest goes.
 
     LBFGS may also throw the new one away, and holds it to the end of its iteration (`ys > 1e-10` in lbfgs.py).
     """

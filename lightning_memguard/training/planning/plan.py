@@ -6,6 +6,7 @@ read once, then predicted for each device.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -125,17 +126,18 @@ def _largest(prediction: Prediction, budget: Budget, request: Request) -> Decisi
     """As a run chooses; see `_choose` in `lightning_memguard.training.run.tune`."""
     try:
         return largest_that_runs(prediction, budget, request)[0]
-    except DoesNotFitError as error:
-        failure = error
-    smallest = replace(request, max_batch_size=request.smallest_batch_size)
-    for context in LESS if prediction.program.device.type == "cpu" else ():
-        try:
-            decision, _ = largest_that_runs(replace(prediction, context_bytes=context), budget, smallest)
-        except DoesNotFitError as error:
-            failure = error
-        else:
-            return replace(decision, limited_by="memory")
-    raise failure
+    except DoesNotFitError:
+        if prediction.program.device.type != "cpu":
+            raise
+
+    def at_smallest(context_bytes: int | tuple[int, int, int]) -> Decision:
+        smallest = replace(request, max_batch_size=request.smallest_batch_size)
+        decision, _ = largest_that_runs(replace(prediction, context_bytes=context_bytes), budget, smallest)
+        return replace(decision, limited_by="memory")
+
+    with contextlib.suppress(DoesNotFitError):
+        return at_smallest(LESS)
+    return at_smallest(0)
 
 
 def _why_one_size(prediction: Prediction) -> str:

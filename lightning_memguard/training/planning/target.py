@@ -50,7 +50,7 @@ def check_device(name: str) -> torch.device | None:
 
 
 def target_of(name: str, model: nn.Module | None = None) -> Target:
-    """What to predict for a model on a device; see ``device`` of `lightning_memguard.training.planning.estimate.estimate`.
+    """What to predict for a model; see ``device`` of `lightning_memguard.training.planning.estimate.estimate`.
 
     Raises:
         MemGuardError: it is neither a device of torch's that trains nor a GPU of the catalogue.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -81,18 +82,19 @@ def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
     """
     try:
         return choose(profile, ranks, planner)
-    except DoesNotFitError as error:
-        failure = error
-    asked = profile.request
-    smallest = replace(profile, request=replace(asked, max_batch_size=asked.smallest_batch_size))
-    for context in LESS if profile.facts.device.type == "cpu" else ():
-        try:
-            decision, chosen = choose(smallest.with_context(context), ranks, planner)
-        except DoesNotFitError as error:
-            failure = error
-        else:
-            return replace(decision, limited_by="memory"), replace(chosen, request=asked)
-    raise failure
+    except DoesNotFitError:
+        if profile.facts.device.type != "cpu":
+            raise
+
+    def at_smallest(context_bytes: int | tuple[int, int, int]) -> Chosen:
+        asked = profile.request
+        smallest = replace(profile, request=replace(asked, max_batch_size=asked.smallest_batch_size))
+        decision, chosen = choose(smallest.with_context(context_bytes), ranks, planner)
+        return replace(decision, limited_by="memory"), replace(chosen, request=asked)
+
+    with contextlib.suppress(DoesNotFitError):
+        return at_smallest(LESS)
+    return at_smallest(0)
 
 
 def _common(request: Request, answers: Sequence[tuple[bool, str]]) -> Request:
