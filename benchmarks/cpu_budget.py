@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from shared.truth import quieten
+from shared.truth import QUIET, quieten
 from shared.zoo import CASES, GPT, Case, language_model, next_tokens
 
 _MIB = 1 << 20
@@ -218,6 +218,7 @@ def trainer_of(case: Case, folder: str, extras: tuple[str, ...], *callbacks: pl.
     from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
     logger = TensorBoardLogger(folder) if "tensorboard" in extras else CSVLogger(folder) if "csv" in extras else False
+    settings = {**QUIET, "logger": logger, **case.trainer_kwargs}
     return pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -225,13 +226,9 @@ def trainer_of(case: Case, folder: str, extras: tuple[str, ...], *callbacks: pl.
         limit_train_batches=_STEPS,
         limit_val_batches=2,
         log_every_n_steps=1,
-        logger=logger,
         default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[*callbacks, *([Saving()] if "save" in extras else [])],
-        **case.trainer_kwargs,
+        **settings,
     )
 
 

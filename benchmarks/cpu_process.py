@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.device.malloc import return_freed_memory
-from lightning_memguard.core.device.process import process_bytes
-from shared.truth import quieten
+from lightning_memguard.core.device.process import OBJECTS_BYTES, process_bytes
+from shared.truth import QUIET, quieten
 from shared.zoo import Supervised, vectors
 
 _MIB = 1 << 20
@@ -87,8 +87,7 @@ def objects(threads: int) -> float:
     torch.set_num_threads(threads)
     return_freed_memory(torch.device("cpu"))
     module = Supervised(torch.nn.Linear(16, 10), "adam", torch.nn.functional.cross_entropy)
-    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(accelerator="cpu", max_steps=2, enable_model_summary=False, **silent)
+    trainer = pl.Trainer(accelerator="cpu", max_steps=2, **QUIET)
     watch = Objects()
     trainer.callbacks += [watch, MemGuard(max_batch_size=8)]
     with Path(os.devnull).open("w") as nothing:
@@ -102,13 +101,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
     for threads in arguments.threads:
-        nothing = process_bytes([], threads)[2] / _MIB
         taken = [in_a_process(lambda: objects(threads)) for _ in range(3)]  # noqa: B023 - it is called here
         print(f"{threads} threads: objects {statistics.median(taken):.2f} (of {min(taken):.2f} to {max(taken):.2f})")
         print(f"{'inputs':>8} {'outputs':>8} {'at most':>8}   kept at {', '.join(map(str, _ROWS))} rows")
         for inputs, outputs in _LAYERS:
             most = process_bytes([torch.empty(outputs, inputs, device="meta")], threads)[2] / _MIB
-            most -= nothing - 2 * threads  # the objects
+            most -= OBJECTS_BYTES / _MIB
             kept = [
                 in_a_process(lambda: products(threads, rows, inputs, outputs))  # noqa: B023
                 for rows in _ROWS

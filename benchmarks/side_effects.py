@@ -39,6 +39,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
+from shared.truth import QUIET
 
 SAMPLES, BATCH_SIZE = 24, 6
 SECONDS_AT_MOST = 150
@@ -409,10 +410,7 @@ def train(kind: type[Effect], guarded: bool) -> str:
         accelerator="cpu",
         max_epochs=1,
         callbacks=[*([guard] if guarded else []), *others],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     try:
         trainer.fit(module, DataLoader(TensorDataset(torch.ones(SAMPLES, 4)), batch_size=BATCH_SIZE))

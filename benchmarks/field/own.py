@@ -374,10 +374,19 @@ def lbfgs_grows() -> Run:
     )
 
 
-@pattern(steps=12, sizes=(16, 64))
+@pattern(steps=104, sizes=(16, 64))
 def lbfgs_default_history() -> Run:
+    """It is full after 101 steps."""
     return Run(
         lambda: Step(mlp(64, 256, 1), regress, lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=1)), regression(64)
+    )
+
+
+@pattern(steps=100, sizes=(16, 64))
+def lbfgs_short_history() -> Run:
+    return Run(
+        lambda: Step(mlp(64, 256, 1), regress, lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=1, history_size=10)),
+        regression(64),
     )
 
 
@@ -696,6 +705,27 @@ def growing_queue() -> Run:
             return F.cross_entropy(self.network[-1](z), y) + (z @ torch.cat(self.bank).t()).logsumexp(1).mean() * 0.01
 
     return Run(lambda: Bank(mlp(64), None), vectors(64))
+
+
+@pattern(sizes=(16, 64), steps=40)
+def outputs_of_an_epoch() -> Run:
+    """Kept until its end, as `training_epoch_end` was given them."""
+
+    class Keeping(Step):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.outputs: list[Tensor] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            logits = self.network(x)
+            self.outputs.append(logits.detach())
+            return F.cross_entropy(logits, y)
+
+        def on_train_epoch_end(self) -> None:
+            self.outputs.clear()
+
+    return Run(lambda: Keeping(mlp(64, 256, 1000), None), vectors(64, 1000))
 
 
 @pattern(sizes=(16, 64))

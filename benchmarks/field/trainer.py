@@ -148,7 +148,7 @@ def metrics_and_validation() -> Run:
     return Run(lambda: Measured(mlp(64, 384), None), vectors(64))
 
 
-@pattern("torchmetrics", sizes=(16, 64), steps=6)
+@pattern("torchmetrics", sizes=(16, 64), steps=40)
 def metric_that_keeps_batches() -> Run:
     """An exact AUROC keeps all scores of the epoch."""
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
+from shared.truth import QUIET
 
 SAMPLES = 256
 
@@ -75,9 +76,8 @@ def loader(**settings: Any) -> DataLoader[Any]:
 
 def fit(out: Path, data: DataLoader[Any] | None = None, module: Net | None = None, **settings: Any) -> None:
     """One guarded fit of one epoch."""
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     callbacks = [Tell(out), MemGuard(max_batch_size=32), *settings.pop("callbacks", [])]
-    settings = {**quiet, "accelerator": "cpu", "max_epochs": 1, "enable_checkpointing": False, **settings}
+    settings = {**QUIET, "accelerator": "cpu", "max_epochs": 1, **settings}
     trainer = pl.Trainer(**settings, callbacks=callbacks)
     trainer.fit(module or Net(), loader() if data is None else data)
 

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_memguard.cli.main import BAD_USE, DOES_NOT_FIT, FITS, main
+from lightning_memguard.core.device.process import process_bytes
+from lightning_memguard.units import MIB
 
 NET = ["net:Net", "--args", "width=64"]
 DATA = ["--datamodule", "net:Data"]
@@ -118,15 +121,20 @@ def test_a_plan_says_for_each_device_whether_it_fits_and_the_largest_batch(capsy
     assert cpu["asked"]["parts_bytes"]["optimizer_state"] > 2 * cpu["asked"]["parts_bytes"]["parameters"] - 1
 
 
-def test_a_plan_is_what_the_callback_would_decide_by_the_tensors_alone(capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("leaves_room", [True, False])
+def test_a_plan_is_what_the_callback_would_decide(capsys, leaves_room: bool) -> None:
+    """Where what the process takes besides tensors leaves no room, that is the smallest batch."""
     import pytorch_lightning as pl
 
     from lightning_memguard import MemGuard
     from lightning_memguard.cli.target import load
 
-    answer = answered(capsys, "plan", *NET, *DATA, "--device", "cpu", "--budget", "300KiB")
-    monkeypatch.setattr("lightning_memguard.training.run.profile.process_bytes", lambda *_: 0)
-    guard = MemGuard(budget="300KiB")
+    outside = process_bytes([torch.empty(64, 64)], torch.get_num_threads())[2]
+    budget = str((outside if leaves_room else 0) + 300 * 1024)
+    status = FITS if leaves_room else DOES_NOT_FIT
+    arguments = ("plan", *NET, *DATA, "--device", "cpu", "--budget", budget, "--margin", "0")
+    answer = answered(capsys, *arguments, status=status)
+    guard = MemGuard(budget=int(budget), margin=0.0)
     trainer = pl.Trainer(
         accelerator="cpu",
         callbacks=[guard],
@@ -139,6 +147,8 @@ def test_a_plan_is_what_the_callback_would_decide_by_the_tensors_alone(capsys, m
     trainer.fit(load("net:Net")(64), datamodule=load("net:Data")())
     assert answer["devices"][0]["largest_batch_size"] == guard.decision.batch_size
     assert answer["devices"][0]["largest"]["peak_device_bytes"] == guard.decision.footprint.peak_device_bytes
+    assert answer["devices"][0]["limited_by"] == guard.decision.limited_by == "memory"
+    assert (guard.decision.batch_size > 1) == leaves_room
 
 
 def test_the_exit_status_is_1_where_no_device_fits_and_0_where_one_does(capsys) -> None:
@@ -206,7 +216,8 @@ def test_a_step_that_wants_values_is_run_with_a_model_that_has_memory(capsys) ->
 
 
 def test_advice_is_given_on_the_device_that_it_does_not_fit(capsys) -> None:
-    options = ["--optimizer", "adam", "--device", "cpu", "--budget", "3MiB", "--advise"]
+    budget = 3 * MIB + process_bytes([torch.empty(512, 512)], torch.get_num_threads())[2]
+    options = ["--optimizer", "adam", "--device", "cpu", "--budget", str(budget), "--advise"]
     answer = answered(capsys, "plan", *LINEAR, *BATCH, *options, status=DOES_NOT_FIT)
     assert answer["advice_on"] == "CPU"
     assert any(each["fits"] and each["saved_bytes"] > 0 for each in answer["advice"])

@@ -397,7 +397,10 @@ class Leftovers:
 
 
 def _missing_history(optimizer: Optimizer) -> int:
-    """Bytes of the entries that lists in an optimizer's state lack."""
+    """Bytes of the entries that lists in an optimizer's state lack, and of one that is made before the oldest goes.
+
+    LBFGS may also throw the new one away, and holds it to the end of its iteration (`ys > 1e-10` in lbfgs.py).
+    """
     missing = 0
     for group in optimizer.param_groups:
         size = group.get("history_size")
@@ -406,8 +409,8 @@ def _missing_history(optimizer: Optimizer) -> int:
         for parameter in group["params"]:
             for value in optimizer.state.get(parameter, {}).values():
                 tensors = [entry for entry in value if isinstance(entry, torch.Tensor)] if _is_list(value) else []
-                if tensors:
-                    missing += max(0, size - len(tensors)) * tensors[-1].untyped_storage().nbytes()
+                if 0 < len(tensors) < size:
+                    missing += (size - len(tensors) + 1) * tensors[-1].untyped_storage().nbytes()
     return missing
 
 

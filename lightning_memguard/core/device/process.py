@@ -9,12 +9,16 @@ import torch
 from lightning_memguard.units import MIB
 
 OBJECTS_BYTES = 4 * MIB
-"""Objects of Python's, threads, what is first imported meanwhile: 2.6 to 3.9 MiB from `setup` to the second step
-(`benchmarks/cpu_process.py`, which reproduces the figures below as well)."""
+"""Objects of Python's, threads, what is first imported meanwhile: 2.7 MiB from `setup` to the second step
+(`benchmarks/cpu_process.py`, which reproduces the figures below as well); the rest is for loggers and validation."""
 
-_PRODUCTS_BYTES = 2 * MIB  # for each thread, besides the panel
+LESS = (0, 0, OBJECTS_BYTES)
+"""What of it is counted first at the smallest batch size, where all of it leaves no room: it refuses no training."""
 
-# MKL's sgemm copies panels of the right-hand matrix into buffers that it keeps (recorded on AVX-512, torch 2.13).
+# MKL's sgemm copies panels of the right-hand matrix into buffers that it keeps (recorded on AVX-512, torch 2.13), and
+# besides the largest up to 3.3 MiB on one thread, 3.7 on two. Not counted: where a weight's gradient sums over 8 times
+# as many rows as the weight's smaller side, two threads keep another copy of it (1024 x 1024 from 8,192 rows on).
+_PRODUCTS_BYTES, _LEAST_THREADS = 2 * MIB, 2
 _PANEL_ROWS, _PANEL_COLUMNS = 512, 9984
 
 
@@ -32,7 +36,7 @@ def process_bytes(parameters: Iterable[torch.Tensor], threads: int) -> tuple[int
     (0, 0, 10485760)
     """
     panels = (_panel_bytes(each.shape[0], each.shape[1], threads) for each in parameters if each.dim() == 2)
-    return 0, 0, OBJECTS_BYTES + threads * _PRODUCTS_BYTES + max(panels, default=0)
+    return 0, 0, OBJECTS_BYTES + max(threads, _LEAST_THREADS) * _PRODUCTS_BYTES + max(panels, default=0)
 
 
 def _panel_bytes(outputs: int, inputs: int, threads: int) -> int:

@@ -69,7 +69,7 @@ def estimate(
     for argument, (given, shape) in shapes.items():
         if given is not None and not callable(given):
             raise MemGuardError(f"{argument}= is a {type(given).__name__}; give a class or a function: {shape}.")
-    target, batches = target_of(device), batches_from_one(batch)
+    target, batches = target_of(device, model), batches_from_one(batch)
     size = batches.small_size if batch_size is None else batch_size
     check_count("batch_size", size)
     subject = Subject(model, batches, size, precision, step=step, optimizer=optimizer, training=training)

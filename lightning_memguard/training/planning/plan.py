@@ -6,6 +6,7 @@ read once, then predicted for each device.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -14,7 +15,8 @@ from dataclasses import dataclass, replace
 from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import without_memory
-from lightning_memguard.core.decision.decision import Budget, Decision, Limits, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide
+from lightning_memguard.core.device.process import LESS
 from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -114,10 +116,28 @@ def _plan(subject: Subject, device: str, limits: Limits) -> Plan:
     largest, too_large = None, None
     if not reason:
         try:
-            largest, _ = largest_that_runs(prediction, budget, request)
+            largest = _largest(prediction, budget, request)
         except DoesNotFitError as error:
             reason, too_large = str(error), error.with_traceback(None)  # which would hold on to the search
     return Plan(asked, footprint, budget, largest, prediction, reason, too_large=too_large)
+
+
+def _largest(prediction: Prediction, budget: Budget, request: Request) -> Decision:
+    """As a run chooses; see `_choose` in `lightning_memguard.training.run.tune`."""
+    try:
+        return largest_that_runs(prediction, budget, request)[0]
+    except DoesNotFitError:
+        if prediction.program.device.type != "cpu":
+            raise
+
+    def at_smallest(context_bytes: int | tuple[int, int, int]) -> Decision:
+        smallest = replace(request, max_batch_size=request.smallest_batch_size)
+        decision, _ = largest_that_runs(replace(prediction, context_bytes=context_bytes), budget, smallest)
+        return replace(decision, limited_by="memory")
+
+    with contextlib.suppress(DoesNotFitError):
+        return at_smallest(LESS)
+    return at_smallest(0)
 
 
 def _why_one_size(prediction: Prediction) -> str:

@@ -13,6 +13,7 @@ from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, Limits
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.context import CONTEXT_BYTES, context_bytes
+from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import format_bytes
@@ -48,8 +49,8 @@ def check_device(name: str) -> torch.device | None:
     return device
 
 
-def target_of(name: str) -> Target:
-    """What to predict for on a device; see ``device`` of `lightning_memguard.training.planning.estimate.estimate`.
+def target_of(name: str, model: nn.Module | None = None) -> Target:
+    """What to predict for a model; see ``device`` of `lightning_memguard.training.planning.estimate.estimate`.
 
     Raises:
         MemGuardError: it is neither a device of torch's that trains nor a GPU of the catalogue.
@@ -57,6 +58,8 @@ def target_of(name: str) -> Target:
     device = check_device(name)
     if device is None:
         return _of_catalogue(gpus.find(name))
+    if device.type == "cpu" and model is not None:
+        return Target(device, context_bytes=process_bytes(model.parameters(), torch.get_num_threads()))
     if device.type != "cuda":
         return Target(device)
     if torch.cuda.is_available():
@@ -81,7 +84,7 @@ def target_and_budget(name: str, limits: Limits, model: nn.Module) -> tuple[Targ
     held_bytes = part_bytes({"model": [*model.parameters(), *model.buffers()]}, device.type)["model"]
     # before `target_of` measures the context, which opens it
     budget = read_budget(device, budget=limits.budget_bytes, margin=limits.margin, already_held_bytes=held_bytes)
-    return target_of(name), budget
+    return target_of(name, model), budget
 
 
 def _catalogue_budget(gpu: Gpu, limits: Limits) -> Budget:

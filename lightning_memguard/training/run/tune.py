@@ -12,7 +12,7 @@ from lightning_memguard.core.decision.advice import shortlist, what_would_fit
 from lightning_memguard.core.decision.decision import Decision, Request
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.malloc import trim_heap
-from lightning_memguard.core.device.process import OBJECTS_BYTES
+from lightning_memguard.core.device.process import LESS
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.ranks import Ranks, attempt, shared
@@ -78,14 +78,23 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
 def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
     """`choose`; what the process may take besides tensors is no reason to refuse a run whose tensors fit.
 
-    The less is multiplied in a step, the less of it there is, and a run that passes its budget warns.
+    Such a run gets the smallest batch size, and warns where it passes its budget.
     """
-    fewer = ((0, 0, OBJECTS_BYTES), 0) if profile.facts.device.type == "cpu" else ()
-    for context in fewer:
-        with contextlib.suppress(DoesNotFitError):
-            return choose(profile, ranks, planner)
-        profile = profile.with_context(context)
-    return choose(profile, ranks, planner)
+    try:
+        return choose(profile, ranks, planner)
+    except DoesNotFitError:
+        if profile.facts.device.type != "cpu":
+            raise
+
+    def at_smallest(context_bytes: int | tuple[int, int, int]) -> Chosen:
+        asked = profile.request
+        smallest = replace(profile, request=replace(asked, max_batch_size=asked.smallest_batch_size))
+        decision, chosen = choose(smallest.with_context(context_bytes), ranks, planner)
+        return replace(decision, limited_by="memory"), replace(chosen, request=asked)
+
+    with contextlib.suppress(DoesNotFitError):
+        return at_smallest(LESS)
+    return at_smallest(0)
 
 
 def _common(request: Request, answers: Sequence[tuple[bool, str]]) -> Request:

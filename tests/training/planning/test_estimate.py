@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memguard import CannotTraceError, MemGuardError, estimate
 from lightning_memguard.core import gpus
 from lightning_memguard.core.device.context import CONTEXT_BYTES
+from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.trace.trace import PARTS
 from lightning_memguard.units import GIB, MIB
 
@@ -92,9 +93,12 @@ def test_a_plain_module_is_stepped_in_pytorchs_own_loop(n):
     assert (footprint.method, footprint.notes) == ("fake", ())
 
 
-def test_on_the_cpu_the_device_holds_the_tensors_and_nothing_else():
-    footprint = estimate(one_weight(), BATCH, step=sum_of_outputs, device="cpu")
+def test_on_the_cpu_the_device_holds_the_tensors_and_at_most_what_a_process_takes_besides():
+    model = one_weight()
+    footprint = estimate(model, BATCH, step=sum_of_outputs, device="cpu")
     assert footprint.peak_device_bytes == footprint.peak_reserved_bytes == footprint.peak_allocated_bytes
+    _, _, most = process_bytes(model.parameters(), torch.get_num_threads())
+    assert footprint.most_device_bytes - footprint.peak_device_bytes == most
 
 
 def test_without_a_size_it_is_the_batchs_own():

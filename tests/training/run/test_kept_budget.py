@@ -108,7 +108,9 @@ def test_a_run_whose_tensors_alone_fit_is_not_refused(small) -> None:
     fit(small(), guard)
     assert guard.decision.fits
     assert guard.decision.footprint.high is None
+    assert guard.decision.batch_size == 1
     guard = MemGuard(budget=6 * MIB)
     fit(small(), guard)
-    footprint = guard.decision.footprint
-    assert footprint.most_device_bytes - footprint.peak_device_bytes == OBJECTS_BYTES
+    decision = guard.decision
+    assert (decision.batch_size, decision.limited_by) == (1, "memory"), "a larger one would leave it no room"
+    assert decision.footprint.most_device_bytes - decision.footprint.peak_device_bytes == OBJECTS_BYTES
