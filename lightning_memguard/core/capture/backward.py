@@ -147,8 +147,8 @@ class _Saved:
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
             mock.patch.object(autograd, "_push_saved_tensors_default_hooks", push_users),
             mock.patch.object(autograd, "_pop_saved_tensors_default_hooks", pop_users),
-            mock.patch.object(autograd, "_saved_tensors_hooks_disable", lambda _: None),
-            mock.patch.object(autograd, "_saved_tensors_hooks_enable", lambda: None),
+            mock.patch.object(autograd, "_saved_tensors_hooks_disable"),  # torch.func refuses hooks, which do no harm
+            mock.patch.object(autograd, "_saved_tensors_hooks_enable"),
         ):
             yield
 

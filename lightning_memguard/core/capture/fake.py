@@ -413,6 +413,32 @@ def known_result(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
     return args[0] if not isinstance(mode, KnownFakeMode) or mode.note_write(func, args) else None
 
 
+def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operator whose fake kernel gives it other strides than the real one; None for others.
+
+    Batch norms give theirs in the order that `suggest_memory_format` says, torch's fake kernels in that of the input
+    (aten/src/ATen/native/Normalization.cpp). Zeros that autograd makes of no tangent have no memory, and the operators
+    that read them see one number (aten/src/ATen/ZeroTensorFallback.cpp), on real tensors as well.
+    """
+    if func is _aten._efficientzerotensor.default:
+        return torch.zeros((), dtype=kwargs.get("dtype"), device=kwargs.get("device")).expand(args[0])
+    place = _BATCH_NORMS.get(func)
+    if place is None or type(args[place]) is not FakeTensor:
+        return None
+    first, *others = func(*args, **kwargs)
+    order = torch._prims_common.suggest_memory_format(args[place])
+    if first is not None and not first.is_contiguous(memory_format=order):
+        first = torch.empty(first.shape, dtype=first.dtype, device=first.device, memory_format=order)
+    return first, *others
+
+
+_BATCH_NORMS = {  # with the place of the input
+    _aten.native_batch_norm.default: 0,
+    _aten.cudnn_batch_norm.default: 0,
+    _aten.native_batch_norm_backward.default: 1,
+}
+
+
 def only_writes(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether an operator returns nothing and torch has no fake kernel for it: torch would ask for a device."""
     return func in _ONLY_WRITES and bool(args[0]) and isinstance(args[0][0], FakeTensor)

@@ -475,7 +475,7 @@ class Masked(Draws):
     def batch(self, batch_size: int, draw: int, index: int) -> dict[str, torch.Tensor]:
         ids = torch.full((batch_size, 6), draw) + torch.arange(6)
         mask = torch.ones(batch_size, 6, dtype=torch.long)
-        mask[-1, -1] -= draw == self.padded
+        mask[-1, -1] = draw != self.padded
         return {"ids": ids, "mask": mask, "weight": torch.ones(batch_size)}
 
 
