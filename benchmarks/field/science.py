@@ -388,7 +388,9 @@ def tab_transformer() -> Run:
     from tab_transformer_pytorch import TabTransformer
 
     def build() -> Step:
-        network = TabTransformer(categories=(20,) * 6, num_continuous=10, dim=32, dim_out=3, depth=2, heads=4, mlp_act=nn.ReLU())
+        network = TabTransformer(
+            categories=(20,) * 6, num_continuous=10, dim=32, dim_out=3, depth=2, heads=4, mlp_act=nn.ReLU()
+        )
         return Step(network, lambda n, b: F.cross_entropy(n(b[0], b[1]), b[2]))
 
     return Run(build, columns())

@@ -278,7 +278,7 @@ def _contiguous_first(call: CpuCall) -> Scratch:
 
 @RULES.of("gelu_backward")
 def _gelu_backward(call: CpuCall) -> Scratch:
-    """oneDNN takes an input in order, and copies a gradient and a result that are not (cpu/Activation.cpp)."""
+    """Given an input in order, oneDNN copies a gradient and a result that are not (cpu/Activation.cpp)."""
     x = call["self"]
     if not x.is_contiguous() or call["approximate"] != "none" or x.element_size() == 8:
         return NONE
