@@ -410,7 +410,7 @@ def x_transformers_alibi_memory() -> Run:
     from x_transformers import Encoder, TransformerWrapper
 
     def build() -> Step:
-        layers = Encoder(dim=64, depth=2, heads=4, alibi_pos_bias=True, attn_num_mem_kv=4, attn_talking_heads=True)
+        layers = Encoder(dim=64, depth=2, heads=4, alibi_pos_bias=True, attn_num_mem_kv=4, attn_pre_talking_heads=True)
         network = TransformerWrapper(num_tokens=500, max_seq_len=64, num_memory_tokens=4, attn_layers=layers)
         return Step(network, next_token)
 

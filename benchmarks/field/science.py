@@ -54,6 +54,7 @@ def uno() -> Run:
             uno_out_channels=[16, 16, 16],
             uno_n_modes=[[8, 8]] * 3,
             uno_scalings=[[1.0, 1.0], [0.5, 0.5], [2.0, 2.0]],
+            channel_mlp_skip="linear",
         )
         return Step(network, regress)
 
@@ -387,7 +388,9 @@ def tab_transformer() -> Run:
     from tab_transformer_pytorch import TabTransformer
 
     def build() -> Step:
-        network = TabTransformer(categories=(20,) * 6, num_continuous=10, dim=32, dim_out=3, depth=2, heads=4)
+        network = TabTransformer(
+            categories=(20,) * 6, num_continuous=10, dim=32, dim_out=3, depth=2, heads=4, mlp_act=nn.ReLU()
+        )
         return Step(network, lambda n, b: F.cross_entropy(n(b[0], b[1]), b[2]))
 
     return Run(build, columns())
@@ -404,7 +407,7 @@ def pytorch_tabular_ft_transformer() -> Run:
 
 
 def tabular(name: str, **options: Any) -> Run:
-    """The library's own LightningModule and datamodule, made as its `TabularModel.fit` makes them."""
+    """The library's own LightningModule and loader, made as its `TabularModel.fit` makes them."""
     import pandas as pd
     from pytorch_tabular import TabularModel, models
     from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
@@ -429,6 +432,6 @@ def tabular(name: str, **options: Any) -> Run:
     known, data_of_one = made(8)
     return Run(
         lambda: known.prepare_model(data_of_one),
-        lambda batch_size, batches: made(batch_size)[1],
+        lambda batch_size, batches: made(batch_size)[1].train_dataloader(),
         {"limit_val_batches": 0},
     )

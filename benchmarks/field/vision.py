@@ -328,7 +328,7 @@ def monai_swin_unetr() -> Run:
 
     return Run(
         lambda: Step(SwinUNETR(1, 3, feature_size=12), lambda n, b: F.cross_entropy(n(b[0]), b[1])),
-        data(lambda _: (torch.randn(1, 32, 32, 32), torch.randint(3, (32, 32, 32)))),
+        data(lambda _: (torch.randn(1, 64, 64, 64), torch.randint(3, (64, 64, 64)))),
     )
 
 
@@ -651,7 +651,7 @@ def vit_pytorch_mae() -> Run:
     from vit_pytorch import MAE, ViT
 
     def build() -> Step:
-        vit = ViT(image_size=64, patch_size=8, num_classes=10, dim=96, depth=3, heads=4, mlp_dim=192)
+        vit = ViT(image_size=64, patch_size=8, num_classes=10, dim=96, depth=3, heads=4, mlp_dim=192, pool="mean")
         return Step(MAE(encoder=vit, masking_ratio=0.75, decoder_dim=64, decoder_depth=2), lambda n, b: n(b[0]))
 
     return Run(build, images(64))

@@ -149,12 +149,14 @@ class _Saved:
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
             mock.patch.object(autograd, "_push_saved_tensors_default_hooks", push_users),
             mock.patch.object(autograd, "_pop_saved_tensors_default_hooks", pop_users),
+            mock.patch.object(autograd, "_saved_tensors_hooks_disable"),  # torch.func refuses hooks, which do no harm
+            mock.patch.object(autograd, "_saved_tensors_hooks_enable"),
         ):
             yield
 
     def _pack(self, tensor: Tensor) -> _Handle:
         # A node's own result comes with its history, and the node would keep itself alive.
-        return self.handle(tensor.detach() if tensor.requires_grad else tensor, None, _saver(tensor))
+        return self.handle(_without_history(tensor) if tensor.requires_grad else tensor, None, _saver(tensor))
 
     def handle(self, content: object, hooks: _Hooks | None, number: int) -> _Handle:
         self.count += 1
@@ -196,6 +198,11 @@ class _Saved:
         saved = getattr(node, name)
         items = [item.data for item in (saved if isinstance(saved, (list, tuple)) else (saved,))]
         return [item for item in items if isinstance(item, _Handle)]
+
+
+def _without_history(tensor: Tensor) -> Tensor:
+    """Detached; inside a transform of ``torch.func``, from its own graph and not from those around it."""
+    return tensor.data if torch._C._functorch.is_gradtrackingtensor(tensor) else tensor.detach()
 
 
 def _saver(tensor: Tensor) -> int:

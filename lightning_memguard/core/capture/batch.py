@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 from collections import Counter, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -199,6 +200,23 @@ class Batches:
         """Batch sizes are multiples of this."""
         return self.draws.multiple if self.draws else 1
 
+    def constants(self) -> dict[int, float]:
+        """By the ``id`` of a tensor of integers in ``small``, the one number that all real batches have throughout.
+
+        Such are masks where nothing is padded, of which libraries ask whether they mask anything. An example alone may
+        be of any values.
+        """
+        if self.draws is None or not self.draws.has(self.small_size):
+            return {}
+        with unset_fake_temporarily():
+            found = _constants_in([*tensors_in(self.small)], [*tensors_in(self.large)])
+            for draw, index in itertools.product(range(_DRAWS_OF_CONSTANTS), range(2)):
+                if found:
+                    drawn = [*tensors_in(self.draws.batch(self.small_size, draw, index))]
+                    same = _constants_in([*tensors_in(self.small)], drawn)
+                    found = {key: number for key, number in found.items() if key in same}
+            return found
+
     def of(self, batch_size: int, build: Build) -> Any:
         """A batch of ``batch_size`` samples whose tensors come from ``build``."""
         return _Scaler(self, batch_size, build=build).scale(self.small, self.large)
@@ -245,6 +263,7 @@ class _Scaler:
     storages: dict[tuple[int, torch.dtype, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.constants = {} if self.real or self.build else self.family.constants()
         examples = {id(tensor): tensor for tensor in tensors_in(self.family.small)}.values()
         self.views = Counter(_storage_of(tensor) for tensor in examples if _is_dense(tensor))
 
@@ -315,6 +334,8 @@ class _Scaler:
         if continued is not None and not self.real and continued.dim() == 1:
             return continued.as_subclass(KnownValues)
         tensor = self._allocate(shape, small)
+        if not self.real and id(small) in self.constants:
+            return tensor.fill_(self.constants[id(small)])
         if self.real:
             values = _repeat(shape, small) if continued is None else continued
             _unexpanded(tensor, tensor).copy_(_unexpanded(values, tensor))
@@ -403,6 +424,27 @@ def _refuse_unknown_size(tensor: torch.Tensor) -> None:
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+_DRAWS_OF_CONSTANTS = 8
+
+
+def _constants_in(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> dict[int, float]:
+    """By ``id``, those of some tensors that hold one number throughout, and the same in other batches."""
+    if len(tensors) != len(others):
+        return {}
+    numbers = {id(mine): (_number_in(mine), _number_in(other)) for mine, other in zip(tensors, others, strict=True)}
+    return {key: mine for key, (mine, other) in numbers.items() if mine is not None and mine == other}
+
+
+def _number_in(tensor: torch.Tensor) -> float | None:
+    """The one number in a tensor of integers."""
+    if not (_is_known(tensor) and _is_dense(tensor) and tensor.device.type == "cpu" and tensor.numel()):
+        return None
+    if tensor.is_floating_point() or tensor.is_complex():
+        return None
+    first = tensor.flatten()[0]
+    return first.item() if bool((tensor == first).all()) else None
 
 
 def _is_known(tensor: torch.Tensor) -> bool:

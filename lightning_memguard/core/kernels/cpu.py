@@ -266,7 +266,7 @@ def _is_transposed(tensor: Tensor) -> bool:
     return turned and tensor.numel() >= _TILE and not tensor.is_contiguous()
 
 
-@RULES.of("_log_softmax", "_softmax", "_log_softmax_backward_data", "_softmax_backward_data", "gelu_backward")
+@RULES.of("_log_softmax", "_softmax", "_log_softmax_backward_data", "_softmax_backward_data")
 @RULES.of("embedding_dense_backward", "max_pool2d_with_indices_backward", "avg_pool2d_backward")
 @RULES.of("_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward", "upsample_bilinear2d_backward")
 def _contiguous_first(call: CpuCall) -> Scratch:
@@ -274,6 +274,15 @@ def _contiguous_first(call: CpuCall) -> Scratch:
     copy = _dense_copy(call.first)
     tile = _TILE * call.first.element_size() if copy and _is_transposed(call.first) else 0
     return Scratch(after=(copy + tile,)) if copy else NONE
+
+
+@RULES.of("gelu_backward")
+def _gelu_backward(call: CpuCall) -> Scratch:
+    """Given an input in order, oneDNN copies a gradient and a result that are not (cpu/Activation.cpp)."""
+    x = call["self"]
+    if not x.is_contiguous() or call["approximate"] != "none" or x.element_size() == 8:
+        return NONE
+    return after((copy_bytes(call["grad_output"]), copy_bytes(call.result)))
 
 
 @RULES.of("clone", "copy_")

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function, Variable
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -1034,6 +1035,22 @@ def saved_tensors_packed_inside_a_checkpoint() -> Any:
     return grads(x)
 
 
+@scenario
+def gradients_by_torch_func() -> Any:
+    net, x = block().eval(), leaf(3, 4)  # without random numbers
+    parameters = dict(net.named_parameters())
+    fixed = {name: parameter.detach() for name, parameter in parameters.items()}
+
+    def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+        return mixed(functional_call(net, parameters, (x,)))
+
+    a_sample = vmap(grad(loss), in_dims=(None, 0))(fixed, x.detach())
+    slopes = vmap(grad(loss, argnums=1), in_dims=(None, 0))(parameters, x)
+    out, tangent = jvp(lambda x: functional_call(net, parameters, (x,)), (x,), (torch.ones_like(x),))
+    (slopes.square().sum() + (out * tangent).sum()).backward()
+    return [a_sample, grads(x, *net.parameters())]
+
+
 @pytest.mark.parametrize("as_plain", [True, False], ids=["adding_in_place", "adding_out_of_place"])
 @pytest.mark.parametrize("function", SCENARIOS, ids=lambda function: function.__name__)
 def test_a_walk_gives_what_the_engine_gives(function: Scenario, as_plain: bool) -> None:
@@ -1414,6 +1431,8 @@ PATCHED = [
     (BackwardCFunction, "register_prehook"),
     (torch._C._autograd, "_push_saved_tensors_default_hooks"),
     (torch._C._autograd, "_pop_saved_tensors_default_hooks"),
+    (torch._C._autograd, "_saved_tensors_hooks_disable"),
+    (torch._C._autograd, "_saved_tensors_hooks_enable"),
 ]
 
 

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from lightning_memguard.core.capture.batch import (
     Batches,
+    Draws,
     KnownValues,
     batch_bytes,
     batch_size_of,
@@ -22,6 +23,7 @@ from lightning_memguard.core.capture.batch import (
     map_tensors,
     tensors_in,
 )
+from lightning_memguard.core.capture.constants import KnownFakeMode, known_value
 from lightning_memguard.errors import CannotTraceError
 
 CPU = torch.device("cpu")
@@ -457,6 +459,39 @@ def test_values_that_count_samples_are_known_in_a_fake_batch_and_no_others_are()
         assert isinstance(torch.zeros(count, 3), FakeTensor), "a size that is known makes a tensor that is fake"
         pooled = found["x"].new_zeros(count, 3).index_add(0, found["batch"], found["x"])
     assert (type(pooled), pooled.shape) == (FakeTensor, (10, 3))
+
+
+class Masked(Draws):
+    """Batches of texts; those of one draw are padded where one is given."""
+
+    multiple = 1
+
+    def __init__(self, padded: int = -1) -> None:
+        self.padded = padded
+
+    def has(self, batch_size: int) -> bool:
+        return batch_size % 2 == 0
+
+    def batch(self, batch_size: int, draw: int, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.full((batch_size, 6), draw) + torch.arange(6)
+        mask = torch.ones(batch_size, 6, dtype=torch.long)
+        mask[-1, -1] = draw != self.padded
+        return {"ids": ids, "mask": mask, "weight": torch.ones(batch_size)}
+
+
+@pytest.mark.parametrize(
+    ("draws", "all_ones"), [(Masked(), True), (Masked(padded=5), None), (None, None)], ids=["same", "padded", "none"]
+)
+@pytest.mark.parametrize("drawn", [0, 3])
+def test_integers_that_all_real_batches_have_throughout_are_known_in_a_fake_batch(draws, all_ones, drawn):
+    example = Masked()
+    family = Batches(example.batch(4, 0, 0), example.batch(6, 0, 0), 4, 6, draws, drawn)
+    with KnownFakeMode(allow_non_fake_inputs=True):
+        batch = family.fake(10)
+        every = known_value(batch["mask"].bool().all())
+        assert known_value(batch["ids"]) is None
+        assert known_value(batch["weight"]) is None
+    assert (None if every is None else bool(every)) is all_ones
 
 
 def test_values_that_only_look_like_counts_are_repeated():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
+import inspect
 import random
 import subprocess
 import sys
@@ -345,6 +348,29 @@ def test_a_value_that_is_known_is_given(mode):
 def test_float_of_a_tensor_is_a_plain_float(mode):
     """Python insists on it, so a comparison of that one goes unseen."""
     assert type(call(torch.Tensor.__float__, (torch.empty(()),), {})) is float
+
+
+def test_a_mask_whose_value_is_known_is_no_fake_tensor_to_a_library(mode):
+    """As transformers asks, before it decides by the values of a mask."""
+    known, unknown = torch.ones(3, dtype=torch.bool), torch.empty(3, dtype=torch.bool)
+    assert not isinstance(known, torch._subclasses.FakeTensor)
+    assert known.all()
+    for tensor in (unknown, torch.ones(3), nn.Parameter(torch.empty(3))):
+        assert isinstance(tensor, torch._subclasses.FakeTensor)
+    assert not isinstance(3, torch._subclasses.FakeTensor)
+    assert issubclass(type(known), torch._subclasses.FakeTensor)
+    assert torch._subclasses.FakeTensor == type(known), "torch looks for it in lists of types"  # noqa: E721
+
+
+def test_canary_libraries_find_fake_tensors_where_they_are_hidden():
+    before = torch._subclasses.FakeTensor
+    assert before is FakeTensor, "see `_Unknown`"
+    with faking(KnownFakeMode()):
+        assert torch._subclasses.FakeTensor is not before
+    assert torch._subclasses.FakeTensor is before
+    if importlib.util.find_spec("transformers"):
+        asks = inspect.getsource(importlib.import_module("transformers.utils.import_utils").is_fake_tensor)
+        assert 'getattr(torch, "_subclasses").FakeTensor' in asks
 
 
 def test_an_unknown_int_is_not_invented(mode):

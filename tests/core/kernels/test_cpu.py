@@ -278,3 +278,14 @@ def test_asking_leaves_the_threads_as_they_were(threads: int) -> None:
 def test_the_functions_of_this_torch_are_those_that_were_checked() -> None:
     """A canary: PyTorch links oneDNN 3, whose C interface is the same in all releases."""
     assert "v3." in torch.__config__.show().split("MKL-DNN ")[1].split()[0]
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, F64])
+def test_a_gradient_of_gelu_is_put_in_order_where_the_input_is(
+    dtype: torch.dtype, approximate: str, threads: int
+) -> None:
+    x, turned = torch.randn(96, 64).to(dtype), torch.randn(64, 96).to(dtype).t()
+    wide = torch.randn(96, 1).to(dtype).expand(96, 64)
+    for grad, given in ((x, x), (turned, x), (wide, x), (x, turned), (turned, turned)):
+        assert_exact(aten.gelu_backward.default, grad, given, approximate=approximate)
