@@ -317,10 +317,11 @@ def _writes(func: OpOverload) -> tuple[list[int], list[str]]:
 
 
 def _maker(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Writes what an operator makes into an empty tensor."""
-    number = _NUMBERS.get(func.overloadpacket)
-    if number is not None:
-        return lambda empty: empty.fill_(number(*args))
+    """Writes what an operator makes into an empty tensor; holds none of its arguments, such as that of zeros_like."""
+    number_of = _NUMBERS.get(func.overloadpacket)
+    if number_of is not None:
+        number = number_of(*args)
+        return lambda empty: empty.fill_(number)
     no_tensors = tree_map(lambda leaf: torch.device("cpu") if isinstance(leaf, torch.device) else leaf, dict(kwargs))
     no_tensors |= {"pin_memory": False} if "pin_memory" in no_tensors else {}
     return lambda empty: empty.copy_(func(*args, **no_tensors))
