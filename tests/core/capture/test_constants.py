@@ -121,6 +121,26 @@ def test_what_is_random_or_empty_or_large_is_unknown(mode):
     assert known_value(torch.zeros(3) + torch.empty(3)) is None
 
 
+@pytest.mark.parametrize(
+    "make", [torch.zeros_like, lambda like: like.new_ones(2), lambda like: torch.full_like(like, 3)]
+)
+def test_a_constant_holds_nothing_that_it_was_made_like(mode, make: Callable[[torch.Tensor], torch.Tensor]):
+    like = torch.randn(5, 5)
+    storage = weakref.ref(like.untyped_storage())
+    made = make(like)
+    del like
+    assert storage() is None
+    assert known_value(made) is not None
+
+
+def test_a_tensor_that_was_set_to_zero_can_be_freed(mode):
+    tensor = torch.randn(5, 5)
+    storage = weakref.ref(tensor.untyped_storage())
+    assert mode.note_write(torch.ops.aten.zero_.default, [tensor])
+    del tensor
+    assert storage() is None
+
+
 def test_all_values_together_stay_small(mode, monkeypatch):
     """Zeros take no memory until they are asked for; 30 of 4 KiB each are then too many for 100 KiB."""
     monkeypatch.setattr(constants, "MOST_BYTES", 100 * 1024)
