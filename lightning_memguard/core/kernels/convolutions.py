@@ -25,9 +25,10 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
     """What cuDNN takes for one convolution, or for one of its gradients.
 
     The plan that its heuristics name first runs, and its workspace is the likely size (`run_single_conv` in
-    aten/src/ATen/native/cudnn/Conv_v8.cpp); where that does not fit, the next one. Versions of cuDNN order a plan's
-    nearest alternatives differently (89 % of first choices agree between 9.8 and 9.19), so they are its range. With
-    `torch.backends.cudnn.benchmark` all plans are tried, and the fastest stays: each may be it.
+    aten/src/ATen/native/cudnn/Conv_v8.cpp); where that does not fit, the next one. Versions of cuDNN choose differently
+    (9.8 and 9.19 name the same plan first in 89 % of convolutions), so the range is that of the plans named next, and
+    of convolutions of this kind. With `torch.backends.cudnn.benchmark` all plans are tried, and the fastest stays: each
+    may be it.
     """
     x, weight, gpu = call["input"], call["weight"], call.target
     channels_last = _takes_channels_last(x, weight)
@@ -51,13 +52,13 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
         deterministic=gpu.deterministic,
         every=gpu.benchmark,
     )
+    low, point, high = cudnn_table.span(question)
     sizes = cudnn.workspaces(question)
     if sizes is None:
-        low, point, high = cudnn_table.span(question)
         sizes = (point, 0)
     else:
         nearest = sizes if gpu.benchmark else sizes[:_NEAREST]
-        low, point, high = min(nearest), sizes[0], max(nearest)
+        low, point, high = min(low, *nearest), sizes[0], max(high, *nearest)
     if _is_narrow(weight):
         low = point = 0
     return ByteRange(low, point, high, sizes) if high else 0

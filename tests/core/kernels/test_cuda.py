@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memguard.core.capture.fake import by_name
-from lightning_memguard.core.kernels import cub, cudnn, table
+from lightning_memguard.core.kernels import cub, cudnn, cudnn_table, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch
 
@@ -473,13 +473,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[cudnn.Question]:
 @pytest.fixture
 def without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan of cuDNN takes one."""
+    monkeypatch.setattr(cudnn_table, "span", lambda _: (0, 0, 0))
     monkeypatch.setattr(cudnn, "workspaces", lambda _: (0,))
 
 
 def test_a_workspace_is_that_of_the_plan_that_cudnn_names_first(monkeypatch):
-    monkeypatch.setattr(cudnn, "workspaces", lambda _: (300, 800, 100, 200, 5000, 0))
+    sizes = (300, 800, 100, 200, 5000, 0)
+    monkeypatch.setattr(cudnn, "workspaces", lambda _: sizes)
+    monkeypatch.setattr(cudnn_table, "span", lambda _: (150, 400, 700))
     x, weight, y = tensor(2, 64, 6, 6), tensor(64, 64, 3, 3), tensor(2, 64, 6, 6)
-    expected = ByteRange(100, 300, 800, (300, 800, 100, 200, 5000, 0))
+    expected = ByteRange(100, 300, 800, sizes)
     assert blocks(rule("convolution", conv(x, weight), y)) == [expected]
     both = rule("convolution_backward", conv_backward(y, x, weight, [True, True, False]), [x, weight])
     assert (both.between, both.after) == ({0: ((expected,),)}, ((expected,),))
@@ -489,6 +492,7 @@ def test_a_workspace_is_that_of_the_plan_that_cudnn_names_first(monkeypatch):
 
 def test_narrow_products_were_not_seen_to_take_the_copies_that_cudnn_names(monkeypatch):
     monkeypatch.setattr(cudnn, "workspaces", lambda _: (300,))
+    monkeypatch.setattr(cudnn_table, "span", lambda _: (300, 300, 300))
     x, y = tensor(2, 24, 6, 6), tensor(2, 144, 6, 6)
     assert blocks(rule("convolution", conv(x, tensor(144, 24, 1, 1)), y)) == [ByteRange(0, 0, 300, (300,))]
     assert blocks(rule("convolution", conv(x, tensor(144, 24, 3, 3)), y)) == [ByteRange(300, 300, 300, (300,))]
