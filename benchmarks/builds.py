@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, help="compare this build's predictions with those")
     arguments = parser.parse_args()
     quieten()
-    with mock.patch.object(cudnn, "workspaces", lambda _: None):
+    with mock.patch.object(cudnn, "workspaces", return_value=None):
         mine = predict_all()
     if arguments.write:
         arguments.write.write_text(json.dumps({"torch": torch.__version__, "peaks": mine}), encoding="utf-8")
