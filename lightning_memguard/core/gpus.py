@@ -23,8 +23,8 @@ class Gpu:
 
     Attributes:
         name: as NVML and PyTorch report it. Where two sizes have one name, the rarer or larger has its size added.
-        memory_bytes: the total that NVML reports, with ECC as shipped. From driver 510 on that includes the driver's
-            own share: CUDA has 0.5 to 4.5 % less, before its context.
+        memory_bytes: CUDA's total, with ECC as shipped, of which its context and libraries take a part. NVML and
+            nvidia-smi report 0.4 to 4 % more, which the driver keeps.
         compute_capability: such as ``(9, 0)``.
         multiprocessors: ``multiProcessorCount`` of the device's properties.
         aliases: other names of this GPU.
@@ -50,7 +50,7 @@ def catalogue() -> tuple[Gpu, ...]:
     return tuple(_gpu(*row) for row in list(filter(None, rows))[1:])
 
 
-def _gpu(name: str, memory: str, capability: str, multiprocessors: str, aliases: str, _note: str) -> Gpu:
+def _gpu(name: str, memory: str, capability: str, multiprocessors: str, aliases: str, *_sources: str) -> Gpu:
     major, minor = capability.split(".")
     labels = tuple(filter(None, aliases.split(";")))
     return Gpu(name, parse_bytes(memory), (int(major), int(minor)), int(multiprocessors), labels)
@@ -61,9 +61,8 @@ def find(name: str) -> Gpu:
 
     Case, spaces, hyphens and underscores do not matter; "NVIDIA", "GeForce", "Tesla", "Quadro", "RTX" and "GTX" may
     be left out, if the rest fits one architecture only. A size in GB chooses among the GPUs that fit a name:
-    ``"A100 80GB"``. Without a size it is the smallest, since a plan for it also fits the others: ``"A100"`` has 40 GB,
-    ``"V100"`` 16, ``"RTX 3060"`` 8. A name exactly as nvidia-smi prints it is that entry: ``"NVIDIA GeForce RTX 3060"``
-    is the common one with 12 GB.
+    ``"A100 80GB"``. Without a size it is the one that has none in its name: ``"RTX 3060"`` has 12 GB; else the
+    smallest, since a plan for it also fits the others: ``"A100"`` has 40 GB, ``"V100"`` 16.
 
     Args:
         name: such as ``"NVIDIA H200"``, ``"rtx 4090"`` or ``"v100-32gb"``.
@@ -92,7 +91,7 @@ def find(name: str) -> Gpu:
         raise MemGuardError(_unknown(name))
     if len({gpu.compute_capability for gpu in fitting}) > 1:
         raise MemGuardError(f"{name!r} may be {_listed(fitting)}. Write the full name of one.")
-    return min(fitting, key=lambda gpu: gpu.memory_bytes)
+    return min(fitting, key=lambda gpu: (_is_sized(gpu), round(gpu.memory_bytes / GIB)))
 
 
 # -- names
@@ -126,6 +125,11 @@ def _unsized(words: list[str]) -> list[str]:
     return [word for word in words if not _SIZE.fullmatch(word)]
 
 
+def _is_sized(gpu: Gpu) -> bool:
+    """Whether all its names have a size in them."""
+    return all(_words(label) != _unsized(_words(label)) for label in (gpu.name, *gpu.aliases))
+
+
 @functools.cache
 def _by_form() -> dict[str, list[Gpu]]:
     found: dict[str, list[Gpu]] = {}
@@ -143,8 +147,8 @@ def _fitting(name: str) -> list[Gpu]:
     if fitting or len(unsized) != len(words) - 1:
         return fitting
     (size,) = set(words) - set(unsized)
-    sold_bytes = int(size.removesuffix("gb")) * GIB  # ECC and the driver's firmware take up to 7 % of it
-    return [g for g in _by_form().get("".join(unsized), []) if 0.92 * sold_bytes <= g.memory_bytes <= sold_bytes]
+    sold_bytes = int(size.removesuffix("gb")) * GIB  # ECC and the driver take up to 9 % of it
+    return [g for g in _by_form().get("".join(unsized), []) if 0.9 * sold_bytes <= g.memory_bytes <= sold_bytes]
 
 
 def _unknown(name: str) -> str:

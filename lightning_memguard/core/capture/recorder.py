@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
@@ -58,6 +58,17 @@ def this_cpu(threads: int) -> CpuTarget:
     asked = [getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None) for kind in ("bf16", "fp16")]
     asked += [getattr(torch.cpu, f"_is_amx_{kind}_supported", None) for kind in ("tile", "fp16")]  # torch 2.11 to 2.13
     return CpuTarget(threads, channel_block, *(ask is not None and bool(ask()) for ask in asked))
+
+
+def _with_flags(target: CudaTarget) -> CudaTarget:
+    """The target as torch is set now; a model's hooks may set it."""
+    cudnn: Any = torch.backends.cudnn
+    return replace(
+        target,
+        deterministic=torch.are_deterministic_algorithms_enabled() or cudnn.deterministic,
+        tf32=cudnn.conv.fp32_precision == "tf32",  # ``allow_tf32`` raises where convolutions and RNNs differ
+        benchmark=cudnn.benchmark,
+    )
 
 
 class Recorder(TorchDispatchMode):
@@ -121,6 +132,8 @@ class Recorder(TorchDispatchMode):
         if phase == "backward":
             self._keep_activations()
         self.phase = phase
+        if isinstance(self._on, CudaTarget):
+            self._on = _with_flags(self._on)
         self.module, self.source = "", None
         self.step = self.step if step is None else step
 

@@ -3,39 +3,83 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from lightning_memguard.core.kernels import cudnn, cudnn_table
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, moments
 from lightning_memguard.core.kernels.layout import Layout, accumulator_bytes, is_ordered, suggests_channels_last
 from lightning_memguard.core.kernels.reductions import reduction
-from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, ByteRange, CudaTarget, Scratch, nbytes
+from lightning_memguard.core.trace.scratch import NONE, Block, ByteRange, CudaTarget, Scratch, nbytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 RULES = Rules[CudaTarget]()
 
+_NEAREST = 4  # plans that another version of cuDNN may try first
+_NARROW = 64  # channels of the narrower side
 
-def _workspace(operation: Literal["forward", "input", "weight"], call: CudaCall) -> Block:
-    """What cuDNN takes for one convolution, or for one of its gradients: only a device knows the algorithm it chooses.
 
-    Its tensor cores work on channels-last images. Where the tensors are not, the weight's gradient is computed on
-    transposed copies of the image, its gradient and the weight's, kept in the workspace: so measured on VGG-16
-    (`benchmarks/accuracy.py`: 480 to 684 images of 86 x 86 on an RTX 3060, within 1 % with these copies, 6 to 8 % too
-    low without). The other two operations may take such copies, but were not seen to: their likely size is 0.
-    Convolutions of one pixel are plain matrix products, and took none where they could be seen.
+def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
+    """What cuDNN takes for one convolution, or for one of its gradients.
+
+    The plan that its heuristics name first runs, and its workspace is the likely size (`run_single_conv` in
+    aten/src/ATen/native/cudnn/Conv_v8.cpp); where that does not fit, the next one. Versions of cuDNN choose differently
+    (9.8 and 9.19 name the same plan first in 89 % of convolutions), so the range is that of the plans named next, and
+    of convolutions of this kind. With `torch.backends.cudnn.benchmark` all plans are tried, and the fastest stays: each
+    may be it.
     """
     x, weight, gpu = call["input"], call["weight"], call.target
-    tf32 = gpu.tf32 and gpu.compute_capability >= (8, 0)
-    if x.element_size() > (FLOAT if tf32 else FLOAT // 2) or call["groups"] > 1 or _takes_channels_last(x, weight):
-        return 0
-    if math.prod(weight.shape[2:]) == 1 or x.shape[1] % 4:
-        return 0
-    y = nbytes(call.result if operation == "forward" else call.first)
-    if operation == "forward" and call["transposed"]:
-        y = nbytes(x) * math.prod(call["stride"]) * weight.shape[1] // x.shape[1]
-    copies = nbytes(x) + nbytes(weight) + y
-    return ByteRange(0, copies if operation == "weight" else 0, copies)
+    channels_last = _takes_channels_last(x, weight)
+    if _is_depthwise(call) and not channels_last:
+        return 0  # `use_cudnn_depthwise` (aten/src/ATen/native/Convolution.cpp): a kernel of PyTorch's own
+    y = call.result if operation == "forward" else call.first
+    if call["transposed"]:
+        operation, x, y = _TRANSPOSED[operation], y, x
+    question = cudnn.Question(
+        operation,
+        x=_as_images(x)[0],
+        weight=_as_images(weight)[0],
+        y=_as_images(y)[0],
+        kind=str(x.dtype).removeprefix("torch."),
+        channels_last=channels_last,
+        padding=_in_image(call["padding"], x, 0),
+        stride=_in_image(call["stride"], x, 1),
+        dilation=_in_image(call["dilation"], x, 1),
+        capability=gpu.compute_capability,
+        tf32=gpu.tf32,
+        deterministic=gpu.deterministic,
+        every=gpu.benchmark,
+    )
+    low, point, high = cudnn_table.span(question)
+    sizes = cudnn.workspaces(question)
+    if sizes is None:
+        sizes = (point, 0)
+    else:
+        nearest = sizes if gpu.benchmark else sizes[:_NEAREST]
+        low, point, high = min(low, *nearest), sizes[0], max(high, *nearest)
+    if _is_narrow(weight):
+        low = point = 0
+    return ByteRange(low, point, high, sizes) if high else 0
+
+
+def _is_narrow(weight: Tensor) -> bool:
+    """A product of few channels: cuDNN's heuristics name copies first, which measured runs did not take.
+
+    MobileNetV2, MNASNet and RegNet on an RTX 3060 and 4060 (`benchmarks/accuracy.py`): median error 1.9 % without these
+    copies, 3.0 % with them.
+    """
+    return math.prod(weight.shape[2:]) == 1 and min(weight.shape[:2]) < _NARROW
+
+
+_TRANSPOSED: dict[cudnn.Operation, cudnn.Operation] = {"forward": "input", "input": "forward", "weight": "weight"}
+
+
+def _in_image(values: Sequence[int], x: Tensor, above: int) -> tuple[int, ...]:
+    """One number for each dimension of the image; `_as_images` puts one above those of a sequence."""
+    each = tuple(values) if len(values) > 1 else tuple(values) * (x.dim() - 2)
+    return (above, *each) if x.dim() == 3 else each
 
 
 def _as_images(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -41,6 +41,7 @@ class Steps:
         self.peak_reserved_bytes = self.segments = 0
         self.fragmentation = 1.0
         self._capacity_bytes = settings.capacity_bytes
+        self._kept_sizes: dict[tuple[int, tuple[int, ...]], int] = {}  # of requests with other sizes
 
     @property
     def reserved_bytes(self) -> int:
@@ -70,11 +71,25 @@ class Steps:
                 return
             yield change
 
+    def _alloc(self, allocator: Allocator, event: Event) -> Block | None:
+        """Serve a request; one that has other sizes keeps the size that fits, as PyTorch keeps cuDNN's plan."""
+        if not event.otherwise:
+            return allocator.alloc(event.nbytes, event.stream)
+        kept = self._kept_sizes.get((event.nbytes, event.otherwise))
+        sizes = (event.nbytes, *event.otherwise) if kept is None else (kept, event.nbytes, *event.otherwise)
+        for nbytes in dict.fromkeys(sizes):  # the same size would not fit either
+            block = allocator.alloc(nbytes, event.stream)
+            if block is not None:
+                if nbytes != event.nbytes:
+                    self._kept_sizes[event.nbytes, event.otherwise] = nbytes
+                return block
+        return None
+
     def _cached(self, allocator: Allocator) -> Iterator[int]:
         blocks: dict[int, Block] = {}
         for event in self.trace.events:
             if event.action == "alloc":
-                self.block = block = allocator.alloc(event.nbytes, event.stream)
+                self.block = block = self._alloc(allocator, event)
                 if block is None:
                     self.out_of_memory_event = event
                     return

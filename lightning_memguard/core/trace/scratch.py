@@ -42,20 +42,33 @@ class CudaTarget:
         multiprocessors: ``multiProcessorCount`` of the device's properties.
         deterministic: ``torch.are_deterministic_algorithms_enabled()``, or cuDNN's own flag.
         tf32: whether float32 convolutions may run on TF32 tensor cores (``torch.backends.cudnn.allow_tf32``).
+        benchmark: whether cuDNN's algorithms are chosen by their speed (``torch.backends.cudnn.benchmark``).
     """
 
     compute_capability: tuple[int, int]
     multiprocessors: int
     deterministic: bool = False
     tf32: bool = True
+    benchmark: bool = False
 
 
 class ByteRange(NamedTuple):
-    """A block whose size is not known exactly: at least ``low``, likely ``point``, at most ``high`` bytes."""
+    """A block whose size is not known exactly: at least ``low``, likely ``point``, at most ``high`` bytes.
+
+    ``otherwise`` are the sizes that are tried in turn where it does not fit the device.
+    """
 
     low: int
     point: int
     high: int
+    otherwise: tuple[int, ...] = ()
+
+    @property
+    def by_case(self) -> tuple[tuple[str, int], ...]:
+        """Its sizes by case (`lightning_memguard.core.trace.trace.CASES`); one without a case where it is exact."""
+        if self.low == self.point == self.high:
+            return (("", self.point),)
+        return ("low", self.low), ("point", self.point), ("high", self.high)
 
 
 Block = int | ByteRange

@@ -46,8 +46,9 @@ class Event(NamedTuple):
     ``nbytes`` is the size requested, before any rounding, on the free as on the alloc; ``block`` joins the two.
     ``module`` is the dotted path of the module that was running (empty outside any), ``operator`` the torch operator,
     such as ``aten.convolution.default``. ``case`` is empty, or one of `CASES` for a block whose size is not known
-    exactly: it occurs three times, once for each case. ``source`` is the line of the model's code that caused it, as
-    ``"<file>:<line>:<function>"``; in the backward pass that of the forward pass; empty if there is none.
+    exactly: it occurs three times, once for each case. ``otherwise`` are the sizes that are requested in turn where
+    ``nbytes`` does not fit, as PyTorch goes on to cuDNN's next plan. ``source`` is the line of the model's code that
+    caused it, as ``"<file>:<line>:<function>"``; in the backward pass that of the forward pass; empty if there is none.
     """
 
     action: Action
@@ -60,6 +61,7 @@ class Event(NamedTuple):
     operator: str = ""
     stream: int = 0
     case: str = ""
+    otherwise: tuple[int, ...] = ()
     source: str = ""
 
 
@@ -168,9 +170,11 @@ def scratch_events(moments: Sequence[Moment], first_block: int, like: Event) -> 
     for moment in moments:
         taken: list[Event] = []
         for size in (moment,) if isinstance(moment, int | ByteRange) else moment:
-            for case, nbytes in zip(CASES, size, strict=True) if isinstance(size, ByteRange) else (("", size),):
+            cases, otherwise = (size.by_case, size.otherwise) if isinstance(size, ByteRange) else ((("", size),), ())
+            for case, nbytes in cases:
                 if nbytes:
-                    taken.append(like._replace(action="alloc", block=block, nbytes=nbytes, case=case))
+                    event = like._replace(action="alloc", block=block, nbytes=nbytes, case=case, otherwise=otherwise)
+                    taken.append(event)
                     block -= 1
         events += taken
         events += [event._replace(action="free") for event in reversed(taken)]

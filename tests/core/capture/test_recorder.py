@@ -30,6 +30,7 @@ from lightning_memguard.core.capture.recorder import (
 )
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 
@@ -560,3 +561,13 @@ def test_the_peak_is_the_one_the_profiler_measures_to_the_byte(make_optimizer, b
     train()  # what PyTorch allocates once and keeps is not the step's
     assert 0 <= profiled_peak(train) - predicted.peak_allocated_bytes <= unseen_bytes
     assert predicted.peak_event.phase == phase
+
+
+def test_what_cudnn_may_do_is_read_when_a_phase_begins():
+    """A model's hooks may set it, and Lightning's Trainer does."""
+    recorder = Recorder("cuda", kernel_target=CudaTarget((9, 0), 132))
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=True, allow_tf32=False):
+        recorder.mark("forward")
+    assert recorder._on == CudaTarget((9, 0), 132, deterministic=True, tf32=False, benchmark=True)
+    recorder.mark("backward")
+    assert recorder._on == CudaTarget((9, 0), 132)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_memguard.core.capture.fake import by_name
-from lightning_memguard.core.kernels import cub, table
+from lightning_memguard.core.kernels import cub, cudnn, cudnn_table, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch
 
@@ -80,7 +81,7 @@ def test_one_pass_of_radix_sort_needs_no_second_buffers():
 
 
 def test_short_keys_on_older_gpus_are_sorted_within_bounds():
-    low, point, high = cub.radix_sort(1_000_000, 2, 8, CudaTarget((8, 0), 132))
+    low, point, high, _ = cub.radix_sort(1_000_000, 2, 8, CudaTarget((8, 0), 132))
     assert low < point < high
     assert low < 12_748_799 < high  # CUB's answer where four blocks fit on a multiprocessor
 
@@ -461,26 +462,93 @@ def conv_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mas
     return (grad, x, weight, [weight.shape[0]], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)
 
 
-def test_convolutions_of_one_pixel_and_few_channels_take_nothing():
-    assert rule("convolution", conv(tensor(2, 8, 8, 8), tensor(16, 8, 1, 1)), tensor(2, 16, 10, 10)) == NONE
-    assert rule("convolution", conv(tensor(2, 3, 6, 6), tensor(16, 3, 3, 3)), tensor(2, 16, 6, 6)) == NONE
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[cudnn.Question]:
+    """What cuDNN is asked; there is none that answers."""
+    questions: list[cudnn.Question] = []
+    monkeypatch.setattr(cudnn, "workspaces", questions.append)
+    return questions
 
 
-def test_tensor_cores_may_transpose_what_they_convolve():
-    x, weight, y = tensor(2, 8, 6, 6), tensor(16, 8, 3, 3), tensor(2, 16, 6, 6)
-    copies = (2 * 8 * 36 + 16 * 8 * 9 + 2 * 16 * 36) * 4
-    assert rule("convolution", conv(x, weight), y).after == ((ByteRange(0, 0, copies),),)
+@pytest.fixture
+def without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan of cuDNN takes one."""
+    monkeypatch.setattr(cudnn_table, "span", lambda _: (0, 0, 0))
+    monkeypatch.setattr(cudnn, "workspaces", lambda _: (0,))
+
+
+def test_a_workspace_is_that_of_the_plan_that_cudnn_names_first(monkeypatch):
+    sizes = (300, 800, 100, 200, 5000, 0)
+    monkeypatch.setattr(cudnn, "workspaces", lambda _: sizes)
+    monkeypatch.setattr(cudnn_table, "span", lambda _: (150, 400, 700))
+    x, weight, y = tensor(2, 64, 6, 6), tensor(64, 64, 3, 3), tensor(2, 64, 6, 6)
+    expected = ByteRange(100, 300, 800, sizes)
+    assert blocks(rule("convolution", conv(x, weight), y)) == [expected]
     both = rule("convolution_backward", conv_backward(y, x, weight, [True, True, False]), [x, weight])
-    assert both.between == {0: ((ByteRange(0, 0, copies),),)}
-    assert both.after == ((ByteRange(0, copies, copies),),)
+    assert (both.between, both.after) == ({0: ((expected,),)}, ((expected,),))
+    fastest = replace(H200, benchmark=True)
+    assert blocks(rule("convolution", conv(x, weight), y, fastest)) == [expected._replace(low=0, high=5000)]
 
 
-def test_without_tensor_cores_nothing_is_transposed():
+def test_narrow_products_were_not_seen_to_take_the_copies_that_cudnn_names(monkeypatch):
+    monkeypatch.setattr(cudnn, "workspaces", lambda _: (300,))
+    monkeypatch.setattr(cudnn_table, "span", lambda _: (300, 300, 300))
+    x, y = tensor(2, 24, 6, 6), tensor(2, 144, 6, 6)
+    assert blocks(rule("convolution", conv(x, tensor(144, 24, 1, 1)), y)) == [ByteRange(0, 0, 300, (300,))]
+    assert blocks(rule("convolution", conv(x, tensor(144, 24, 3, 3)), y)) == [ByteRange(300, 300, 300, (300,))]
+
+
+def test_cudnn_is_asked_for_each_gradient_as_pytorch_asks(asked):
     x, weight, y = tensor(2, 8, 6, 6), tensor(16, 8, 3, 3), tensor(2, 16, 6, 6)
-    for kernel_target in (CudaTarget((7, 5), 40), CudaTarget((8, 6), 28, tf32=False)):
-        assert rule("convolution", conv(x, weight), y, kernel_target) == NONE
+    target = CudaTarget((8, 6), 28, deterministic=True, tf32=False, benchmark=True)
+    rule("convolution", conv(x, weight), y, target)
+    rule("convolution_backward", conv_backward(y, x, weight, [True, True, False]), [x, weight], target)
+    assert [question.operation for question in asked] == ["forward", "input", "weight"]
+    assert {(question.x, question.weight, question.y) for question in asked} == {((2, 8, 6, 6), (16, 8, 3, 3), y.shape)}
+    first = asked[0]
+    assert (first.kind, first.channels_last, first.capability) == ("float32", False, (8, 6))
+    assert (first.deterministic, first.tf32, first.every) == (True, False, True)
 
 
+def test_a_transposed_convolution_is_the_gradient_of_one(asked):
+    x, weight, y = tensor(2, 16, 6, 6), tensor(16, 8, 4, 4), tensor(2, 8, 12, 12)
+    args = (x, weight, None, [2, 2], [1, 1], [1, 1], True, [0, 0], 1)
+    rule("convolution", args, y)
+    rule("convolution_backward", (y, x, weight, [8], *args[3:], [True, True, False]), [x, weight])
+    assert [question.operation for question in asked] == ["input", "forward", "weight"]
+    assert {(question.x, question.y) for question in asked} == {((2, 8, 12, 12), (2, 16, 6, 6))}
+
+
+def test_a_sequence_is_an_image_of_one_row(asked):
+    x, weight, y = tensor(2, 8, 20), tensor(16, 8, 3), tensor(2, 16, 10)
+    rule("convolution", (x, weight, None, [2], [1], [1], False, [0], 1), y)
+    (question,) = asked
+    assert (question.x, question.weight, question.y) == ((2, 8, 1, 20), (16, 8, 1, 3), (2, 16, 1, 10))
+    assert (question.padding, question.stride, question.dilation) == ((0, 1), (1, 2), (1, 1))
+
+
+def test_depthwise_convolutions_are_pytorchs_own_unless_in_channels_last(asked):
+    x, weight, y = tensor(2, 8, 6, 6), tensor(8, 1, 3, 3), tensor(2, 8, 6, 6)
+    assert rule("convolution", conv(x, weight, groups=8), y) == NONE
+    assert asked == []
+    rule("convolution", conv(x.to(memory_format=CHANNELS_LAST), weight, groups=8), y)
+    assert [question.channels_last for question in asked] == [True]
+
+
+@pytest.mark.usefixtures("asked")
+def test_without_cudnn_a_table_knows_the_usual_shares():
+    x, weight, y = tensor(8, 64, 56, 56), tensor(64, 64, 3, 3), tensor(8, 64, 56, 56)
+    ampere, turing = CudaTarget((8, 6), 28), CudaTarget((7, 5), 40)
+    backward = conv_backward(y, x, weight, [False, True, False])
+    copies = (2 * 8 * 64 * 56 * 56 + 64 * 64 * 9) * 4
+    (block,) = blocks(rule("convolution_backward", backward, [weight], ampere))
+    assert 0.9 * copies < block.point <= block.high
+    assert block.otherwise == (block.point, 0)
+    assert rule("convolution_backward", backward, [weight], turing) == NONE
+    assert rule("convolution", conv(x.double(), weight.double()), y.double()) == NONE
+
+
+@pytest.mark.usefixtures("without_workspaces")
 def test_a_weight_in_channels_last_brings_the_input_along():
     x, weight = tensor(2, 8, 6, 6), tensor(16, 8, 3, 3)
     last = weight.to(memory_format=CHANNELS_LAST)
@@ -489,26 +557,28 @@ def test_a_weight_in_channels_last_brings_the_input_along():
     assert blocks(rule("convolution", conv(images, weight), tensor(2, 16, 6, 6))) == [16 * 8 * 9 * 4]
 
 
+@pytest.mark.usefixtures("without_workspaces")
 def test_sequences_with_features_last_are_channels_last():
     sequence = tensor(2, 20, 8).transpose(1, 2)
     assert blocks(rule("convolution", conv(sequence, tensor(16, 8, 3)), tensor(2, 16, 20))) == [16 * 8 * 3 * 4]
 
 
+@pytest.mark.usefixtures("without_workspaces")
 def test_doubles_are_never_channels_last():
     x = tensor(2, 8, 6, 6, dtype=torch.double).to(memory_format=CHANNELS_LAST)
     args = conv(x, tensor(16, 8, 3, 3, dtype=torch.double))
     assert blocks(rule("convolution", args, tensor(2, 16, 6, 6))) == [2 * 8 * 36 * 8]
 
 
+@pytest.mark.usefixtures("without_workspaces")
 def test_convolution_backward_copies_the_weight_for_the_inputs_gradient_alone():
     x, weight = tensor(2, 8, 6, 6), tensor(16, 8, 3, 3)
     grad = tensor(2, 16, 6, 6).to(memory_format=CHANNELS_LAST)
     images, copy, turned = x.to(memory_format=CHANNELS_LAST), 16 * 8 * 9 * 4, 2 * 16 * 36 * 4
     both = rule("convolution_backward", conv_backward(grad, images, weight, [True, True, False]), [images, weight])
     assert (both.between, both.after) == ({0: ((copy,),)}, ())
-    no_tensor_cores = CudaTarget((7, 5), 40)
     args = conv_backward(grad, x, weight, [True, True, False])
-    contiguous = rule("convolution_backward", args, [x, weight], no_tensor_cores)
+    contiguous = rule("convolution_backward", args, [x, weight])
     assert (contiguous.between, contiguous.after) == ({0: ((turned,),)}, ((turned,),))
 
 

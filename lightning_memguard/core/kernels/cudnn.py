@@ -1,0 +1,146 @@
+"""What cuDNN takes as workspace for a convolution, as PyTorch asks it: by the cuDNN that is installed, without a GPU.
+
+The library runs in a process of its own, see `lightning_memguard.core.kernels.cudnn_process`. Where there is none that
+can be asked (a CPU-only build of torch without the wheels ``nvidia-cudnn-cu13`` and ``nvidia-cublas``), there is no
+answer (None), and rules fall back to a table.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Literal
+
+Operation = Literal["forward", "input", "weight"]
+
+_FIRST_VERSION = 90800  # the first that can be asked without a device
+_FIRST_CAPABILITY = (7, 5)  # of newer versions, which name plans for older GPUs that none of them could run
+_LEAST, _ENOUGH_BYTES = 4, 1 << 20  # plans to ask for, and a workspace that fits wherever the tensors do
+
+
+@dataclass(frozen=True)
+class Question:
+    """One convolution or one of its gradients, as cuDNN is given it.
+
+    Attributes:
+        operation: the convolution itself, its input's gradient, or its weight's.
+        x: the image's shape; a sequence is an image of one row.
+        weight: the weight's, without the groups' other channels.
+        y: the result's.
+        kind: the tensors' type, such as ``"float32"``.
+        channels_last: the layout of all three.
+        padding, stride, dilation: of the kernel.
+        capability: the GPU's compute capability.
+        tf32: whether float32 may run on tensor cores.
+        deterministic: whether plans whose results vary are left out.
+        every: ask for every plan, rather than for the first ones, down to a small workspace.
+    """
+
+    operation: Operation
+    x: tuple[int, ...]
+    weight: tuple[int, ...]
+    y: tuple[int, ...]
+    kind: str
+    channels_last: bool
+    padding: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    capability: tuple[int, int]
+    tf32: bool
+    deterministic: bool
+    every: bool = False
+
+
+@functools.lru_cache(16384)
+def workspaces(question: Question) -> tuple[int, ...] | None:
+    """The workspaces of the plans that PyTorch would try in turn: the next one where the one before runs out of memory.
+
+    None where no cuDNN can be asked, or it has no plan without the device.
+    """
+    process = _of_this_process() if question.capability >= _FIRST_CAPABILITY else None
+    return process.ask(question) if process else None
+
+
+def version() -> int:
+    """The version of the cuDNN that is asked, such as 91900; 0 where there is none."""
+    process = _of_this_process()
+    return process.version if process else 0
+
+
+class _Process:
+    """The process that has cuDNN loaded; it ends when its input is closed, with this one at the latest."""
+
+    def __init__(self, libraries: tuple[str, ...]) -> None:
+        self.owner = os.getpid()
+        self._lock = Lock()
+        script = str(Path(__file__).with_name("cudnn_process.py"))
+        self._process = subprocess.Popen(  # noqa: S603 - this package's own script
+            [sys.executable, "-I", "-S", script, *libraries],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.version = int(self._line() or 0)
+
+    def ask(self, question: Question) -> tuple[int, ...] | None:
+        least = sys.maxsize if question.every else _LEAST
+        asked = {**asdict(question), "least": least, "enough_bytes": _ENOUGH_BYTES}
+        with self._lock:
+            try:
+                assert self._process.stdin is not None
+                self._process.stdin.write(json.dumps(asked) + "\n")
+                self._process.stdin.flush()
+                answer = self._line()
+            except (OSError, ValueError):
+                return None
+        return tuple(json.loads(answer)) or None if answer else None
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+_running: list[_Process | None] = []
+
+
+def _of_this_process() -> _Process | None:
+    """The process that this one asks; a fork does not share its parent's."""
+    if _running and (_running[0] is None or _running[0].owner == os.getpid()):
+        return _running[0]
+    _running[:] = [_started()]
+    return _running[0]
+
+
+def _started() -> _Process | None:
+    libraries = _libraries()
+    if not libraries:
+        return None
+    try:
+        process = _Process(libraries)
+    except (OSError, ValueError):
+        return None
+    return process if process.version >= _FIRST_VERSION else None
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """What to load, cuDNN last, from the wheels that torch for CUDA requires on Linux; empty without it."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    needed = ("libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*", "libcudnn.so.9")
+    found = [next(_files(folders, name), None) for name in needed]
+    return () if found[1] is None or found[-1] is None else tuple(map(str, filter(None, found)))
+
+
+def _files(folders: list[Path], name: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted(path for path in folder.glob(f"*/lib/{name}") if ".alt." not in path.name)

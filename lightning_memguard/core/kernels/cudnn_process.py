@@ -1,0 +1,250 @@
+"""cuDNN's own answer to what a convolution takes as workspace, asked without a GPU: a script that runs in a process.
+
+Since cuDNN 9.8 a description of a device, written as JSON, lets the library's heuristics run with no driver and no
+device ("Deviceless Ahead-of-time Compilation"). A library that misses a part of itself ends the process that asks, and
+one that is loaded takes some 250 MiB: so `lightning_memguard.core.kernels.cudnn` runs this file as a script of its own,
+which imports nothing of the package. It is given the paths of the libraries to load, the last one cuDNN's, prints
+cuDNN's version, and answers each line of its input with one line, both JSON. Numbers of attributes are those of
+cudnn_graph.h, the same in cuDNN 9.8 to 9.19.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+# cudnnBackendDescriptorType_t
+_CONVOLUTION, _ENGINE, _CONFIGURATION, _HEURISTICS, _GRAPH, _TENSOR, _DEVICE = 1, 2, 3, 4, 15, 17, 38
+_OPERATIONS = {"forward": 10, "weight": 11, "input": 12}
+# cudnnBackendAttributeType_t
+_A_TYPE, _A_LONG, _A_FLOAT, _A_DOUBLE, _A_MODE, _A_DESCRIPTOR, _A_HEURISTIC, _A_CHAR = 1, 3, 4, 5, 7, 15, 8, 24
+_A_NOTE = 11
+_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}  # cudnnDataType_t
+_FIRST_ATTRIBUTE = {"forward": 700, "input": 706, "weight": 712}  # alpha, beta, convolution, weight, x, y
+_TENSOR_CORE, _DOWN_CONVERT, _NONDETERMINISTIC = 0, 1, 4  # cudnnBackendNumericalNote_t
+_HEURISTIC_MODES = (0, 3)  # instant, and the fallback list
+_KIB = 1 << 10
+
+# By compute capability: multiprocessors, shared memory a block can opt in to (KiB), blocks and threads of a
+# multiprocessor, memory (GiB), level-2 cache (MiB). Of these only the compute capability was seen to move a choice.
+_DEVICES = {
+    (7, 5): (72, 64, 16, 1024, 24, 6),
+    (8, 0): (108, 163, 32, 2048, 40, 40),
+    (8, 6): (82, 99, 16, 1536, 24, 6),
+    (8, 9): (128, 99, 24, 1536, 24, 72),
+    (9, 0): (132, 227, 32, 2048, 80, 50),
+    (10, 0): (148, 227, 32, 2048, 180, 126),
+    (12, 0): (170, 99, 24, 1536, 32, 96),
+}
+
+
+class _RefusedError(Exception):
+    """What a function of cuDNN returned, other than success."""
+
+
+class _Descriptor:
+    """One of cuDNN's descriptors, destroyed with the object."""
+
+    library: Any
+
+    def __init__(self, kind: int) -> None:
+        self.pointer = _POINTER()
+        self._kept: list[object] = []
+        _check(self.library.cudnnBackendCreateDescriptor(kind, ctypes.byref(self.pointer)))
+
+    def __del__(self) -> None:
+        self.library.cudnnBackendDestroyDescriptor(self.pointer)
+
+    def set(self, attribute: int, kind: int, values: ctypes.Array[Any]) -> _Descriptor:
+        self._kept.append(values)
+        array = ctypes.cast(values, _POINTER)
+        _check(self.library.cudnnBackendSetAttribute(self.pointer, attribute, kind, len(values), array))
+        return self
+
+    def numbers(self, attribute: int, *values: int) -> _Descriptor:
+        return self.set(attribute, _A_LONG, (_LONG * len(values))(*values))
+
+    def choice(self, attribute: int, kind: int, value: int) -> _Descriptor:
+        return self.set(attribute, kind, (ctypes.c_int * 1)(value))
+
+    def descriptor(self, attribute: int, value: _Descriptor) -> _Descriptor:
+        self._kept.append(value)
+        return self.set(attribute, _A_DESCRIPTOR, (_POINTER * 1)(value.pointer))
+
+    def done(self) -> _Descriptor:
+        _check(self.library.cudnnBackendFinalize(self.pointer))
+        return self
+
+    def read(self, attribute: int, kind: int, into: ctypes.Array[Any] | None) -> int:
+        """Read an attribute into an array; the number of its values."""
+        count = _LONG(0)
+        wanted, array = (0, None) if into is None else (len(into), ctypes.cast(into, _POINTER))
+        ask = self.library.cudnnBackendGetAttribute
+        _check(ask(self.pointer, attribute, kind, wanted, ctypes.byref(count), array))
+        return count.value
+
+
+def _check(status: int) -> None:
+    if status:
+        raise _RefusedError(_Descriptor.library.cudnnGetErrorString(status).decode())
+
+
+_devices: dict[tuple[int, int], _Descriptor] = {}
+
+
+def _device(capability: tuple[int, int]) -> _Descriptor:
+    if capability not in _devices:
+        text = json.dumps(_properties(capability)).encode()
+        chars = ctypes.create_string_buffer(text, len(text))
+        _devices[capability] = _Descriptor(_DEVICE).set(2702, _A_CHAR, chars).done()
+    return _devices[capability]
+
+
+def _properties(capability: tuple[int, int]) -> dict[str, object]:
+    nearest = max((known for known in _DEVICES if known <= capability), default=(7, 5))
+    multiprocessors, shared, blocks, threads, memory, cache = _DEVICES[nearest]
+    return {
+        "deviceVer": capability[0] * 100 + capability[1] * 10,
+        "multiProcessorCount": multiprocessors,
+        "warpSize": 32,
+        "maxSharedMemoryPerBlock": 48 * _KIB,
+        "maxSharedMemoryPerBlockOptin": shared * _KIB,
+        "reservedSharedMemoryPerBlock": 0 if capability < (8, 0) else _KIB,
+        "maxRegistersPerSM": 65536,
+        "maxCtasPerSM": blocks,
+        "maxThreadsPerBlock": 1024,
+        "maxThreadsPerSM": threads,
+        "regsPerBlock": 65536,
+        "totalGlobalMem": memory << 30,
+        "smClockRateKHz": 1_700_000,
+        "l2CacheSize": cache << 20,
+        "maxBlockSize": [1024, 1024, 64],
+        "memClockRateKHz": 5_000_000,
+        "maxGridSize": [2_147_483_647, 65535, 65535],
+        "supportCoopLaunch": 1,
+        "pciDeviceId": 0,
+        "isTccDriver": 0,
+        "cudaDeviceId": 0,
+        "driverVer": 13000,
+        "deviceName": "GPU",
+    }
+
+
+def _strides(shape: Sequence[int], *, channels_last: bool) -> list[int]:
+    order = [*range(len(shape) - 1, -1, -1)]
+    if channels_last:
+        order = [1, *range(len(shape) - 1, 1, -1), 0]
+    strides, step = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = step
+        step *= shape[dim]
+    return strides
+
+
+def _tensor(name: str, shape: Sequence[int], kind: str, *, channels_last: bool) -> _Descriptor:
+    tensor = _Descriptor(_TENSOR).choice(901, _A_TYPE, _TYPES[kind])
+    tensor.numbers(902, *shape).numbers(903, *_strides(shape, channels_last=channels_last))
+    return tensor.numbers(906, ord(name)).numbers(900, 16).done()
+
+
+def _graph(asked: dict[str, Any]) -> _Descriptor:
+    """The graph of one operation, as `build_opgraph` in aten/src/ATen/native/cudnn/Conv_v8.cpp builds it."""
+    kind, double = asked["kind"], asked["kind"] == "float64"
+    convolution = _Descriptor(_CONVOLUTION).choice(100, _A_TYPE, _TYPES["float64" if double else "float32"])
+    convolution.choice(101, _A_MODE, 1).numbers(102, *asked["dilation"]).numbers(103, *asked["stride"])
+    padding = asked["padding"]
+    convolution.numbers(104, *padding).numbers(105, *padding).numbers(106, len(padding)).done()
+    first = _FIRST_ATTRIBUTE[asked["operation"]]
+    number, of = (ctypes.c_double, _A_DOUBLE) if double else (ctypes.c_float, _A_FLOAT)
+    operation = _Descriptor(_OPERATIONS[asked["operation"]])
+    operation.set(first, of, (number * 1)(1.0)).set(first + 1, of, (number * 1)(0.0)).descriptor(first + 2, convolution)
+    for place, name in enumerate(("weight", "x", "y"), 3):
+        tensor = _tensor(name[0], asked[name], kind, channels_last=asked["channels_last"])
+        operation.descriptor(first + place, tensor)
+    return _Descriptor(_GRAPH).descriptor(801, operation.done()).done()
+
+
+def _configurations(graph: _Descriptor, device: _Descriptor) -> Iterator[_Descriptor]:
+    """What cuDNN would try, in its order, a few at a time: reading many takes milliseconds."""
+    for mode in _HEURISTIC_MODES:
+        heuristics = _Descriptor(_HEURISTICS).descriptor(201, graph).choice(200, _A_HEURISTIC, mode)
+        heuristics.descriptor(204, device).done()
+        total, known, wanted = heuristics.read(202, _A_DESCRIPTOR, None), 0, 4
+        while known < total:
+            some = [_Descriptor(_CONFIGURATION) for _ in range(min(wanted, total))]
+            found = heuristics.read(202, _A_DESCRIPTOR, (_POINTER * len(some))(*(one.pointer for one in some)))
+            yield from some[known : min(found, len(some))]
+            if len(some) == total or found < len(some):
+                break
+            known, wanted = len(some), 4 * wanted
+
+
+def _notes(configuration: _Descriptor) -> set[int]:
+    engine = _Descriptor(_ENGINE)
+    configuration.read(300, _A_DESCRIPTOR, (_POINTER * 1)(engine.pointer))
+    notes = (ctypes.c_int * 16)()
+    return set(notes[: engine.read(1303, _A_NOTE, notes)])
+
+
+def _workspace(configuration: _Descriptor) -> int:
+    nbytes = (_LONG * 1)()
+    configuration.read(303, _A_LONG, nbytes)
+    return nbytes[0]
+
+
+def workspaces(asked: dict[str, Any]) -> list[int]:
+    """Workspaces of the plans that PyTorch would try, in its order, until a small one (see ``enough_bytes``)."""
+    refused = {_DOWN_CONVERT}  # `filterEngineConfigs` in Conv_v8.cpp
+    if asked["deterministic"]:
+        refused.add(_NONDETERMINISTIC)
+    if asked["kind"] == "float32" and not asked["tf32"]:
+        refused.add(_TENSOR_CORE)
+    found: list[int] = []
+    for configuration in _configurations(_graph(asked), _device(tuple(asked["capability"]))):
+        try:
+            if refused & _notes(configuration):
+                continue
+            found.append(_workspace(configuration))
+        except _RefusedError:
+            continue
+        if len(found) >= asked["least"] and found[-1] <= asked["enough_bytes"]:
+            break
+    return found
+
+
+def _load(paths: Sequence[str]) -> Any:
+    for path in paths[:-1]:
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(paths[-1], mode=ctypes.RTLD_GLOBAL)
+    number, pointers = ctypes.c_int, ctypes.POINTER(_POINTER)
+    library.cudnnGetVersion.restype = ctypes.c_size_t
+    library.cudnnGetErrorString.restype = ctypes.c_char_p
+    library.cudnnBackendCreateDescriptor.argtypes = [number, pointers]
+    library.cudnnBackendDestroyDescriptor.argtypes = [_POINTER]
+    library.cudnnBackendFinalize.argtypes = [_POINTER]
+    library.cudnnBackendSetAttribute.argtypes = [_POINTER, number, number, _LONG, _POINTER]
+    library.cudnnBackendGetAttribute.argtypes = [_POINTER, number, number, _LONG, ctypes.POINTER(_LONG), _POINTER]
+    return library
+
+
+def main() -> None:
+    """Answer every line of the standard input; an answer is empty where cuDNN refuses."""
+    _Descriptor.library = _load(sys.argv[1:])
+    out = sys.stdout
+    out.write(f"{_Descriptor.library.cudnnGetVersion()}\n")
+    out.flush()
+    for line in sys.stdin:
+        try:
+            answer = workspaces(json.loads(line))
+        except _RefusedError:
+            answer = []
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()

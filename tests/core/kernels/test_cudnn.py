@@ -1,0 +1,101 @@
+"""cuDNN in a process of its own, asked without a GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_memguard.core.kernels import cudnn
+from lightning_memguard.core.kernels.cudnn_table import kind_of, span, tensors_bytes
+
+IMAGES, WEIGHT = (8, 64, 56, 56), (64, 64, 3, 3)
+QUESTION = cudnn.Question(
+    "weight", IMAGES, WEIGHT, IMAGES, "float32", False, (1, 1), (1, 1), (1, 1), (8, 6), tf32=True, deterministic=False
+)
+INSTALLED = pytest.mark.skipif(not cudnn.version(), reason="needs the cuDNN of a CUDA build of torch, 9.8 or newer")
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process runs, and nothing was asked."""
+    monkeypatch.setattr(cudnn, "_running", [])
+    cudnn.workspaces.cache_clear()
+    yield
+    cudnn.workspaces.cache_clear()
+
+
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize(
+    "script",
+    ["raise SystemExit(3)", "print('no number')", "print(8907)", "print(91900)"],
+    ids=["does not load", "talks nonsense", "too old", "dies when it is asked"],
+)
+def test_a_cudnn_that_cannot_be_asked_has_no_answer(script, tmp_path: Path, monkeypatch):
+    module = tmp_path / "cudnn.py"
+    (tmp_path / "cudnn_process.py").write_text(script, encoding="utf-8")
+    monkeypatch.setattr(cudnn, "__file__", str(module))
+    monkeypatch.setattr(cudnn, "_libraries", lambda: ("libcudnn.so.9",))
+    assert cudnn.workspaces(QUESTION) is None
+
+
+@pytest.mark.usefixtures("anew")
+def test_where_there_is_no_library_no_process_is_started(monkeypatch):
+    monkeypatch.setattr(cudnn, "_libraries", tuple)
+    monkeypatch.setattr(cudnn.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    assert cudnn.workspaces(QUESTION) is None
+    assert cudnn.version() == 0
+
+
+@INSTALLED
+def test_the_weights_gradient_of_a_3x3_convolution_takes_copies_on_tensor_cores():
+    copies = tensors_bytes(QUESTION)
+    first, *others = cudnn.workspaces(QUESTION) or ()
+    assert copies < first < 1.2 * copies
+    assert others
+    first, *_ = cudnn.workspaces(replace(QUESTION, tf32=False)) or ()
+    assert first < copies
+
+
+@INSTALLED
+def test_what_pytorch_leaves_out_is_left_out():
+    every = cudnn.workspaces(replace(QUESTION, every=True)) or ()
+    assert len(every) > len(cudnn.workspaces(QUESTION) or ())
+    assert len(cudnn.workspaces(replace(QUESTION, every=True, deterministic=True)) or ()) < len(every)
+
+
+@INSTALLED
+@pytest.mark.parametrize(("operation", "nbytes"), [("forward", 51_328), ("input", 84_032)])
+def test_a_turing_gpus_workspaces_are_those_that_were_recorded(operation, nbytes):
+    """In the recorded allocator history of a training on a GPU of compute capability 7.5."""
+    shapes = {"x": (1, 16, 64, 64), "weight": (32, 16, 3, 3), "y": (1, 32, 64, 64)}
+    first, *_ = cudnn.workspaces(replace(QUESTION, operation=operation, capability=(7, 5), **shapes)) or ()
+    assert first == nbytes
+
+
+@INSTALLED
+@pytest.mark.skipif(sys.platform == "win32", reason="needs os.fork")
+def test_a_fork_asks_a_process_of_its_own():
+    assert cudnn.workspaces(QUESTION)
+    child = os.fork()
+    if not child:
+        cudnn.workspaces.cache_clear()
+        os._exit(0 if cudnn.workspaces(QUESTION) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert cudnn.workspaces(replace(QUESTION, operation="input"))
+
+
+def test_the_table_knows_every_kind_of_convolution():
+    for operation in ("forward", "input", "weight"):
+        for kind in ("float32", "float16", "bfloat16"):
+            for channels_last in (False, True):
+                asked = replace(QUESTION, operation=operation, kind=kind, channels_last=channels_last)
+                low, point, high = span(asked)
+                assert 0 <= low <= point <= high, kind_of(asked)
+    assert span(replace(QUESTION, kind="float64")) == (0, 0, 0)
+    assert span(replace(QUESTION, capability=(6, 1))) == (0, 0, 0)
+    assert span(replace(QUESTION, capability=(12, 1))) == span(replace(QUESTION, capability=(12, 0)))
