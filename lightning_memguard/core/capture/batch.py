@@ -212,7 +212,7 @@ class Batches:
             found = _constants_in([*tensors_in(self.small)], [*tensors_in(self.large)])
             for draw, index in itertools.product(range(_DRAWS_OF_CONSTANTS), range(2)):
                 if found:
-                    drawn = [*tensors_in(self.draws.batch(self.small_size, draw, index))]
+                    drawn = [*tensors_in(self.draws.batch(self.small_size, draw))]
                     same = _constants_in([*tensors_in(self.small)], drawn)
                     found = {key: number for key, number in found.items() if key in same}
             return found
