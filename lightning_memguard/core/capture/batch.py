@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
 from collections import Counter, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -210,7 +209,7 @@ class Batches:
             return {}
         with unset_fake_temporarily():
             found = _constants_in([*tensors_in(self.small)], [*tensors_in(self.large)])
-            for draw, index in itertools.product(range(_DRAWS_OF_CONSTANTS), range(2)):
+            for draw in range(_DRAWS_OF_CONSTANTS):
                 if found:
                     drawn = [*tensors_in(self.draws.batch(self.small_size, draw))]
                     same = _constants_in([*tensors_in(self.small)], drawn)

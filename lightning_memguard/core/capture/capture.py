@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
+from time import process_time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -289,7 +289,7 @@ def capture_here(program: Program, batch_size: int, method: Method, draw: Draw =
     """
     kernel_target = program.gpu.kernel_target if program.gpu else None
     where = device_to_run_on(program, fake=method != "real")
-    worst_case, started = method in ("worst-case", "sampled"), monotonic()
+    worst_case, started = method in ("worst-case", "sampled"), process_time()
     recorder = Recorder(
         where.type,
         worst_case=worst_case,
@@ -304,7 +304,7 @@ def capture_here(program: Program, batch_size: int, method: Method, draw: Draw =
             if draw.number:
                 seed_all(draw.number)
             program.of_draw(draw.number).run(recorder, batch_size, fake=method != "real")
-    trace = replace(recorder.trace(batch_size, method), seconds=monotonic() - started)
+    trace = replace(recorder.trace(batch_size, method), seconds=process_time() - started)
     if where.type == program.device.type:
         return trace
     note = f"the step ran on the {where.type.upper()}, whose kernels may keep other tensors than the GPU's"

@@ -105,7 +105,7 @@ class Trace:
     ``device`` is a torch device type such as ``"cpu"`` or ``"cuda"``. ``notes`` are assumptions in plain words.
     ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule. ``batch`` is the shapes and bytes
     of the largest batch that the step was given, where it was noted. ``held_at`` is the place among the events at which
-    `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is how long the run took.
+    `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is the processor time that the run took.
     """
 
     batch_size: int
