@@ -878,7 +878,7 @@ def bert_masked_positions() -> Run:
     return Run(lambda: Step(Masked(), lambda n, b: n(b[0])), tokens(64))
 
 
-@pattern(sizes=(16, 32))
+@pattern(sizes=(16, 32), steps=30)
 def stochastic_depth() -> Run:
     """A layer is skipped by a coin toss in Python: the graph varies."""
 
