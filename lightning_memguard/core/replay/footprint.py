@@ -55,8 +55,8 @@ class Footprint:
         notes: assumptions, in plain words.
         low: the peak if everything that is not known exactly is as small as possible; None where all is known.
         high: the same, as large as possible.
-        fragmentation_bytes: how much of ``high`` is cached memory that a run may need or not. The allocator gives it
-            back where memory runs short, so a budget is compared with ``high`` without it.
+        yielding_bytes: how much of ``high`` gives way where memory runs short: what the allocator has cached, and
+            workspaces for which PyTorch then takes another plan of cuDNN. A budget is compared with what is left.
         trace: the events it was computed from, where they were kept, as `estimate` does.
         settings: the rules of the allocator they were replayed by.
     """
@@ -74,7 +74,7 @@ class Footprint:
     notes: tuple[str, ...] = ()
     low: Peak | None = None
     high: Peak | None = None
-    fragmentation_bytes: int = 0
+    yielding_bytes: int = 0
     trace: Trace | None = field(default=None, repr=False, compare=False)
     settings: AllocatorSettings | None = field(default=None, repr=False, compare=False)
 
@@ -82,11 +82,11 @@ class Footprint:
     def most_device_bytes(self) -> int:
         """What is compared with a budget: `peak_device_bytes`, or its high bound where it has one.
 
-        Without `fragmentation_bytes`.
+        Without `yielding_bytes`.
         """
         if self.high is None:
             return self.peak_device_bytes
-        return max(self.peak_device_bytes, self.high.device_bytes - self.fragmentation_bytes)
+        return max(self.peak_device_bytes, self.high.device_bytes - self.yielding_bytes)
 
     @property
     def is_partial(self) -> bool:
@@ -153,15 +153,18 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
     least, likely, most = context_bytes if isinstance(context_bytes, tuple) else (context_bytes,) * 3
     result = _replay(trace, "point", settings)
     low = high = None
-    cached = 0
+    yielding = 0
     if least != most or any(event.case for event in trace.events):
         low = _peak(result, least).widest(_peak(_replay(trace, "low", settings), least), min)
-        high = _peak(result, most).widest(_peak(_replay(trace, "high", settings), most), max)
+        largest = _replay(trace, "high", settings)
+        high = _peak(result, most).widest(_peak(largest, most), max)
         cached = int(_FRAGMENTATION * (result.peak_reserved_bytes - result.peak_allocated_bytes))
         low = low.fragmented(-cached)
         if settings.capacity_bytes is not None:
             cached = min(cached, max(0, settings.capacity_bytes - high.reserved_bytes))
         high = high.fragmented(cached)
+        firm = max(result.peak_reserved_bytes, _firm_bytes(trace, result, largest, settings))
+        yielding = high.reserved_bytes - firm
     at = result.peak_event
     shown = (*PARTS, *(part for part in OPTIONAL_PARTS if part in result.parts))
     return Footprint(
@@ -178,8 +181,18 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
         notes=trace.notes,
         low=low,
         high=high,
-        fragmentation_bytes=cached,
+        yielding_bytes=yielding,
     )
+
+
+def _firm_bytes(trace: Trace, likely: Replay, largest: Replay, settings: AllocatorSettings) -> int:
+    """The reserved peak if what is not known is as large as possible, but for blocks that have other sizes."""
+    yields = {bool(event.otherwise) for event in trace.events if event.case}
+    if yields == {True, False}:
+        events = tuple(e for e in trace.events if e.case in ("", "point" if e.otherwise else "high"))
+        firm = replace(trace, events=events, kernels=(), scratch_spans=())
+        return within_capacity(firm, settings, Replay.of).peak_reserved_bytes
+    return (likely if yields == {True} else largest).peak_reserved_bytes
 
 
 # The share of the cached memory at the peak by which runs differ from the replay, either way, where not all blocks are

@@ -394,7 +394,7 @@ def planned(model: Any = None, batch: Any = IMAGES, device: str = "NVIDIA H200",
     assert sum(found.parts.values()) == found.peak_allocated_bytes <= found.peak_reserved_bytes
     assert found.peak_device_bytes == found.peak_reserved_bytes + CONTEXT_BYTES[1]
     assert found.low.device_bytes < found.peak_device_bytes < found.high.device_bytes
-    assert found.most_device_bytes == found.high.device_bytes - found.fragmentation_bytes
+    assert found.most_device_bytes == found.high.device_bytes - found.yielding_bytes
     return found
 
 
