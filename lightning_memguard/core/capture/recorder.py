@@ -26,6 +26,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -336,6 +337,10 @@ class Recorder(TorchDispatchMode):
     def _watch(self, tensor: Tensor, operator: str, kept_bytes: int = 0) -> int | None:
         if tensor.device.type != self.device_type:
             return None
+        if tensor.layout is torch.sparse_coo and not isinstance(tensor, FakeTensor):
+            with no_dispatch():
+                parts = tensor._indices(), tensor._values()
+            return [self._watch(part, operator) for part in parts][-1]
         if self._graph_task != -1 and tensor.layout is not torch.strided:
             return None  # `refuse_sparse` has a better message for a gradient
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -672,10 +677,10 @@ def part_bytes(parts: Mapping[str, Iterable[Tensor]], device_type: str) -> dict[
 
 
 def refuse_sparse(tensors: Iterable[Tensor]) -> None:
-    """Raise for sparse gradients: their size depends on their values."""
+    """Raise for sparse gradients without values, on which their size depends."""
     for tensor in tensors:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided and isinstance(tensor, FakeTensor):
             raise CannotTraceError(
                 f"A gradient of shape {tuple(tensor.shape)} has layout {tensor.layout}: its size depends on its "
-                "values. Use dense gradients (`sparse=False`) to have the step predicted."
+                "values, which only a real run has."
             )
