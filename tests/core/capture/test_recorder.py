@@ -338,6 +338,25 @@ def test_gradients_are_gradients_with_checkpointing_too(reentrant):
 # What counts as one block
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_keeps_the_state_of_the_random_generator_until_it_runs_again(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.second, self.first(x), use_reentrant=reentrant)
+
+    before = torch.get_rng_state
+    trace = traced(Checkpointed(), lambda: torch.zeros(8, 4))
+    events = [(event.action, event.phase) for event in trace.events if event.nbytes == before().nbytes]
+    # What runs again is seeded as before, and the generator is given back as it was.
+    assert events[:3] == [("alloc", "forward"), ("alloc", "backward"), ("free", "backward")]
+    assert events[3:] == ([] if reentrant else [("free", "backward")]), "a function's context lives as long as its node"
+    assert torch.get_rng_state is before
+
+
 def test_views_of_one_storage_count_once_and_die_with_the_last():
     with recording() as recorder:
         x = torch.empty(4, 4)
