@@ -328,7 +328,7 @@ def monai_swin_unetr() -> Run:
 
     return Run(
         lambda: Step(SwinUNETR(1, 3, feature_size=12), lambda n, b: F.cross_entropy(n(b[0]), b[1])),
-        data(lambda _: (torch.randn(1, 64, 64, 64), torch.randint(3, (64, 64, 64)))),
+        data(lambda _: (torch.randn(1, 64, 32, 32), torch.randint(3, (64, 32, 32)))),
     )
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -168,6 +168,11 @@ class Recorder(TorchDispatchMode):
     def running_linear(self) -> AbstractContextManager[Any]:
         """While ``F.linear`` runs: it adds its bias in place, but under a dispatch mode."""
         return mock.patch.object(self, "in_linear", len(self._bytes))
+
+    def note_made(self, tensor: Tensor, operator: str) -> None:
+        """Record a tensor that no operator made."""
+        if self._recording:
+            self._watch(tensor, operator)
 
     def mark_held(self) -> None:
         """Whatever else the run has on its device throughout was there before what is recorded from now on."""
@@ -642,9 +647,21 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(compiled.compiling(recorder.note_autotuning))
         else:
             exits.enter_context(compiled.noting(lambda note: recorder.assumptions.update({note: None})))
+            exits.enter_context(mock.patch.object(torch, "get_rng_state", _watched(recorder, torch.get_rng_state)))
             exits.enter_context(paths_mode)
         exits.enter_context(recorder)
         yield
+
+
+def _watched(recorder: Recorder, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A function that makes a tensor without an operator, as a checkpoint keeps the state of the random generator."""
+
+    def watched() -> Tensor:
+        tensor = make()
+        recorder.note_made(tensor, make.__name__)
+        return tensor
+
+    return watched
 
 
 def gradients_of(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module) -> list[Tensor]:

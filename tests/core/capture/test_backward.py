@@ -1042,7 +1042,7 @@ def gradients_by_torch_func() -> Any:
     fixed = {name: parameter.detach() for name, parameter in parameters.items()}
 
     def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
-        return mixed(functional_call(net, parameters, (x,)))
+        return mixed(functional_call(net, parameters, (x,)).tanh())  # which saves its own result
 
     a_sample = vmap(grad(loss), in_dims=(None, 0))(fixed, x.detach())
     slopes = vmap(grad(loss, argnums=1), in_dims=(None, 0))(parameters, x)

@@ -29,6 +29,7 @@ from lightning_memguard.core.capture.fake import (
     faking,
     isolated_rng,
     known_result,
+    laid_out,
     real_copy,
     worst_case_result,
 )
@@ -414,6 +415,30 @@ def test_a_mask_among_other_indices_keeps_everything_too():
     with mode:
         mask, zero = torch.empty(3, dtype=torch.bool), torch.zeros(1, dtype=torch.long)
         assert tuple(worst_case_result(aten.index.Tensor, (torch.empty(3, 4), [mask, zero]), {}).shape) == (3,)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(4, 6, 5).transpose(1, 2),
+        torch.randn(4, 6, 5, 8).transpose(2, 3),
+        torch.randn(6, 4, 5, 8).transpose(0, 1),
+        torch.randn(4, 6, 5, 8).to(memory_format=torch.channels_last),
+        torch.randn(4, 6, 5, 8),
+    ],
+    ids=["patches", "turned", "samples_second", "channels_last", "in_order"],
+)
+def test_a_batch_norm_is_laid_out_as_its_kernel_does(x):
+    forward, backward = aten.native_batch_norm.default, aten.native_batch_norm_backward.default
+
+    def strides(run, x):
+        out, *sums = run(forward, (x, None, None, None, None, True, 0.1, 1e-5))
+        grad, *_ = run(backward, (out, x, None, None, None, *sums, True, 1e-5, [True, False, False]))
+        return out.stride(), grad.stride()
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        found = strides(lambda func, args: laid_out(func, args, {}), mode.from_tensor(x))
+    assert found == strides(lambda func, args: func(*args), x)
 
 
 def test_an_operator_without_a_known_bound_is_refused_by_name():
