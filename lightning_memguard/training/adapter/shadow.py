@@ -162,7 +162,8 @@ class Shadow:
 
     def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], batch_size: int, *, fake: bool) -> None:
         """Run batches of a size; of one loader, or of several that are evaluated one after the other."""
-        kind = SizedLoader if self.program.batches_per_epoch else EndlessLoader
+        limited = type(getattr(self.program.trainer, LIMIT_NAMES[ROLES[self.program.stage]])) is int
+        kind = SizedLoader if self.program.batches_per_epoch or limited else EndlessLoader
         loaders = [kind(self.marker, each, fake) for each in batches]
         if self.program.trains:
             self.trainer.fit(module_copy, train_dataloaders=loaders[0])
@@ -427,7 +428,7 @@ class EndlessLoader:
 
 
 class SizedLoader(EndlessLoader):
-    """The same with a length, where the user's loader has one: Lightning prefetches where there is none."""
+    """The same with a length, as the user's has or its limit says: Lightning prefetches where there is none."""
 
     def __len__(self) -> int:
         if not self.program.trains:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.capture.compiled import NOTE
@@ -306,6 +307,23 @@ def test_loaders_of_an_evaluation_have_a_length(trainer: Any, dataset: TensorDat
     assert {count for _, count in kept} >= {5, 25}
     assert guard.decision is not None
     assert guard.decision.batch_size == 20
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(16), 0)] * 100)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("limits", "at_a_time"), [({}, 2), ({"limit_train_batches": 4}, 1)])
+def test_a_stream_is_prefetched_unless_its_batches_are_counted(
+    trainer: Any, small: Any, tuned: Any, limits: dict[str, int], at_a_time: int
+) -> None:
+    """As Lightning does: next to the first batch is another, where it cannot know which is the last."""
+    trace = trace_of(tuned(trainer(**limits), small(), Stream()))
+    first = next(i for i, event in enumerate(trace.events) if event.phase == "forward" and event.part != "batch")
+    batches = [event for event in trace.events[:first] if event.part == "batch" and event.nbytes == 10 * 16 * 4]
+    assert len(batches) == at_a_time
 
 
 def test_the_private_names_of_lightning_are_still_there(trainer: Any) -> None:
