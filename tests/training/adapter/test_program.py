@@ -309,6 +309,51 @@ def test_loaders_of_an_evaluation_have_a_length(trainer: Any, dataset: TensorDat
     assert guard.decision.batch_size == 20
 
 
+class FrozenFirst(pl.LightningModule):
+    """Two layers, of which the first is trained from the second epoch on, if at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 4))
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.net[2].parameters())
+
+
+class Unfreezing(FrozenFirst):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net[0].parameters())})
+
+
+class AllTrained(FrozenFirst):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.requires_grad_(True).parameters())
+
+
+def footprint_of(tuning: Tuning) -> Any:
+    assert tuning.profile is not None
+    return tuning.profile.prediction.footprint_at(10)
+
+
+@pytest.mark.usefixtures("here")
+def test_what_may_be_trained_later_is_in_the_range(trainer: Any, dataset: TensorDataset, tuned: Any) -> None:
+    """The first epoch takes what a frozen layer takes; at most, a step takes what it does with all layers trained."""
+    found, frozen, trained = (
+        footprint_of(tuned(trainer(max_epochs=2), kind(), dataset)) for kind in (Unfreezing, FrozenFirst, AllTrained)
+    )
+    assert found.peak_allocated_bytes == frozen.peak_allocated_bytes < trained.peak_allocated_bytes
+    assert found.low.allocated_bytes == frozen.peak_allocated_bytes
+    assert found.high.allocated_bytes == trained.peak_allocated_bytes
+    assert "frozen now may be trained" in found.notes[-1]
+    assert footprint_of(tuned(trainer(max_epochs=1), Unfreezing(), dataset)).high == frozen.high
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter([(torch.zeros(16), 0)] * 100)
