@@ -423,8 +423,9 @@ def python_implementation(func: OpOverload, device_type: str) -> Function | None
         kernels: dict[str | None, Function] = definition._backend_fns
         return kernels.get(device_type) or kernels.get(None)
     for key in (device_type.upper(), "CompositeExplicitAutograd"):
-        if func.name().replace("::", "/") + f"/{key}" in torch.library._impls:
-            return functools.partial(func._op_dk, torch._C._parse_dispatch_key(key))
+        parsed = torch._C._parse_dispatch_key(key)
+        if parsed is not None and func.name().replace("::", "/") + f"/{key}" in torch.library._impls:
+            return functools.partial(func._op_dk, parsed)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
             return None
     return None

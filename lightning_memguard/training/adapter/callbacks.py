@@ -149,8 +149,10 @@ _SKIPPED = ("builtins", "lightning", "pytorch_lightning", "lightning_fabric", "t
 
 # -- parameters that are trained later
 
-_LATER_HOOKS = ("on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end")
-_LATER_HOOKS += ("on_validation_epoch_end", "on_validation_end")
+_LATER_HOOKS = (
+    *("on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end"),
+    *("on_validation_epoch_end", "on_validation_end"),
+)
 _UNFREEZES = ("requires_grad", "requires_grad_", "unfreeze")
 
 

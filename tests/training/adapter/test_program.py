@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.core.capture.compiled import NOTE
 from lightning_memguard.core.trace.trace import Trace
+from lightning_memguard.training.adapter.shadow import _call_after_step
 from lightning_memguard.training.run.tune import Tuning
 
 
@@ -352,6 +353,32 @@ def test_what_may_be_trained_later_is_in_the_range(trainer: Any, dataset: Tensor
     assert found.high.allocated_bytes == trained.peak_allocated_bytes
     assert "frozen now may be trained" in found.notes[-1]
     assert footprint_of(tuned(trainer(max_epochs=1), Unfreezing(), dataset)).high == frozen.high
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Runs another optimizer, and not ``Optimizer.__init__``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        return self.inner.step()
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+def test_each_step_is_noticed_once(wraps: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer = Wrapping(optimizer) if wraps else optimizer
+    stepped: list[object] = []
+    _call_after_step(optimizer, stepped.append)
+    for _ in range(2):
+        optimizer.step(lambda: parameter.sum().backward())  # type: ignore[arg-type]
+    assert stepped == [optimizer, optimizer]
+    assert parameter[0] < 1
 
 
 class Stream(IterableDataset[Any]):
