@@ -46,6 +46,8 @@ ROOMS = {
         "onednn",
         "cpu_convolutions",
         "cpu_products",
+        "lapack",
+        "cpu_factorizations",
         "cpu",
         "table",
     ],

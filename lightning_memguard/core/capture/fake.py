@@ -14,7 +14,7 @@ import random
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -468,12 +468,31 @@ def is_custom(func: object) -> bool:
 
 
 def python_implementation(func: OpOverload, device_type: str) -> Function | None:
-    """What an operator made with `torch.library.custom_op` runs; None for others. Checked on torch 2.11 and 2.13."""
+    """What an operator runs whose kernel was registered in Python; None for others. Checked on torch 2.11 and 2.13."""
     definition = torch._library.custom_ops.OPDEFS.get(func.name())
-    if definition is None:
-        return None
-    kernels: dict[str | None, Function] = definition._backend_fns
-    return kernels.get(device_type) or kernels.get(None)
+    if definition is not None:
+        kernels: dict[str | None, Function] = definition._backend_fns
+        return kernels.get(device_type) or kernels.get(None)
+    for key in (device_type.upper(), "CompositeExplicitAutograd"):
+        parsed = torch._C._parse_dispatch_key(key)
+        if parsed is not None and func.name().replace("::", "/") + f"/{key}" in torch.library._impls:
+            return functools.partial(func._op_dk, parsed)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+            return None
+    return None
+
+
+class NoAddressError(CannotTraceError):
+    """A kernel in C asked where a fake tensor is."""
+
+
+def _refuse_address(_: FakeTensor) -> int:
+    raise NoAddressError("A kernel in C asks for memory, which fake tensors lack.")
+
+
+def without_addresses() -> AbstractContextManager[object]:
+    """Inside, a fake tensor has no address, instead of that of nothing, which a kernel in C would write to."""
+    return mock.patch.object(FakeTensor, "data_ptr", _refuse_address)
 
 
 def unseen(func: OpOverload) -> str:

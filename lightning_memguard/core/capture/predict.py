@@ -61,6 +61,7 @@ class Prediction:
         draws: where memory depends on values, the captures at each size; the largest is in ``traces``.
         others: by batch size, the traces of the other draws.
         ceiling: where the largest possible is known too, that.
+        unfrozen: where parameters that are frozen may be trained later, the step that trains all.
     """
 
     program: Program
@@ -78,6 +79,7 @@ class Prediction:
     draws: tuple[Draw, ...] = ()
     others: Mapping[int, tuple[Trace, ...]] = field(default_factory=dict)
     ceiling: Growth | PackedGrowth | None = None
+    unfrozen: Prediction | None = None
     # What it was asked for so far; a copy starts with its own.
     _known_traces: dict[int, tuple[Trace, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
     _known_footprints: dict[int, Footprint] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -90,7 +92,8 @@ class Prediction:
         for size, known in {} if growth else self._known_traces.items():
             traces[size], others[size] = known[0], known[1:]
         packed = replace(self, growth=growth, ceiling=ceiling, compiled=PackedTraces(self.compiled))
-        return replace(packed, traces=PackedTraces(traces), others=PackedTraces(others))
+        unfrozen = self.unfrozen.packed() if self.unfrozen else None
+        return replace(packed, traces=PackedTraces(traces), others=PackedTraces(others), unfrozen=unfrozen)
 
     def uncompiled(self) -> Prediction:
         """The same as if torch.compile did nothing."""
@@ -173,6 +176,8 @@ class Prediction:
                 most = _with_range(
                     most, found, self._footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
                 )
+            if self.unfrozen:
+                most = _with_later(most, self._footprint_of(self.unfrozen.trace_at(batch_size)))
             known[batch_size] = replace(most, notes=tuple(dict.fromkeys((*self.notes, *most.notes))))
         return known[batch_size]
 
@@ -254,6 +259,14 @@ def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint 
     return replace(most, low=least, high=high, notes=(*most.notes, note))
 
 
+def _with_later(now: Footprint, later: Footprint) -> Footprint:
+    """The step of the first epoch, and at most one that trains all parameters."""
+    high = (now.high or _peak(now)).widest(later.high or _peak(later), max)
+    more = format_bytes(high.allocated_bytes)
+    note = f"parameters that are frozen now may be trained in a later epoch: with all of them, a step takes {more}"
+    return replace(now, low=now.low or _peak(now), high=high, notes=(*now.notes, note))
+
+
 def _widest(peaks: Iterable[Peak], of: Callable[[int, int], int]) -> Peak:
     first, *rest = peaks
     for peak in rest:
@@ -290,6 +303,12 @@ def predict(
     with captures_of(program) as captures:
         known = Prediction(program, settings, "states", None, context_bytes, scalable)
         found = _predicted(captures, known, batch_size)
+    unfrozen = program.unfrozen()
+    if unfrozen is not None:
+        with captures_of(unfrozen) as captures, contextlib.suppress(CannotTraceError):
+            later = _predicted(captures, replace(known, program=unfrozen), batch_size)
+            found = replace(found, unfrozen=later)
+    with captures_of(program):
         if not any(NOTE in trace.notes for trace in found.traces.values()):
             return found
         if program.device.type != "cpu":

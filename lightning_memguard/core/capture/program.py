@@ -162,6 +162,10 @@ class Program(ABC):
         """The same with gradients as views of DDP's buckets; None without DDP, or where they are."""
         return None
 
+    def unfrozen(self) -> Program | None:
+        """The same with all parameters trained; None where those that are frozen stay so, as far as is known."""
+        return None
+
     def with_change(self, change: Change) -> Self:
         """The same with each copy of the module changed before it runs."""
         return self._with(changes=(*self.changes, change))

@@ -256,7 +256,10 @@ class Recorder(TorchDispatchMode):
         """Whether ``F.linear`` adds its bias to a product that it has made, which is in place on plain tensors."""
         if self.in_linear is None or func is not _aten.add.Tensor:
             return False
-        return self._live.get(args[0].untyped_storage()._cdata, -1) >= self.in_linear
+        product, bias = args[:2]
+        if product.dim() < bias.dim() or 0 in product.stride():  # tangents, of which one may be zero everywhere
+            return False
+        return self._live.get(product.untyped_storage()._cdata, -1) >= self.in_linear
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
@@ -282,8 +285,10 @@ class Recorder(TorchDispatchMode):
         implementation = fake.python_implementation(func, self.device_type)
         if implementation is not None:
             try:
-                with self, torch._C._AutoDispatchBelowAutograd():
+                with self, torch._C._AutoDispatchBelowAutograd(), fake.without_addresses():
                     return implementation(*args, **kwargs)
+            except fake.NoAddressError:
+                pass
             except (DataDependentOutputException, DynamicOutputShapeException, MemGuardError):
                 raise  # it runs on real tensors
             except Exception:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after, moments, tensors_in
 from lightning_memguard.core.kernels.cpu_products import product_bytes
-from lightning_memguard.core.kernels.layout import copy_bytes, is_half
+from lightning_memguard.core.kernels.layout import copy_bytes, is_half, transposing_tile_bytes
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, ByteRange, CpuTarget, Scratch, nbytes, up
 
 if TYPE_CHECKING:
@@ -257,14 +257,6 @@ def _gradient_products(call: CpuCall, rows: int, columns: int) -> int:
 
 # -- copies
 
-_TILE = 60 * 60  # `copy_transpose_valid` in aten/src/ATen/native/Copy.cpp: one square tile a copy
-
-
-def _is_transposed(tensor: Tensor) -> bool:
-    """A transposed matrix that is copied tile by tile (`copy_transpose_valid`, aten/src/ATen/native/Copy.cpp)."""
-    turned = tensor.dim() == 2 and tensor.stride() == (1, tensor.shape[0])
-    return turned and tensor.numel() >= _TILE and not tensor.is_contiguous()
-
 
 @RULES.of("_log_softmax", "_softmax", "_log_softmax_backward_data", "_softmax_backward_data")
 @RULES.of("embedding_dense_backward", "max_pool2d_with_indices_backward", "avg_pool2d_backward")
@@ -272,26 +264,24 @@ def _is_transposed(tensor: Tensor) -> bool:
 def _contiguous_first(call: CpuCall) -> Scratch:
     """Kernels that begin with ``contiguous()`` of their first tensor."""
     copy = _dense_copy(call.first)
-    tile = _TILE * call.first.element_size() if copy and _is_transposed(call.first) else 0
-    return Scratch(after=(copy + tile,)) if copy else NONE
+    return Scratch(after=(copy + transposing_tile_bytes(call.first),)) if copy else NONE
 
 
 @RULES.of("gelu_backward")
 def _gelu_backward(call: CpuCall) -> Scratch:
-    """Given an input in order, oneDNN copies a gradient and a result that are not (cpu/Activation.cpp)."""
-    x = call["self"]
-    if not x.is_contiguous() or call["approximate"] != "none" or x.element_size() == 8:
+    """`gelu_backward_out_cpu` (Activation.cpp): oneDNN computes where the input is contiguous, in its order."""
+    x, grad, result = call["self"], call["grad_output"], call.result
+    if not x.is_contiguous() or x.numel() < 2 or x.element_size() > FLOAT or call["approximate"] != "none":
         return NONE
-    return after((copy_bytes(call["grad_output"]), copy_bytes(call.result)))
+    return after((copy_bytes(grad), copy_bytes(result)))
 
 
 @RULES.of("clone", "copy_")
 def _copy(call: CpuCall) -> Scratch:
     """`copy_transpose_valid` (aten/src/ATen/native/Copy.cpp): a tile that turns a transposed matrix."""
     source, target = (call["src"], call["self"]) if "src" in call.arguments else (call["self"], call.result)
-    if _is_transposed(source) and target.is_contiguous() and source.dtype == target.dtype:
-        return Scratch(after=(_TILE * source.element_size(),))
-    return NONE
+    alike = target.is_contiguous() and source.dtype == target.dtype
+    return after((transposing_tile_bytes(source),)) if alike else NONE
 
 
 RULES.of("im2col")(lambda call: Scratch(after=(nbytes(call["self"]),)))

@@ -84,6 +84,15 @@ def copies_of(*names: str, like: str | None = None) -> Rule[CudaTarget]:
     return rule
 
 
+_TILE = 60 * 60
+
+
+def transposing_tile_bytes(source: Tensor) -> int:
+    """`copy_transpose_valid` (aten/src/ATen/native/Copy.cpp): a transposed matrix is copied by one square tile."""
+    turned = source.dim() == 2 and source.stride() == (1, source.shape[0])
+    return _TILE * source.element_size() if turned and source.numel() >= _TILE and not source.is_contiguous() else 0
+
+
 def is_half(tensor: Tensor) -> bool:
     """Whether numbers are float16 or bfloat16."""
     return tensor.is_floating_point() and tensor.element_size() == 2

@@ -15,6 +15,7 @@ from lightning_memguard.core.kernels import (
     convolutions,
     cpu,
     cpu_convolutions,
+    cpu_factorizations,
     cpu_products,
     cuda,
     indexing,
@@ -27,7 +28,9 @@ from lightning_memguard.core.kernels import (
 from lightning_memguard.core.kernels.arguments import Rule, Rules, checked
 from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
 
-CPU = Rules[CpuTarget]().join(cpu.RULES, cpu_convolutions.RULES, cpu_products.RULES, attention.EITHER)
+CPU = Rules[CpuTarget]().join(
+    cpu.RULES, cpu_convolutions.RULES, cpu_products.RULES, cpu_factorizations.RULES, attention.EITHER
+)
 _CUDA_FAMILIES = (reductions, indexing, sorting, norms, losses, products, convolutions, attention, cuda)
 CUDA = Rules[CudaTarget]().join(*(family.RULES for family in _CUDA_FAMILIES), attention.EITHER)
 BY_TYPES = cpu.BY_TYPES

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.capture.fake import real_copy
 from lightning_memguard.core.capture.recorder import part_bytes
@@ -143,3 +145,46 @@ def _tensors(thing: object, depth: int, seen: set[int]) -> Iterator[torch.Tensor
 
 # Trainers, loops, progress bars and loggers lead everywhere.
 _SKIPPED = ("builtins", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "rich", "lightning_memguard")
+
+
+# -- parameters that are trained later
+
+_LATER_HOOKS = (
+    *("on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end"),
+    *("on_validation_epoch_end", "on_validation_end"),
+)
+_UNFREEZES = ("requires_grad", "requires_grad_", "unfreeze")
+
+
+def may_unfreeze(callbacks: Iterable[object], module: nn.Module, max_epochs: int | None) -> bool:
+    """Whether a hook of the run may let parameters be trained that are frozen in its first steps."""
+    if max_epochs == 1:
+        return False
+    if any(is_a(callback, "BaseFinetuning") for callback in callbacks):
+        return True
+    is_frozen = any(not parameter.requires_grad for parameter in module.parameters())
+    return is_frozen and any(_unfreezes(type(owner)) for owner in (module, *callbacks))
+
+
+def _unfreezes(owner: type) -> bool:
+    """Whether one of the hooks that run again and again names what sets ``requires_grad``."""
+    codes = (getattr(getattr(owner, hook, None), "__code__", None) for hook in _LATER_HOOKS)
+    names = {name for code in codes if code is not None for name in code.co_names}
+    return any(name in _UNFREEZES or name.startswith("unfreeze") for name in names)
+
+
+def unfreeze(module_copy: Any) -> None:
+    """Let all parameters of a copy be trained, those too that its optimizers are not given."""
+    module_copy.requires_grad_(True)
+    configure = module_copy.configure_optimizers
+
+    def configure_all() -> Any:
+        configured = configure()
+        optimizers = [leaf for leaf in tree_leaves(configured) if isinstance(leaf, Optimizer)]
+        held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        missing = [p for p in module_copy.parameters() if id(p) not in held]
+        if optimizers and missing:
+            optimizers[0].add_param_group({"params": missing})
+        return configured
+
+    module_copy.configure_optimizers = configure_all

@@ -102,6 +102,13 @@ class LightningProgram(LightningStep):
             return None
         return self._with(strategy=ddp.with_bucket_views(self.strategy))
 
+    def unfrozen(self) -> LightningProgram | None:
+        """See `Program.unfrozen`."""
+        others = getattr(self.trainer, "callbacks", ())
+        if not self.trains or not callbacks.may_unfreeze(others, self.module, self.trainer.max_epochs):
+            return None
+        return self.with_change(callbacks.unfreeze)
+
     def with_batches(self, batches: Batches) -> LightningProgram:
         """See `Program.with_batches`."""
         return replace(self, batches=batches, transferred=True)

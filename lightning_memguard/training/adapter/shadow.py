@@ -162,7 +162,8 @@ class Shadow:
 
     def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], batch_size: int, *, fake: bool) -> None:
         """Run batches of a size; of one loader, or of several that are evaluated one after the other."""
-        kind = SizedLoader if self.program.batches_per_epoch else EndlessLoader
+        limited = type(getattr(self.program.trainer, LIMIT_NAMES[ROLES[self.program.stage]])) is int
+        kind = SizedLoader if self.program.batches_per_epoch or limited else EndlessLoader
         loaders = [kind(self.marker, each, fake) for each in batches]
         if self.program.trains:
             self.trainer.fit(module_copy, train_dataloaders=loaders[0])
@@ -298,7 +299,7 @@ class PhaseMarkerMixin:
         vars(user).update({name: lent[name] for name in _OPTIMIZERS if name in vars(user) and name in lent})
         for optimizer in trainer.optimizers:
             self.steps[id(optimizer)] = 0
-            optimizer.register_step_post_hook(self.after_optimizer)
+            _call_after_step(optimizer, self.after_optimizer)
         self.recorder.label(states_of(trainer.optimizers), "optimizer_state")
         _let_scaler_step(trainer.precision_plugin)
         self.on_ready()
@@ -437,13 +438,32 @@ class EndlessLoader:
 
 
 class SizedLoader(EndlessLoader):
-    """The same with a length, where the user's loader has one: Lightning prefetches where there is none."""
+    """The same with a length, as the user's has or its limit says: Lightning prefetches where there is none."""
 
     def __len__(self) -> int:
         if not self.program.trains:
             return _EVALUATED
         count = self.program.batches_per_epoch
         return max(_MOST_BATCHES + 1, (count(self.batch_size) if count else None) or 0)
+
+
+def _call_after_step(optimizer: Optimizer, call: Callable[[Optimizer], object]) -> None:
+    """Call a function after each step, of optimizers too that wrap another and have no hooks, as Opacus' has none."""
+
+    def call_it(stepped: Optimizer, *_: object) -> None:
+        call(stepped)
+
+    try:
+        optimizer.register_step_post_hook(call_it)
+    except AttributeError:
+        step = optimizer.step
+
+        def stepping(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            call(optimizer)
+            return result
+
+        optimizer.step = stepping  # type: ignore[method-assign]
 
 
 def _let_scaler_step(precision: Precision) -> None:

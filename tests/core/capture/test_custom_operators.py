@@ -30,8 +30,12 @@ repeat_and_sum.register_autograd(
 
 _library = torch.library.Library("memguard_tests", "FRAGMENT")
 _library.define("opaque(Tensor x) -> Tensor")
-_library.impl("opaque", lambda x: x + 1, "CPU")
+_library.impl("opaque", lambda x: x + (x.data_ptr() != 0), "CPU")
 _library.impl("opaque", torch.empty_like, "Meta")
+for _name, _key in (("on_this_device", "CPU"), ("anywhere", "CompositeExplicitAutograd")):
+    _library.define(f"{_name}(Tensor x) -> Tensor")
+    _library.impl(_name, lambda x: x.repeat(64, 1)[: len(x)].clone(), _key)
+    _library.impl(_name, torch.empty_like, "Meta")
 
 
 class Custom(nn.Module):
@@ -41,6 +45,15 @@ class Custom(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return repeat_and_sum(x, self.weight).pow(2).sum()
+
+
+class Registered(Custom):
+    def __init__(self, operator: str) -> None:
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(torch.ops.memguard_tests, self.operator)((x @ self.weight).detach()).sum() + self.weight.sum()
 
 
 class Opaque(Custom):
@@ -99,3 +112,11 @@ def test_distances_by_a_product_hold_padded_copies_of_both_inputs(method):
         event.nbytes for event in trace.events if event.operator == "aten.cat.default" and event.action == "alloc"
     ]
     assert padded == 2 * [128 * 18 * 4, 64 * 18 * 4]
+
+
+@pytest.mark.parametrize("operator", ["on_this_device", "anywhere"])
+@pytest.mark.usefixtures("here")
+def test_a_kernel_that_was_registered_in_python_is_looked_into(operator):
+    trace = captured(Registered(operator), "fake")
+    assert trace.notes == ()
+    assert any(event.nbytes == 64 * 512 for event in trace.events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard.core.capture.fake import by_name
 from lightning_memguard.core.capture.recorder import this_cpu
-from lightning_memguard.core.kernels import onednn, table
+from lightning_memguard.core.kernels import lapack, onednn, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import ByteRange, CpuTarget
 from lightning_memguard.core.trace.trace import moments_of
@@ -217,6 +218,11 @@ def test_each_thread_may_add_to_the_gradients_at_once() -> None:
 # -- losses, sums, operands of different types
 
 X = (50, 40)
+LAYOUTS = {
+    "in order": torch.randn(4, 8, 16),
+    "turned": torch.randn(4, 16, 8).transpose(1, 2),
+    "with gaps": torch.randn(4, 8, 32)[..., ::2],
+}
 OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     **{
         f"{name}, reduction {reduction}": lambda name=name, reduction=reduction: (  # type: ignore[misc]
@@ -245,6 +251,10 @@ OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(half(50, 40, BF16), half(50, 40, BF16), [40], half(50, 1, BF16), half(50, 1, BF16)),
         *(torch.rand(40).to(BF16), torch.rand(40).to(BF16), [True, True, True]),
     ),
+    **{
+        f"gelu, {names}": lambda names=names: (aten.gelu_backward.default, *(LAYOUTS[name] for name in names))
+        for names in itertools.product(("in order", "turned", "with gaps"), repeat=2)
+    },
     "matrices with gaps": lambda: (aten.bmm.default, torch.rand(3, 16, 80)[..., ::2], torch.rand(3, 40, 90)[..., ::2]),
 }
 
@@ -252,6 +262,54 @@ OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_what_other_kernels_take(case: str, threads: int) -> None:
     assert_exact(*OTHERS[case]())
+
+
+# -- factorizations
+
+
+def symmetric(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    x = torch.randn(*shape, shape[-1], dtype=dtype)
+    return x @ x.mT + torch.eye(shape[-1], dtype=dtype)
+
+
+FACTORIZATIONS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    **{
+        f"singular values, {shape} {dtype}": lambda shape=shape, dtype=dtype: (
+            aten._linalg_svd.default,
+            torch.randn(shape, dtype=dtype),
+        )
+        for shape, dtype in (((96, 64), F64), ((64, 96), torch.float32), ((3, 40, 20), torch.float32))
+    },
+    "singular values of a transposed matrix": lambda: (aten._linalg_svd.default, torch.randn(90, 70).t()),
+    "all singular vectors": lambda: (aten._linalg_svd.default, torch.randn(80, 50), True),
+    **{
+        f"QR, {shape} {mode}": lambda shape=shape, mode=mode: (aten.linalg_qr.default, torch.randn(shape), mode)
+        for shape in ((64, 64), (300, 40), (40, 300), (31, 33))
+        for mode in ("reduced", "complete", "r")
+    },
+    "QR of a batch": lambda: (aten.linalg_qr.default, torch.randn(3, 64, 32)),
+    "QR in double precision": lambda: (aten.linalg_qr.default, torch.randn(64, 32, dtype=F64)),
+    "eigenvectors": lambda: (aten._linalg_eigh.default, symmetric(100)),
+    "eigenvectors of a batch": lambda: (aten._linalg_eigh.default, symmetric(3, 32, dtype=F64)),
+    "an inverse": lambda: (aten.linalg_inv_ex.default, symmetric(80)),
+}
+
+
+@pytest.mark.skipif(lapack.geqrf_bytes("s", 8, 8, 1) is None, reason="LAPACK inside this build cannot be asked")
+@pytest.mark.parametrize("case", FACTORIZATIONS)
+def test_what_a_factorization_takes(case: str, threads: int) -> None:
+    assert_exact(*FACTORIZATIONS[case]())
+
+
+def test_without_an_answer_of_lapack_a_workspace_is_as_in_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lapack, "_library", lambda: None)
+    assert lapack.geqrf_bytes.__wrapped__("s", 64, 64, 1) is None
+    assert lapack.orgqr_bytes.__wrapped__("d", 64, 64, 64, 1) is None
+
+
+def test_asking_lapack_leaves_the_threads_as_they_were(threads: int) -> None:
+    lapack.geqrf_bytes.__wrapped__("s", 96, 96, 5)
+    assert torch.get_num_threads() == threads
 
 
 # -- asking

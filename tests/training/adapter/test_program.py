@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.capture.compiled import NOTE
 from lightning_memguard.core.trace.trace import Trace
+from lightning_memguard.training.adapter.shadow import _call_after_step
 from lightning_memguard.training.run.tune import Tuning
 
 
@@ -306,6 +308,94 @@ def test_loaders_of_an_evaluation_have_a_length(trainer: Any, dataset: TensorDat
     assert {count for _, count in kept} >= {5, 25}
     assert guard.decision is not None
     assert guard.decision.batch_size == 20
+
+
+class FrozenFirst(pl.LightningModule):
+    """Two layers, of which the first is trained from the second epoch on, if at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 4))
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.net[2].parameters())
+
+
+class Unfreezing(FrozenFirst):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net[0].parameters())})
+
+
+class AllTrained(FrozenFirst):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.requires_grad_(True).parameters())
+
+
+def footprint_of(tuning: Tuning) -> Any:
+    assert tuning.profile is not None
+    return tuning.profile.prediction.footprint_at(10)
+
+
+@pytest.mark.usefixtures("here")
+def test_what_may_be_trained_later_is_in_the_range(trainer: Any, dataset: TensorDataset, tuned: Any) -> None:
+    """The first epoch takes what a frozen layer takes; at most, a step takes what it does with all layers trained."""
+    found, frozen, trained = (
+        footprint_of(tuned(trainer(max_epochs=2), kind(), dataset)) for kind in (Unfreezing, FrozenFirst, AllTrained)
+    )
+    assert found.peak_allocated_bytes == frozen.peak_allocated_bytes < trained.peak_allocated_bytes
+    assert found.low.allocated_bytes == frozen.peak_allocated_bytes
+    assert found.high.allocated_bytes == trained.peak_allocated_bytes
+    assert "frozen now may be trained" in found.notes[-1]
+    assert footprint_of(tuned(trainer(max_epochs=1), Unfreezing(), dataset)).high == frozen.high
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Runs another optimizer, and not ``Optimizer.__init__``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        return self.inner.step()
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+def test_each_step_is_noticed_once(wraps: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer = Wrapping(optimizer) if wraps else optimizer
+    stepped: list[object] = []
+    _call_after_step(optimizer, stepped.append)
+    for _ in range(2):
+        optimizer.step(lambda: parameter.sum().backward())  # type: ignore[arg-type]
+    assert stepped == [optimizer, optimizer]
+    assert parameter[0] < 1
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(16), 0)] * 100)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("limits", "at_a_time"), [({}, 2), ({"limit_train_batches": 4}, 1)])
+def test_a_stream_is_prefetched_unless_its_batches_are_counted(
+    trainer: Any, small: Any, tuned: Any, limits: dict[str, int], at_a_time: int
+) -> None:
+    """As Lightning does: next to the first batch is another, where it cannot know which is the last."""
+    trace = trace_of(tuned(trainer(**limits), small(), Stream()))
+    first = next(i for i, event in enumerate(trace.events) if event.phase == "forward" and event.part != "batch")
+    batches = [event for event in trace.events[:first] if event.part == "batch" and event.nbytes == 10 * 16 * 4]
+    assert len(batches) == at_a_time
 
 
 def test_the_private_names_of_lightning_are_still_there(trainer: Any) -> None:

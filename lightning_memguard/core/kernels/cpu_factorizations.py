@@ -1,0 +1,82 @@
+"""Matrix factorizations on the CPU: copies in LAPACK's column-major order, and its workspaces.
+
+Recorded on torch 2.11 and 2.13 with MKL, x86-64 (`benchmarks/cpu_scratch.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from lightning_memguard.core.kernels import lapack
+from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after
+from lightning_memguard.core.kernels.layout import transposing_tile_bytes
+from lightning_memguard.core.trace.scratch import NONE, CpuTarget, Scratch, nbytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RULES = Rules[CpuTarget]()
+_INT, _LONG = 4, 8
+_BLOCK = 32  # columns, in LAPACK's reference (`ilaenv`)
+
+
+def _batch(matrices: Tensor) -> int:
+    return math.prod(matrices.shape[:-2])
+
+
+def _column_major_copy(matrices: Tensor) -> tuple[int, int]:
+    """`cloneBatchedColumnMajor` (aten/src/ATen/native/LinearAlgebraUtils.h): the copy, and a tile that turns it."""
+    return nbytes(matrices), transposing_tile_bytes(matrices.mT)
+
+
+def _kind(matrices: Tensor) -> lapack.Kind:
+    wide = matrices.element_size() > (8 if matrices.is_complex() else 4)
+    if matrices.is_complex():
+        return "z" if wide else "c"
+    return "d" if wide else "s"
+
+
+@RULES.of("_linalg_svd")
+def _svd(call: CpuCall) -> Scratch:
+    """`linalg_svd_out` (aten/src/ATen/native/BatchLinearAlgebra.cpp): a copy that is overwritten."""
+    a = call["A"]
+    return after((*_column_major_copy(a), _INT * _batch(a))) if a.numel() else NONE
+
+
+@RULES.of("linalg_qr")
+def _qr(call: CpuCall) -> Scratch:
+    """`linalg_qr_out` (BatchLinearAlgebra.cpp), `apply_geqrf` and `apply_orgqr` (BatchLinearAlgebraKernel.cpp)."""
+    a, mode = call["A"], call["mode"]
+    if not a.numel():
+        return NONE
+    (rows, columns), kind, threads = a.shape[-2:], _kind(a), call.target.threads
+    least = min(rows, columns)
+    scalars, size = _batch(a) * least * a.element_size(), a.element_size()
+    decompose = lapack.geqrf_bytes(kind, rows, columns, threads) or _BLOCK * columns * size
+    if mode == "r":
+        copy, tile = _column_major_copy(a) if rows > columns else (0, 0)  # else R has room for the reflectors
+        return after((scalars, copy, tile), (scalars, copy, decompose))
+    width = rows if mode == "complete" else least
+    assemble = lapack.orgqr_bytes(kind, rows, width, least, threads) or _BLOCK * width * size
+    in_order = nbytes(call.results[1]) if a.dim() > 2 else 0  # `triu_` of a batch
+    return after((scalars, decompose), (scalars, in_order), (scalars, assemble))
+
+
+@RULES.of("_linalg_eigh")
+def _eigh(call: CpuCall) -> Scratch:
+    """`apply_lapack_eigh` (BatchLinearAlgebraKernel.cpp): the workspaces of `syevd`, if it makes the vectors."""
+    a, n = call["A"], call["A"].shape[-1]
+    if not a.numel():
+        return NONE
+    if a.is_complex() or not call["compute_v"]:
+        return after((_INT * _batch(a), *(() if call["compute_v"] else _column_major_copy(a))))
+    return after((_INT * _batch(a), (2 + 6 * n + 2 * n * n) * a.element_size(), (3 + 5 * n) * _INT))
+
+
+@RULES.of("linalg_inv_ex")
+def _inverse(call: CpuCall) -> Scratch:
+    """`linalg_inv_ex_out` (BatchLinearAlgebra.cpp): the LU decomposition, its pivots, and whether they are in range."""
+    a = call["A"]
+    pivots = _batch(a) * a.shape[-1]
+    return after((nbytes(a), _INT * pivots, pivots, _LONG + _INT)) if a.numel() else NONE

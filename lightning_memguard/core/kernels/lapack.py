@@ -1,0 +1,67 @@
+"""LAPACK's own answer to how large a workspace a routine wants, by its arguments and threads.
+
+PyTorch asks the LAPACK that is linked into libtorch_cpu.so (MKL, in its own builds) in the same way: a call with
+``lwork = -1`` computes nothing, and writes how many numbers it wants. Checked on torch 2.11 and 2.13, Linux x86-64.
+Where the library exports no such routine there is no answer (None), and rules fall back to LAPACK's reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+Kind = Literal["s", "d", "c", "z"]
+"""How LAPACK names the types float32, float64, complex64 and complex128."""
+
+NUMBER_BYTES: dict[Kind, int] = {"s": 4, "d": 8, "c": 8, "z": 16}
+
+
+@functools.cache
+def geqrf_bytes(kind: Kind, rows: int, columns: int, threads: int) -> int | None:
+    """The workspace of a QR decomposition."""
+    return _asked(f"{kind}geqrf_", kind, (rows, columns), threads)
+
+
+@functools.cache
+def orgqr_bytes(kind: Kind, rows: int, columns: int, reflectors: int, threads: int) -> int | None:
+    """The workspace in which columns of Q are made of a decomposition's reflectors."""
+    name = f"{kind}orgqr_" if kind in ("s", "d") else f"{kind}ungqr_"
+    return _asked(name, kind, (rows, columns, reflectors), threads)
+
+
+def _asked(name: str, kind: Kind, sizes: tuple[int, ...], threads: int) -> int | None:
+    """Ask a routine whose arguments are sizes, matrix, its leading dimension, scalars, workspace, lwork and info."""
+    routine = getattr(_library(), name, None)
+    if routine is None:
+        return None
+    numbers = [ctypes.byref(ctypes.c_int(size)) for size in (*sizes, max(1, sizes[0]), -1, 0)]
+    wanted = (ctypes.c_double * 2)()  # room for a number of any type
+    with _threads_of_mkl(threads):
+        routine(*numbers[:-3], None, numbers[-3], None, wanted, *numbers[-2:])
+    single = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_float))
+    # `real_impl<...>(wkopt)` in aten/src/ATen/native/BatchLinearAlgebraKernel.cpp
+    count = int(single[0] if kind in ("s", "c") else wanted[0])
+    return (count + 1) * NUMBER_BYTES[kind]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libtorch_cpu.so")  # as it is loaded: by its name
+    except OSError:
+        return None
+
+
+@contextmanager
+def _threads_of_mkl(count: int) -> Iterator[None]:
+    """Let MKL answer for this many threads; it starts none of them."""
+    choose = getattr(_library(), "MKL_Set_Num_Threads_Local", None)
+    before = choose(count) if choose else 0
+    try:
+        yield
+    finally:
+        if choose:
+            choose(before)
