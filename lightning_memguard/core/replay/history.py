@@ -66,6 +66,11 @@ class HeldSegment:
         """Bytes of the blocks."""
         return sum(block.nbytes for block in self.blocks)
 
+    def continues(self, before: HeldSegment) -> bool:
+        """Whether it is the rest of a run of mapped pages."""
+        mine = self.expandable, self.small, self.stream, self.address
+        return mine == (True, before.small, before.stream, before.address + before.nbytes) and before.expandable
+
 
 @dataclass(frozen=True)
 class History:
@@ -326,11 +331,9 @@ def _joined(segments: Sequence[HeldSegment]) -> Iterator[HeldSegment]:
     """Adjacent runs of mapped pages of one stream as one."""
     last: HeldSegment | None = None
     for segment in segments:
-        alike = last and last.expandable and segment.expandable
-        if last and alike and (last.stream, last.small) == (segment.stream, segment.small):
-            if last.address + last.nbytes == segment.address:
-                last = replace(last, nbytes=last.nbytes + segment.nbytes)
-                continue
+        if last and segment.continues(last):
+            last = replace(last, nbytes=last.nbytes + segment.nbytes)
+            continue
         if last:
             yield last
         last = segment

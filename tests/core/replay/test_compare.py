@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -85,9 +86,7 @@ def test_the_longest_common_subsequence_is_found() -> None:
         ours, theirs = ([draw.randrange(4) for _ in range(draw.randrange(15))] for _ in range(2))
         pairs = aligned(ours, theirs)
         assert all(ours[a] == theirs[b] for a, b in pairs)
-        assert all(
-            first[0] < second[0] and first[1] < second[1] for first, second in zip(pairs, pairs[1:], strict=False)
-        )
+        assert all(first[0] < second[0] and first[1] < second[1] for first, second in pairwise(pairs))
         assert len(pairs) == longest(ours, theirs)
 
 
