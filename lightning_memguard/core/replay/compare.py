@@ -91,7 +91,7 @@ def compare(predicted: History, actual: History) -> Comparison:
         predicted: of `lightning_memguard.core.replay.snapshot.save_snapshot`, or any other.
         actual: as recorded.
     """
-    ours, theirs = _Step.of(predicted, _last_step(predicted)), _Step.of(actual, 0)
+    ours, theirs = (_Step.of(history, _last_step(history)) for history in (predicted, actual))
     if len(ours.requests) <= len(theirs.requests):
         theirs = theirs.only(*_best_stretch(ours.requests, theirs.requests))
     else:

@@ -257,7 +257,7 @@ def operator_of(stack: Stack) -> str:
     A recorded stack shows operators only where it was recorded with C++ frames; else this is empty.
     """
     names = [found[1] for frame in stack if (found := _OPERATOR.search(frame))]
-    working = [name for name in names if name not in _ONLY_ALLOCATE]
+    working = [name for name in names if not _ONLY_ALLOCATE.match(name)]
     return f"aten::{(working or names)[0]}" if names else ""
 
 
@@ -272,11 +272,8 @@ def line_of(stack: Stack) -> str:
 
 # As `at::_ops::addmm::call` in recorded stacks, and as `aten.addmm.default` in predicted ones.
 _OPERATOR = re.compile(r"(?:at::_ops::|:aten\.)(\w+?)(?:_out)?(?:::|\.|$)")
-_ONLY_ALLOCATE = frozenset(
-    (
-        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "zeros", "zeros_like"),
-        *("new_zeros", "zero_", "clone", "contiguous", "to", "_to_copy", "ones", "full", "fill_", "copy_"),
-    )
+_ONLY_ALLOCATE = re.compile(
+    r"(?:new_)?(?:empty|zeros|ones|full)|resize_|zero_|clone|contiguous|_to_copy|to(?:_|$)|copy_|fill_"
 )
 _TORCH = re.compile(r"[/\\](?:torch|lightning|pytorch_lightning|lightning_fabric|einops)[/\\]")
 _INSIDE_TORCH = ("_call_impl", "_wrapped_call_impl")

@@ -16,6 +16,7 @@ from lightning_memguard.core.capture.capture import CaptureFailedError, Isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.advice import Advice, by_savings
 from lightning_memguard.core.decision.decision import Budget, largest_that
+from lightning_memguard.core.replay.alternatives import NO_COST_SETTINGS, VARIABLE, under
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Method
 from lightning_memguard.errors import CannotTraceError
@@ -87,6 +88,7 @@ def try_remedies(
 
 
 def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: bool) -> Advised:
+    settings = _settings_that_save(attempts.prediction, attempts.batch_size, attempts.budget)
     attempts.start([(family[0],) for family in families])
     tried = [(family, attempts.mildest([(remedy,) for remedy in family])) for family in families]
     singles = [(family, found) for family, found in tried if found]
@@ -101,7 +103,35 @@ def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: boo
         pair = attempts.mildest(list(itertools.product(first[0], second[0])))
         if pair and pair.saved_bytes > max(_saved(first), _saved(second)):
             known.append(pair)
-    return Advised(by_savings(known), tuple(attempts.left_out), attempts.not_tried)
+    return Advised(by_savings([*known, *settings]), tuple(attempts.left_out), attempts.not_tried)
+
+
+def _settings_that_save(prediction: Prediction, batch_size: int, budget: Budget) -> list[Advice]:
+    """The setting of the allocator that leaves the least reserved: the same step, replayed under it."""
+    now = prediction.settings
+    if now.kind != "cuda" or now.expandable_segments:
+        return []
+    asked = prediction.footprint_at(batch_size)
+    found = [
+        (text, replace(prediction, settings=under(now, text)).footprint_at(batch_size)) for text in NO_COST_SETTINGS
+    ]
+    text, best = min(found, key=lambda each: each[1].most_device_bytes)
+    saved = asked.most_device_bytes - best.most_device_bytes
+    if saved <= _NOTABLE * asked.most_device_bytes:
+        return []
+    return [
+        Advice(
+            (text,),
+            (f"set {VARIABLE}={text} in the environment",),
+            ("none: the same blocks, in other segments",),
+            best,
+            saved,
+            best.most_device_bytes <= budget.usable_bytes,
+        )
+    ]
+
+
+_NOTABLE = 0.01  # of the step: less is not worth a setting
 
 
 def _saved(single: _Single) -> int:

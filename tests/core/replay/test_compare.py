@@ -74,7 +74,8 @@ def test_what_one_of_them_holds_for_longer_is_named() -> None:
 def test_the_report_has_code_only_where_it_is_asked_for() -> None:
     secret = "/home/someone/secret.py:3:forward"
     found = compare(history(STEP, [*STEP, MORE], code=secret), recorded(history(STEP, code=secret)))
-    assert "secret.py" in comparison_text(found)
+    assert "aten::scatter_ at secret.py:3:forward" in comparison_text(found)
+    assert "someone" not in comparison_text(found)
     text = comparison_text(found.without_lines())
     assert "secret" not in text
     assert "1 x 65,536 B, aten::scatter_: predicted, but not requested; peak -65,536" in text
