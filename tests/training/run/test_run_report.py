@@ -211,12 +211,12 @@ def test_a_footprint_without_events_says_where_there_are_some(tmp_path: Path) ->
 
 
 def test_the_predicted_step_is_compared_with_the_actual_one(
-    trainer: Any, wide: Any, loader: DataLoader[Any], tmp_path: Path
+    trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
 ) -> None:
     guard = MemGuard("check")
     path = guard.save_snapshot(tmp_path / "step.pickle")
     with pytest.raises(MemGuardError, match=r"call guard\.save_snapshot\(.*step\.pickle'\) before a fit on CUDA"):
         guard.compare(path)
-    trainer(guard).fit(wide(), loader)
+    trainer(guard).fit(small(), loader)
     shutil.copy(path, tmp_path / "step_actual.pickle")  # as a fit on CUDA would
     assert "There is no difference within the step." in guard.compare(path)
