@@ -106,29 +106,27 @@ def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: boo
     return Advised(by_savings([*known, *settings]), tuple(attempts.left_out), attempts.not_tried)
 
 
-def _settings_that_save(prediction: Prediction, batch_size: int, budget: Budget) -> list[Advice]:
-    """The setting of the allocator that leaves the least reserved: the same step, replayed under it."""
+def setting_that_saves(prediction: Prediction, batch_size: int, share: float) -> tuple[str, Footprint] | None:
+    """The allocator setting that leaves the least reserved, by replaying each, if it saves more than a share."""
     now = prediction.settings
     if now.kind != "cuda" or now.expandable_segments:
-        return []
-    asked = prediction.footprint_at(batch_size)
+        return None
     found = [
         (text, replace(prediction, settings=under(now, text)).footprint_at(batch_size)) for text in NO_COST_SETTINGS
     ]
     text, best = min(found, key=lambda each: each[1].most_device_bytes)
-    saved = asked.most_device_bytes - best.most_device_bytes
-    if saved <= _NOTABLE * asked.most_device_bytes:
+    asked = prediction.footprint_at(batch_size).most_device_bytes
+    return (text, best) if asked - best.most_device_bytes > share * asked else None
+
+
+def _settings_that_save(prediction: Prediction, batch_size: int, budget: Budget) -> list[Advice]:
+    known = setting_that_saves(prediction, batch_size, _NOTABLE)
+    if known is None:
         return []
-    return [
-        Advice(
-            (text,),
-            (f"set {VARIABLE}={text} in the environment",),
-            ("none: the same blocks, in other segments",),
-            best,
-            saved,
-            best.most_device_bytes <= budget.usable_bytes,
-        )
-    ]
+    text, best = known
+    saved = prediction.footprint_at(batch_size).most_device_bytes - best.most_device_bytes
+    how, cost = f"set {VARIABLE}={text} in the environment", "none: the same blocks, in other segments"
+    return [Advice((text,), (how,), (cost,), best, saved, best.most_device_bytes <= budget.usable_bytes)]
 
 
 _NOTABLE = 0.01  # of the step: less is not worth a setting
