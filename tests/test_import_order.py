@@ -21,6 +21,7 @@ ROOMS = {
         "allocator",
         "history",
         "compare",
+        "alternatives",
         "replay",
         "timeline",
         "snapshot",

@@ -178,7 +178,10 @@ def print_alternatives(
     if recorded.holders:
         console.print("Blocks that kept most of the fragmented memory at the peak:")
     for holder in recorded.holders[:MOST_HOLDERS]:
-        where = " at ".join(filter(None, (operator_of(holder.stack), line_of(holder.stack)))) or "before the history"
+        where = (
+            " at ".join(filter(None, (operator_of(holder.stack), line_of(holder.stack))))
+            or "requested before the history, or by no operator"
+        )
         kept, held = format_bytes(holder.free_bytes), format_bytes(holder.allocated_bytes)
         console.print(f"  {kept} by {holder.blocks:,} blocks of {held} in all: {where}", soft_wrap=True)
 

@@ -23,7 +23,7 @@ def comparison_text(found: Comparison) -> str:
         ("Requests", found.predicted_requests, found.actual_requests),
     ]
     lines = [
-        f"MemGuard: a predicted step next to an actual one. The predicted peak is {found.peak_error:+.3%} off.",
+        f"MemGuard: a predicted step next to an actual one. The predicted peak is {_off(found.peak_error)}.",
         "",
         f"{'':26}{'predicted':>20}{'actual':>20}{'actual - predicted':>22}",
         *(f"{name:26}{mine:>20,}{yours:>20,}{yours - mine:>+22,}" for name, mine, yours in rows),
@@ -49,14 +49,19 @@ def comparison_text(found: Comparison) -> str:
 _KINDS = {
     "only predicted": "predicted, but not requested",
     "only actual": "requested, but not predicted",
-    "held at the peak": "requested in both, but",
+    "held at the peak": "requested in both, but only the",
 }
+
+
+def _off(error: float) -> str:
+    return f"{abs(error):.3%} too {'high' if error > 0 else 'low'}" if error else "the actual one"
 
 
 def _row(each: Difference) -> str:
     kind = _KINDS[each.kind]
     if each.kind == "held at the peak":
-        kind += " only the actual step holds it at its peak" if each.count > 0 else " only the predicted one does"
-    where = " at ".join(filter(None, (each.operator or "an unknown operator", each.line)))
+        kind += f" {'actual' if each.count > 0 else 'predicted'} step holds it at its peak"
+    line = each.line.replace("\\", "/").rpartition("/")[2]  # no folders
+    where = " at ".join(filter(None, (each.operator or "an unknown operator", line)))
     effect = f"peak {each.peak_bytes:+,}" if each.peak_bytes else "no effect on the peak"
     return f"{abs(each.count):,} x {each.nbytes:,} B, {where}: {kind}; {effect}"

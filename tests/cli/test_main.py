@@ -305,6 +305,39 @@ def test_a_snapshot_is_written_and_says_how_to_open_it(capsys, project: Path) ->
     assert pickle.loads((project / "step.pickle").read_bytes())["segments"]
 
 
+def test_a_snapshot_is_replayed_under_other_settings(capsys, project: Path) -> None:
+    shown(capsys, "snapshot", *NET, *DATA, "--device", "T4", "-o", "step.pickle")
+    text = shown(capsys, "replay", "step.pickle")
+    assert "Predicted history of" in text
+    assert "expandable_segments:True" in text
+    (history,) = answered(capsys, "replay", "step.pickle", "--setting", "max_split_size_mb:64", "--capacity", "T4")
+    assert [row["setting"] for row in history["settings"]] == [None, "max_split_size_mb:64"]
+    assert all(row["fits"] for row in history["settings"])
+    assert main(["replay", "step.pickle", "--capacity", "1MiB"]) == DOES_NOT_FIT
+    assert "NO" in capsys.readouterr().out
+    assert "PYTORCH_ALLOC_CONF sets max_split_size_mb:1" in refused(
+        capsys, "replay", "step.pickle", "--setting", "max_split_size_mb:1"
+    )
+
+
+def test_two_snapshots_are_compared(capsys, project: Path) -> None:
+    shown(capsys, "snapshot", *NET, *DATA, "--device", "T4", "-o", "step.pickle")
+    shown(capsys, "snapshot", *NET, "depth=2", *DATA, "--device", "T4", "-o", "deeper.pickle")
+    found = answered(capsys, "compare", "step.pickle", "deeper.pickle")
+    assert found["equal_requests"] > 0
+    assert found["actual_requests"] > found["predicted_requests"]
+    assert not any(each["line"] for each in found["differences"])
+    assert "Wrote report.txt" in shown(capsys, "compare", "step.pickle", "deeper.pickle", "--lines", "-o", "report.txt")
+    assert "net.py:" in (project / "report.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", ["replay", "compare"])
+def test_a_snapshot_that_names_a_class_is_refused(capsys, project: Path, command: str) -> None:
+    (project / "step.pickle").write_bytes(pickle.dumps(Path("anything")))
+    text = refused(capsys, command, *["step.pickle"] * (1 if command == "replay" else 2))
+    assert "a memory snapshot holds only plain values" in text
+
+
 def test_a_report_is_written(capsys, project: Path) -> None:
     shown(capsys, "plan", *NET, *DATA, "--device", "T4", "--report", "out")
     assert "net.0" in (project / "out" / "memguard_report.html").read_text(encoding="utf-8")
@@ -363,7 +396,9 @@ def test_a_gpu_that_nothing_is_like_is_refused(capsys) -> None:
 # -- help
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["layers"], ["snapshot"], ["gpus"], ["devices"]])
+@pytest.mark.parametrize(
+    "command", [[], ["plan"], ["layers"], ["snapshot"], ["replay"], ["compare"], ["gpus"], ["devices"]]
+)
 def test_every_command_has_help(capsys, command: list[str]) -> None:
     assert main([*command, "--help"]) == 0
     assert "usage: memguard" in capsys.readouterr().out
@@ -372,7 +407,7 @@ def test_every_command_has_help(capsys, command: list[str]) -> None:
 def test_help_loads_neither_torch_nor_lightning() -> None:
     code = (
         "import sys; from lightning_memguard.cli.main import main; main(['--help']);"
-        "[main([name, '--help']) for name in ('plan', 'layers', 'snapshot', 'gpus', 'devices')];"
+        "[main([name, '--help']) for name in ('plan', 'layers', 'snapshot', 'replay', 'compare', 'gpus', 'devices')];"
         "main(['gpus', 'h100']);"
         "print(sorted({'torch', 'lightning', 'pytorch_lightning'} & set(sys.modules)))"
     )

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.progress import progress
-from lightning_memguard.core.replay.compare import compare
-from lightning_memguard.core.replay.history import History, read_histories
+from lightning_memguard.core.replay.compare import compare_files
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.comparison import comparison_text
 
@@ -31,10 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> bool:
     """Compare, and print or write the report."""
     with progress() as say:
-        say("reading the snapshots")
-        predicted, actual = _history(options.predicted), _history(options.actual)
-        say("comparing them")
-        found = compare(predicted, actual)
+        say("comparing the snapshots")
+        found = compare_files(options.predicted, options.actual)
     if not options.lines:
         found = found.without_lines()
     if options.json:
@@ -51,8 +48,3 @@ def run(options: argparse.Namespace) -> bool:
     else:
         tables.terminal().print(report, soft_wrap=True)
     return True
-
-
-def _history(path: str) -> History:
-    """The history of the device that did most."""
-    return max(read_histories(path), key=lambda history: len(history.entries))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from lightning_memguard.core.replay.history import History, HistoryReplay, replay_history
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -19,6 +19,15 @@ SETTINGS = (
     "roundup_power2_divisions:8",
     "garbage_collection_threshold:0.8",
 )
+# Of these, those that neither take time nor need anything else.
+NO_COST_SETTINGS = ("expandable_segments:True", "max_split_size_mb:128", "max_split_size_mb:512")
+
+
+def under(settings: AllocatorSettings, text: str) -> AllocatorSettings:
+    """Settings with one more, on the same device."""
+    changed = AllocatorSettings.for_device("cuda", {VARIABLE: text})
+    values = {name: value for name, value in asdict(changed).items() if value != getattr(AllocatorSettings(), name)}
+    return replace(settings, **values)
 
 
 @dataclass(frozen=True)
@@ -36,11 +45,6 @@ class Alternative:
     fits: bool | None
 
 
-def settings_named(setting: str) -> AllocatorSettings:
-    """The settings that the variable would give."""
-    return AllocatorSettings.for_device("cuda", {VARIABLE: setting})
-
-
 def alternatives(
     history: History, settings: Sequence[str] = SETTINGS, capacity_bytes: int | None = None
 ) -> tuple[Alternative, ...]:
@@ -54,7 +58,7 @@ def alternatives(
     Returns:
         The record's own settings first, then the others in their order.
     """
-    named = [("", history.settings), *((text, settings_named(text)) for text in settings)]
+    named = [("", history.settings), *((text, under(AllocatorSettings(), text)) for text in settings)]
     return tuple(_alternative(history, text, found, capacity_bytes) for text, found in named)
 
 

@@ -6,6 +6,7 @@ process: the stretch that the other one matches best is compared.
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from difflib import SequenceMatcher
 from functools import cached_property
 from typing import NamedTuple
 
-from lightning_memguard.core.replay.history import History, Stack, line_of, operator_of
+from lightning_memguard.core.replay.history import History, Stack, line_of, operator_of, read_histories
 
 _NEVER = 1 << 62
 
@@ -91,7 +92,7 @@ def compare(predicted: History, actual: History) -> Comparison:
         predicted: of `lightning_memguard.core.replay.snapshot.save_snapshot`, or any other.
         actual: as recorded.
     """
-    ours, theirs = _Step.of(predicted, _last_step(predicted)), _Step.of(actual, 0)
+    ours, theirs = (_Step.of(history, _last_step(history)) for history in (predicted, actual))
     if len(ours.requests) <= len(theirs.requests):
         theirs = theirs.only(*_best_stretch(ours.requests, theirs.requests))
     else:
@@ -108,6 +109,16 @@ def compare(predicted: History, actual: History) -> Comparison:
         actual_before_bytes=theirs.before_bytes,
         differences=tuple(sorted(found, key=lambda each: (-abs(each.peak_bytes), -abs(each.count) * each.nbytes))),
     )
+
+
+def compare_files(predicted: str | os.PathLike[str], actual: str | os.PathLike[str]) -> Comparison:
+    """Compare two snapshots; of several devices, the one that did most.
+
+    Raises:
+        MemGuardError: see `read_histories`.
+    """
+    ours, theirs = (max(read_histories(path), key=lambda each: len(each.entries)) for path in (predicted, actual))
+    return compare(ours, theirs)
 
 
 # -- reading the requests

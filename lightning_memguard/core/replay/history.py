@@ -66,6 +66,11 @@ class HeldSegment:
         """Bytes of the blocks."""
         return sum(block.nbytes for block in self.blocks)
 
+    def continues(self, before: HeldSegment) -> bool:
+        """Whether it is the rest of a run of mapped pages."""
+        mine = self.expandable, self.small, self.stream, self.address
+        return mine == (True, before.small, before.stream, before.address + before.nbytes) and before.expandable
+
 
 @dataclass(frozen=True)
 class History:
@@ -252,7 +257,7 @@ def operator_of(stack: Stack) -> str:
     A recorded stack shows operators only where it was recorded with C++ frames; else this is empty.
     """
     names = [found[1] for frame in stack if (found := _OPERATOR.search(frame))]
-    working = [name for name in names if name not in _ONLY_ALLOCATE]
+    working = [name for name in names if not _ONLY_ALLOCATE.match(name)]
     return f"aten::{(working or names)[0]}" if names else ""
 
 
@@ -267,11 +272,8 @@ def line_of(stack: Stack) -> str:
 
 # As `at::_ops::addmm::call` in recorded stacks, and as `aten.addmm.default` in predicted ones.
 _OPERATOR = re.compile(r"(?:at::_ops::|:aten\.)(\w+?)(?:_out)?(?:::|\.|$)")
-_ONLY_ALLOCATE = frozenset(
-    (
-        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "zeros", "zeros_like"),
-        *("new_zeros", "zero_", "clone", "contiguous", "to", "_to_copy", "ones", "full", "fill_", "copy_"),
-    )
+_ONLY_ALLOCATE = re.compile(
+    r"(?:new_)?(?:empty|zeros|ones|full)|resize_|zero_|clone|contiguous|_to_copy|to(?:_|$)|copy_|fill_"
 )
 _TORCH = re.compile(r"[/\\](?:torch|lightning|pytorch_lightning|lightning_fabric|einops)[/\\]")
 _INSIDE_TORCH = ("_call_impl", "_wrapped_call_impl")
@@ -326,11 +328,9 @@ def _joined(segments: Sequence[HeldSegment]) -> Iterator[HeldSegment]:
     """Adjacent runs of mapped pages of one stream as one."""
     last: HeldSegment | None = None
     for segment in segments:
-        alike = last and last.expandable and segment.expandable
-        if last and alike and (last.stream, last.small) == (segment.stream, segment.small):
-            if last.address + last.nbytes == segment.address:
-                last = replace(last, nbytes=last.nbytes + segment.nbytes)
-                continue
+        if last and segment.continues(last):
+            last = replace(last, nbytes=last.nbytes + segment.nbytes)
+            continue
         if last:
             yield last
         last = segment

@@ -16,6 +16,7 @@ from lightning_memguard.core.capture.capture import CaptureFailedError, Isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.advice import Advice, by_savings
 from lightning_memguard.core.decision.decision import Budget, largest_that
+from lightning_memguard.core.replay.alternatives import NO_COST_SETTINGS, VARIABLE, under
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Method
 from lightning_memguard.errors import CannotTraceError
@@ -87,6 +88,7 @@ def try_remedies(
 
 
 def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: bool) -> Advised:
+    settings = _settings_that_save(attempts.prediction, attempts.batch_size, attempts.budget)
     attempts.start([(family[0],) for family in families])
     tried = [(family, attempts.mildest([(remedy,) for remedy in family])) for family in families]
     singles = [(family, found) for family, found in tried if found]
@@ -101,7 +103,33 @@ def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: boo
         pair = attempts.mildest(list(itertools.product(first[0], second[0])))
         if pair and pair.saved_bytes > max(_saved(first), _saved(second)):
             known.append(pair)
-    return Advised(by_savings(known), tuple(attempts.left_out), attempts.not_tried)
+    return Advised(by_savings([*known, *settings]), tuple(attempts.left_out), attempts.not_tried)
+
+
+def setting_that_saves(prediction: Prediction, batch_size: int, share: float) -> tuple[str, Footprint] | None:
+    """The allocator setting that leaves the least reserved, by replaying each, if it saves more than a share."""
+    now = prediction.settings
+    if now.kind != "cuda" or now.expandable_segments:
+        return None
+    found = [
+        (text, replace(prediction, settings=under(now, text)).footprint_at(batch_size)) for text in NO_COST_SETTINGS
+    ]
+    text, best = min(found, key=lambda each: each[1].most_device_bytes)
+    asked = prediction.footprint_at(batch_size).most_device_bytes
+    return (text, best) if asked - best.most_device_bytes > share * asked else None
+
+
+def _settings_that_save(prediction: Prediction, batch_size: int, budget: Budget) -> list[Advice]:
+    known = setting_that_saves(prediction, batch_size, _NOTABLE)
+    if known is None:
+        return []
+    text, best = known
+    saved = prediction.footprint_at(batch_size).most_device_bytes - best.most_device_bytes
+    how, cost = f"set {VARIABLE}={text} in the environment", "none: the same blocks, in other segments"
+    return [Advice((text,), (how,), (cost,), best, saved, best.most_device_bytes <= budget.usable_bytes)]
+
+
+_NOTABLE = 0.01  # of the step: less is not worth a setting
 
 
 def _saved(single: _Single) -> int:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.core.replay.compare import compare_files
 from lightning_memguard.errors import MemGuardError
+from lightning_memguard.report.comparison import comparison_text
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.adapter.ranks import attempt, warn
 from lightning_memguard.training.adapter.run_facts import ROLES
 from lightning_memguard.training.run import resume
 from lightning_memguard.training.run.batch_monitor import ran_out_of_memory
-from lightning_memguard.training.run.guarded_run import GuardedRun
+from lightning_memguard.training.run.guarded_run import GuardedRun, actual_path
 from lightning_memguard.training.run.profile import GuardSettings
 from lightning_memguard.units import KIB, parse_bytes
 
@@ -172,6 +174,30 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if self._run:
             self._run.record_to(path)
         return self._last_run.save_snapshot(path)
+
+    def compare(self, path: str | os.PathLike[str], *, lines: bool = False) -> str:
+        """The predicted step next to the actual one, request by request, as text; for a fit on CUDA.
+
+        Call `save_snapshot` with the same path before the fit, and this after it.
+
+        Args:
+            path: the predicted snapshot; the actual one is next to it.
+            lines: name lines of your code, too.
+
+        Returns:
+            The peaks, how many requests are equal, and what differs: by operator, with its effect on the peak.
+
+        Raises:
+            MemGuardError: there is no actual snapshot, or one of them cannot be read.
+        """
+        actual = actual_path(Path(path))
+        if not actual.exists():
+            raise MemGuardError(
+                f"There is no actual step to compare with ({actual}); call guard.save_snapshot({str(path)!r}) before a "
+                "fit on CUDA, which then records it."
+            )
+        found = compare_files(path, actual)
+        return comparison_text(found if lines else found.without_lines())
 
     # -- Lightning's hooks: before a run
 

@@ -7,14 +7,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.capture.capture import Captures
-from lightning_memguard.core.capture.predict import predict
+from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
 from lightning_memguard.core.isolation.pool import Pool
+from lightning_memguard.core.replay.alternatives import VARIABLE
+from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.ranks import Attempt, Ranks, attempt
 from lightning_memguard.training.data.loaders import leaves_one
+from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.training.run.profile import GuardSettings, Reading, Run, RunProfile, ValidationRun, profile_of
+from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -157,9 +161,26 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Chosen:
     )
     if validation is not None:
         decision = replace(decision, validation_batch_size=validation.batch_size)
+    if decision.footprint is not None:
+        decision = replace(decision, footprint=_with_setting(decision.footprint, proven))
     if not profile.request.free_to_choose:
         decision = _unchanged(decision, profile.request.fixed_because, settings)
     return decision, replace(profile, prediction=proven)
+
+
+def _with_setting(footprint: Footprint, prediction: Prediction) -> Footprint:
+    """With a note where a setting of the allocator alone would make the step take clearly less."""
+    known = setting_that_saves(prediction, footprint.batch_size, _WORTH_A_NOTE)
+    if known is None or footprint.is_evaluation:
+        return footprint
+    text, best = known
+    saved = prediction.footprint_at(footprint.batch_size).most_device_bytes - best.most_device_bytes
+    now, need = (format_bytes(footprint.most_device_bytes - less) for less in (0, saved))
+    note = f"with {VARIABLE}={text} in the environment, the same step needs {need} instead of {now}"
+    return replace(footprint, notes=(*footprint.notes, note))
+
+
+_WORTH_A_NOTE = 0.05  # of what the step needs
 
 
 def _unchanged(decision: Decision, fixed_because: str, settings: GuardSettings) -> Decision:

@@ -378,6 +378,11 @@ class GuardedRun:
         attempt(self._meter.close)
 
 
+def actual_path(path: Path) -> Path:
+    """Where the actual snapshot is, next to the predicted one."""
+    return path.with_name(f"{path.stem}_actual{path.suffix}")
+
+
 class SnapshotRecorder:
     """Records what the allocator of a CUDA device does, from a batch on until two optimizer steps are over.
 
@@ -403,4 +408,4 @@ class SnapshotRecorder:
         """Stop recording, and write the file."""
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
-            snapshot.save(self.path.with_name(f"{self.path.stem}_actual{self.path.suffix}"))
+            snapshot.save(actual_path(self.path))

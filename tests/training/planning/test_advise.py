@@ -22,14 +22,16 @@ from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.advice import Advice
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning import advise as advise_module
 from lightning_memguard.training.planning import remedies as remedies_module
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
 from lightning_memguard.training.planning.subject import trainer_for
+from lightning_memguard.training.run import choose as choose_module
 from lightning_memguard.training.run import tune as tuning_module
-from lightning_memguard.units import KIB
+from lightning_memguard.units import KIB, MIB
 
 SIZE = 16
 
@@ -404,3 +406,36 @@ def test_advising_that_fails_does_not_hide_the_error(refused: Any, monkeypatch: 
     assert error.advice == ()
     assert "The largest part is " in str(error)
     assert "What would make it fit" not in str(error)
+
+
+def fragmenting(size: int = 8) -> Trace:
+    """Blocks that are freed in segments too small for what follows."""
+    events = [Event("alloc", block, 30 * MIB) for block in range(4)]
+    events += [event._replace(action="free") for event in events]
+    return Trace(size, "cuda", "fake", (*events, Event("alloc", 9, 100 * MIB)))
+
+
+def test_a_setting_of_the_allocator_is_a_remedy_that_costs_nothing() -> None:
+    def advised(settings: AllocatorSettings, budget: int) -> list[Advice]:
+        known = Prediction(mock.Mock(), settings, "fake", None, scalable=False, traces={8: fragmenting()})
+        usable = Budget(budget, budget, 0, "given")
+        return advise_module._settings_that_save(known, 8, usable)
+
+    (advice,) = advised(AllocatorSettings(), 140 * MIB)
+    assert advice.remedies == ("expandable_segments:True",)
+    assert advice.how == ("set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",)
+    assert advice.saved_bytes == 100 * MIB  # of 4 x 30 + 100 MiB, what is free is used
+    assert advice.fits
+    assert not advised(AllocatorSettings(), 100 * MIB)[0].fits
+    assert advised(AllocatorSettings(expandable_segments=True), 140 * MIB) == []
+    assert advised(AllocatorSettings(kind="exact"), 140 * MIB) == []
+
+
+def test_a_setting_that_saves_much_is_noted_where_the_size_is_chosen() -> None:
+    known = Prediction(mock.Mock(), AllocatorSettings(), "fake", None, scalable=False, traces={8: fragmenting()})
+    (note,) = choose_module._with_setting(known.footprint_at(8), known).notes
+    words = "the same step needs 120.0 MiB instead of 220.0 MiB"
+    assert note == f"with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, {words}"
+    grown = Trace(8, "cuda", "fake", (Event("alloc", 0, 100 * MIB),))
+    known = Prediction(mock.Mock(), AllocatorSettings(), "fake", None, scalable=False, traces={8: grown})
+    assert choose_module._with_setting(known.footprint_at(8), known).notes == ()

@@ -354,36 +354,3 @@ def test_two_runs_of_one_trainer_are_tuned_each_for_itself(trainer: Any, many: T
     assert second is not None
     assert second.batch_size > first.batch_size, "without gradients and activations there is room for more"
     assert module.validated[0] == second.batch_size
-
-
-class Cast(pl.LightningModule):
-    """Under autocast, copies of its weights are most of what it takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):  # Lightning's own keeps no copies
-            return self.layers(x)
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self(batch).square().mean()
-
-    test_step = training_step = validation_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_autocast_keeps_copies_of_weights_where_the_loop_has_it_keep_them(
-    as_measured: Any, stage: str, inference_mode: bool
-) -> None:
-    samples = torch.randn(16, 512)
-
-    def run(trainer: Any) -> None:
-        getattr(trainer, stage)(Cast(), DataLoader(samples, batch_size=8))  # type: ignore[arg-type]
-
-    as_measured(run, inference_mode=inference_mode)

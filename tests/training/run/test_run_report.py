@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,3 +208,15 @@ def test_a_footprint_that_was_estimated_can_be_written_too(tmp_path: Path) -> No
 def test_a_footprint_without_events_says_where_there_are_some(tmp_path: Path) -> None:
     with pytest.raises(MemGuardError, match=r"guard\.save_snapshot"):
         Footprint(8, "cpu", 1, 1, 1).save_snapshot(tmp_path / "step.pickle")
+
+
+def test_the_predicted_step_is_compared_with_the_actual_one(
+    trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
+) -> None:
+    guard = MemGuard("check")
+    path = guard.save_snapshot(tmp_path / "step.pickle")
+    with pytest.raises(MemGuardError, match=r"call guard\.save_snapshot\(.*step\.pickle'\) before a fit on CUDA"):
+        guard.compare(path)
+    trainer(guard).fit(small(), loader)
+    shutil.copy(path, tmp_path / "step_actual.pickle")  # as a fit on CUDA would
+    assert "There is no difference within the step." in guard.compare(path)
