@@ -24,7 +24,7 @@ FIELD_BIN := $(FIELD_VENV)/bin
 FIELD_STAMP := $(FIELD_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench compiled field suite effects deciding accuracy builds matrix nohang clean
+.PHONY: help demo test lint bench compiled field histories suite effects deciding accuracy builds matrix nohang clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -55,6 +55,9 @@ compiled: $(STAMP) ## compare predictions for models under torch.compile with re
 field: $(FIELD_STAMP) ## train models of some sixty libraries and compare with predictions (two hours on two cores; continues)
 	@mkdir -p build
 	HF_HUB_OFFLINE=1 $(FIELD_BIN)/python benchmarks/field.py --json build/field.jsonl
+
+histories: $(STAMP) ## replay and predict CUDA histories that others recorded: make histories FOLDER=path
+	$(BIN)/python benchmarks/histories.py $(FOLDER) --predict
 
 # A checkout of Lightning's repository, of the version that is installed.
 CHECKOUT ?= build/lightning
