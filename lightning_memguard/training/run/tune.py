@@ -17,6 +17,7 @@ from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuar
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.ranks import Ranks, attempt, shared
 from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
+from lightning_memguard.training.adapter.same_step import Probe
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.run.choose import Chosen, Planner, choose
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The result of `tune`. ``profile`` is None where the run was not tuned; ``decision.reason`` says why."""
+    """The result of `tune`. ``profile`` is None where the run was not tuned; ``decision.reason`` says why.
+
+    ``probe`` knows whether its step can be taken in parts, where that was asked.
+    """
 
     decision: Decision
     role: Role = "train"
     profile: RunProfile | None = None
     ranks: Ranks = field(default_factory=Ranks)
+    probe: Probe | None = None
 
 
 _COMPILING = "MemGuard: following torch.compile on a copy of the step, which takes 2 to 40 s a batch size ..."
@@ -47,6 +52,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
     Raises:
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit, on some rank.
     """
+    probe: Probe | None = None
     try:
         facts = attempt(lambda: _facts_of(trainer, stage)).unwrap()
         ranks = Ranks.of(facts)
@@ -54,6 +60,8 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         process_bytes = reading.process_bytes
         with Planner(settings, reading) as planner:
             planner.start()
+            if settings.splits and stage == "fit":
+                probe = Probe(reading.run.program).start()
             # after the budget, which counts an open context as ours: measuring it opens it
             context = attempt(lambda: process_bytes or context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
@@ -65,12 +73,18 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             try:
                 decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
+                if probe is not None:
+                    probe.close()
                 raise _with_advice(error, profile) from None
-        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks))
-        del reading, profile
+        if probe is not None:
+            probe.wait()
+        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, probe))
+        del reading, profile, probe
         trim_heap()  # of the samples drawn
         return tuning
     except CannotTraceError as error:
+        if probe is not None:
+            probe.close()
         accumulate = trainer.accumulate_grad_batches
         return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", str(error)), ROLES[stage])
 
