@@ -3,10 +3,10 @@
     python benchmarks/rescue.py                        # all parts; three to five minutes on two busy cores
     python benchmarks/rescue.py equality logged        # some of them
 
-equality   twelve modules train 20 steps, 8 of which raise an out-of-memory error: in the first operator, in the middle of
-           the forward pass, after the first gradient was written, in the last operator of the backward pass, and some
-           of the parts raise one again. Parameters are compared with the same training without errors. In the control
-           at the end, gradients and state are not put back.
+equality   fourteen modules train 20 steps, 8 of which raise an out-of-memory error: in the first operator, in the
+           middle of the forward pass, after the first gradient was written, in the last operator of the backward
+           pass, and some of the parts raise one again. Parameters are compared with the same training without errors.
+           In the controls at the end, gradients are not put back, and parts are not weighted.
 memory     a text classifier with a batch size chosen from short texts, in processes whose address space is limited:
            without MemGuard, with it, and with enough memory.
 logged     values logged and torchmetrics' of a training with rescued steps, next to those of one without.
@@ -19,8 +19,7 @@ It ends with status 1 if any part of it fails.
 from __future__ import annotations
 
 import argparse
-import os
-import re
+import json
 import resource
 import statistics
 import subprocess
@@ -30,9 +29,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytorch_lightning as pl
 import torch
 import torchmetrics
@@ -40,11 +40,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.training.adapter.closure import StepGuard, _Run
-from lightning_memguard.training.adapter.logged import StepState
+from overhead import Turns
+from overhead import train as train_tiny
 from shared.truth import QUIET, quieten
 
 STEPS, BATCH = 20, 8
@@ -61,17 +62,17 @@ class Errors(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.place, self.times, self.raised = "", 0, 0
-        self.count, self.has_gradient = 0, False
+        self.count, self.has_gradient, self.active = 0, False, False
         self.lengths: dict[int, tuple[int, int]] = {}  # operators in forward and in all, by place in an accumulation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "aten":  # such as the profiler's marks
+        if func.namespace != "aten" or not self.active:  # such as the profiler's marks
             return func(*args, **(kwargs or {}))
         self.count += 1
         if self.times and self.is_here():  # as an allocation fails: before anything is written
             self.times -= 1
             self.raised += 1
-            self.count, self.has_gradient = 0, False
+            self.count, self.has_gradient, self.active = 0, False, False
             raise torch.OutOfMemoryError("CUDA out of memory (planted)")
         return func(*args, **(kwargs or {}))
 
@@ -82,6 +83,8 @@ class Errors(TorchDispatchMode):
                 return True
             case "forward":
                 return self.count >= forward // 2
+            case "backward":
+                return self.count > forward
             case "after a gradient":
                 return self.has_gradient
         return self.count >= everything
@@ -98,15 +101,19 @@ class Plan(pl.Callback):
         self.forward = 0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.net.register_forward_pre_hook(self.begin)
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(self.noticed)
+
+    def begin(self, *_: Any) -> None:
+        self.errors.active = True
 
     def noticed(self, _: torch.Tensor) -> None:
         self.errors.has_gradient = True
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         errors, place = self.errors, self.batches % trainer.accumulate_grad_batches
-        errors.count, errors.has_gradient = 0, False
+        errors.count, errors.has_gradient, errors.active = 0, False, False
         errors.length = errors.lengths.get(place, (1, 1))
         if self.batches in self.steps:
             errors.place = PLACES[self.steps.index(self.batches) % len(PLACES)]
@@ -121,7 +128,7 @@ class Plan(pl.Callback):
             self.errors.lengths[place] = self.forward, self.errors.count
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.errors.times = 0
+        self.errors.times, self.errors.active = 0, False
         self.batches += 1
 
 
@@ -217,9 +224,8 @@ def mlp() -> nn.Module:
 
 
 def cnn(norm: nn.Module) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), norm, nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4)
-    )  # fmt: skip
+    layers = nn.Conv2d(3, 8, 3, padding=1), norm, nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU()
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(72, 4))
 
 
 def sum_loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -260,11 +266,18 @@ def train(case: str, steps: tuple[int, ...]) -> tuple[torch.Tensor, int, int, di
     errors = Errors()
     guard = MemGuard(max_batch_size=BATCH)
     callbacks = [guard, Forgets(), Plan(errors, steps)] if steps else []
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, limit_train_batches=STEPS, callbacks=callbacks, **settings, **QUIET)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, limit_train_batches=STEPS, callbacks=callbacks, **settings, **QUIET
+    )
     with errors:
         trainer.fit(module, DataLoader(TensorDataset(*data), BATCH))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "memguard" not in name}
-    return torch.cat([p.detach().flatten() for p in module.parameters()]), errors.raised, sum(record.rescued for record in guard.records), metrics
+    return (
+        torch.cat([p.detach().flatten() for p in module.parameters()]),
+        errors.raised,
+        sum(record.rescued for record in guard.records),
+        metrics,
+    )
 
 
 def equality() -> bool:
@@ -278,14 +291,16 @@ def equality() -> bool:
         tolerance = 1e-2 if "bf16" in case else TOLERANCE
         fine = error <= tolerance and rescued == len(RESCUED) and off <= 10 * tolerance
         good &= fine
-        print(f"{case:22} {raised:6} {rescued:8} {error:11.1e}  {off:.1e}{'' if fine else '   NOT THE SAME'}", flush=True)
-    own = StepGuard._gradients, StepState.put_back, _Run._weight
+        print(
+            f"{case:22} {raised:6} {rescued:8} {error:11.1e}  {off:.1e}{'' if fine else '   NOT THE SAME'}", flush=True
+        )
+    own = StepGuard._gradients, _Run._weight
     StepGuard._gradients = lambda self: {}  # type: ignore[method-assign]
     without, *_ = train("accumulation 4", RESCUED)
     StepGuard._gradients = own[0]  # type: ignore[method-assign]
     _Run._weight = lambda self, count: 1.0  # type: ignore[method-assign]
     unweighted, *_ = train("MLP", RESCUED)
-    _Run._weight = own[2]  # type: ignore[method-assign]
+    _Run._weight = own[1]  # type: ignore[method-assign]
     for what, case, found in (
         ("gradients not put back", "accumulation 4", without),
         ("parts not weighted", "MLP", unweighted),
@@ -297,16 +312,305 @@ def equality() -> bool:
     return good
 
 
-PARTS: dict[str, Callable[[], bool]] = {"equality": equality}
+# -- memory that really ends
+
+ROOM = 90 << 20
+LONG_STEPS = 60
+
+
+class Texts(Dataset[tuple[torch.Tensor, int]]):
+    """Token ids of log-normal lengths; most are short."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(3)
+        lengths = np.clip(random.lognormal(np.log(40), 0.8, LONG_STEPS * 32), 4, 700).astype(int)
+        self.texts = [torch.from_numpy(random.integers(1, 500, length)) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.texts[index], index % 2
+
+
+def pad(items: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    texts = nn.utils.rnn.pad_sequence([text for text, _ in items], batch_first=True)
+    return texts, torch.tensor([label for _, label in items])
+
+
+class Classifier(pl.LightningModule):
+    """Attention, which grows with the square of the longest text in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(500, 32, padding_idx=0)
+        self.attention, self.head = nn.Linear(32, 96), nn.Linear(32, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens, labels = batch
+        query, key, value = self.attention(self.embedding(tokens)).chunk(3, dim=-1)
+        scores = (query @ key.mT).masked_fill((tokens == 0).unsqueeze(1), -1e9)
+        hidden = torch.softmax(scores, dim=-1) @ value
+        return F.cross_entropy(self.head(hidden.mean(dim=1)), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
+
+
+class Losses(pl.Callback):
+    """Limits the address space once the training starts, and keeps the loss of each step."""
+
+    def __init__(self, room: int | None) -> None:
+        self.room = room
+        self.losses: list[float] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        if self.room:
+            used = psutil.Process().memory_info().vms
+            resource.setrlimit(resource.RLIMIT_AS, (used + self.room, resource.RLIM_INFINITY))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def run_memory(kind: str) -> None:
+    pl.seed_everything(0, verbose=False)
+    losses = Losses(None if kind == "enough" else ROOM)
+    guard = MemGuard(max_batch_size=32)
+    callbacks = [guard, losses] if kind == "with" else [losses]
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **QUIET)
+    trainer.fit(Classifier(), DataLoader(Texts(), 32, collate_fn=pad))
+    rescued = sum(record.rescued for record in guard.records)
+    print(f"RESULT {json.dumps({'losses': losses.losses, 'rescued': rescued})}")
+
+
+def memory() -> bool:
+    answers = {}
+    for kind in ("enough", "without", "with"):
+        done = run_apart("memory", kind)
+        answers[kind] = answer = result_of(done)
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        ended = f"{len(answer['losses'])} steps, {answer['rescued']} rescued" if answer else f"died: {last}"
+        print(f"{kind:8} {ended}", flush=True)
+    enough, without, rescued = answers["enough"], answers["without"], answers["with"]
+    if not enough or without or not rescued:
+        return False
+    pairs = list(zip(enough["losses"], rescued["losses"], strict=True))
+    off = max(abs(other / one - 1) for one, other in pairs)
+    curve = "  ".join(f"{one:.4f}/{other:.4f}" for one, other in pairs[:: len(pairs) // 6])
+    print(f"losses with enough memory / rescued: {curve}; largest difference {off:.1e}")
+    return 0 < rescued["rescued"] < LONG_STEPS and off < 1e-3
+
+
+def run_apart(part: str, kind: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, __file__, "--run", part, kind]
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, check=False)
+
+
+def result_of(done: subprocess.CompletedProcess[str]) -> Any:
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    return json.loads(lines[0].removeprefix("RESULT")) if lines else None
+
+
+# -- what is logged
+
+
+class Logs(pl.LightningModule):
+    """Logs in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=4)
+        self.f1 = torchmetrics.F1Score("multiclass", num_classes=4, average="macro")
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, y = batch
+        out = self.net(x)
+        loss = F.cross_entropy(out, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("summed", F.cross_entropy(out, y, reduction="sum"), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("largest", out.max(), on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("least", out.min(), on_step=False, on_epoch=True, reduce_fx="min")
+        self.log("given", loss, on_step=False, on_epoch=True, batch_size=len(x))
+        self.log("constant", 3.0, on_step=True, on_epoch=True, batch_size=8)
+        self.accuracy(out, y)
+        self.f1.update(out, y)
+        self.mean.update(out.mean(dim=1))
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log_dict({"f1": self.f1, "mean": self.mean}, on_step=False, on_epoch=True)
+        return {"loss": loss, "predicted": out.detach().argmax(1), "hits": (out.argmax(1) == y).sum()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Seen(pl.Callback):
+    """Keeps what other callbacks are given and shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        shown = {f"output {name}": value.detach().clone() for name, value in outputs.items()}
+        shown |= {name: value.clone() for name, value in trainer.callback_metrics.items() if "memguard" not in name}
+        shown |= {f"bar {name}": torch.tensor(value) for name, value in trainer.progress_bar_metrics.items()}
+        self.seen.append(shown)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append({name: value.clone() for name, value in trainer.logged_metrics.items()})
+
+
+def run_logged(steps: tuple[int, ...]) -> tuple[list[dict[str, torch.Tensor]], dict[str, float], int]:
+    pl.seed_everything(0, verbose=False)
+    errors, seen, guard = Errors(), Seen(), MemGuard(max_batch_size=BATCH)
+    callbacks = [guard, Forgets(), Plan(errors, steps), seen] if steps else [seen]
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, callbacks=callbacks, **QUIET)
+    with errors:
+        data = TensorDataset(rows(16)[: 10 * BATCH - 3], labels()[: 10 * BATCH - 3])
+        trainer.fit(Logs(), DataLoader(data, BATCH))
+    final = {name: float(value) for name, value in trainer.callback_metrics.items() if "memguard" not in name}
+    return seen.seen, final, sum(record.rescued for record in guard.records)
+
+
+def logged() -> bool:
+    expected, at_end, _ = run_logged(())
+    found, ended, rescued = run_logged(RESCUED)
+    worst: dict[str, float] = {}
+    for one, other in zip(expected, found, strict=True):
+        assert one.keys() == other.keys(), (one.keys(), other.keys())
+        for name, value in one.items():
+            same = value.shape == other[name].shape
+            off = float((value - other[name]).abs().max() / value.abs().max().clamp(min=1e-6)) if same else float("inf")
+            worst[name] = max(worst.get(name, 0), off)
+    for name in sorted(worst):
+        end = f"{at_end[name]:.6f} / {ended[name]:.6f}" if name in at_end else ""
+        print(f"{name:20} largest difference {worst[name]:.1e}   {end}")
+    print(f"{rescued} of 20 steps rescued")
+    return max(worst.values()) < 1e-5 and rescued == len(RESCUED)
+
+
+# -- two processes
+
+
+class Buffered(Module):
+    """With a buffer for the ranks to send each other."""
+
+    def __init__(self) -> None:
+        super().__init__(mlp())
+        self.register_buffer("scale", torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x) * self.scale, y)
+
+
+class ByRank(Plan):
+    """Errors on rank 0, on rank 1, on both, and on none, in turns; or one, after a gradient was sent."""
+
+    def __init__(self, errors: Errors, *, late: bool) -> None:
+        super().__init__(errors, ())
+        self.late = late
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
+        errors, rank = self.errors, trainer.global_rank
+        between = trainer.accumulate_grad_batches > 1 and batch_idx % 2 == 0  # gradients stay on their rank
+        places = ("first operator", "forward", "after a gradient" if between else "backward")
+        on = ((), (0,), (1,), (0, 1))[self.batches // 2 % 4]
+        errors.place, errors.times = places[self.batches % 3], int(rank in on and self.batches > 1)
+        if self.late:
+            errors.place, errors.times = "after a gradient", int(rank == 1 and self.batches == 9)
+
+
+def run_ranks(kind: str) -> None:
+    pl.seed_everything(0, verbose=False)
+    errors, guard, module = Errors(), MemGuard(max_batch_size=BATCH), Buffered()
+    callbacks = [] if "plain" in kind else [guard, Forgets(), ByRank(errors, late=kind == "late")]
+    data = TensorDataset(torch.randn(200 * 2 * BATCH, 16), torch.randint(0, 4, (200 * 2 * BATCH,)))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, callbacks=callbacks,
+        accumulate_grad_batches=2 if kind.endswith("2") else 1, **QUIET,
+    )  # fmt: skip
+    with errors:
+        trainer.fit(module, DataLoader(data, BATCH))
+    own = torch.tensor(float(sum(record.rescued for record in guard.records)))
+    rescued = trainer.strategy.reduce(own, reduce_op="sum")
+    if trainer.is_global_zero:
+        weights = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+        print(f"RESULT {json.dumps({'weights': weights, 'rescued': float(rescued), 'steps': trainer.global_step})}")
+
+
+def ranks() -> bool:
+    good = True
+    for accumulate in (1, 2):
+        done = {kind: run_apart("ranks", f"{kind} {accumulate}") for kind in ("plain", "errors")}
+        plain, failed = map(result_of, done.values())
+        if not plain or not failed:
+            print(done["errors"].stderr[-3000:])
+            return False
+        expected, found = torch.tensor(plain["weights"]), torch.tensor(failed["weights"])
+        off = float((expected - found).abs().max() / expected.abs().max())
+        what = (
+            f"200 batches a rank, accumulation {accumulate}: {failed['steps']} steps, {failed['rescued']:.0f} rescued"
+        )
+        print(f"{what} in all, difference {off:.1e}", flush=True)
+        good &= off < 1e-5 and failed["rescued"] > 150
+    started = time.monotonic()
+    late = run_apart("ranks", "late")
+    why = "some of its gradients were with the other ranks already"
+    seconds = time.monotonic() - started
+    print(f"an error after a gradient was sent: status {late.returncode} after {seconds:.0f} s, with the reason: "
+          f"{why in late.stderr}")  # fmt: skip
+    return good and late.returncode != 0 and why in late.stderr
+
+
+# -- what it costs
+
+
+def overhead() -> bool:
+    steps, block = 10_000, 500
+    first, second = threading.Semaphore(1), threading.Semaphore(0)
+    turns = Turns(first, second, block), Turns(second, first, block)
+    guards = MemGuard(max_batch_size=1, on_oom="raise"), MemGuard(max_batch_size=1)
+    threads = [
+        threading.Thread(target=train_tiny, args=(turn, [guard], steps))
+        for turn, guard in zip(turns, guards, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pairs = list(zip(turns[0].seconds, turns[1].seconds, strict=True))[1:]
+    extra = [(guarded - alone) / block * 1e6 for alone, guarded in pairs]
+    alone, more = statistics.median(each[0] for each in pairs) / block * 1e6, statistics.median(extra)
+    low, _, high = statistics.quantiles(extra)
+    print(f'a step with on_oom="raise" {alone:.1f} us; guarded {more:+.1f} us (quartiles {low:+.1f}, {high:+.1f})')
+    return more < 10
+
+
+PARTS: dict[str, Callable[[], bool]] = {
+    "equality": equality,
+    "memory": memory,
+    "logged": logged,
+    "ranks": ranks,
+    "overhead": overhead,
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="which of them (default: all)")
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     quieten()
     torch.set_num_threads(1)
+    if options.run:
+        {"memory": run_memory, "ranks": run_ranks}[options.run[0]](options.run[1])
+        return 0
     failed = []
     for name in options.parts or PARTS:
         print(f"\n{name}", flush=True)

@@ -26,6 +26,7 @@ KEYS = {
     "memguard/batch_size",
     "memguard/limit_gib",
     "memguard/usable_gib",
+    "memguard/rescued_steps",
     *(f"memguard/parts/{part}_gib" for part in PARTS),
 }
 

@@ -76,11 +76,11 @@ def rescue_words(rescued: Rescued) -> str:
     """Say that a step was done in parts, and what that changes."""
     how = "with the gradients of the whole batch; the optimizer steps once"
     if rescued.changes:
-        how = f"which is not the same step ({'; '.join(rescued.changes)}): on_oom=\"split\" asks for it"
+        how = f'which is not the same step ({"; ".join(rescued.changes)}): on_oom="split" asks for it'
     random = " Random numbers, such as dropout masks, are drawn for each part." if rescued.draws else ""
     return (
-        f"A training batch of {counted(rescued.samples, 'sample')} ran out of memory. It runs again in parts of at most "
-        f"{counted(rescued.at_once, 'sample')}, {how}.{random} Later steps are rescued in silence; "
+        f"A training batch of {counted(rescued.samples, 'sample')} ran out of memory. It was run again in parts of at "
+        f"most {counted(rescued.at_once, 'sample')}, {how}.{random} Later steps are rescued in silence; "
         "`memguard/rescued_steps` counts them."
     )
 

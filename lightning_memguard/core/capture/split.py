@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -187,7 +188,8 @@ def is_close(one: Any, other: Any) -> bool:
 def combine(parts: Sequence[Any], counts: Sequence[int], rule: Rule) -> Any:
     """Combine the results of parts of so many samples each."""
     numbers = all(isinstance(part, (torch.Tensor, int, float)) for part in parts)
-    if rule == "last" or not numbers or len({tuple(getattr(part, "shape", ()))[rule == "rows" :] for part in parts}) > 1:
+    shapes = {tuple(getattr(part, "shape", ()))[rule == "rows" :] for part in parts}
+    if rule == "last" or not numbers or len(shapes) > 1:
         return parts[-1]
     if rule == "rows":
         return torch.cat(list(parts))
@@ -230,4 +232,4 @@ def even_parts(start: int, stop: int, most: int) -> list[tuple[int, int]]:
     """The fewest parts of at most so many samples, as even as can be."""
     count = math.ceil((stop - start) / max(1, most))
     places = [start + (stop - start) * place // count for place in range(count + 1)]
-    return list(zip(places, places[1:], strict=False))
+    return list(pairwise(places))

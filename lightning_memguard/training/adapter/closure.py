@@ -28,11 +28,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_memguard.core.capture.batch import batch_bytes, batch_size_of, batches_from_one, tensors_in
+from lightning_memguard.core.capture.batch import batch_bytes, batch_size_of, batches_from_one
 from lightning_memguard.core.capture.split import Cut, cut_of, even_parts, join, part_of, size_of
 from lightning_memguard.core.device.malloc import trim_heap
-from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
+from lightning_memguard.training.adapter.lightning_types import lightning_of
 from lightning_memguard.training.adapter.logged import Journal, StepState, metrics_of
 from lightning_memguard.training.adapter.same_step import SameStep
 
@@ -142,11 +141,14 @@ class StepGuard:
     def _count_collectives(self, *_: object) -> None:
         self._collectives = _collectives()
 
-    def before(self, closure: Any) -> Attempted:
-        """Note what an attempt may change."""
+    def before(self, closure: Any) -> Attempted | None:
+        """Note what an attempt may change; None where that cannot be told."""
         self._in_backward = self._zeroed = False
         self._collectives = -1
-        state = StepState(self.trainer, self.module, self._metrics, self._buffers, draws=self.same.draws)
+        try:
+            state = StepState(self.trainer, self.module, self._metrics, self._buffers, draws=self.same.draws)
+        except Exception:  # noqa: BLE001 - the step runs all the same
+            return None
         return Attempted(state, {} if closure._zero_grad_fn is not None else self._gradients())
 
     def _gradients(self) -> dict[torch.Tensor, tuple[torch.Tensor | None, int]]:
@@ -206,16 +208,15 @@ class StepGuard:
             return ""
         if self._ddp is None:
             return f"{type(self.trainer.strategy).__name__} talks to the other ranks while the step runs"
-        if self.same.collectives:
-            return "its training_step talks to the other ranks"
-        if self._collectives < 0 or _collectives() != self._collectives:
-            return "it had begun to talk to the other ranks"
-        if has_written and self._ddp.require_backward_grad_sync:
-            return "some of its gradients were with the other ranks already"
-        searches = self._ddp.find_unused_parameters or self._ddp.static_graph
-        if searches and self._in_backward and self._ddp.require_backward_grad_sync:
-            return "DistributedDataParallel had marked its unused parameters"
-        return ""
+        syncs = self._ddp.require_backward_grad_sync
+        searches = (self._ddp.find_unused_parameters or self._ddp.static_graph) and self._in_backward
+        obstacles = {
+            "its training_step talks to the other ranks": self.same.collectives,
+            "it had begun to talk to the other ranks": self._collectives < 0 or _collectives() != self._collectives,
+            "some of its gradients were with the other ranks already": has_written and syncs,
+            "DistributedDataParallel had marked its unused parameters": searches and syncs,
+        }
+        return next((obstacle for obstacle, holds in obstacles.items() if holds), "")
 
     def _samples(self, batch: Any) -> tuple[int, Cut]:
         cut = self.same.cut
@@ -267,6 +268,8 @@ class StepGuard:
         kwargs, optimizer, batch_idx = closure.step
         samples, cut = self._samples(kwargs["batch"])
         run = _Run(self, kwargs, optimizer, batch_idx, cut, samples, had_backward)
+        connector = self.trainer._logger_connector
+        is_first = connector._first_loop_iter
         if closure._zero_grad_fn is not None and self._zeroed:
             self.trainer.lightning_module.optimizer_zero_grad(self.trainer.current_epoch, batch_idx, optimizer)
         elif closure._zero_grad_fn is not None:
@@ -276,6 +279,7 @@ class StepGuard:
             run.journal.end(self.same.rules)
         finally:
             run.journal.end()
+            connector._first_loop_iter = is_first
         nbytes = batch_bytes(kwargs["batch"])
         self.policy.rescued(Part(samples, samples, nbytes), max(run.counts))
         return run.result()
@@ -309,7 +313,7 @@ def _guarded(kind: type) -> type:
         try:
             return kind.closure(self, *args, **kwargs)  # type: ignore[attr-defined]
         except Exception as error:
-            if not guard.takes(self, attempted, error):
+            if attempted is None or not guard.takes(self, attempted, error):
                 raise
         return guard.again(self, attempted)
 
@@ -357,10 +361,10 @@ class _Run:
     def _part(self, start: int, stop: int, has_theirs: set[torch.Tensor]) -> BaseException | None:
         """Forward and backward of some samples; an exception where memory ran out."""
         guard, count = self.guard, stop - start
+        state = StepState(guard.trainer, guard.module, guard._metrics, guard._buffers, draws=guard.same.draws)
         batch = part_of(self.kwargs["batch"], self.cut, self.samples, start, stop)
         kwargs = type(self.kwargs)(self.kwargs)
         kwargs["batch"] = batch
-        fx = guard.module._current_fx_name
         closure = guard._make(kwargs, self.optimizer, self.batch_idx)
         own, closure._zero_grad_fn = closure._backward_fn, None
         if own is not None:
@@ -375,13 +379,12 @@ class _Run:
                 result = closure.closure()
         except Exception as error:
             self.journal.drop()
-            guard.module._current_fx_name = fx
+            state.put_back()
             if not guard.policy.is_memory(error):
                 raise
             _release(error)
             return error.with_traceback(None)
-        # the first part has logged what resets the values of the last epoch
-        guard.trainer._logger_connector._first_loop_iter = False
+        guard.trainer._logger_connector._first_loop_iter = False  # the first part has reset the last epoch's values
         result.closure_loss = None
         self.results.append(result)
         self.counts.append(count)

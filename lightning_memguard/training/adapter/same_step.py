@@ -155,7 +155,7 @@ def try_parts(program: LightningProgram) -> SameStep:
     larger: list[Any] = []
     found: list[SameStep] = []
 
-    def keep(module_copy: LightningModule, batch: Any, step: Callable[[Any], Any]) -> None:
+    def keep(_: LightningModule, batch: Any, __: Callable[[Any], Any]) -> None:
         larger.append(batch)
 
     def examine(module_copy: LightningModule, batch: Any, step: Callable[[Any], Any]) -> None:
@@ -415,7 +415,7 @@ def _add_noise(parameters: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for each in parameters:
             size = float(each.float().square().mean().sqrt()) or 1.0
-            each += _NOISE * size * torch.randn(each.shape, generator=generator)
+            each.add_(_NOISE * size * torch.randn(each.shape, generator=generator))
 
 
 def _noisy(tensor: torch.Tensor) -> torch.Tensor:
@@ -457,6 +457,16 @@ class _Draws(TorchDispatchMode):
 
 
 _RANDOM = (
-    "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "native_dropout", "normal", "poisson",
-    "rand", "rrelu_with_noise", "uniform",
-)  # fmt: skip
+    "bernoulli",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "multinomial",
+    "native_dropout",
+    "normal",
+    "poisson",
+    "rand",
+    "rrelu_with_noise",
+    "uniform",
+)

@@ -10,6 +10,7 @@ from lightning_memguard.core.capture.batch import batch_bytes, batch_size_of
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.report.failure import Larger, Rescued, rescue_words
 from lightning_memguard.training.adapter.closure import Part, Policy, StepGuard
+from lightning_memguard.training.adapter.lightning_types import is_a
 from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.adapter.same_step import Probe, SameStep, unknown
 from lightning_memguard.training.run.batch_monitor import BatchWatch, ran_out_of_memory, would_fit
@@ -47,6 +48,7 @@ class Rescuer:
         by_name: bool,
     ) -> None:
         self.steps = 0
+        self._trainer = trainer
         self._probe = probe
         self._by_name = by_name
         self._watch = watch
@@ -83,7 +85,9 @@ class Rescuer:
 
     def obstacle(self) -> str:
         """Why steps are not done again in parts; empty where they are."""
-        changes = self._same.changes
+        changes = [*self._same.changes]
+        if any(is_a(optimizer, "LBFGS") for optimizer in self._trainer.optimizers):
+            changes.append("LBFGS takes several passes a step, and its search would see their rounding")
         return "" if self._by_name else "; ".join(changes)
 
     # -- before a step

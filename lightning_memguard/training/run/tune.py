@@ -52,16 +52,17 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
     Raises:
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit, on some rank.
     """
-    probe: Probe | None = None
     try:
         facts = attempt(lambda: _facts_of(trainer, stage)).unwrap()
         ranks = Ranks.of(facts)
         reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
         process_bytes = reading.process_bytes
-        with Planner(settings, reading) as planner:
+        probe = Probe(reading.run.program) if settings.splits and stage == "fit" else None
+        with Planner(settings, reading) as planner, contextlib.ExitStack() as failing:
             planner.start()
-            if settings.splits and stage == "fit":
-                probe = Probe(reading.run.program).start()
+            if probe is not None:
+                failing.callback(probe.close)
+                probe.start()
             # after the budget, which counts an open context as ours: measuring it opens it
             context = attempt(lambda: process_bytes or context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
@@ -73,18 +74,15 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             try:
                 decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
-                if probe is not None:
-                    probe.close()
                 raise _with_advice(error, profile) from None
-        if probe is not None:
-            probe.wait()
+            if probe is not None:
+                probe.wait()
+            failing.pop_all()
         tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, probe))
-        del reading, profile, probe
+        del reading, profile
         trim_heap()  # of the samples drawn
         return tuning
     except CannotTraceError as error:
-        if probe is not None:
-            probe.close()
         accumulate = trainer.accumulate_grad_batches
         return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", str(error)), ROLES[stage])
 
