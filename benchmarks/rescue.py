@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -83,8 +84,6 @@ class Errors(TorchDispatchMode):
                 return True
             case "forward":
                 return self.count >= forward // 2
-            case "backward":
-                return self.count > forward
             case "after a gradient":
                 return self.has_gradient
         return self.count >= everything
@@ -403,7 +402,7 @@ def memory() -> bool:
 
 
 def run_apart(part: str, kind: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, __file__, "--run", part, kind]
+    command = [sys.executable, os.path.abspath(__file__), "--run", part, kind]
     with tempfile.TemporaryDirectory() as folder:
         return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, check=False)
 
@@ -508,7 +507,7 @@ class Buffered(Module):
 
 
 class ByRank(Plan):
-    """Errors on rank 0, on rank 1, on both, and on none, in turns; or one, after a gradient was sent."""
+    """Errors on rank 0, on rank 1, on both, and on none, in turns; or one, in the backward pass."""
 
     def __init__(self, errors: Errors, *, late: bool) -> None:
         super().__init__(errors, ())
@@ -517,8 +516,8 @@ class ByRank(Plan):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, module, batch, batch_idx)
         errors, rank = self.errors, trainer.global_rank
-        between = trainer.accumulate_grad_batches > 1 and batch_idx % 2 == 0  # gradients stay on their rank
-        places = ("first operator", "forward", "after a gradient" if between else "backward")
+        stays = trainer.accumulate_grad_batches > 1 and batch_idx % 2 == 0  # gradients stay on their rank
+        places = ("first operator", "forward", "after a gradient" if stays else "forward")
         on = ((), (0,), (1,), (0, 1))[self.batches // 2 % 4]
         errors.place, errors.times = places[self.batches % 3], int(rank in on and self.batches > 1)
         if self.late:
@@ -560,9 +559,9 @@ def ranks() -> bool:
         good &= off < 1e-5 and failed["rescued"] > 150
     started = time.monotonic()
     late = run_apart("ranks", "late")
-    why = "some of its gradients were with the other ranks already"
+    why = "DistributedDataParallel cannot start a backward pass again"
     seconds = time.monotonic() - started
-    print(f"an error after a gradient was sent: status {late.returncode} after {seconds:.0f} s, with the reason: "
+    print(f"an error in the backward pass: status {late.returncode} after {seconds:.0f} s, with the reason: "
           f"{why in late.stderr}")  # fmt: skip
     return good and late.returncode != 0 and why in late.stderr
 
@@ -608,6 +607,8 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     quieten()
     torch.set_num_threads(1)
+    if not options.run:
+        os.chdir(tempfile.mkdtemp())  # for the reports
     if options.run:
         {"memory": run_memory, "ranks": run_ranks}[options.run[0]](options.run[1])
         return 0

@@ -192,29 +192,24 @@ class StepGuard:
         written = self._written(attempted.gradients)
         if written and not self.same.atomic:
             return "a part of a gradient may have been added to those accumulated before (reentrant checkpointing)"
-        return self._obstacle_of_ranks(bool(written) or self._has_written_first(closure))
+        return self._obstacle_of_ranks()
 
-    def _has_written_first(self, closure: Any) -> bool:
-        zeroed = self._zeroed and closure._zero_grad_fn is not None
-        return zeroed and any(p.grad is not None for p in self._parameters)
-
-    def _obstacle_of_ranks(self, has_written: bool) -> str:
+    def _obstacle_of_ranks(self) -> str:
         """Why this rank cannot do a step again by itself, such that the others see the collective calls of one step.
 
-        Before any gradient of the step is there, the reducer has sent nothing; the last of the parts then makes the
-        calls that the step would have made, and no rank waits for one that does not come.
+        Before the backward pass, the last of the parts can make the calls that the step would have made, and no rank
+        waits for one that does not come. Once DistributedDataParallel has prepared for the gradients of a step, it
+        sends those that come next, which would be those of the first part.
         """
         if self.trainer.world_size == 1:
             return ""
         if self._ddp is None:
             return f"{type(self.trainer.strategy).__name__} talks to the other ranks while the step runs"
-        syncs = self._ddp.require_backward_grad_sync
-        searches = (self._ddp.find_unused_parameters or self._ddp.static_graph) and self._in_backward
+        syncs = self._in_backward and self._ddp.require_backward_grad_sync
         obstacles = {
             "its training_step talks to the other ranks": self.same.collectives,
             "it had begun to talk to the other ranks": self._collectives < 0 or _collectives() != self._collectives,
-            "some of its gradients were with the other ranks already": has_written and syncs,
-            "DistributedDataParallel had marked its unused parameters": searches and syncs,
+            "DistributedDataParallel cannot start a backward pass again": syncs,
         }
         return next((obstacle for obstacle, holds in obstacles.items() if holds), "")
 
@@ -233,7 +228,7 @@ class StepGuard:
             BaseException: what a part raised that is not due to memory, or that holds a single sample.
         """
         attempted.state.put_back()
-        if self._ddp is not None and self._collectives >= 0:
+        if self._ddp is not None:
             self._ddp.require_forward_param_sync = False  # the failed attempt has sent the buffers
         batch = closure.step[0]["batch"]
         samples, _ = self._samples(batch)
@@ -344,7 +339,7 @@ class _Run:
             if error is None:
                 continue
             written = guard._written(before) - has_theirs
-            if last - first == 1 or (last == self.samples and guard._obstacle_of_ranks(bool(written))):
+            if last - first == 1 or (last == self.samples and guard._obstacle_of_ranks()):
                 raise error
             del error
             if kept is not None:
@@ -361,6 +356,7 @@ class _Run:
     def _part(self, start: int, stop: int, has_theirs: set[torch.Tensor]) -> BaseException | None:
         """Forward and backward of some samples; an exception where memory ran out."""
         guard, count = self.guard, stop - start
+        guard._in_backward, guard._collectives = False, -1
         state = StepState(guard.trainer, guard.module, guard._metrics, guard._buffers, draws=guard.same.draws)
         batch = part_of(self.kwargs["batch"], self.cut, self.samples, start, stop)
         kwargs = type(self.kwargs)(self.kwargs)

@@ -46,6 +46,8 @@ _MOST_SHARE = 0.2  # of the free host memory, for a copy of the module with two 
 _WAIT_SECONDS = {"cpu": 30.0}  # for the child, once all else is known; it goes on next to a GPU's training
 _WAIT_OTHERS_SECONDS = 2.0
 _LATE_SECONDS = 60.0  # once it is needed
+_UNKNOWN = "whether it is the same step is unknown: {}"
+_NORMS = "batch norm ({}) would normalize each part by its own statistics"
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ class SameStep:
 
 
 def unknown(reason: str) -> SameStep:
-    """A step of which it is not known whether it can be taken in parts."""
-    return SameStep(changes=(f"whether it is the same step is unknown: {reason}",))
+    """A step that was not tried in parts."""
+    return SameStep(changes=(reason,))
 
 
 class Probe:
@@ -100,7 +102,7 @@ class Probe:
         if self._isolated is None or self._isolated.is_done(0, _WAIT_SECONDS.get(self._device, _WAIT_OTHERS_SECONDS)):
             self.result()
         elif self._device == "cpu":
-            self.give_up("trying it took too long")
+            self.give_up(_UNKNOWN.format("trying it took too long"))
 
     @property
     def found(self) -> SameStep | None:
@@ -114,9 +116,9 @@ class Probe:
         elif self._found is None and self._isolated is not None:
             try:
                 done = self._isolated.is_done(0, _LATE_SECONDS)
-                self._found = self._isolated.result(0) if done else unknown("trying it took too long")
+                self._found = self._isolated.result(0) if done else unknown(_UNKNOWN.format("trying it took too long"))
             except CaptureFailedError as error:
-                self._found = unknown(f"trying it failed ({error.reason})")
+                self._found = unknown(_UNKNOWN.format(f"trying it failed ({error.reason})"))
             self.close()
         return self._found or unknown(self._reason)
 
@@ -136,11 +138,19 @@ def obstacle(program: LightningProgram) -> str:
     """Why a step cannot be tried; empty where it can."""
     if not program.module.automatic_optimization:
         return "with manual optimization, training_step calls the optimizers itself"
+    norms = _batch_norms(program.module)
+    if norms:
+        return _NORMS.format(_listed(norms, "layer"))
     nbytes = sum(p.numel() * 4 for p in program.module.parameters())
     free = available_memory()
     if free is not None and 4 * nbytes > _MOST_SHARE * free.free_bytes:
-        return "a copy of the module in host memory to try it on would be too large"
+        return _UNKNOWN.format("a copy of the module in host memory, to try it on, would be too large")
     return ""
+
+
+def _batch_norms(module: nn.Module) -> list[str]:
+    """Names of the layers whose output for a sample depends on the others."""
+    return [name or "self" for name, each in module.named_modules() if isinstance(each, _BatchNorm) and each.training]
 
 
 def try_parts(program: LightningProgram) -> SameStep:
@@ -209,7 +219,7 @@ class _Trial:
             atomic = self._is_atomic(parts[0])
         weighting = _weighting(whole, passes, counts)
         if weighting is None:
-            changes.append(self._why_coupled())
+            changes.append("the loss is neither the mean nor the sum of what each sample contributes")
         changes += self._unequal_metrics(whole, passes[-1])
         return SameStep(
             self.cut,
@@ -293,7 +303,7 @@ class _Trial:
         if [each._version for each in self.parameters] != versions:
             changes.append("training_step changes parameters")
         buffers = self._changed_buffers()
-        if buffers and not self._batch_norms():
+        if buffers:
             changes.append(f"training_step changes {_listed(buffers, 'buffer')} once a part")
         attributes = [name for name, value in _attributes(self.module).items() if before.get(name) != value]
         if attributes:
@@ -307,16 +317,6 @@ class _Trial:
             for name, buffer in self.module.named_buffers()
             if id(buffer) not in inside and not torch.equal(buffer, self.buffers.get(name, buffer))
         ]
-
-    def _batch_norms(self) -> list[str]:
-        norms = [name for name, each in self.module.named_modules() if isinstance(each, _BatchNorm) and each.training]
-        return [name or type(self.module).__name__ for name in norms]
-
-    def _why_coupled(self) -> str:
-        norms = self._batch_norms()
-        if norms:
-            return f"batch norm ({_listed(norms, 'layer')}) would normalize each part by its own statistics"
-        return "the loss is neither the mean nor the sum of what each sample contributes"
 
     def _unequal_metrics(self, whole: _Pass, last: _Pass) -> list[str]:
         names = [f"{type(metric).__name__}" for metric in self.metrics for _ in metric._defaults]

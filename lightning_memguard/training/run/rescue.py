@@ -59,7 +59,7 @@ class Rescuer:
         self._said = False
         policy = Policy(ran_out_of_memory, self.obstacle, self._most_samples, self._ran, self._rescued)
         same = probe.found if probe else None
-        self._guard = StepGuard(trainer, module, same or unknown("it is being tried"), policy)
+        self._guard = StepGuard(trainer, module, same or unknown("nothing was predicted"), policy)
 
     def install(self) -> None:
         """Guard the steps from now on."""
@@ -74,7 +74,8 @@ class Rescuer:
     @property
     def refused(self) -> str:
         """Why a step that ran out of memory was not done again."""
-        return self._guard.refused
+        own = self._trainer.training and not self._trainer.lightning_module.automatic_optimization
+        return self.obstacle() if own else self._guard.refused
 
     @property
     def _same(self) -> SameStep:
@@ -88,7 +89,9 @@ class Rescuer:
         changes = [*self._same.changes]
         if any(is_a(optimizer, "LBFGS") for optimizer in self._trainer.optimizers):
             changes.append("LBFGS takes several passes a step, and its search would see their rounding")
-        return "" if self._by_name else "; ".join(changes)
+        if self._by_name or not changes:
+            return ""
+        return f'{"; ".join(changes)}. MemGuard(on_oom="split") does it all the same'
 
     # -- before a step
 
@@ -110,6 +113,7 @@ class Rescuer:
         self._too_large_bytes = min(self._too_large_bytes, nbytes)
         self._fitting_bytes = max(self._fitting_bytes, nbytes * share)
         self.plan(batch)
+        self._said |= not (self._same.changes or self._same.draws)
         return self._guard.at_once
 
     def _within(self, samples: int, nbytes: int) -> int:
