@@ -30,6 +30,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -402,7 +403,7 @@ def memory() -> bool:
 
 
 def run_apart(part: str, kind: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, os.path.abspath(__file__), "--run", part, kind]
+    command = [sys.executable, str(Path(__file__).resolve()), "--run", part, kind]
     with tempfile.TemporaryDirectory() as folder:
         return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, check=False)
 
