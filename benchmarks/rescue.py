@@ -405,7 +405,7 @@ def memory() -> bool:
 def run_apart(part: str, kind: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(Path(__file__).resolve()), "--run", part, kind]
     with tempfile.TemporaryDirectory() as folder:
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder, check=False)
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> Any:

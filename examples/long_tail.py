@@ -1,8 +1,8 @@
 """Train on texts of which a few are very long, with a batch size that suits the others.
 
 The batch size is the user's own, and was chosen by looking at ordinary texts. A limit on the address space (Linux)
-stands for a GPU that is full: in a few batches the forward or the backward pass really runs out of memory. MemGuard does
-these steps again in parts of their batch, with the same gradients, and the run goes on.
+stands for a GPU that is full: in a few batches the forward or the backward pass really runs out of memory. MemGuard
+does these steps again in parts of their batch, with the same gradients, and the run goes on.
 
     python examples/long_tail.py                      # rescued: under a minute on two cores
     python examples/long_tail.py --on-oom raise       # ends with the error and a note

@@ -279,8 +279,9 @@ class StepGuard:
         self.policy.rescued(Part(samples, samples, nbytes), max(run.counts))
         return run.result()
 
-    def _free(self) -> None:
-        gc.collect()
+    def _free(self, *, again: bool = False) -> None:
+        """Release what is not used; thoroughly, which takes longer, where memory has run out once more."""
+        gc.collect(2 if again else 1)
         if self.trainer.strategy.root_device.type == "cuda":
             torch.cuda.empty_cache()
         else:
@@ -345,7 +346,7 @@ class _Run:
             if kept is not None:
                 written = set()
                 _put_back(kept)
-            guard._free()
+            guard._free(again=True)
             part = self._as_part(first, last)
             self.range(first, last, guard.policy.most_samples(part), has_theirs | written)
 
