@@ -145,7 +145,7 @@ class LightningProgram(LightningStep):
                 examine(module_copy, batch, lambda given: step(given, *rest))
                 raise StepsDone
 
-            module_copy.training_step = instead  # type: ignore[method-assign, assignment]
+            module_copy.training_step = instead  # type: ignore[method-assign]
             shadow.run(module_copy, self.families, batch_size, fake=False)
 
     def run_states(self, recorder: Recorder) -> None:

@@ -428,14 +428,15 @@ def _noisy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _random_numbers() -> tuple[Any, ...]:
     """The states of Python's and NumPy's generators."""
-    return random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002 - users draw from the global one
+    numpy: Any = np.random.get_state()  # noqa: NPY002 - users draw from the global one
+    return random.getstate(), numpy[1].tolist()
 
 
 class _Draws(TorchDispatchMode):
     """Has constants drawn in place of random numbers, and an order that moves every sample."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = False
 
     def __torch_dispatch__(
