@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -121,29 +121,15 @@ class StepGuard:
         kind = type(closure)
         if kind not in self._classes:
             self._classes[kind] = _guarded(kind)
-        backward, zero_grad = closure._backward_fn, closure._zero_grad_fn
-        if backward is not None:
-            closure._backward_fn = partial(self._backward, backward)
-        if zero_grad is not None:
-            closure._zero_grad_fn = partial(self._zero_grad, zero_grad)
         closure.guard, closure.step = self, (kwargs, optimizer, batch_idx)
         closure.__class__ = self._classes[kind]
         return closure
-
-    def _backward(self, backward: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
-        self._in_backward = True
-        backward(loss)
-
-    def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
-        zero_grad()
-        self._zeroed = True
 
     def _count_collectives(self, *_: object) -> None:
         self._collectives = _collectives()
 
     def before(self, closure: Any) -> Attempted | None:
         """Note what an attempt may change; None where that cannot be told."""
-        self._in_backward = self._zeroed = False
         self._collectives = -1
         try:
             state = StepState(self.trainer, self.module, self._metrics, self._buffers, draws=self.same.draws)
@@ -168,6 +154,9 @@ class StepGuard:
         """Whether a step that raised is to be done again; if so, nothing that it had made is held any more."""
         if not self.policy.is_memory(error):
             return False
+        raised_in = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+        self._in_backward = getattr(closure._backward_fn, "__code__", None) in raised_in
+        self._zeroed = self._in_backward or getattr(closure._zero_grad_fn, "__code__", None) in raised_in
         try:
             self.refused = self.policy.allows() or self._obstacle(closure, attempted)
         except Exception as failure:  # noqa: BLE001 - the user's error is the one to be raised
@@ -288,8 +277,7 @@ class StepGuard:
             trim_heap()
 
 
-@dataclass(frozen=True)
-class Attempted:
+class Attempted(NamedTuple):
     """What there was before an attempt."""
 
     state: StepState
