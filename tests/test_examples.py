@@ -26,6 +26,7 @@ KEYS = {
     "memguard/batch_size",
     "memguard/limit_gib",
     "memguard/usable_gib",
+    "memguard/rescued_steps",
     *(f"memguard/parts/{part}_gib" for part in PARTS),
 }
 
@@ -120,6 +121,14 @@ def test_llama_is_planned_for_a_gpu_without_a_download(tmp_path: Path) -> None:
     assert len(peaks) == 2
     assert 2 < peaks[0] <= peaks[1] < 5  # 384 million parameters, each with a gradient and two moments of 2 bytes
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
+def test_long_tail_is_rescued_where_it_would_run_out_of_memory(tmp_path: Path) -> None:
+    done = run("long_tail.py", tmp_path, "--steps", "30")
+    rescued = [int(count) for count in re.findall(r"Epoch \d: (\d+) of 30 steps rescued", done.text)]
+    assert len(rescued) == 2
+    assert 0 < sum(rescued) < 60
 
 
 def test_char_gpt_tunes_its_datamodule_and_writes_before_and_after(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ ROOMS = {
     "core/capture": [
         "__init__",
         "batch",
+        "split",
         "repeated",
         "constants",
         "fake",
@@ -109,11 +110,14 @@ ROOMS = {
         "ddp",
         "callbacks",
         "metrics",
+        "logged",
         "sharded",
         "ranks",
         "stand_ins",
         "shadow",
         "program",
+        "same_step",
+        "closure",
     ],
     "training/data": ["__init__", "copies", "resizing", "loaders", "draws", "samples"],
     "training/planning": [
@@ -135,6 +139,7 @@ ROOMS = {
         "tune",
         "resume",
         "batch_monitor",
+        "rescue",
         "run_report",
         "guarded_run",
         "callback",
@@ -146,6 +151,7 @@ ROOMS = {
 }
 NOT_STD = {
     "core/capture/batch.py",
+    "core/capture/split.py",
     "core/capture/constants.py",
     "core/capture/repeated.py",
     "core/capture/fake.py",

@@ -8,7 +8,7 @@ from lightning_memguard.core.decision.decision import Budget, Verdict, verdict
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Shapes
-from lightning_memguard.report.words import peak_words
+from lightning_memguard.report.words import counted, peak_words
 from lightning_memguard.units import format_bytes
 
 _MOST_SHAPES = 6
@@ -29,8 +29,15 @@ class Larger:
         return verdict(self.footprint, self.budget)
 
 
-def announcement(larger: Larger, role: str, batch_idx: int) -> str:
-    """Say what a batch that is larger than predicted needs, and whether it fits."""
+def announcement(larger: Larger, role: str, batch_idx: int, at_once: int = 0) -> str:
+    """Say what a batch that is larger than predicted needs, and whether it fits.
+
+    Args:
+        larger: the batch.
+        role: of its loader.
+        batch_idx: its place in the epoch.
+        at_once: how many of its samples will run at once; 0 for all.
+    """
     need, budget = larger.footprint.most_device_bytes, larger.budget
     least = "at least " if larger.footprint.is_partial else ""
     kind = "Training" if role == "train" else "Evaluation"
@@ -39,11 +46,48 @@ def announcement(larger: Larger, role: str, batch_idx: int) -> str:
         "unknown": "Whether it fits is unknown, as its activations are",
         "does not fit": "It may run out of memory: lower the batch size or truncate long samples",
     }[larger.verdict]
+    if at_once:
+        fits = f"It runs {counted(at_once, 'sample')} at a time, and so will others that are as large"
     return (
         f"{kind} batch {batch_idx} has {_listed(larger.shapes)}, larger than the {_listed(larger.predicted_shapes)} "
         f"of the prediction. It is predicted to need {least}{format_bytes(need)}; {budget.device} offers "
         f"{format_bytes(budget.usable_bytes)} after the margin. {fits}."
     )
+
+
+@dataclass(frozen=True)
+class Rescued:
+    """A training step that ran out of memory, and was done in parts of its batch.
+
+    Attributes:
+        samples: in the batch.
+        at_once: in the largest part.
+        changes: what is not as in one step; empty where it is the same step.
+        draws: whether the step draws random numbers.
+    """
+
+    samples: int
+    at_once: int
+    changes: tuple[str, ...]
+    draws: bool
+
+
+def rescue_words(rescued: Rescued) -> str:
+    """Say that a step was done in parts, and what that changes."""
+    how = "with the gradients of the whole batch; the optimizer steps once"
+    if rescued.changes:
+        how = f'which is not the same step ({"; ".join(rescued.changes)}): on_oom="split" asks for it'
+    random = " Random numbers, such as dropout masks, are drawn for each part." if rescued.draws else ""
+    return (
+        f"A training batch of {counted(rescued.samples, 'sample')} ran out of memory. It was run again in parts of at "
+        f"most {counted(rescued.at_once, 'sample')}, {how}.{random} Later steps are rescued in silence; "
+        "`memguard/rescued_steps` counts them."
+    )
+
+
+def refusal_words(reason: str) -> str:
+    """Say why a step that ran out of memory was not done in parts; nothing where none was to be."""
+    return f"The step was not done again in parts of its batch: {reason}." if reason else ""
 
 
 @dataclass(frozen=True)

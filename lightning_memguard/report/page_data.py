@@ -139,6 +139,7 @@ def _record_data(record: EpochRecord) -> dict[str, Any]:
     measured = record.measured
     return {
         **picked(record, "epoch", "batch_size"),
+        "rescued_steps": record.rescued,
         "predicted_peak_device_bytes": record.predicted.peak_device_bytes,
         "predicted_parts_bytes": dict(record.predicted.parts),
         "measured_peak_bytes": measured.peak_bytes,

@@ -239,7 +239,9 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     footprint, measured = worst.predicted, worst.measured
     size = format_bytes(footprint.peak_device_bytes)
     predicted = f"{size} without activations" if footprint.is_partial else f"a peak of {size}"
-    run = f"batch size {worst.batch_size}, {counted(len(records), 'epoch')}."
+    rescued = sum(record.rescued for record in records)
+    split = f", {counted(rescued, 'step')} rescued from running out of memory" if rescued else ""
+    run = f"batch size {worst.batch_size}, {counted(len(records), 'epoch')}{split}."
     if not measured.peak_bytes:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"
     error = f": {worst.error_ratio:+.1%}" if worst.has_error else " with them"

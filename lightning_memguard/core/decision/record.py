@@ -29,7 +29,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """Predicted and measured, for one epoch; ``margin_bytes`` of the budget were to be kept free."""
+    """Predicted and measured, for one epoch.
+
+    ``margin_bytes`` of the budget were to be kept free; ``rescued`` steps were done in parts of their batch, because
+    the whole batch ran out of memory, or would have.
+    """
 
     epoch: int
     batch_size: int
@@ -37,6 +41,7 @@ class EpochRecord:
     measured: Measured
     budget_bytes: int
     margin_bytes: int = 0
+    rescued: int = 0
 
     @property
     def has_error(self) -> bool:
@@ -68,6 +73,7 @@ class EpochRecord:
             "memguard/batch_size": float(self.batch_size),
             "memguard/limit_gib": self.budget_bytes / GIB,
             "memguard/usable_gib": (self.budget_bytes - self.margin_bytes) / GIB,
+            "memguard/rescued_steps": float(self.rescued),
         }
         if predicted.low and predicted.high:
             metrics["memguard/predicted_low_gib"] = predicted.low.device_bytes / GIB

@@ -30,6 +30,8 @@ _RETURN_VALUES = """
     send_object_list
 """.split()  # noqa: SIM905
 
+NAMES = (*_WRITE_INTO, *_RETURN_VALUES)
+
 
 class _Done:
     """The handle of an asynchronous call that is finished."""

@@ -96,8 +96,8 @@ def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measure
     budget = watch.profile.budget
     now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
     ratio = _ratio(measured, decided.peak_device_bytes)
-    would_fit = _would_fit(watch, min(now or budget, budget, key=lambda each: each.usable_bytes), ratio)
-    return Failure(decided, measured, budget, now, watch.shapes, watch.predicted_shapes, would_fit)
+    fitting = would_fit(watch, min(now or budget, budget, key=lambda each: each.usable_bytes), ratio)
+    return Failure(decided, measured, budget, now, watch.shapes, watch.predicted_shapes, fitting)
 
 
 def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured) -> int | None:
@@ -107,7 +107,7 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
     """
 
     def find(_: int) -> int | None:
-        return _would_fit(watch, watch.profile.budget, _ratio(measured, decided.most_device_bytes))
+        return would_fit(watch, watch.profile.budget, _ratio(measured, decided.most_device_bytes))
 
     with Pool[int, "int | None"](find, most=1, trusted=True) as pool:
         return pool.result(0).value
@@ -118,7 +118,7 @@ def _ratio(measured: Measured | None, predicted_bytes: int) -> float:
     return max(1.0, taken / predicted_bytes if predicted_bytes else 1.0)
 
 
-def _would_fit(watch: BatchWatch, budget: Budget, ratio: float) -> int | None:
+def would_fit(watch: BatchWatch, budget: Budget, ratio: float) -> int | None:
     """The largest batch size that would have fit, if steps take as much more as this one did; None if none would."""
     scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
     size, unit = watch.batch_size, watch.profile.loader_info.unit

@@ -84,6 +84,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         multiple_of: choose multiples of this only.
         keep_effective_batch_size: set ``accumulate_grad_batches`` so that batch size x accumulation x ranks comes as
             close to this as it can without passing it.
+        on_oom: what becomes of a training step that runs out of memory. ``None`` (the default) does it again in parts
+            of its batch where that is the same step, as tried before training; ``"split"`` does so in any case, and
+            says what it changes; ``"raise"`` ends the run with a note. ``mode="check"`` always raises.
 
     Attributes:
         decision: the batch size of the last run and why, once one has been set up; else None.
@@ -109,15 +112,18 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         max_batch_size: int | None = None,
         multiple_of: int = 1,
         keep_effective_batch_size: int | None = None,
+        on_oom: Literal["split", "raise"] | None = None,
     ) -> None:
         super().__init__()
         if mode not in ("tune", "check"):
             raise MemGuardError(f"mode={mode!r} is unknown; choose 'tune' or 'check'.")
+        if on_oom not in (None, "split", "raise"):
+            raise MemGuardError(f"on_oom={on_oom!r} is unknown; choose 'split' or 'raise', or leave it out.")
         nbytes = None if budget is None else parse_bytes(budget)
         if nbytes is not None and nbytes < KIB:
             raise MemGuardError(f"budget={budget!r} is {nbytes} bytes, too small to train in; is '{budget}MiB' meant?")
         self._settings = GuardSettings(
-            margin, nbytes, min_batch_size, max_batch_size, multiple_of, keep_effective_batch_size, mode
+            margin, nbytes, min_batch_size, max_batch_size, multiple_of, keep_effective_batch_size, mode, on_oom
         )
         self.records: list[EpochRecord] = []
         self.evaluations: dict[str, EpochRecord] = {}

@@ -14,7 +14,7 @@ from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, ret
 from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.failure import Overrun, announcement, note, overrun_words
+from lightning_memguard.report.failure import Overrun, announcement, note, overrun_words, refusal_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.table import last_line, print_decision, warning_of, why
 from lightning_memguard.report.words import counted
@@ -26,6 +26,7 @@ from lightning_memguard.training.adapter.run_facts import Stage
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
 from lightning_memguard.training.run.profile import GuardSettings, RunProfile
+from lightning_memguard.training.run.rescue import Rescuer
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of
 from lightning_memguard.training.run.tune import recheck, tune, with_steps
@@ -66,6 +67,7 @@ class GuardedRun:
         self._boards: Boards | None = None
         self._recorder = SnapshotRecorder(trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
+        self._rescuer: Rescuer | None = None
         self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
 
     @property
@@ -182,6 +184,8 @@ class GuardedRun:
 
     def start(self) -> None:
         """Start measuring, now that the model is on its device."""
+        if self.trains and self.settings.splits:
+            self._rescuer = attempt(self._make_rescuer).value
         profile = self.tuning.profile
         if profile is None:
             return
@@ -192,6 +196,13 @@ class GuardedRun:
         if profile.validation is not None:
             runs["val"] = (profile.validation.prediction, profile.validation.batch_size)
         self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
+
+    def _make_rescuer(self) -> Rescuer:
+        by_name = self.settings.on_oom == "split"
+        watch, probe = partial(self._watches.get, "train"), self.tuning.probe
+        rescuer = Rescuer(self.trainer, self.module, probe, watch, self._warn, by_name=by_name)
+        rescuer.install()
+        return rescuer
 
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
@@ -232,6 +243,8 @@ class GuardedRun:
         """Warn of a batch that is larger than predicted; return what collating it has freed."""
         if self._trim is not None:
             self._trim()
+        if role == "train" and self._rescuer is not None:
+            self._rescuer.plan(batch)
         watch = self._watches.get(role)
         if watch is None:
             return
@@ -241,7 +254,9 @@ class GuardedRun:
             self._watches[role] = None
             return
         if larger is not None:
-            self._warn(announcement(larger, role, batch_idx))
+            rescuer = self._rescuer if role == "train" else None
+            at_once = attempt(partial(rescuer.expect, batch, larger)).value if rescuer else 0
+            self._warn(announcement(larger, role, batch_idx, at_once or 0))
 
     def measure_gradients(self) -> bool:
         """Measure the gradients while they are there: validation clears them. False once a few steps were measured."""
@@ -257,6 +272,8 @@ class GuardedRun:
         """Measure each epoch by itself."""
         self._gradient_bytes.clear()
         self._meter.restart()
+        if self._rescuer is not None:
+            self._rescuer.steps = 0
 
     def end_epoch(self) -> None:
         """Record and log predicted next to measured."""
@@ -284,7 +301,8 @@ class GuardedRun:
             return None
         measured, budget = self._measure(), decision.budget
         epoch, size = self.trainer.current_epoch, decision.batch_size
-        return EpochRecord(epoch, size, decision.footprint, measured, budget.free_bytes, budget.margin_bytes)
+        rescued = self._rescuer.steps if self._rescuer else 0
+        return EpochRecord(epoch, size, decision.footprint, measured, budget.free_bytes, budget.margin_bytes, rescued)
 
     def _measure(self) -> Measured:
         module, states = self.module, states_of(self.trainer.optimizers)
@@ -358,7 +376,11 @@ class GuardedRun:
     # -- when it is over
 
     def out_of_memory_note(self) -> str:
-        """What was predicted of a run that ran out of memory, and what would have fit."""
+        """What was predicted of a run that ran out of memory, what would have fit, and why no step was rescued."""
+        refused = self._rescuer.refused if self._rescuer else ""
+        return "\n".join(filter(None, (self._note_on_prediction(), refusal_words(refused))))
+
+    def _note_on_prediction(self) -> str:
         profile, footprint = self.tuning.profile, self.decision.footprint
         if profile is None or footprint is None:
             return f"MemGuard made no prediction: {self.decision.reason}."
@@ -375,6 +397,10 @@ class GuardedRun:
         self._watches.clear()
         self._page = self._boards = None
         attempt(self._end_recording)
+        if self._rescuer is not None:
+            self._rescuer.close()
+        elif self.tuning.probe is not None:
+            self.tuning.probe.close()
         attempt(self._meter.close)
 
 

@@ -42,6 +42,12 @@ class GuardSettings(Limits):
     """MemGuard's settings, checked; see there."""
 
     mode: Literal["tune", "check"] = "tune"
+    on_oom: Literal["split", "raise"] | None = None
+
+    @property
+    def splits(self) -> bool:
+        """Whether a step that runs out of memory may be done in parts."""
+        return self.mode == "tune" and self.on_oom != "raise"
 
 
 @dataclass(frozen=True)

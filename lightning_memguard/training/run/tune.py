@@ -17,6 +17,7 @@ from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuar
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.ranks import Ranks, attempt, shared
 from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
+from lightning_memguard.training.adapter.same_step import Probe
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.run.choose import Chosen, Planner, choose
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The result of `tune`. ``profile`` is None where the run was not tuned; ``decision.reason`` says why."""
+    """The result of `tune`. ``profile`` is None where the run was not tuned; ``decision.reason`` says why.
+
+    ``probe`` knows whether its step can be taken in parts, where that was asked.
+    """
 
     decision: Decision
     role: Role = "train"
     profile: RunProfile | None = None
     ranks: Ranks = field(default_factory=Ranks)
+    probe: Probe | None = None
 
 
 _COMPILING = "MemGuard: following torch.compile on a copy of the step, which takes 2 to 40 s a batch size ..."
@@ -52,8 +57,12 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         ranks = Ranks.of(facts)
         reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
         process_bytes = reading.process_bytes
-        with Planner(settings, reading) as planner:
+        probe = Probe(reading.run.program) if settings.splits and stage == "fit" else None
+        with Planner(settings, reading) as planner, contextlib.ExitStack() as failing:
             planner.start()
+            if probe is not None:
+                failing.callback(probe.close)
+                probe.start()
             # after the budget, which counts an open context as ours: measuring it opens it
             context = attempt(lambda: process_bytes or context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
@@ -66,7 +75,10 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
                 decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
-        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks))
+            if probe is not None:
+                probe.wait()
+            failing.pop_all()
+        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, probe))
         del reading, profile
         trim_heap()  # of the samples drawn
         return tuning

@@ -1,0 +1,293 @@
+"""A training step that runs out of memory is done again in parts of its batch: the same step, or not at all."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_memguard import MemGuard, MemGuardError
+from lightning_memguard.training.adapter.closure import StepGuard, _Run
+from lightning_memguard.units import MIB
+
+BATCH = 6
+
+
+class Net(pl.LightningModule):
+    """Runs out of memory in batches of more than ``most`` samples, in the forward pass or after a gradient."""
+
+    def __init__(self, most: int = 99, *, late: bool = False, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), norm or nn.GELU(), nn.Linear(32, 4))
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=4)
+        self.most, self.late, self.process = most, late, os.getpid()  # copies in children never fail
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        out = self.net(x)
+        if len(x) > self.most and os.getpid() == self.process:
+            if not self.late:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            self.fail_after_a_gradient()
+        loss = self.loss(out, y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("highest", out.max(), on_epoch=True, reduce_fx="max")
+        self.accuracy(out, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def fail_after_a_gradient(self) -> None:
+        def fail(_: torch.Tensor) -> None:
+            handle.remove()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        handle = self.net[0].weight.register_hook(fail)
+
+    def loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(out, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Summed(Net):
+    def loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(out, y, reduction="sum") / BATCH
+
+
+class Contrastive(Net):
+    def loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+class Keeping(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.kept = [*getattr(self, "kept", []), len(batch[0])]
+        return super().training_step(batch, batch_idx)
+
+
+class Manual(Net):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        return loss
+
+
+class Searching(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+class Counting(pl.Callback):
+    """How often each hook of a step is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.calls.append("zero_grad")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.calls.append("before backward")
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.calls.append("after backward")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.calls.append("optimizer")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.calls.append("end")
+        assert outputs["loss"].dim() == 0
+
+
+def data() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(8 * BATCH, 16, generator=generator), torch.randint(0, 4, (8 * BATCH,), generator=generator)
+    return DataLoader(TensorDataset(x, y), BATCH)
+
+
+def fit(trainer: Any, module: Any, *callbacks: Any, **settings: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    """Parameters and what was logged."""
+    made = trainer(*callbacks, **settings)
+    made.fit(module, data())
+    logged = {name: float(value) for name, value in made.callback_metrics.items() if "memguard" not in name}
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]), logged
+
+
+def seeded(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "late", "settings"),
+    [
+        (Net, False, {}),
+        (Net, True, {}),
+        (Summed, True, {}),
+        (Net, True, {"accumulate_grad_batches": 3}),
+        (Net, False, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        (Net, True, {"precision": "16-true"}),
+    ],
+)
+def test_weights_and_logged_values_are_those_of_whole_batches(
+    trainer: Any, kind: Any, late: bool, settings: dict[str, Any]
+) -> None:
+    """Every batch of six fails, and so do its parts of three."""
+    half = settings.get("precision") == "16-true"
+    if half:
+        settings = {"precision": "bf16-mixed"}
+    expected, logged = fit(trainer, seeded(kind), **settings)
+    guard = MemGuard(max_batch_size=BATCH)
+    found, relogged = fit(trainer, seeded(kind, 2, late=late), guard, **settings)
+    assert [record.rescued for record in guard.records] == [8]
+    assert guard.records[0].as_metrics()["memguard/rescued_steps"] == 8
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-3 if half else 1e-6)
+    assert relogged == pytest.approx(logged, rel=1e-2 if half else 1e-5)
+
+
+def test_gradients_accumulated_before_are_lost_without_putting_them_back(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above: it would see them."""
+    expected, _ = fit(trainer, seeded(Net), accumulate_grad_batches=3)
+    monkeypatch.setattr(StepGuard, "_gradients", lambda self: {})
+    found, _ = fit(trainer, seeded(Net, 2, late=True), MemGuard(max_batch_size=BATCH), accumulate_grad_batches=3)
+    assert (found - expected).abs().max() > 1e-3
+
+
+def test_parts_that_are_not_weighted_make_another_step(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = fit(trainer, seeded(Net))
+    monkeypatch.setattr(_Run, "_weight", lambda self, count: 1.0)
+    found, _ = fit(trainer, seeded(Net, 3), MemGuard(max_batch_size=BATCH))
+    assert (found - expected).abs().max() > 1e-3
+
+
+def test_hooks_around_a_step_are_called_once(trainer: Any) -> None:
+    whole, rescued = Counting(), Counting()
+    fit(trainer, seeded(Net), whole, accumulate_grad_batches=2)
+    fit(trainer, seeded(Net, 2, late=True), rescued, MemGuard(max_batch_size=BATCH), accumulate_grad_batches=2)
+    assert sorted(rescued.calls) == sorted(whole.calls)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (lambda: Net(3, norm=nn.BatchNorm1d(32)), "batch norm (the layer `net.1`) would normalize each part"),
+        (lambda: Contrastive(3), "neither the mean nor the sum"),
+        (lambda: Keeping(3), "sets the attribute `kept` of the module"),
+        (lambda: Manual(3), "calls the optimizers itself"),
+        (lambda: Searching(3), "LBFGS"),
+    ],
+)
+def test_what_would_not_be_the_same_step_raises_with_the_reason(trainer: Any, module: Any, why: str) -> None:
+    guard, made = MemGuard(max_batch_size=BATCH), module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            fit(trainer, made, guard)
+    (note,) = caught.value.__notes__
+    assert "MemGuard predicted a peak" in note
+    assert why in note
+    assert all(parameter.grad is None for parameter in made.parameters())
+
+
+def test_asked_for_by_name_it_says_what_changes(trainer: Any) -> None:
+    guard = MemGuard(max_batch_size=BATCH, on_oom="split")
+    with pytest.warns(UserWarning, match="not the same step .*batch norm"):
+        fit(trainer, Net(3, norm=nn.BatchNorm1d(32)), guard)
+    assert guard.records[0].rescued == 8
+
+
+def test_random_numbers_are_mentioned_once(trainer: Any) -> None:
+    guard = MemGuard(max_batch_size=BATCH)
+    with pytest.warns(UserWarning, match="dropout masks") as told:
+        fit(trainer, Net(3, norm=nn.Dropout(0.5)), guard)
+    assert len([each for each in told if "rescued" in str(each.message)]) == 1
+
+
+@pytest.mark.parametrize("settings", [{"on_oom": "raise"}, {"mode": "check", "on_oom": "split"}])
+def test_a_run_that_was_not_to_be_rescued_is_not_guarded(trainer: Any, settings: dict[str, Any]) -> None:
+    class Loop(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+            assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(trainer, Net(3), MemGuard(max_batch_size=BATCH, **settings), Loop())
+
+
+def test_a_single_sample_that_does_not_fit_raises(trainer: Any) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(trainer, Net(0), MemGuard(max_batch_size=BATCH))
+
+
+def test_other_errors_are_left_alone(trainer: Any) -> None:
+    class Broken(Net):
+        def loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if self.trainer.fit_loop.epoch_loop.batch_idx == 2 and len(out) == BATCH:
+                raise RuntimeError("not of memory")
+            return super().loss(out, y)
+
+    with pytest.raises(RuntimeError, match="not of memory"):
+        fit(trainer, Broken(), MemGuard(max_batch_size=BATCH))
+
+
+def test_the_trainer_is_left_as_it_was(trainer: Any) -> None:
+    made = trainer(MemGuard(max_batch_size=BATCH))
+    module = Net(3)
+    made.fit(module, data())
+    assert "_make_closure" not in vars(made.fit_loop.epoch_loop.automatic_optimization)
+    assert not module._forward_pre_hooks
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(MemGuardError, match="on_oom='ignore' is unknown"):
+        MemGuard(on_oom="ignore")  # type: ignore[arg-type]
+
+
+# -- before it fails
+
+
+class Tokens(pl.LightningModule):
+    """Embeds and averages; what a step takes grows with the longest of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(100, 32), nn.Linear(32, 2)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.head(self.embedding(batch).mean(1)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Growing(IterableDataset[torch.Tensor]):
+    """A stream whose last texts are longer than all that a guard looks at."""
+
+    def __iter__(self) -> Any:
+        lengths = [10] * 5000 + [400] * 300
+        return (torch.arange(length) % 100 for length in lengths)
+
+
+def test_a_batch_announced_as_too_large_is_run_in_parts(trainer: Any) -> None:
+    """100 texts of 400 tokens are predicted to take 10 MiB in the forward and the backward pass."""
+    guard = MemGuard(budget=4 * MIB, margin=0.0, max_batch_size=100)
+    pad = nn.utils.rnn.pad_sequence
+    with pytest.warns(UserWarning, match=r"Training batch 50 has \[100, 400\].*It runs \d+ samples at a time"):
+        trainer(guard).fit(Tokens(), DataLoader(Growing(), 100, collate_fn=lambda each: pad(each, batch_first=True)))
+    assert guard.records[0].rescued == 3
