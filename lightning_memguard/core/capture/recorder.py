@@ -170,8 +170,8 @@ class Recorder(TorchDispatchMode):
         return mock.patch.object(self, "in_linear", len(self._bytes))
 
     def note_made(self, tensor: Tensor, operator: str) -> None:
-        """Record a tensor that no operator made."""
-        if self._recording:
+        """Record a tensor that no operator made, in a step."""
+        if self._recording and self.phase != "setup":
             self._watch(tensor, operator)
 
     def mark_held(self) -> None:
@@ -199,8 +199,9 @@ class Recorder(TorchDispatchMode):
         self.assumptions[_AUTOTUNED] = None
 
     def allocated_bytes(self, phase: str) -> int:
-        """All that was allocated so far in one phase of the steps, whether or not it was freed."""
-        return sum(row.nbytes for row in self._rows if row.action == "alloc" and row.phase == phase)
+        """All that a step's operators allocated so far in one phase, whether or not it was freed."""
+        rows = (row for row in self._rows if row.action == "alloc" and row.phase == phase)
+        return sum(row.nbytes for row in rows if self._parts.get(row.block) != "communication")
 
     @property
     def alive_without_batch(self) -> int:

@@ -61,8 +61,8 @@ class Event(NamedTuple):
     operator: str = ""
     stream: int = 0
     case: str = ""
-    otherwise: tuple[int, ...] = ()
     source: str = ""
+    otherwise: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

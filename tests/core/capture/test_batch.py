@@ -472,7 +472,7 @@ class Masked(Draws):
     def has(self, batch_size: int) -> bool:
         return batch_size % 2 == 0
 
-    def batch(self, batch_size: int, draw: int, index: int) -> dict[str, torch.Tensor]:
+    def batch(self, batch_size: int, draw: int) -> dict[str, torch.Tensor]:
         ids = torch.full((batch_size, 6), draw) + torch.arange(6)
         mask = torch.ones(batch_size, 6, dtype=torch.long)
         mask[-1, -1] = draw != self.padded
@@ -485,7 +485,7 @@ class Masked(Draws):
 @pytest.mark.parametrize("drawn", [0, 3])
 def test_integers_that_all_real_batches_have_throughout_are_known_in_a_fake_batch(draws, all_ones, drawn):
     example = Masked()
-    family = Batches(example.batch(4, 0, 0), example.batch(6, 0, 0), 4, 6, draws, drawn)
+    family = Batches(example.batch(4, 0), example.batch(6, 0), 4, 6, draws, drawn)
     with KnownFakeMode(allow_non_fake_inputs=True):
         batch = family.fake(10)
         every = known_value(batch["mask"].bool().all())

@@ -314,7 +314,17 @@ def flat(collate: Callable[[list[Any]], Any], read: Callable[[Any], Any]) -> Kin
     return Kind(x_and_y, collate, of(read))
 
 
+def sparse(samples: list[Any]) -> Any:
+    x, y = stacked(samples)
+    return (x * (x > 1)).to_sparse(), y
+
+
+def of_sparse(net: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(torch.sparse.mm(batch[0], net[0].weight.T)[:, :CLASSES], batch[1])
+
+
 KINDS = {
+    "sparse": Kind(x_and_y, sparse, of_sparse, method="real"),
     "a tuple": flat(default_collate, tuple),
     "a nested dict": flat(
         lambda s: {"in": {"x": stacked(s)[0]}, "out": [{"y": stacked(s)[1]}]},
@@ -548,15 +558,6 @@ def test_a_hook_that_changes_the_batch_counts(hook, owner):
 # Batches that cannot be predicted
 
 
-def sparse(samples: list[Any]) -> Any:
-    x, y = stacked(samples)
-    return (x * (x > 1)).to_sparse(), y
-
-
-def of_sparse(net: Any, batch: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(torch.sparse.mm(batch[0], net[0].weight.T)[:, :CLASSES], batch[1])
-
-
 def nested(layout: torch.layout) -> Callable[[list[Any]], Any]:
     return lambda samples: (
         torch.nested.nested_tensor([x for x, _ in samples], layout=layout),
@@ -569,7 +570,6 @@ def of_nested(net: Any, batch: Any) -> torch.Tensor:
 
 
 REFUSED = {
-    "sparse": (Kind(x_and_y, sparse, of_sparse), "a tensor of layout torch.sparse_coo: its bytes depend on its values"),
     "nested": (Kind(unequal, nested(torch.strided), of_nested), "a nested tensor: its bytes depend on how long"),
     "jagged": (Kind(unequal, nested(torch.jagged), of_nested), "a nested tensor: its bytes depend on how long"),
 }
