@@ -165,7 +165,9 @@ def print_alternatives(
         change = found.peak_reserved_bytes / max(1, recorded.peak_reserved_bytes) - 1
         figures = [format_bytes(found.peak_reserved_bytes), f"{change:+.1%}" if row.setting else ""]
         figures += [format_bytes(found.cached_bytes), format_bytes(found.pinned_bytes)]
-        figures += [("yes" if row.fits else "NO") + (f", after releasing its cache {found.retries} x" if found.retries else "")]
+        figures += [
+            ("yes" if row.fits else "NO") + (f", after releasing its cache {found.retries} x" if found.retries else "")
+        ]
         table.add_row(row.setting or "as it was", *figures[: len(columns) - 1])
     console.print(table)
     console.print(

@@ -32,6 +32,7 @@ SHARED_DRAWS = tuple(map(Draw, range(8)))  # at one small size
 _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
 _CLEARLY = 1.01  # times as much as real batches take: such a worst case is not predicted
 _MOST_SECONDS = 20.0  # for a real run, as far as that is known beforehand
+_MOST_SECONDS_AT_LEAST = 60.0  # for the smallest real run; after a slower one there is no other
 _MOST_PROBED_BYTES = 4 << 30  # of the worst case, for a real run of unknown length
 _OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "not enough memory")
 
@@ -361,7 +362,10 @@ def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
     sizes, draws = _small_sizes(program), DRAWS
     try:
         traces = [capture(program, sizes[0], "real")]
-        if traces[0].seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
+        seconds = traces[0].seconds
+        if seconds > _MOST_SECONDS_AT_LEAST:
+            sizes, draws = sizes[:1], DRAWS[:1]
+        elif seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
             sizes, draws = sizes[:2], DRAWS[:2]
         traces += _all_captured(captures, program, sizes[1:], "real")
     except CaptureFailedError:

@@ -512,12 +512,14 @@ def test_real_batches_of_every_size_come_from_the_draws():
     assert 24 in sizes
 
 
-def test_a_size_that_would_take_too_long_to_run_is_drawn_on_from_those_that_ran(monkeypatch):
+@pytest.mark.parametrize(("limit", "largest"), [("_MOST_SECONDS", 4), ("_MOST_SECONDS_AT_LEAST", 2)])
+def test_a_size_that_would_take_too_long_to_run_is_drawn_on_from_those_that_ran(monkeypatch, limit, largest):
     monkeypatch.setattr("lightning_memguard.core.capture.predict._MOST_SECONDS", 0.0)
+    monkeypatch.setattr(f"lightning_memguard.core.capture.predict.{limit}", 0.0)
     prediction = predicted(more_layers_for_larger_values, batches=drawn())
     ran, beyond = (prediction.footprint_at(n) for n in (8, 8000))
     assert beyond.peak_allocated_bytes == pytest.approx(1000 * ran.peak_allocated_bytes, rel=0.5)
-    assert "at batch size 8000 the peak is drawn on from 4" in " ".join(beyond.notes)
+    assert f"at batch size 8000 the peak is drawn on from {largest}" in " ".join(beyond.notes)
     assert prediction.packed().footprint_at(8000) == beyond
 
 
