@@ -26,7 +26,7 @@ def test_memory_is_for_one_of_eight_things():
 
 def test_an_event_says_three_things_and_the_rest_has_defaults():
     event = Event("alloc", 0, 512)
-    assert event[3:] == ("temporaries", "forward", 0, "", "", 0, "", (), "")
+    assert event[3:] == ("temporaries", "forward", 0, "", "", 0, "", "", ())
     assert event.part in PARTS
 
 

@@ -103,7 +103,8 @@ def test_spawned_ranks_choose_alike(tmp_path: Path) -> None:
     program.write_text(
         "import sys\n"
         f"sys.path.insert(0, {str(PROGRAM.parent)!r})\n"
-        "from two_ranks import MemGuard, KIB, Module, pl, DataLoader, TensorDataset, torch\n"
+        "from two_ranks import MemGuard, KIB, Module, pl, DataLoader, TensorDataset, torch, count_tensors_alone\n"
+        "count_tensors_alone()\n"
         "class Telling(Module):\n"
         "    def on_train_end(self):\n"
         f"        with open({str(tmp_path)!r} + f'/rank{{self.trainer.global_rank}}', 'w') as seen:\n"

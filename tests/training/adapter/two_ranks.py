@@ -20,8 +20,6 @@ from lightning_memguard import MemGuard
 from lightning_memguard.training.run import profile, tune
 from lightning_memguard.units import KIB
 
-profile.process_bytes = lambda *_: 0  # type: ignore[assignment]  # it would be most of these budgets
-
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -115,5 +113,11 @@ def main(folder: Path) -> None:
     (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
 
 
+def count_tensors_alone() -> None:
+    """What a process takes besides would be most of these budgets."""
+    profile.process_bytes = lambda *_: 0  # type: ignore[assignment]
+
+
 if __name__ == "__main__":
+    count_tensors_alone()
     main(Path(sys.argv[1]))
