@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
@@ -57,7 +58,7 @@ def this_cpu(threads: int) -> CpuTarget:
     """What scratch depends on, on this machine."""
     channel_block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8  # oneDNN's
     asked = [getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None) for kind in ("bf16", "fp16")]
-    asked += [getattr(torch.cpu, f"_is_amx_{kind}_supported", None) for kind in ("tile", "fp16")]  # torch 2.11 to 2.13
+    asked += [getattr(torch.cpu, f"_is_amx_{kind}_supported", None) for kind in ("tile", "fp16")]  # checked on torch 2.13
     return CpuTarget(threads, channel_block, *(ask is not None and bool(ask()) for ask in asked))
 
 
@@ -257,10 +258,7 @@ class Recorder(TorchDispatchMode):
         """Whether ``F.linear`` adds its bias to a product that it has made, which is in place on plain tensors."""
         if self.in_linear is None or func is not _aten.add.Tensor:
             return False
-        product, bias = args[:2]
-        if product.dim() < bias.dim() or 0 in product.stride():  # tangents, of which one may be zero everywhere
-            return False
-        return self._live.get(product.untyped_storage()._cdata, -1) >= self.in_linear
+        return self._live.get(args[0].untyped_storage()._cdata, -1) >= self.in_linear
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
@@ -591,7 +589,8 @@ class _ModulePaths(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        with self.recorder.running_linear() if func is F.linear else nullcontext():
+        without_tangents = func is F.linear and forward_ad._current_level < 0  # checked on torch 2.13
+        with self.recorder.running_linear() if without_tangents else nullcontext():
             out = call_with_overrides(func, args, kwargs or {})
         for tensor in _tensors(out):
             self._follow(_node_of(tensor))
