@@ -58,7 +58,7 @@ def this_cpu(threads: int) -> CpuTarget:
     """What scratch depends on, on this machine."""
     channel_block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8  # oneDNN's
     asked = [getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None) for kind in ("bf16", "fp16")]
-    asked += [getattr(torch.cpu, f"_is_amx_{kind}_supported", None) for kind in ("tile", "fp16")]  # checked on torch 2.13
+    asked += [getattr(torch.cpu, f"_is_amx_{kind}_supported", None) for kind in ("tile", "fp16")]  # torch 2.11 to 2.13
     return CpuTarget(threads, channel_block, *(ask is not None and bool(ask()) for ask in asked))
 
 
