@@ -104,7 +104,7 @@ def hf_bert_mlm() -> Run:
     return causal("BertConfig", "BertForMaskedLM", **SMALL)
 
 
-@pattern("transformers", sizes=(4, 16))
+@pattern("transformers", sizes=(4, 16), steps=5)
 def hf_bert_padded() -> Run:
     """Classification of texts padded to the longest of the batch, by the library's collator."""
     import transformers
