@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections import Counter, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,10 +42,10 @@ def map_tensors(tree: object, function: Callable[[torch.Tensor], object]) -> Any
     """Rebuild a nesting with each of its tensors replaced; everything that is not a container passes through."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    children = _children(tree)
+    children = children_of(tree)
     if children is None:
         return tree
-    return _rebuild(tree, {key: map_tensors(value, function) for key, value in children.items()})
+    return rebuilt(tree, {key: map_tensors(value, function) for key, value in children.items()})
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
@@ -52,7 +53,7 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
     else:
-        for value in (_children(tree) or {}).values():
+        for value in (children_of(tree) or {}).values():
             yield from tensors_in(value)
 
 
@@ -83,7 +84,7 @@ def batch_size_of(batch: object) -> int:
     for tensor in tensors_in(batch):
         if tensor.dim():
             return int(tensor.size(0))  # a nested tensor has no shape
-    children, kind = _children(batch), type(batch).__name__
+    children, kind = children_of(batch), type(batch).__name__
     names = ", ".join(sorted({type(value).__name__ for value in (children or {}).values()}))
     what = f"of type {kind}" if children is None else f"a {kind} of {names or 'nothing'}"
     raise CannotTraceError(
@@ -190,29 +191,34 @@ class Batches:
 
     def is_real_at(self, batch_size: int) -> bool:
         """Whether a real batch of this size is one that the user's own code made."""
-        if self.draws is not None and self.draws.has(batch_size):
+        if self.has_draws(batch_size):
             return True
         return batch_size == self.small_size and all(map(_is_known, tensors_in(self.small)))
+
+    def has_draws(self, batch_size: int) -> bool:
+        """Whether there are batches of other samples at this size."""
+        return self.draws is not None and self.draws.has(batch_size)
 
     @property
     def multiple(self) -> int:
         """Batch sizes are multiples of this."""
         return self.draws.multiple if self.draws else 1
 
+    @functools.cached_property
     def constants(self) -> dict[int, float]:
         """By the ``id`` of a tensor of integers in ``small``, the one number that all real batches have throughout.
 
         Such are masks where nothing is padded, of which libraries ask whether they mask anything. An example alone may
         be of any values.
         """
-        if self.draws is None or not self.draws.has(self.small_size):
+        if not self.has_draws(self.small_size):
             return {}
         with unset_fake_temporarily():
-            found = _constants_in([*tensors_in(self.small)], [*tensors_in(self.large)])
+            mine = [*tensors_in(self.small)]
+            found = _constants_in(mine, [*tensors_in(self.large)])
             for draw in range(_DRAWS_OF_CONSTANTS):
                 if found:
-                    drawn = [*tensors_in(self.draws.batch(self.small_size, draw))]
-                    same = _constants_in([*tensors_in(self.small)], drawn)
+                    same = _constants_in(mine, [*tensors_in(replace(self, draw=draw).drawn(self.small_size))])
                     found = {key: number for key, number in found.items() if key in same}
             return found
 
@@ -222,7 +228,7 @@ class Batches:
 
     def fake(self, batch_size: int, device: torch.device | None = None) -> Any:
         """A batch without memory, on a device (default: the example's); call it under the fake mode."""
-        if self.draw and self.draws is not None and self.draws.has(batch_size):
+        if self.draw and self.has_draws(batch_size):
             batch = self.drawn(batch_size)
             as_it_is = replace(self, small=batch, large=batch, small_size=batch_size, large_size=batch_size + 1)
             return _Scaler(as_it_is, batch_size, device, drawn=True).scale(batch, batch)
@@ -239,8 +245,8 @@ class Batches:
 
         Where there is none of this size, the example's values are repeated or cut; those that count samples go on.
         """
-        if self.draws is not None and self.draws.has(batch_size):
-            batch = self.draws.batch(batch_size, self.draw)
+        if self.has_draws(batch_size):
+            batch = self.drawn(batch_size)
             return batch if device.type == "cpu" else map_tensors(batch, lambda tensor: tensor.to(device))
         return _Scaler(self, batch_size, device, real=True).scale(self.small, self.large)
 
@@ -262,9 +268,9 @@ class _Scaler:
     storages: dict[tuple[int, torch.dtype, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.constants = {} if self.real or self.build else self.family.constants()
+        self.constants = {} if self.real or self.build else self.family.constants
         examples = {id(tensor): tensor for tensor in tensors_in(self.family.small)}.values()
-        self.views = Counter(_storage_of(tensor) for tensor in examples if _is_dense(tensor))
+        self.views = Counter(_storage_of(tensor) for tensor in examples if is_dense(tensor))
 
     def scale(self, small: object, large: object) -> Any:
         """The same part of a batch of ``n`` samples, from that part of the small and of the large one."""
@@ -283,14 +289,14 @@ class _Scaler:
                 return self._container(small, large)
 
     def _container(self, small: object, large: object) -> Any:
-        mine, theirs = _children(small), _children(large)
+        mine, theirs = children_of(small), children_of(large)
         if mine is None or theirs is None:
             return small
         if mine.keys() == theirs.keys():
-            return _rebuild(small, {key: self.scale(mine[key], theirs[key]) for key in mine})
+            return rebuilt(small, {key: self.scale(mine[key], theirs[key]) for key in mine})
         if isinstance(small, _LISTS) and small:
             count = max(0, self._length(len(mine), len(theirs)))
-            return _rebuild(small, dict(enumerate(self._entries([*mine.values()], count))))
+            return rebuilt(small, dict(enumerate(self._entries([*mine.values()], count))))
         raise CannotTraceError(
             f"A batch of {self.family.small_size} and one of {self.family.large_size} samples have different keys: "
             f"{sorted(map(str, mine))} versus {sorted(map(str, theirs))}."
@@ -310,7 +316,7 @@ class _Scaler:
         return tuple(self._length(a, b) for a, b in zip(small, large, strict=True))
 
     def _tensor(self, small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
-        if self.build is not None and not _is_dense(small):
+        if self.build is not None and not is_dense(small):
             return small
         _refuse_unknown_size(small)
         if id(small) not in self.tensors:
@@ -404,7 +410,8 @@ class _Scaler:
         return self._place(tensor, example)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its bytes follow from its shape: not sparse, nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
@@ -438,7 +445,7 @@ def _constants_in(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor
 
 def _number_in(tensor: torch.Tensor) -> float | None:
     """The one number in a tensor of integers."""
-    if not (_is_known(tensor) and _is_dense(tensor) and tensor.device.type == "cpu" and tensor.numel()):
+    if not (_is_known(tensor) and is_dense(tensor) and tensor.device.type == "cpu" and tensor.numel()):
         return None
     if tensor.is_floating_point() or tensor.is_complex():
         return None
@@ -556,13 +563,13 @@ def _with_one_more(tree: object, size: int) -> Any:
     if isinstance(tree, PackedSequence):
         data = torch.empty((len(tree.data) + len(tree.batch_sizes), *tree.data.shape[1:]), device="meta")
         return PackedSequence(data, torch.tensor(_rows(tree)) + 1)
-    children = _children(tree)
+    children = children_of(tree)
     if children is None:
         return tree
     grown = {key: _with_one_more(value, size) for key, value in children.items()}
     if type(tree) in (list, tuple) and len(grown) == size and size > 1 and not _holds_batch(tree, size):
         grown[size] = grown[0]  # one entry a sample
-    return _rebuild(tree, grown)
+    return rebuilt(tree, grown)
 
 
 def _grown_shape(shape: Sequence[int], size: int) -> list[int]:
@@ -585,7 +592,7 @@ def _rows(packed: PackedSequence) -> list[int]:
 
 def _holds_batch(tree: object, size: int) -> bool:
     """Whether something inside has the batch's size, so that the container itself is not a list of samples."""
-    inner = (_children(tree) or {}).values()
+    inner = (children_of(tree) or {}).values()
     return any(size in tensor.shape for tensor in tensors_in(tree)) or any(
         type(value) in (list, tuple) and len(value) == size for value in inner
     )
@@ -599,7 +606,7 @@ def _device_of(tensor: torch.Tensor) -> torch.device:
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
-def _children(tree: object) -> dict[Any, Any] | None:
+def children_of(tree: object) -> dict[Any, Any] | None:
     """The children of a container by key, or None for what is not a container."""
     if isinstance(tree, (torch.Tensor, *_LEAVES)):
         return None
@@ -641,7 +648,7 @@ def _holds_tensor(value: object, depth: int) -> bool:
     return any(_holds_tensor(item, depth - 1) for item in value)
 
 
-def _rebuild(tree: object, children: dict[Any, Any]) -> Any:
+def rebuilt(tree: object, children: dict[Any, Any]) -> Any:
     """The same kind of container around other children."""
     if isinstance(tree, tuple):
         return type(tree)(*children.values()) if hasattr(tree, "_fields") else tuple(children.values())

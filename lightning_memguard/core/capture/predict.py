@@ -304,12 +304,11 @@ def predict(
     with captures_of(program) as captures:
         known = Prediction(program, settings, "states", None, context_bytes, scalable)
         found = _predicted(captures, known, batch_size)
-    unfrozen = program.unfrozen()
-    if unfrozen is not None:
-        with captures_of(unfrozen) as captures, contextlib.suppress(CannotTraceError):
-            later = _predicted(captures, replace(known, program=unfrozen), batch_size)
-            found = replace(found, unfrozen=later)
-    with captures_of(program):
+        unfrozen = program.unfrozen()
+        if unfrozen is not None:
+            with captures_of(unfrozen) as others, contextlib.suppress(CannotTraceError):
+                later = _predicted(others, replace(known, program=unfrozen), batch_size)
+                found = replace(found, unfrozen=later)
         if not any(NOTE in trace.notes for trace in found.traces.values()):
             return found
         if program.device.type != "cpu":

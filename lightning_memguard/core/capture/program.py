@@ -113,7 +113,7 @@ class Program(ABC):
             How many times as large they are as the largest of some draws (0 where there are none), and which draws are
             the least and the largest.
         """
-        if not all(each.draws is not None and each.draws.has(batch_size) for each in self.families):
+        if not all(each.has_draws(batch_size) for each in self.families):
             return 0.0, (0, 0)
         with isolated_rng():
             drawn = {
@@ -346,14 +346,14 @@ class Leftovers:
     def __init__(self, recorder: Recorder, steps: int) -> None:
         self._recorder, self._steps = recorder, steps
         self._alive: list[int] = []  # before each batch
-        self._allocated: list[int] = []  # by then, in all forward passes
+        self._allocated: list[int] = []  # in the forward passes before each batch since the one before
         self._last = self._period = 0
         self.bytes_per_batch = 0
 
     def note(self) -> None:
         """Note what is alive before a batch."""
         self._alive.append(self._recorder.alive_without_batch)
-        self._allocated.append(self._recorder.allocated_bytes("forward"))
+        self._allocated.append(self._recorder.newly_allocated_bytes("forward"))
 
     def are_known(self, optimizers: Iterable[Optimizer]) -> bool:
         """Whether enough batches were noted; to be asked once the steps were recorded."""
@@ -378,8 +378,8 @@ class Leftovers:
         """Whether the last forward passes allocated clearly more than those before."""
         if len(self._allocated) <= 2 * self._period:
             return False
-        first, middle, last = self._allocated[:: -self._period][2::-1]
-        return last - middle > _RISE * (middle - first)
+        before, last = self._allocated[-2 * self._period : -self._period], self._allocated[-self._period :]
+        return sum(last) > _RISE * sum(before)
 
     def _left(self, periods: int) -> int:
         end = len(self._alive) - 1 - (periods - 1) * self._period

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
-_DISTANCES = torch.ops.aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
+_DISTANCES = _aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 _ACTIVATION_PHASES = ("forward", "transfer")
 
 
@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
         self._recording = True
         self.ran_backward = False
         self._batch: tuple[Shapes, int] | None = None
-        self._held_at = 0
+        self._held_at = self._asked_until = 0
         self._autotuned = False
         self.in_linear: int | None = None  # while it runs, the first block that it may have made
         self._first_of_node = 0  # the first block that the node of the backward pass that runs now may have made
@@ -199,10 +199,11 @@ class Recorder(TorchDispatchMode):
         self._autotuned = True
         self.assumptions[_AUTOTUNED] = None
 
-    def allocated_bytes(self, phase: str) -> int:
-        """All that a step's operators allocated so far in one phase, whether or not it was freed."""
-        rows = (row for row in self._rows if row.action == "alloc" and row.phase == phase)
-        return sum(row.nbytes for row in rows if self._parts.get(row.block) != "communication")
+    def newly_allocated_bytes(self, phase: str) -> int:
+        """What operators allocated in one phase since this was last asked, whether or not it was freed."""
+        rows, self._asked_until = self._rows[self._asked_until :], len(self._rows)
+        new = (row for row in rows if row.action == "alloc" and row.phase == phase)
+        return sum(row.nbytes for row in new if self._parts.get(row.block) != "communication")
 
     @property
     def alive_without_batch(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_memguard.core.capture.batch import _children, _is_dense, _rebuild
+from lightning_memguard.core.capture.batch import children_of, is_dense, rebuilt
 from lightning_memguard.errors import CannotTraceError
 
 Rule = Literal["rows", "mean", "sum", "max", "min", "last"]
@@ -65,7 +65,7 @@ def _cut(small: Any, large: Any, few: int, many: int) -> Cut:
         return _rows(small, large, few, many)
     if type(small) is int:
         return WHOLE if small == large else Cut("count", rows=_each(small, large, few, many))
-    children, others = _children(small), _children(large)
+    children, others = children_of(small), children_of(large)
     if children is None or others is None:
         return WHOLE
     if type(small) in (list, tuple) and len(children) != len(others):
@@ -77,7 +77,7 @@ def _cut(small: Any, large: Any, few: int, many: int) -> Cut:
 
 
 def _rows(small: Any, large: Any, few: int, many: int) -> Cut:
-    if isinstance(small, torch.Tensor) and not (_is_dense(small) and _is_dense(large)):
+    if isinstance(small, torch.Tensor) and not (is_dense(small) and is_dense(large)):
         raise CannotTraceError("a sparse or nested tensor cannot be cut by sample")
     if len(small.shape) != len(large.shape):
         raise CannotTraceError("the dimensions of a tensor in the batch depend on its size")
@@ -117,9 +117,9 @@ def part_of(batch: Any, cut: Cut, size: int, start: int, stop: int) -> Any:
             _expect(batch == cut.rows * size)
             return cut.rows * (stop - start)
         case "inside":
-            children = _children(batch) or {}
+            children = children_of(batch) or {}
             _expect([*children] == [key for key, _ in cut.children])
-            return _rebuild(
+            return rebuilt(
                 batch, {key: part_of(children[key], child, size, start, stop) for key, child in cut.children}
             )
     return batch
@@ -146,7 +146,7 @@ def size_of(batch: Any, cut: Cut) -> int:
         return int(shape[cut.dim]) // cut.rows if cut.dim < len(shape) else 0
     if cut.kind == "entries":
         return len(batch) // cut.rows if isinstance(batch, (list, tuple)) else 0
-    children = (_children(batch) or {}) if cut.kind == "inside" else {}
+    children = (children_of(batch) or {}) if cut.kind == "inside" else {}
     return next((size_of(children[key], child) for key, child in cut.children if key in children and _cuts(child)), 0)
 
 
@@ -209,12 +209,12 @@ def join(outputs: Sequence[Any], counts: Sequence[int], rules: Rules, name: str 
         return combine(outputs, counts, rules.of(name, "rows" if _are_rows(outputs, counts) else "mean"))
     if type(first) in (list, tuple) and [*map(len, outputs)] == [*counts]:
         return type(first)(entry for each in outputs for entry in each)
-    children = _children(first)
-    if children is None or any((_children(each) or {}).keys() != children.keys() for each in outputs):
+    children = children_of(first)
+    if children is None or any((children_of(each) or {}).keys() != children.keys() for each in outputs):
         return combine(outputs, counts, rules.of(name, "last"))
-    every = [_children(each) or {} for each in outputs]
+    every = [children_of(each) or {} for each in outputs]
     joined = {key: join([each[key] for each in every], counts, rules, f"{name}.{key}") for key in children}
-    return _rebuild(first, joined)
+    return rebuilt(first, joined)
 
 
 def numbers_in(output: Any, name: str = "") -> dict[str, Any]:
@@ -223,7 +223,7 @@ def numbers_in(output: Any, name: str = "") -> dict[str, Any]:
         return {name: output}
     return {
         inner: value
-        for key, child in (_children(output) or {}).items()
+        for key, child in (children_of(output) or {}).items()
         for inner, value in numbers_in(child, f"{name}.{key}").items()
     }
 

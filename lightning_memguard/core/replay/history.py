@@ -131,7 +131,7 @@ def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
             ``frames``. No class is ever loaded from it.
 
     Raises:
-        MemGuardError: the file cannot be read, is no such snapshot, or asks for a class.
+        MemGuardError: the file cannot be read, is not such a snapshot, or asks for a class.
     """
     source = Path(path)
     try:
@@ -434,7 +434,7 @@ class HistoryReplay:
 def replay_history(history: History, settings: AllocatorSettings | None = None) -> HistoryReplay:
     """What an allocator with these settings would have held, with addresses of its own for new segments.
 
-    It starts from the recorded segments; with another kind of segments, from the blocks allocated then, laid out anew.
+    It starts from the recorded segments; with another kind of segments, from the blocks allocated then, laid out again.
 
     Args:
         history: see `read_histories`.

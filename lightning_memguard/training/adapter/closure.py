@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Policy:
-    """What decides, and is told.
+    """What decides, and what is notified.
 
     Attributes:
         is_memory: whether an exception says that memory ran out.
@@ -129,7 +129,7 @@ class StepGuard:
         self._collectives = _collectives()
 
     def before(self, closure: Any) -> Attempted | None:
-        """Note what an attempt may change; None where that cannot be told."""
+        """Note what an attempt may change; None where that cannot be determined."""
         self._collectives = -1
         try:
             state = StepState(self.trainer, self.module, self._metrics, self._buffers, draws=self.same.draws)

@@ -106,8 +106,8 @@ def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: boo
     return Advised(by_savings([*known, *settings]), tuple(attempts.left_out), attempts.not_tried)
 
 
-def setting_that_saves(prediction: Prediction, batch_size: int, share: float) -> tuple[str, Footprint] | None:
-    """The allocator setting that leaves the least reserved, by replaying each, if it saves more than a share."""
+def setting_that_saves(prediction: Prediction, batch_size: int, share: float) -> tuple[str, Footprint, int] | None:
+    """The allocator setting that leaves the least reserved, by replaying each, and what it saves: more than a share."""
     now = prediction.settings
     if now.kind != "cuda" or now.expandable_segments:
         return None
@@ -116,15 +116,15 @@ def setting_that_saves(prediction: Prediction, batch_size: int, share: float) ->
     ]
     text, best = min(found, key=lambda each: each[1].most_device_bytes)
     asked = prediction.footprint_at(batch_size).most_device_bytes
-    return (text, best) if asked - best.most_device_bytes > share * asked else None
+    saved = asked - best.most_device_bytes
+    return (text, best, saved) if saved > share * asked else None
 
 
 def _settings_that_save(prediction: Prediction, batch_size: int, budget: Budget) -> list[Advice]:
     known = setting_that_saves(prediction, batch_size, _NOTABLE)
     if known is None:
         return []
-    text, best = known
-    saved = prediction.footprint_at(batch_size).most_device_bytes - best.most_device_bytes
+    text, best, saved = known
     how, cost = f"set {VARIABLE}={text} in the environment", "none: the same blocks, in other segments"
     return [Advice((text,), (how,), (cost,), best, saved, best.most_device_bytes <= budget.usable_bytes)]
 

@@ -6,7 +6,6 @@ read once, then predicted for each device.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
@@ -16,13 +15,12 @@ from lightning_memguard.core.capture.capture import CaptureFailedError, Captures
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import without_memory
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide
-from lightning_memguard.core.device.process import LESS
 from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError
 from lightning_memguard.training.adapter import sharded
-from lightning_memguard.training.planning.search import largest_that_runs
+from lightning_memguard.training.planning.search import Context, largest_that_runs, or_the_smallest
 from lightning_memguard.training.planning.subject import Subject, lightning_program, program_of
 from lightning_memguard.training.planning.target import target_and_budget, target_of
 from lightning_memguard.units import format_bytes
@@ -122,22 +120,14 @@ def _plan(subject: Subject, device: str, limits: Limits) -> Plan:
     return Plan(asked, footprint, budget, largest, prediction, reason, too_large=too_large)
 
 
-def _largest(prediction: Prediction, budget: Budget, request: Request) -> Decision:
-    """As a run chooses; see `_choose` in `lightning_memguard.training.run.tune`."""
-    try:
-        return largest_that_runs(prediction, budget, request)[0]
-    except DoesNotFitError:
-        if prediction.program.device.type != "cpu":
-            raise
-
-    def at_smallest(context_bytes: int | tuple[int, int, int]) -> Decision:
-        smallest = replace(request, max_batch_size=request.smallest_batch_size)
-        decision, _ = largest_that_runs(replace(prediction, context_bytes=context_bytes), budget, smallest)
+def _largest(prediction: Prediction, budget: Budget, asked: Request) -> Decision:
+    def choose(request: Request, context_bytes: Context | None) -> Decision:
+        if context_bytes is None:
+            return largest_that_runs(prediction, budget, request)[0]
+        decision, _ = largest_that_runs(replace(prediction, context_bytes=context_bytes), budget, request)
         return replace(decision, limited_by="memory")
 
-    with contextlib.suppress(DoesNotFitError):
-        return at_smallest(LESS)
-    return at_smallest(0)
+    return or_the_smallest(choose, asked, prediction.program.device)
 
 
 def _why_one_size(prediction: Prediction) -> str:

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
+
+import torch
 
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
+from lightning_memguard.core.device.process import LESS
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import DoesNotFitError
+
+T = TypeVar("T")
+Context = int | tuple[int, int, int]
+
+
+def or_the_smallest(choose: Callable[[Request, Context | None], T], request: Request, device: torch.device) -> T:
+    """What is chosen; what a process on the CPU may take besides its tensors is no reason to refuse those that fit.
+
+    A run that it leaves no room gets the smallest batch size, and warns where it passes its budget.
+
+    Args:
+        choose: a request, and what is to be counted outside the allocator in place of what is known -> the choice.
+        request: what was asked for.
+        device: where it runs.
+
+    Raises:
+        DoesNotFitError: even the smallest size does not fit.
+    """
+    try:
+        return choose(request, None)
+    except DoesNotFitError:
+        if device.type != "cpu":
+            raise
+    smallest = replace(request, max_batch_size=request.smallest_batch_size)
+    with contextlib.suppress(DoesNotFitError):
+        return choose(smallest, LESS)
+    return choose(smallest, 0)
 
 
 def largest_that_runs(

@@ -170,11 +170,10 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Chosen:
 
 def _with_setting(footprint: Footprint, prediction: Prediction) -> Footprint:
     """With a note where a setting of the allocator alone would make the step take clearly less."""
-    known = setting_that_saves(prediction, footprint.batch_size, _WORTH_A_NOTE)
-    if known is None or footprint.is_evaluation:
+    known = None if footprint.is_evaluation else setting_that_saves(prediction, footprint.batch_size, _WORTH_A_NOTE)
+    if known is None:
         return footprint
-    text, best = known
-    saved = prediction.footprint_at(footprint.batch_size).most_device_bytes - best.most_device_bytes
+    text, _, saved = known
     now, need = (format_bytes(footprint.most_device_bytes - less) for less in (0, saved))
     note = f"with {VARIABLE}={text} in the environment, the same step needs {need} instead of {now}"
     return replace(footprint, notes=(*footprint.notes, note))

@@ -1,4 +1,4 @@
-"""A step that ran out of memory -> whether it is done again in parts, how large these are, and what is said of it."""
+"""A step that ran out of memory -> whether it is done again in parts, how large these are, and what is reported."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from lightning_memguard.core.decision.advice import shortlist, what_would_fit
 from lightning_memguard.core.decision.decision import Decision, Request
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.malloc import trim_heap
-from lightning_memguard.core.device.process import LESS
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.ranks import Ranks, attempt, shared
@@ -20,6 +19,7 @@ from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts,
 from lightning_memguard.training.adapter.same_step import Probe
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.planning.advise import Advised, try_remedies
+from lightning_memguard.training.planning.search import Context, or_the_smallest
 from lightning_memguard.training.run.choose import Chosen, Planner, choose
 from lightning_memguard.training.run.profile import GuardSettings, RunProfile, read_run
 from lightning_memguard.units import format_bytes
@@ -88,25 +88,15 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
 
 
 def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
-    """`choose`; what the process may take besides tensors is no reason to refuse a run whose tensors fit.
+    asked = profile.request
 
-    Such a run gets the smallest batch size, and warns where it passes its budget.
-    """
-    try:
-        return choose(profile, ranks, planner)
-    except DoesNotFitError:
-        if profile.facts.device.type != "cpu":
-            raise
-
-    def at_smallest(context_bytes: int | tuple[int, int, int]) -> Chosen:
-        asked = profile.request
-        smallest = replace(profile, request=replace(asked, max_batch_size=asked.smallest_batch_size))
-        decision, chosen = choose(smallest.with_context(context_bytes), ranks, planner)
+    def choose_for(request: Request, context_bytes: Context | None) -> Chosen:
+        if context_bytes is None:
+            return choose(profile, ranks, planner)
+        decision, chosen = choose(replace(profile, request=request).with_context(context_bytes), ranks, planner)
         return replace(decision, limited_by="memory"), replace(chosen, request=asked)
 
-    with contextlib.suppress(DoesNotFitError):
-        return at_smallest(LESS)
-    return at_smallest(0)
+    return or_the_smallest(choose_for, asked, profile.facts.device)
 
 
 def _common(request: Request, answers: Sequence[tuple[bool, str]]) -> Request:
