@@ -15,6 +15,11 @@ processes ask MemGuard (`mode="check"`) for the same runs. A result is
     python benchmarks/field.py --only tft faster_rcnn --notes     # those whose name or library contains one of these
     python benchmarks/field.py --json field.jsonl                 # resumable: what the file has is not run again
     python benchmarks/field.py --json field.jsonl --show          # only print what the file has
+    python benchmarks/field.py --tune --only tft deepar nhits     # the size chosen under a budget, and 10 % more
+
+With `--tune`, MemGuard chooses the batch size in a real Trainer, which then trains. The budget is twice what the
+prediction says for the pattern's second size. The profiler says what the chosen size takes, and one 10 % larger; both
+are held against what the decision leaves for tensors: the budget less what a process on the CPU takes besides.
 
 The libraries are those of `data/field_requirements.txt`; `make field` installs them.
 """
@@ -45,6 +50,7 @@ OUTCOMES = ("exact", "near", "inside", "wrong", "unpredicted", "skipped")
 FAMILIES = ("forecasting", "vision", "language", "science", "optimizers", "trainer", "own")
 GIB, MIB = 2**30, 2**20
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+ENOUGH = 100_000  # samples: no choice is limited by the dataset
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,35 @@ class Result:
         if abs(self.percent) < NEAR_PERCENT:
             return "near"
         return "inside" if self.is_inside else "wrong"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A size chosen under a budget, and what the profiler says of it and of one 10 % larger, in bytes."""
+
+    pattern: str
+    library: str
+    budget: int = 0
+    for_tensors: int = 0
+    limited_by: str = ""
+    method: str = ""
+    batch_size: int = 0
+    trained_at: int = 0  # samples in the batches that the Trainer was given
+    measured: int = 0
+    larger: int = 0
+    measured_larger: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def outcome(self) -> str:
+        if self.error:
+            return self.error
+        if self.trained_at != self.batch_size:
+            return f"trained at {self.trained_at}"
+        if self.measured > self.for_tensors:
+            return f"over by {100 * (self.measured / self.for_tensors - 1):.1f} %"
+        return "fits" if self.measured_larger > self.for_tensors else "fits, as does 10 % more"
 
 
 # One measurement, in a process of its own ----------------------------------------------------------------------------
@@ -202,23 +237,28 @@ class Decided(Exception):  # noqa: N818 - it ends a fit that has been predicted
     """The run was decided."""
 
 
-def predict(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
-    """Start the same training with MemGuard, and stop before its first step."""
+def stop_at_first_step(module: Any, data: Any, options: dict[str, Any], guard: Any) -> None:
     import pytorch_lightning as pl
-
-    from lightning_memguard import MemGuard
 
     class Stop(pl.Callback):
         def on_train_batch_start(self, *_: Any) -> None:
             raise Decided
+
+    with contextlib.suppress(Decided):
+        fit(module, data, options, guard, Stop())
+
+
+def predict(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
+    """Start the same training with MemGuard, and stop before its first step."""
+    from lightning_memguard import MemGuard
 
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that processes that outlive theirs count too
     guard = MemGuard(mode="check", budget=64 * GIB)
     module, data = run.build(), run.data(batch_size, steps)
     options = trainer_options(steps, run)
     started, used = time.perf_counter(), processor_seconds()
-    with warnings.catch_warnings(record=True) as caught, contextlib.suppress(Decided):
-        fit(module, data, options, guard, Stop())
+    with warnings.catch_warnings(record=True) as caught:
+        stop_at_first_step(module, data, options, guard)
     times = {
         "seconds": round(time.perf_counter() - started, 2),
         "processor_seconds": round(processor_seconds() - used, 2),
@@ -237,6 +277,38 @@ def predict(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
         "notes": footprint.notes,
         "predicted_at": f"{footprint.phase}, {footprint.module}, {footprint.operator}",
         "error": "" if footprint.method != "states" else "; ".join(footprint.notes),
+    }
+
+
+def tune(run: Any, batch_size: int, larger: int, steps: int) -> dict[str, Any]:
+    """Train in a Trainer whose batch size MemGuard chooses; start at one size, under a budget for twice another."""
+    import pytorch_lightning as pl
+
+    from lightning_memguard import MemGuard
+    from lightning_memguard.core.capture.batch import batch_size_of
+
+    class Sizes(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            sizes.append(batch_size_of(batch))
+
+    sizes: list[int] = []
+    asked = MemGuard(mode="check", budget=64 * GIB)
+    stop_at_first_step(run.build(), run.data(larger, steps), trainer_options(steps, run), asked)
+    budget = 2 * asked.decision.footprint.most_device_bytes
+    guard = MemGuard(budget=budget)
+    module, data = run.build(), run.data(batch_size, ENOUGH // batch_size)
+    started = time.perf_counter()
+    fit(module, data, trainer_options(steps, run), guard, Sizes())
+    decision = guard.decision
+    besides = decision.footprint.most_device_bytes - decision.footprint.high.allocated_bytes
+    return {
+        "budget": budget,
+        "for_tensors": decision.budget.usable_bytes - besides,
+        "limited_by": decision.limited_by,
+        "method": decision.footprint.method,
+        "batch_size": decision.batch_size,
+        "trained_at": sizes[0],
+        "seconds": round(time.perf_counter() - started, 1),
     }
 
 
@@ -262,7 +334,8 @@ def work(pattern: Any, arguments: argparse.Namespace, threads: int) -> None:
     except Exception as error:  # noqa: BLE001 - a library that is missing or changed: said in the table
         missing = describe(error)
         traceback.print_exc()
-    for size in pattern.sizes[1:] if arguments.quick else pattern.sizes:
+    chosen = {"first": pattern.sizes[:1], "second": pattern.sizes[1:]}.get(arguments.sizes, pattern.sizes)
+    for size in chosen:
         found: dict[str, Any] = {"pattern": pattern.name, "library": pattern.library, "batch_size": size}
         if run is None:
             found["skipped"] = missing
@@ -275,6 +348,26 @@ def work(pattern: Any, arguments: argparse.Namespace, threads: int) -> None:
         with arguments.json.open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(row_of(result_from(json.dumps(found))), flush=True)
+
+
+def choose(pattern: Any, arguments: argparse.Namespace, threads: int) -> None:
+    """Have a batch size chosen, and measure it and one 10 % larger, each in a fork of its own."""
+    import torch
+
+    torch.manual_seed(0)
+    run = pattern.make()
+    found = {"pattern": pattern.name, "library": pattern.library}
+    found.update(in_fork(partial(tune, run, *pattern.sizes, pattern.steps), threads, arguments.limit))
+    if "failed" not in found:
+        found["larger"] = -(-11 * found["batch_size"] // 10)
+        for size, name in ((found["batch_size"], "measured"), (found["larger"], "measured_larger")):
+            answer = in_fork(partial(train, run, size, pattern.steps), threads, arguments.limit)
+            found[name] = answer.get("measured", 0)
+            found.update({"failed": answer["failed"]} if "failed" in answer else {})
+    if "failed" in found:
+        found["error"] = found.pop("failed")
+    with arguments.json.open("a") as file:
+        file.write(json.dumps(found) + "\n")
 
 
 def describe(error: BaseException) -> str:
@@ -346,7 +439,7 @@ def run_all(patterns: Sequence[Any], arguments: argparse.Namespace) -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             try:
                 for pattern in group:
-                    work(pattern, arguments, threads)
+                    (choose if arguments.tune else work)(pattern, arguments, threads)
             finally:
                 sys.stdout.flush()
                 os._exit(0)
@@ -354,14 +447,18 @@ def run_all(patterns: Sequence[Any], arguments: argparse.Namespace) -> None:
         os.wait()
 
 
-def read(path: Path, names: set[str]) -> list[Result]:
+def read(path: Path, names: set[str], record: Callable[[str], Any]) -> list[Any]:
     lines = path.read_text().splitlines() if path.exists() else []
-    return [result for line in lines if (result := result_from(line)).pattern in names]
+    return [result for line in lines if (result := record(line)).pattern in names]
 
 
 def result_from(line: str) -> Result:
     fields = json.loads(line)
     return Result(**{**fields, "notes": tuple(fields.get("notes", ()))})
+
+
+def tuned_from(line: str) -> Tuned:
+    return Tuned(**json.loads(line))
 
 
 COLUMNS = (
@@ -380,14 +477,30 @@ COLUMNS = (
 )
 
 
-def row_of(result: Result) -> str:
-    return " ".join(f"{value(result):{width}}" for _, width, value in COLUMNS)
+TUNED_COLUMNS = (
+    ("pattern", "<31", lambda r: r.pattern),
+    ("library", "<27", lambda r: r.library),
+    ("budget", ">8", lambda r: f"{r.budget / MIB:.1f}"),
+    ("tensors", ">8", lambda r: f"{r.for_tensors / MIB:.1f}"),
+    ("batch", ">6", lambda r: r.batch_size),
+    ("measured", ">9", lambda r: f"{r.measured / MIB:.2f}"),
+    ("larger", ">6", lambda r: r.larger),
+    ("measured", ">9", lambda r: f"{r.measured_larger / MIB:.2f}"),
+    ("limited by", "<10", lambda r: r.limited_by),
+    ("method", "<10", lambda r: r.method),
+    ("s", ">5", lambda r: f"{r.seconds:.0f}"),
+    ("outcome", "<22", lambda r: r.outcome),
+)
 
 
-def print_table(results: Sequence[Result]) -> None:
-    print(" ".join(f"{title:{width}}" for title, width, _ in COLUMNS))
+def row_of(result: Any, columns: Any = COLUMNS) -> str:
+    return " ".join(f"{value(result):{width}}" for _, width, value in columns)
+
+
+def print_table(results: Sequence[Any], columns: Any) -> None:
+    print(" ".join(f"{title:{width}}" for title, width, _ in columns))
     for result in results:
-        print(row_of(result))
+        print(row_of(result, columns))
 
 
 def print_summary(results: Sequence[Result]) -> None:
@@ -431,7 +544,8 @@ def print_exceptions(results: Iterable[Result], notes: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="patterns whose name or library contains one of these")
-    parser.add_argument("--quick", action="store_true", help="only the second batch size")
+    parser.add_argument("--sizes", choices=("both", "first", "second"), default="both", help="of the two of a pattern")
+    parser.add_argument("--tune", action="store_true", help="have the size chosen under a budget instead")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--limit", type=float, default=120, help="seconds for a training or a prediction")
@@ -456,14 +570,17 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         arguments.json = arguments.json or Path(folder) / "field.jsonl"
-        known = {r.pattern for r in read(arguments.json, set(patterns))}
+        record = tuned_from if arguments.tune else result_from
+        known = {r.pattern for r in read(arguments.json, set(patterns), record)}
         if not arguments.show:
             run_all([p for name, p in patterns.items() if name not in known], arguments)
-        results = read(arguments.json, set(patterns))
+        results = read(arguments.json, set(patterns), record)
     order = {name: index for index, name in enumerate(patterns)}
     results.sort(key=lambda r: (order[r.pattern], r.batch_size))
     print()
-    print_table(results)
+    print_table(results, TUNED_COLUMNS if arguments.tune else COLUMNS)
+    if arguments.tune:
+        return
     print_summary(results)
     print_exceptions(results, arguments.notes)
 
