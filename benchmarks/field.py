@@ -17,7 +17,7 @@ processes ask MemGuard (`mode="check"`) for the same runs. A result is
     python benchmarks/field.py --json field.jsonl --show          # only print what the file has
     python benchmarks/field.py --tune --only tft deepar nhits     # the size chosen under a budget, and 10 % more
 
-With `--tune`, MemGuard chooses the batch size in a real Trainer, which then trains. The budget is twice what the
+With `--tune`, MemGuard chooses the batch size in a real Trainer, which then trains. The budget is `--times` what the
 prediction says for the pattern's second size. The profiler says what the chosen size takes, and one 10 % larger; both
 are held against what the decision leaves for tensors: the budget less what a process on the CPU takes besides.
 
@@ -123,7 +123,7 @@ class Tuned:
     limited_by: str = ""
     method: str = ""
     batch_size: int = 0
-    trained_at: int = 0  # samples in the batches that the Trainer was given
+    trained_at: int = 0  # the batch size of the loader that the Trainer had
     measured: int = 0
     larger: int = 0
     measured_larger: int = 0
@@ -280,21 +280,20 @@ def predict(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
     }
 
 
-def tune(run: Any, batch_size: int, larger: int, steps: int) -> dict[str, Any]:
-    """Train in a Trainer whose batch size MemGuard chooses; start at one size, under a budget for twice another."""
+def tune(run: Any, batch_size: int, larger: int, steps: int, times: float) -> dict[str, Any]:
+    """Train in a Trainer whose batch size MemGuard chooses, under a multiple of what another size takes."""
     import pytorch_lightning as pl
 
     from lightning_memguard import MemGuard
-    from lightning_memguard.core.capture.batch import batch_size_of
 
     class Sizes(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            sizes.append(batch_size_of(batch))
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            sizes.append(trainer.train_dataloader.batch_size)
 
     sizes: list[int] = []
     asked = MemGuard(mode="check", budget=64 * GIB)
     stop_at_first_step(run.build(), run.data(larger, steps), trainer_options(steps, run), asked)
-    budget = 2 * asked.decision.footprint.most_device_bytes
+    budget = int(times * asked.decision.footprint.most_device_bytes)
     guard = MemGuard(budget=budget)
     module, data = run.build(), run.data(batch_size, ENOUGH // batch_size)
     started = time.perf_counter()
@@ -357,7 +356,7 @@ def choose(pattern: Any, arguments: argparse.Namespace, threads: int) -> None:
     torch.manual_seed(0)
     run = pattern.make()
     found = {"pattern": pattern.name, "library": pattern.library}
-    found.update(in_fork(partial(tune, run, *pattern.sizes, pattern.steps), threads, arguments.limit))
+    found.update(in_fork(partial(tune, run, *pattern.sizes, pattern.steps, arguments.times), threads, arguments.limit))
     if "failed" not in found:
         found["larger"] = -(-11 * found["batch_size"] // 10)
         for size, name in ((found["batch_size"], "measured"), (found["larger"], "measured_larger")):
@@ -546,6 +545,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="patterns whose name or library contains one of these")
     parser.add_argument("--sizes", choices=("both", "first", "second"), default="both", help="of the two of a pattern")
     parser.add_argument("--tune", action="store_true", help="have the size chosen under a budget instead")
+    parser.add_argument("--times", type=float, default=2.0, help="the budget of --tune, as what the second size takes")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--limit", type=float, default=120, help="seconds for a training or a prediction")

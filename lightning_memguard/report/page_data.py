@@ -83,7 +83,7 @@ class Report:
         return replace(self, trace=None, settings=None, drawn=self.timeline)
 
 
-def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, points: int = 16) -> tuple[CurvePoint, ...]:
+def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, points: int = 8) -> tuple[CurvePoint, ...]:
     """Peaks around the chosen batch size: from small ones to a third beyond it, and the requested size.
 
     Args:

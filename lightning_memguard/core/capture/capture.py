@@ -185,6 +185,7 @@ class Captures:
         self._programs = list(programs)
         self._next_size = next_size
         self._isolated = Isolated[_Task, Trace](self._run)
+        self._known: dict[_Task, Trace] = {}
 
     def _run(self, task: _Task) -> Trace:
         place, batch_size, method, draw = task
@@ -192,7 +193,9 @@ class Captures:
 
     def start(self, program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> None:
         """Begin with a capture that will be asked for."""
-        self._isolated.start((self.place_of(program), batch_size, method, draw))
+        task = (self.place_of(program), batch_size, method, draw)
+        if task not in self._known:
+            self._isolated.start(task)
 
     @property
     def foresees(self) -> bool:
@@ -219,8 +222,11 @@ class Captures:
         return next((place for place, each in enumerate(self._programs) if each is program), -1)
 
     def trace(self, program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> Trace:
-        """Wait for a capture; see `capture`."""
-        return self._isolated.result((self.place_of(program), batch_size, method, draw), with_note=_with_note)
+        """Wait for a capture; see `capture`. What is asked for again is not run again."""
+        task = (self.place_of(program), batch_size, method, draw)
+        if task not in self._known:
+            self._known[task] = self._isolated.result(task, with_note=_with_note)
+        return self._known[task]
 
     def __enter__(self) -> Self:
         if any(program.device.type == "cpu" for program in self._programs):

@@ -96,6 +96,10 @@ class Prediction:
         unfrozen = self.unfrozen.packed() if self.unfrozen else None
         return replace(packed, traces=PackedTraces(traces), others=PackedTraces(others), unfrozen=unfrozen)
 
+    def unpacked(self) -> Prediction:
+        """The same with its growth as it was before it was packed, to be asked at many sizes."""
+        return replace(self, growth=self.growth.unpacked()) if isinstance(self.growth, PackedGrowth) else self
+
     def uncompiled(self) -> Prediction:
         """The same as if torch.compile did nothing."""
         return replace(self, compiles=False, compiled={})
@@ -144,15 +148,30 @@ class Prediction:
 
     def _extrapolated_at(self, batch_size: int, why: str) -> tuple[Trace, ...]:
         """From the sizes that ran; from the next larger one where there is one."""
-        known = {size: (trace, *self.others.get(size, ())) for size, trace in self.traces.items()}
-        known |= {size: traces for size, traces in self._known_traces.items() if traces[0].seconds}
+        known = {*self.traces, *(size for size, traces in self._known_traces.items() if traces[0].seconds)}
         near = min((size for size in known if size >= batch_size), default=max(known))
         small = max((size for size in known if size < near), default=near)
         note = f"at batch size {batch_size} the peak is drawn on from {near}: {why}"
         return tuple(
             replace(trace, notes=(*trace.notes, note))
-            for trace in (extrapolate(pair, batch_size) for pair in zip(known[small], known[near], strict=True))
+            for trace in (
+                extrapolate(pair, batch_size)
+                for pair in zip(self._all_draws_at(small), self._all_draws_at(near), strict=True)
+            )
         )
+
+    def _all_draws_at(self, batch_size: int) -> tuple[Trace, ...]:
+        """At a size that ran: of the largest one, all draws are in ``traces`` and ``others``, of others the first."""
+        if batch_size in self._known_traces:
+            return self._known_traces[batch_size]
+        known = (self.traces[batch_size], *self.others.get(batch_size, ()))
+        if len(known) == len(self.draws or (FIRST,)):
+            return known
+        try:
+            self._known_traces[batch_size] = self._captured_at(batch_size)
+        except CaptureFailedError:
+            self._known_traces[batch_size] = known * len(self.draws)
+        return self._known_traces[batch_size]
 
     def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
         """Shapes and bytes of the batch that the step was given, else of what its loaders give."""
@@ -366,11 +385,11 @@ def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
             sizes, draws = sizes[:1], DRAWS[:1]
         elif seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
             sizes, draws = sizes[:2], DRAWS[:2]
-        traces += _all_captured(captures, program, sizes[1:], "real")
+        traces += _all_captured(captures, program, sizes[1:][-1:], "real")
     except CaptureFailedError:
         if not program.is_real_at(batch_size):
             raise
-        traces = _all_captured(captures, program, [batch_size], "real")
+        traces, sizes = _all_captured(captures, program, [batch_size], "real"), ()
     size, again = traces[-1].batch_size, list[Trace]()
     for draw in draws[1:3]:
         captures.start(program, size, "real", draw)
@@ -380,9 +399,10 @@ def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
     found = _from(asked, "real", traces, None)
     found = replace(found, scalable=asked.scalable and (len(traces) > 1 or program.is_real_at(2 * batch_size)))
     if any(trace.events != traces[-1].events for trace in again):
-        drawn = {size: _of_draws(captures, program, size, "real", draws) for size in (*found.traces,)[-2:]}
-        largest, others = {n: each[0] for n, each in drawn.items()}, {n: each[1:] for n, each in drawn.items()}
-        return replace(found, draws=draws, traces=largest, others=others)
+        largest, *others = _of_draws(captures, program, size, "real", draws)
+        return replace(found, draws=draws, traces={**found.traces, size: largest}, others={size: tuple(others)})
+    with contextlib.suppress(CaptureFailedError):
+        traces += _all_captured(captures, program, sizes[1:-1], "real")
     if batch_size not in found.traces and program.is_real_at(batch_size) and _may_run(traces, batch_size):
         with contextlib.suppress(CaptureFailedError):
             traces = [*traces, capture(program, batch_size, "real")]

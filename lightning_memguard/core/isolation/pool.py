@@ -63,6 +63,7 @@ class Pool(Generic[Request, Value]):
         begin: what each child does first.
         trusted: whether the function only does what is ours. Such a child may have children, and all the time that it
             works or waits for them.
+        while_waiting: called several times a second while an answer is waited for.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Pool(Generic[Request, Value]):
         *,
         begin: Callable[[], object] = lambda: None,
         trusted: bool = False,
+        while_waiting: Callable[[], object] = lambda: None,
     ) -> None:
         self._handle = handle
+        self._while_waiting = while_waiting
         self._begin = begin
         self._trusted = trusted
         self._most = most or processors()
@@ -155,6 +158,7 @@ class Pool(Generic[Request, Value]):
         for descriptor in busy:
             poll.register(descriptor, select.POLLIN)
         beat()
+        self._while_waiting()
         ready = {descriptor for descriptor, _ in poll.poll(_POLL_SECONDS * 1000)}
         for descriptor, child in busy.items():
             answer = (child.read() if descriptor in ready else None) or child.overdue()

@@ -34,8 +34,11 @@ class PackedGrowth:
 
     def at(self, batch_size: int) -> Trace:
         """See `Growth.at`."""
-        growth: Growth = pickle.loads(zlib.decompress(self.content))  # noqa: S301 - our own
-        return growth.at(batch_size)
+        return self.unpacked().at(batch_size)
+
+    def unpacked(self) -> Growth:
+        """The growth itself, to be asked several times."""
+        return cast("Growth", pickle.loads(zlib.decompress(self.content)))  # noqa: S301 - our own
 
 
 class PackedTraces(Mapping[int, T]):

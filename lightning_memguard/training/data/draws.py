@@ -49,15 +49,22 @@ class CollatedDraws(Draws):
     def batch(self, batch_size: int, draw: int) -> Any:
         """See `Draws.batch`."""
         count = batch_size // self.unit * self.factor
-        chosen = self._in_order(count, draw) if self.in_order else self._by_chance(count, draw)
-        if draw < _LARGEST_IN:
+        places = self._places_of_largest() if self.in_order else []
+        chosen = self._in_order(count, draw, places) if self.in_order else self._by_chance(count, draw)
+        if draw < _LARGEST_IN and not places:
             known = set(map(id, chosen))
             missing = [each for each in self.largest[: max(1, count // 2)] if id(each) not in known]
             chosen = [*missing, *chosen[len(missing) :]]
         return _apart_from(chosen, self.collate(chosen))
 
-    def _in_order(self, count: int, number: int) -> list[Any]:
-        start = number * count % len(self.samples)
+    def _places_of_largest(self) -> list[int]:
+        """Where the largest samples come, as far as they were kept."""
+        largest = set(map(id, self.largest))
+        return [place for place, each in enumerate(self.samples) if id(each) in largest]
+
+    def _in_order(self, count: int, number: int, places: Sequence[int]) -> list[Any]:
+        """A batch with the first of the largest samples, one with the second, ...; then one by its own number."""
+        start = (places[number] // count if number < len(places) else number) * count % len(self.samples)
         return [*itertools.islice(itertools.cycle(self.samples), start, start + count)]
 
     def _by_chance(self, count: int, number: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
@@ -59,16 +60,28 @@ class Planner:
 
     Traces are large; here none of them ever is in the run's own process, where they would take memory while it trains.
     Where there can be no child, the same is done here.
+
+    Args:
+        settings: of the guard.
+        known: what there is to predict from.
+        while_waiting: see `Pool`.
     """
 
-    def __init__(self, settings: GuardSettings, known: Reading | RunProfile) -> None:
+    def __init__(
+        self,
+        settings: GuardSettings,
+        known: Reading | RunProfile,
+        while_waiting: Callable[[], object] = lambda: None,
+    ) -> None:
         self._settings = settings
         self._reading = known if isinstance(known, Reading) else None
         self._profile = None if isinstance(known, Reading) else known
         self._run: Run = known.run
         self._captures: Captures | None = None
         self._open = ExitStack()
-        self._pool = Pool[_Asked | None, "Attempt[RunProfile] | Attempt[Chosen]"](self._work, most=1, trusted=True)
+        self._pool = Pool[_Asked | None, "Attempt[RunProfile] | Attempt[Chosen]"](
+            self._work, most=1, trusted=True, while_waiting=while_waiting
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -151,6 +151,10 @@ class RunProfile:
         nothing: Any = None
         return replace(self._with_predictions(lambda each: replace(each.packed(), program=nothing)), run=nothing)
 
+    def unpacked(self) -> RunProfile:
+        """The same, to be asked at many sizes."""
+        return self._with_predictions(Prediction.unpacked)
+
     def attached_to(self, run: Run) -> RunProfile:
         """The same in the run's own process."""
         validation = self.validation
@@ -301,8 +305,11 @@ def _why_one_size(prediction: Prediction, *, asked: bool) -> str:
     """Why a step's memory is known at one batch size or at none; empty where others were not ``asked`` for."""
     if prediction.method == "states":
         return "; ".join(prediction.notes) or "the step could not be run"
+    if not asked:
+        return ""
     sizes = ", ".join(map(str, prediction.traces))
-    return f"the step runs at batch size {sizes}, but not at the others that were tried" if asked else ""
+    ran = f"the step runs at batch size {sizes}" if sizes else "the step runs at the batch size asked for"
+    return f"{ran}, but not at the others that were tried"
 
 
 def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:

@@ -62,7 +62,7 @@ def _report(title: str, profile: RunProfile, decision: Decision) -> Report:
     size = decision.batch_size
     trace = attempt(lambda: profile.trace_at(size)).value
     settings = profile.prediction.settings if trace else None
-    curve = attempt(lambda: _curve(profile, decision)).value or ()
+    curve = attempt(lambda: _curve(profile.unpacked(), decision)).value or ()
     layers = attempt(lambda: _layers(profile, size)).value
     return Report(title, decision, trace, settings, curve, layers=layers).without_trace()
 

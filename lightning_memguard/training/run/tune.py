@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -43,6 +44,8 @@ class Tuning:
 
 
 _COMPILING = "MemGuard: following torch.compile on a copy of the step, which takes 2 to 40 s a batch size ..."
+_PREDICTING = "MemGuard: predicting the memory of this training on a copy of its step ..."
+_PATIENCE_SECONDS = 2.0  # until that is said
 _ADVICE_SECONDS = 20.0  # the run cannot start: its user should soon know why
 
 
@@ -58,7 +61,8 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
         process_bytes = reading.process_bytes
         probe = Probe(reading.run.program) if settings.splits and stage == "fit" else None
-        with Planner(settings, reading) as planner, contextlib.ExitStack() as failing:
+        progress = _Progress(due=time.monotonic() + _PATIENCE_SECONDS if trainer.is_global_zero else math.inf)
+        with Planner(settings, reading, progress.show) as planner, contextlib.ExitStack() as failing:
             planner.start()
             if probe is not None:
                 failing.callback(probe.close)
@@ -85,6 +89,18 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
     except CannotTraceError as error:
         accumulate = trainer.accumulate_grad_batches
         return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", str(error)), ROLES[stage])
+
+
+@dataclass
+class _Progress:
+    """Says once what takes long, from a moment on."""
+
+    due: float
+
+    def show(self) -> None:
+        if time.monotonic() > self.due:
+            self.due = math.inf
+            print(_PREDICTING, flush=True)  # noqa: T201 - the training has not begun, and nothing else is shown
 
 
 def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lightning_memguard.core import gpus
+from lightning_memguard.core.capture import capture as capture_module
 from lightning_memguard.core.capture.batch import batches_from_one
 from lightning_memguard.core.capture.capture import (
     CaptureFailedError,
@@ -110,6 +111,16 @@ def test_traces_that_were_sent_grow_alike(where: str, n: int) -> None:
     assert growth.at(n) == grow(made).at(n)
     assert growth.at(n).events == in_this_process(program, n).events
     assert PackedGrowth.of(growth).at(n) == growth.at(n)
+
+
+def test_what_was_captured_is_not_captured_again(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(capture_module, "capture_here", lambda _, size, *rest: ran.append(size) or f"at {size}")
+    program = words("cpu")
+    with Captures(program) as captures:
+        captures.start(program, 4, "fake")
+        assert [captures.trace(program, size, "fake") for size in (4, 8, 4)] == ["at 4", "at 8", "at 4"]
+    assert ran == [4, 8]
 
 
 def test_packed_traces_are_the_same_in_less_memory() -> None:

@@ -43,6 +43,16 @@ def pad(items: Any) -> torch.Tensor:
 # -- the largest of the samples
 
 
+def test_draws_of_a_loader_in_order_are_batches_that_it_gives() -> None:
+    """The first ones hold the longest samples, with those that come next to them in the data and with no others."""
+    lengths = [1, 2, 9, 3, 4, 5, 8, 6]
+    draws = draw(DataLoader(of_lengths(*lengths), batch_size=2, collate_fn=lambda items: items)).batches.draws
+    assert draws is not None
+    drawn = [[len(each) for each in draws.batch(2, number)] for number in range(5)]
+    assert drawn[0] == [9, 3]
+    assert all(each in ([1, 2], [9, 3], [4, 5], [8, 6]) for each in drawn)
+
+
 def test_the_longest_sample_fills_the_whole_batch() -> None:
     """Every row is as long as the longest, in a batch of any size."""
     drawn = draw(DataLoader(of_lengths(3, 9, 4), batch_size=2, collate_fn=pad))

@@ -52,6 +52,21 @@ def test_a_step_that_grows_otherwise_is_captured_where_it_is_asked(
     assert "each size was captured" in " ".join(decision.footprint.notes)
 
 
+@pytest.mark.parametrize(("patience", "times"), [(0.0, 1), (60.0, 0)])
+def test_what_takes_long_is_announced_once(
+    trainer: Any,
+    small: Any,
+    dataset: TensorDataset,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    patience: float,
+    times: int,
+) -> None:
+    monkeypatch.setattr(tuning_module, "_PATIENCE_SECONDS", patience)
+    trainer(MemGuard("check")).fit(small(), DataLoader(dataset, batch_size=10))
+    assert capsys.readouterr().out.count("predicting the memory of this training") == times
+
+
 class Fails(pl.LightningModule):
     """Connects to something at the start of a fit, which a copy cannot."""
 
