@@ -7,7 +7,9 @@ fitted, exactly and one by one, never the peaks: a peak is a maximum over moment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -128,28 +130,53 @@ def grow(traces: Sequence[Trace]) -> Growth:
 
 
 def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
-    """The largest of some traces as it would be at a larger size, where its events do not follow those of the others.
+    """The largest of some traces as it would be at another size, where its events do not follow those of the others.
 
-    What belongs to the batch is assumed to grow as all of it together did between the two largest sizes.
+    What belongs to the batch is assumed to grow as it did between the two largest sizes: block by block where a module
+    asked an operator for as many blocks at both, else as all that belongs to the same part did together.
 
     Args:
         traces: one at least, in any order; where there is one alone, what belongs to the batch grows in proportion.
         batch_size: the size wanted.
     """
-    *smaller, largest = sorted(traces, key=lambda trace: trace.batch_size)
-    here = _batch_bytes(largest)
-    slope = Fraction(here, largest.batch_size)
-    if smaller and smaller[-1].batch_size < largest.batch_size:
-        slope = Fraction(here - _batch_bytes(smaller[-1]), largest.batch_size - smaller[-1].batch_size)
-    ratio = 1 + max(slope, Fraction(0)) * (batch_size - largest.batch_size) / here if here else Fraction(1)
+    *others, largest = sorted(traces, key=lambda trace: trace.batch_size)
+    smaller = next((trace for trace in reversed(others) if trace.batch_size < largest.batch_size), None)
+    steps = Fraction(batch_size - largest.batch_size, largest.batch_size - (smaller.batch_size if smaller else 0))
+    before, now = (_by_request(trace) if trace else {} for trace in (smaller, largest))
+    there, here = (_bytes_by_part(blocks) for blocks in (before, now))
+    grown: dict[tuple[int, str], int] = {}
+    for request, blocks in now.items():
+        known = before.get(request, [])
+        for place, event in enumerate(blocks):
+            if len(known) == len(blocks):
+                more = Fraction(event.nbytes - known[place].nbytes)
+            else:
+                more = Fraction(event.nbytes * (here[event.part] - there[event.part]), here[event.part] or 1)
+            grown[event.block, event.case] = max(0, ceil(event.nbytes + max(Fraction(0), more) * steps))
     events = tuple(
-        event._replace(nbytes=ceil(event.nbytes * ratio)) if _is_of_batch(event) else event for event in largest.events
+        event._replace(nbytes=grown.get((event.block, event.case), event.nbytes)) for event in largest.events
     )
     return replace(largest, batch_size=batch_size, events=events, kernels=(), scratch_spans=(), batch=None, seconds=0.0)
 
 
-def _batch_bytes(trace: Trace) -> int:
-    return sum(event.nbytes for event in trace.events if event.action == "alloc" and _is_of_batch(event))
+_Request = tuple[object, ...]
+
+
+def _by_request(trace: Trace) -> dict[_Request, list[Event]]:
+    """Blocks that belong to the batch, by what asked for them."""
+    found: dict[_Request, list[Event]] = {}
+    for event in trace.events:
+        if event.action == "alloc" and _is_of_batch(event):
+            asked = (event.part, event.phase, event.step, event.module, event.operator, event.stream, event.case)
+            found.setdefault(asked, []).append(event)
+    return found
+
+
+def _bytes_by_part(blocks: Mapping[_Request, Sequence[Event]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for event in itertools.chain.from_iterable(blocks.values()):
+        total[event.part] += event.nbytes
+    return total
 
 
 def _is_of_batch(event: Event) -> bool:

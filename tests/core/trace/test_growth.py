@@ -370,13 +370,14 @@ def test_those_thousands_take_scratch_that_a_few_do_not() -> None:
 
 
 def test_what_belongs_to_the_batch_is_drawn_on_by_a_line_and_the_rest_stays():
-    def ran(batch_size: int, *blocks: int) -> Trace:
-        """A weight, and blocks of the batch: another number of them at each size."""
-        held = [Event("alloc", 0, 100, "parameters", "setup")]
-        events = (*held, *(Event("alloc", 1 + place, size) for place, size in enumerate(blocks)))
-        return Trace(batch_size, "cpu", "real", events)
+    def ran(batch_size: int, *blocks: int, scratch: int) -> Trace:
+        """A weight, a kernel's scratch, and other blocks of the batch: another number of them at each size."""
+        held = Event("alloc", 0, 100, "parameters", "setup"), Event("alloc", 1, scratch, "workspaces", operator="conv")
+        events = (*held, *(Event("alloc", 2 + place, size) for place, size in enumerate(blocks)))
+        return Trace(batch_size, "cpu", "real", (*events, Event("free", 1, scratch, "workspaces", "optimizer")))
 
-    small, large = ran(2, 40), ran(4, 30, 30)
-    assert sizes_of(extrapolate([large, small], 8)) == [100, 50, 50], "20 more for two samples, 40 more for four"
-    assert sizes_of(extrapolate([large], 8)) == [100, 60, 60]
+    small, large = ran(2, 40, scratch=90), ran(4, 30, 30, scratch=100)
+    assert sizes_of(extrapolate([large, small], 8)) == [100, 120, 50, 50, 120], "20 more for two samples, 40 for four"
+    assert sizes_of(extrapolate([large], 8)) == [100, 200, 60, 60, 200]
+    assert sizes_of(extrapolate([small, large], 3)) == [100, 95, 25, 25, 95]
     assert extrapolate([small, large], 4).events == large.events
