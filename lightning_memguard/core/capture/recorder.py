@@ -189,6 +189,10 @@ class Recorder(TorchDispatchMode):
         """Count a block that later steps will find, next to all that was recorded; at least, it is not there."""
         self._expected.append((part, nbytes))
 
+    def hold(self, tensor: Tensor) -> None:
+        """Know a tensor whose memory is counted already, by `keep` or `expect`."""
+        self._watch(tensor, "", -tensor.untyped_storage().nbytes())
+
     @property
     def alive_bytes(self) -> int:
         """Bytes that are allocated now."""

@@ -180,7 +180,7 @@ def _bytes_by_part(blocks: Mapping[_Request, Sequence[Event]]) -> Counter[str]:
 
 
 def _is_of_batch(event: Event) -> bool:
-    return event.part in _OF_BATCH and event.phase not in ("setup", "optimizer", "averaging")
+    return event.part in _OF_BATCH and event.phase not in ("setup", "optimizer", "averaging", "epoch end")
 
 
 _OF_BATCH = ("activations", "batch", "temporaries", "workspaces")

@@ -1,18 +1,28 @@
-"""Values for the Trainer's other callbacks, past Lightning's collection of results.
+"""Metrics: the values that we show to the Trainer's other callbacks, and what a module's own take at an epoch's end.
 
-``self.log`` takes a mean over the epoch, weighted by batch size, and raises where it sees no batch: in a module whose
-step takes ``dataloader_iter``. Private names of Lightning were checked on 2.5.0 to 2.6.6.
+Ours go past Lightning's collection of results: ``self.log`` takes a mean over the epoch, weighted by batch size, and
+raises where it sees no batch, in a module whose step takes ``dataloader_iter``. Private names of Lightning were checked
+on 2.5.0 to 2.6.6.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_memguard.core.capture.recorder import Recorder
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
+
+_MOST_REAL_BYTES = 64 << 20  # of an epoch's scores, to compute a metric of real ones
+
+_APART = 1e-3  # scores differ from each other by less: a curve has a point for each that is unlike the others
 
 
 def show_to_callbacks(trainer: Trainer, metrics: Mapping[str, float]) -> None:
@@ -22,3 +32,45 @@ def show_to_callbacks(trainer: Trainer, metrics: Mapping[str, float]) -> None:
         name: torch.tensor(value, dtype=torch.get_default_dtype(), device=device) for name, value in metrics.items()
     }
     trainer._logger_connector._callback_metrics.update(values)
+
+
+def compute_over_epoch(module: nn.Module, recorder: Recorder, batch_size: int, samples: int, *, fake: bool) -> None:
+    """Compute the metrics that keep all they are given, as large as so many samples make them.
+
+    Such are exact curves and areas: their ``compute`` joins and sorts what it kept. They know some batches already; the
+    memory of the others is counted already. With 0 samples, they are computed from what they know.
+    """
+    kept = {}  # what was recorded stays alive
+    for metric in (each for each in module.modules() if isinstance(each, Metric)):
+        lists = {name: value for name, value in metric.metric_state.items() if isinstance(value, list) and value}
+        if lists:
+            kept[metric] = lists
+    if kept:
+        gc.collect()  # of the last batch
+    for metric, lists in kept.items():
+        try:
+            with recorder.paused():
+                grown = {n: _of_all(value, batch_size, samples, fake=fake) for n, value in lists.items() if samples}
+            for name, whole in grown.items():
+                recorder.hold(whole)
+                setattr(metric, name, [whole])
+            metric.sync_on_compute = False
+            recorder.mark("epoch end")
+            metric.compute()
+        except Exception as error:  # noqa: BLE001 - it may need values
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+            note = f"what {type(metric).__name__} computes at the end of the epoch is not included ({reason})"
+            recorder.assumptions[note] = None
+
+
+def _of_all(entries: list[torch.Tensor], batch_size: int, samples: int, *, fake: bool) -> torch.Tensor:
+    last = entries[-1]
+    if last.dim() == 0 or len(last) % batch_size:
+        raise ValueError("it keeps something else than as many rows for each sample")
+    rows = max(1, len(last) * samples // batch_size)
+    if not fake and rows * last[:1].nbytes > _MOST_REAL_BYTES:
+        raise ValueError("an epoch's entries are too large to make")
+    whole = torch.cat([last] * -(-rows // len(last)))[:rows].clone()
+    if whole.is_floating_point():
+        whole *= 1 - _APART * torch.rand_like(whole)
+    return whole

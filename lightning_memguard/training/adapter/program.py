@@ -119,7 +119,11 @@ class LightningProgram(LightningStep):
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `lightning_memguard.core.capture.program.Program`."""
         with self._stage(recorder, batch_size, fake) as (shadow, module_copy):
-            shadow.run(module_copy, self.families, batch_size, fake=fake)
+            with contextlib.suppress(StepsDone):
+                shadow.run(module_copy, self.families, batch_size, fake=fake)
+            if self.trains:
+                shadow.trainer.fit_loop.epoch_loop._results.batch = None  # as at the end of an epoch
+                shadow.marker.compute_metrics(module_copy)
         if self.stage == "fit" and not recorder.ran_backward:
             note = "training_step led to no backward pass (did it return None?): its memory is not included"
             recorder.assumptions[note] = None

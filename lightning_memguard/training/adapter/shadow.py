@@ -28,6 +28,7 @@ from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.training.adapter import ddp
 from lightning_memguard.training.adapter.callbacks import Average
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
+from lightning_memguard.training.adapter.metrics import compute_over_epoch
 from lightning_memguard.training.adapter.run_facts import LIMIT_NAMES, ROLES, Role, Stage
 from lightning_memguard.training.adapter.stand_ins import (
     IdleCallback,
@@ -164,6 +165,7 @@ class Shadow:
         """Run batches of a size; of one loader, or of several that are evaluated one after the other."""
         limited = type(getattr(self.program.trainer, LIMIT_NAMES[ROLES[self.program.stage]])) is int
         kind = SizedLoader if self.program.batches_per_epoch or limited else EndlessLoader
+        self.marker.fake = fake
         loaders = [kind(self.marker, each, fake) for each in batches]
         if self.program.trains:
             self.trainer.fit(module_copy, train_dataloaders=loaders[0])
@@ -277,6 +279,8 @@ class PhaseMarkerMixin:
         self.averages: list[Average] = []
         self.batch_size = 0
         self.loaders = 1
+        self.fake = True
+        self.samples = 0  # of an epoch in all, of which steps or evaluation leave something behind; 0 where unknown
         self.steps: dict[int, int] = {}  # by optimizer
         self.alive_bytes: list[int] = []  # before each batch that is evaluated
         self.leftovers = Leftovers(recorder, self.steps_recorded)
@@ -298,13 +302,13 @@ class PhaseMarkerMixin:
         self.leftovers.note()
         recorded = min(self.steps.values(), default=batch_idx) >= self.steps_recorded
         if (recorded and self.leftovers.are_known(trainer.optimizers)) or batch_idx >= _MOST_BATCHES:
-            self.count_what_is_left()
+            self.count_what_is_left(batch_idx)
             raise StepsDone
         self.recorder.note_batch(batch)
         self.recorder.mark("forward", step=batch_idx)
 
-    def count_what_is_left(self) -> None:
-        """Keep what each batch leaves behind for good once for each batch of an epoch."""
+    def count_what_is_left(self, recorded: int) -> None:
+        """Expect what each batch leaves behind for good once for each batch of an epoch that was not recorded."""
         left, count, size = self.leftovers.bytes_per_batch, self.program.batches_per_epoch, self.batch_size
         if not left:
             return
@@ -314,7 +318,9 @@ class PhaseMarkerMixin:
         if not samples:
             self.recorder.assumptions[f"{each}; how many steps there are is unknown, and that is not included"] = None
             return
-        self.recorder.expect(-(-left // size) * samples, "activations")  # by the sample: the same at every size
+        rest = max(0, samples - recorded * size)
+        self.recorder.expect(-(-left // size) * rest, "activations")  # by the sample: a line at every size
+        self.samples = samples
         self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -373,7 +379,8 @@ class PhaseMarkerMixin:
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        raise StepsDone  # metrics over everything that was evaluated are not part of a step
+        self.compute_metrics(pl_module)
+        raise StepsDone  # what follows needs values
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
@@ -386,11 +393,17 @@ class PhaseMarkerMixin:
             return
         if type(limit) is int and limit * size * self.loaders < samples:
             self.recorder.keep(left * max(0, limit - _EVALUATED) * self.loaders, "activations")
+            self.samples = size * limit * self.loaders
         else:  # rounded up by the sample, so that the same is kept at every batch size
             rest = max(0, int(samples) - _EVALUATED * size * self.loaders)
             self.recorder.keep(-(-left // size) * rest, "activations")
+            self.samples = int(samples)
 
     # -- both
+
+    def compute_metrics(self, pl_module: LightningModule) -> None:
+        """Compute what the module's metrics kept of an epoch; while it is evaluated its last batch is there, too."""
+        compute_over_epoch(pl_module, self.recorder, self.batch_size, self.samples, fake=self.fake)
 
     def ends_before(self, index: int) -> bool:
         """Update averages between two batches; True if the loader ends here, because what its batches leave adds up."""

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
@@ -109,6 +111,49 @@ def test_scratch_inside_kernels_counts_in_validation(as_measured: Any, recurrent
     data = TensorDataset(torch.randn(96, 3, 16, 16), torch.zeros(96))
     decision = as_measured(run("validate", lambda: Images(recurrent), data, size=32), inference_mode=inference_mode)
     assert recurrent or decision.footprint.parts["workspaces"] > 0
+
+
+class Ranked(torchmetrics.Metric):
+    """Keeps every score of an epoch, and compares them at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("scores", default=[], dist_reduce_fx="cat")
+
+    def update(self, scores: torch.Tensor) -> None:
+        self.scores.append(scores)
+
+    def compute(self) -> torch.Tensor:
+        scores = dim_zero_cat(self.scores)
+        return (scores.exp() - scores.mean()).mean()
+
+
+class Scored(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(128, 256)
+        self.ranked = Ranked()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scores = self.net(batch[0])
+        self.ranked.update(scores.detach())
+        self.log("ranked", self.ranked, on_step=False, on_epoch=True)
+        return scores.square().mean()
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize(("stage", "size"), [("fit", 64), ("fit", 128), ("validate", 64), ("validate", 1024)])
+def test_a_metric_of_a_whole_epoch_is_computed_at_its_end(many: Any, as_measured: Any, stage: str, size: int) -> None:
+    """Next to what its steps left: all scores, joined and compared."""
+
+    def evaluate(trainer: Any) -> None:
+        getattr(trainer, stage)(Scored(), DataLoader(many, batch_size=size))
+
+    assert as_measured(evaluate, max_epochs=1).footprint.phase == "epoch end"
 
 
 @pytest.mark.parametrize(("size", "inference_mode"), [(32, True), (32, False), (128, True), (256, True)])
