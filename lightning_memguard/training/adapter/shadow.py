@@ -141,7 +141,7 @@ class Shadow:
             gradient_clip_algorithm=user.gradient_clip_algorithm,
             limit_val_batches=0 if program.trains else 1.0,
             num_sanity_val_steps=0,
-            inference_mode=False,  # takes as much as no_grad, under which operators come to the recorder taken apart
+            inference_mode=_inference_mode(program),
             detect_anomaly=user._detect_anomaly,
             log_every_n_steps=user.log_every_n_steps,  # type: ignore[attr-defined]  # set by a connector
             enable_checkpointing=False,
@@ -181,6 +181,16 @@ class Shadow:
             trainer.predict(module_copy, loaders, return_predictions=returned)
         else:
             getattr(trainer, stage)(module_copy, loaders, verbose=False)
+
+
+def _inference_mode(program: LightningStep) -> bool:
+    """Whether it runs under ``torch.inference_mode``, where autocast keeps no copies of weights; else ``no_grad``.
+
+    A validation inside a fit does not (`_TrainingEpochLoop`), nor what FSDP shards (`_no_grad_context`).
+    """
+    if program.trains or program.setup_stage or is_a(program.strategy, "FSDPStrategy"):
+        return False
+    return bool(getattr(program.trainer, f"{program.stage}_loop").inference_mode)
 
 
 def _loaders(name: str, role: Role) -> property:
