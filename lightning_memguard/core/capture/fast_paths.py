@@ -99,11 +99,11 @@ def _attend_fused(
     def split(packed: Tensor) -> Tensor:
         return packed.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
-    asked = sdpa.Attention(*[split(x)] * 3, capability=gpu.compute_capability)
-    if sdpa.choose(asked) not in ("flash", "efficient"):
+    capability = gpu.compute_capability
+    if sdpa.choose(sdpa.Attention(split(x), split(x), split(x), capability=capability)) not in ("flash", "efficient"):
         return None
-    parts = map(split, F.linear(x, weight, bias).chunk(3, -1))
-    found = sdpa.attend(sdpa.Attention(*parts, capability=gpu.compute_capability))
+    q, k, v = map(split, F.linear(x, weight, bias).chunk(3, -1))
+    found = sdpa.attend(sdpa.Attention(q, k, v, capability=capability))
     return F.linear(found.transpose(1, 2).reshape(x.shape), out_weight, out_bias)
 
 
@@ -152,7 +152,8 @@ def _encode(
     mask, mask_type = (*parameters[8:], None, None)[:2]
 
     def norm(x: Tensor, place: int) -> Tensor:
-        return F.layer_norm(x, (width,), *norms[place], eps)
+        weight, bias = norms[place]
+        return F.layer_norm(x, (width,), weight, bias, eps)
 
     first = norm(x, 0) if norm_first else x
     attention = (width, heads, weight, bias, out_weight, out_bias, mask, False, True, mask_type)

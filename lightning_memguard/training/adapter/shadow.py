@@ -188,7 +188,7 @@ def _inference_mode(program: LightningStep) -> bool:
 
     A validation inside a fit does not (`_TrainingEpochLoop`), nor what FSDP shards (`_no_grad_context`).
     """
-    if program.trains or program.setup_stage or is_a(program.strategy, "FSDPStrategy"):
+    if program.trains or program.setup_stage or is_a(program.trainer.strategy, "FSDPStrategy"):
         return False
     return bool(getattr(program.trainer, f"{program.stage}_loop").inference_mode)
 
