@@ -154,6 +154,12 @@ class Recorder(TorchDispatchMode):
                 if block is not None:
                     self._parts.setdefault(block, part)
 
+    def label_held_by(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Label what optimizers hold: parameters, which a step may give other memory (``p.data = ...``), and states."""
+        for optimizer in optimizers:
+            self.label((p for group in optimizer.param_groups for p in group["params"]), "parameters")
+        self.label(states_of(optimizers), "optimizer_state")
+
     def on_stream(self, stream: int) -> AbstractContextManager[Any]:
         """What is allocated inside comes from another stream's pool, whose free memory no other stream uses."""
         return mock.patch.object(self, "_stream", stream)
@@ -344,8 +350,6 @@ class Recorder(TorchDispatchMode):
         results = list(_tensors(out))
         if self._autotuned and results and name.split(".")[1] in _TIMED:
             self._largest_product = max(self._largest_product, results[0].numel() * results[0].element_size())
-        if isinstance(self._on, CudaTarget) and table.takes_cublas(name):
-            self._open_cublas(name, self._on)
         elsewhere = bool(results) and results[0].device.type != self.device_type
         words = name.split(".")
         rule = table.rule(words[1], self._on) if words[0] == "aten" and not elsewhere else None
@@ -360,11 +364,13 @@ class Recorder(TorchDispatchMode):
                 self._scratch(scratch, -1, name)
         # a real storage has its true size
         kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
-        for place, tensor in enumerate(results):
-            self._watch(tensor, name, kept)
+        for place in _order_made(func, results):
+            self._watch(results[place], name, kept)
             kept = 0
             if rule:
                 self._scratch(scratch, place, name)
+        if isinstance(self._on, CudaTarget) and table.takes_cublas(name):
+            self._open_cublas(name, self._on)
         if rule:
             self._scratch(scratch, None, name)
         inside = mkldnn_lstm.scratch_bytes(func, args, kwargs)
@@ -500,6 +506,11 @@ def _is_composed(func: OpOverload, device_type: str) -> bool:
     has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
     own = device_type == "cuda" and func is _FUSED_RMS_NORM  # builds for the CPU alone do not know of it
     return has_kernel(name, _COMPOSED) and not (own or has_kernel(name, device_type.upper()))
+
+
+def _order_made(func: OpOverload, results: Sequence[Tensor]) -> Sequence[int]:
+    """The places of an operator's results in the order in which they are allocated: dropout's mask comes first."""
+    return (1, 0) if func is _aten.native_dropout.default and len(results) > 1 else range(len(results))
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, tensors_in
 from lightning_memguard.core.capture.program import Leftovers, Program
-from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of
+from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.training.adapter import ddp
 from lightning_memguard.training.adapter.callbacks import Average
@@ -300,7 +300,7 @@ class PhaseMarkerMixin:
         for optimizer in trainer.optimizers:
             self.steps[id(optimizer)] = 0
             _call_after_step(optimizer, self.after_optimizer)
-        self.recorder.label(states_of(trainer.optimizers), "optimizer_state")
+        self.recorder.label_held_by(trainer.optimizers)
         _let_scaler_step(trainer.precision_plugin)
         self.on_ready()
 
@@ -344,7 +344,7 @@ class PhaseMarkerMixin:
 
     def after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         self.steps[id(optimizer)] += 1
-        self.recorder.label(states_of([optimizer]), "optimizer_state")
+        self.recorder.label_held_by([optimizer])
         self.recorder.mark("forward")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
