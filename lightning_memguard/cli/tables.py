@@ -123,6 +123,8 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
     """What would make it fit, or need less: the most saved first."""
+    from lightning_memguard.core.decision.advice import larger_batch
+
     size, device = on.footprint.batch_size, on.budget.device
     if not advice:
         console.print(f"No remedy needs less than {peak_range(on.footprint)} on {device}.")
@@ -135,6 +137,8 @@ def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
     console.print(table)
     if not any(each.fits for each in advice):
         console.print(f"None of these makes it fit on {device}.")
+    for each in filter(larger_batch, advice):
+        console.print(f"With {' + '.join(each.remedies)}: {larger_batch(each).lower()}".rstrip())
     console.print("How to apply them:")
     for name, how in dict(pair for each in advice for pair in zip(each.remedies, each.how, strict=True)).items():
         console.print(f"  {name}: {how}", soft_wrap=True)  # to be copied
@@ -142,7 +146,7 @@ def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
 
 def advice_data(each: Advice) -> dict[str, Any]:
     """One remedy for programs."""
-    known = _attributes(each, "remedies", "how", "costs", "saved_bytes", "fits")
+    known = _attributes(each, "remedies", "how", "costs", "saved_bytes", "fits", "batch_sizes")
     return {**known, "footprint": footprint_data(each.footprint)}
 
 

@@ -90,7 +90,8 @@ def _advise(plans: Sequence[Plan], say: Say) -> tuple[Plan, Sequence[Advice]]:
     smallest = min(plans, key=lambda plan: plan.budget.usable_bytes)
     plan = next((plan for plan in plans if not plan.fits), smallest)
     say(f"tracing remedies on {plan.budget.device}")
-    return plan, try_remedies(plan.prediction, plan.footprint.batch_size, plan.budget, progress=say).advice
+    size = plan.footprint.batch_size
+    return plan, try_remedies(plan.prediction, size, plan.budget, progress=say, request=plan.request).advice
 
 
 def _report(options: argparse.Namespace, subject: Subject, plan: Plan, say: Say) -> tuple[Path, ...]:

@@ -21,7 +21,7 @@ from lightning_memguard.core.capture.batch import Batches, batch_bytes, map_tens
 from lightning_memguard.core.capture.constants import KnownFakeMode
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
-from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of, watching
+from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, watching
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.trace.trace import Shapes
@@ -257,7 +257,7 @@ class LoopProgram(Program):
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy) if self.training else []
             with watching(recorder, module_copy):
-                recorder.label(states_of(optimizers), "optimizer_state")
+                recorder.label_held_by(optimizers)
                 if self.training:
                     self._train(recorder, module_copy, optimizers, batch_size, fake)
                 else:
@@ -324,7 +324,7 @@ class LoopProgram(Program):
             recorder.mark("optimizer")
             for optimizer in optimizers:
                 optimizer.step()
-                recorder.label(states_of(optimizers), "optimizer_state")
+                recorder.label_held_by(optimizers)
         if leftovers.bytes_per_batch:
             left = format_bytes(leftovers.bytes_per_batch)
             recorder.assumptions[f"each step leaves {left} behind; what more steps leave is not included"] = None
@@ -453,7 +453,7 @@ def step_states(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence
     recorder.mark("optimizer")
     for optimizer in optimizers:
         optimizer.step()
-    recorder.label(states_of(optimizers), "optimizer_state")
+    recorder.label_held_by(optimizers)
 
 
 @contextlib.contextmanager

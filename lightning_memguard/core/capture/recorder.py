@@ -31,7 +31,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.capture import compiled, cudnn_rnn, fake, fake_cuda, mkldnn_lstm
+from lightning_memguard.core.capture import compiled, cudnn_rnn, fake, fake_cuda, fast_paths, mkldnn_lstm
 from lightning_memguard.core.capture.backward import graph_task, in_place, walking
 from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.capture.constants import forget_written
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_FUSED_RMS_NORM = _aten._fused_rms_norm.default
 _DISTANCES = _aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 _ACTIVATION_PHASES = ("forward", "transfer")
 
@@ -124,6 +126,7 @@ class Recorder(TorchDispatchMode):
         self._held_at = self._asked_until = 0
         self._autotuned = False
         self.in_linear: int | None = None  # while it runs, the first block that it may have made
+        self._below_autograd = False
         self._first_of_node = 0  # the first block that the node of the backward pass that runs now may have made
         self._largest_product = 0
 
@@ -151,6 +154,12 @@ class Recorder(TorchDispatchMode):
                 if block is not None:
                     self._parts.setdefault(block, part)
 
+    def label_held_by(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Label what optimizers hold: parameters, which a step may give other memory (``p.data = ...``), and states."""
+        for optimizer in optimizers:
+            self.label((p for group in optimizer.param_groups for p in group["params"]), "parameters")
+        self.label(states_of(optimizers), "optimizer_state")
+
     def on_stream(self, stream: int) -> AbstractContextManager[Any]:
         """What is allocated inside comes from another stream's pool, whose free memory no other stream uses."""
         return mock.patch.object(self, "_stream", stream)
@@ -167,7 +176,7 @@ class Recorder(TorchDispatchMode):
         self._first_of_node = len(self._bytes)
 
     def running_linear(self) -> AbstractContextManager[Any]:
-        """While ``F.linear`` runs: it adds its bias in place, but under a dispatch mode."""
+        """While a Linear runs, maybe inside another: it adds its bias in place, but under a dispatch mode."""
         return mock.patch.object(self, "in_linear", len(self._bytes))
 
     def note_made(self, tensor: Tensor, operator: str) -> None:
@@ -243,10 +252,9 @@ class Recorder(TorchDispatchMode):
         written = in_place(func)
         if (written is not None and self._is_of_this_node(args[0])) or self._is_bias_of_linear(func, args):
             func = written or _aten.add_.Tensor
-        calls_others = _dispatched_by(func)
-        if calls_others is not None:
-            with self:
-                return func._op_dk(calls_others, *args, **kwargs)
+        taken_apart = self._taken_apart(func)
+        if taken_apart is not None:
+            return taken_apart(*args, **kwargs)
         if fake.only_writes(func, args):
             forget_written(func, args, kwargs)
             self._note(func, args, kwargs, None)
@@ -260,8 +268,8 @@ class Recorder(TorchDispatchMode):
         return self._live.get(tensor.untyped_storage()._cdata, -1) >= self._first_of_node
 
     def _is_bias_of_linear(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
-        """Whether ``F.linear`` adds its bias to a product that it has made, which is in place on plain tensors."""
-        if self.in_linear is None or func is not _aten.add.Tensor:
+        """Whether a Linear adds its bias to a product that it has made, which is in place on plain tensors."""
+        if self.in_linear is None or func is not _aten.add.Tensor or args[1].dim() != 1 or args[0].dim() < _BATCHED:
             return False
         return self._live.get(args[0].untyped_storage()._cdata, -1) >= self.in_linear
 
@@ -282,6 +290,33 @@ class Recorder(TorchDispatchMode):
             self._value_sizes.note(func, self.line, args, out)
         return out
 
+    @contextmanager
+    def _inside_kernel(self) -> Iterator[None]:
+        """While a kernel runs in Python: autograd takes no part in it, autocast where it has not cast its arguments."""
+        below = mock.patch.object(self, "_below_autograd", True)
+        with torch.overrides.enable_reentrant_dispatch(), torch._C._AutoDispatchBelowAutograd(), below, self:
+            yield
+
+    def _taken_apart(self, func: OpOverload) -> Callable[..., object] | None:
+        """What an operator that reaches the recorder whole runs, where it calls others that allocate; else None.
+
+        Below autograd, and in inference mode, nobody else takes it apart, as elsewhere ``conv2d``.
+        """
+        fast_path = fast_paths.implementation(func)
+        if fast_path is not None:
+            return self._inside_kernel()(fast_path)
+        if func is _DISTANCES:
+            return self._as_called(view=True)(functools.partial(func._op_dk, _EXPLICIT))
+        if (self._below_autograd or torch.is_inference_mode_enabled()) and _is_composed(func, self.device_type):
+            return self._as_called(view=_returns_view(func))(functools.partial(func._op_dk, _COMPOSED))
+        return None
+
+    @contextmanager
+    def _as_called(self, *, view: bool) -> Iterator[None]:
+        """Views of a weight, inside an operator, tell that the weight requires gradients."""
+        with nullcontext() if view else torch.overrides.enable_reentrant_dispatch(), self:
+            yield
+
     def _custom_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Run what an operator implemented in Python runs, to see what it allocates; None for others."""
         if not any(tensor.device.type == self.device_type for tensor in _tensors([args, *kwargs.values()])):
@@ -289,7 +324,7 @@ class Recorder(TorchDispatchMode):
         implementation = fake.python_implementation(func, self.device_type)
         if implementation is not None:
             try:
-                with self, torch._C._AutoDispatchBelowAutograd(), fake.without_addresses():
+                with self._inside_kernel(), fake.without_addresses():
                     return implementation(*args, **kwargs)
             except fake.NoAddressError:
                 pass
@@ -319,8 +354,6 @@ class Recorder(TorchDispatchMode):
         results = list(_tensors(out))
         if self._autotuned and results and name.split(".")[1] in _TIMED:
             self._largest_product = max(self._largest_product, results[0].numel() * results[0].element_size())
-        if isinstance(self._on, CudaTarget) and table.takes_cublas(name):
-            self._open_cublas(name, self._on)
         elsewhere = bool(results) and results[0].device.type != self.device_type
         words = name.split(".")
         rule = table.rule(words[1], self._on) if words[0] == "aten" and not elsewhere else None
@@ -335,11 +368,13 @@ class Recorder(TorchDispatchMode):
                 self._scratch(scratch, -1, name)
         # a real storage has its true size
         kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
-        for place, tensor in enumerate(results):
-            self._watch(tensor, name, kept)
+        for place in _order_made(func, results):
+            self._watch(results[place], name, kept)
             kept = 0
             if rule:
                 self._scratch(scratch, place, name)
+        if isinstance(self._on, CudaTarget) and table.takes_cublas(name):
+            self._open_cublas(name, self._on)
         if rule:
             self._scratch(scratch, None, name)
         inside = mkldnn_lstm.scratch_bytes(func, args, kwargs)
@@ -466,23 +501,25 @@ _AUTOTUNED = (
 _TIMED = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution_pointwise", "_mkl_linear"))
 
 
-def _dispatched_by(func: OpOverload) -> torch._C.DispatchKey | None:
-    """Of an operator that reaches the recorder though its kernel calls others: the key of that kernel.
-
-    In inference mode autograd decomposes none, as elsewhere ``conv2d``.
-    """
-    if func is _DISTANCES:
-        return torch._C.DispatchKey.CompositeExplicitAutograd
-    return _COMPOSED if torch.is_inference_mode_enabled() and _is_composed(func) else None
-
-
 @functools.cache
-def _is_composed(func: OpOverload) -> bool:
+def _is_composed(func: OpOverload, device_type: str) -> bool:
     """Whether an operator's kernel calls others, as ``conv2d`` calls ``convolution``. Checked on torch 2.11 to 2.13.
 
     True for a kernel in C++, which is what really runs; ``func.decompose`` differs for some, such as ``gru``.
     """
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSED))
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    own = device_type == "cuda" and func is _FUSED_RMS_NORM  # builds for the CPU alone do not know of it
+    return has_kernel(name, _COMPOSED) and not (own or has_kernel(name, device_type.upper()))
+
+
+def _order_made(func: OpOverload, results: Sequence[Tensor]) -> Sequence[int]:
+    """The places of an operator's results in the order in which they are allocated: dropout's mask comes first."""
+    return (1, 0) if func is _aten.native_dropout.default and len(results) > 1 else range(len(results))
+
+
+@functools.cache
+def _returns_view(func: OpOverload) -> bool:
+    return any(result.alias_info is not None for result in func._schema.returns)
 
 
 # Packages around the model's own code.
@@ -584,6 +621,11 @@ def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str,
     return (fake_cuda if fake_cuda.is_overridden(func, args) else fake).call(func, args, kwargs)
 
 
+_RNNS = (torch._VF.gru, torch._VF.lstm, torch._VF.rnn_tanh, torch._VF.rnn_relu)
+_WITH_LINEAR = frozenset((F.linear, F.multi_head_attention_forward, *_RNNS))
+_BATCHED = 3  # dimensions: a Linear adds its bias to rows within their product
+
+
 class _ModulePaths(TorchFunctionMode):
     """Sets the recorder's module and line: in the forward pass, and by hooks on graph nodes in the backward pass."""
 
@@ -594,7 +636,7 @@ class _ModulePaths(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        without_tangents = func is F.linear and forward_ad._current_level < 0  # checked on torch 2.13
+        without_tangents = func in _WITH_LINEAR and forward_ad._current_level < 0  # checked on torch 2.13
         with self.recorder.running_linear() if without_tangents else nullcontext():
             out = call_with_overrides(func, args, kwargs or {})
         for tensor in _tensors(out):
@@ -659,6 +701,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(compiled.noting(lambda note: recorder.assumptions.update({note: None})))
             exits.enter_context(mock.patch.object(torch, "get_rng_state", _watched(recorder, torch.get_rng_state)))
             exits.enter_context(paths_mode)
+            exits.enter_context(fast_paths.taken())
         exits.enter_context(recorder)
         yield
 

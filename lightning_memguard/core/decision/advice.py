@@ -20,6 +20,7 @@ class Advice:
         footprint: the memory of the step with them; with accumulation, of a step on the smaller batches.
         saved_bytes: how much less that is than the step as it is.
         fits: whether it is within the budget.
+        batch_sizes: the largest that fits with them, and as it is (0 where none does); None where none was looked for.
     """
 
     remedies: tuple[str, ...]
@@ -28,6 +29,7 @@ class Advice:
     footprint: Footprint
     saved_bytes: int
     fits: bool
+    batch_sizes: tuple[int, int] | None = None
 
 
 def text(advice: Advice) -> str:
@@ -42,8 +44,14 @@ def text(advice: Advice) -> str:
     verdict = "fits" if advice.fits else "does not fit"
     return (
         f"{' + '.join(advice.remedies)}: {need}, {format_bytes(advice.saved_bytes)} less, {verdict}. "
-        f"{'; '.join(advice.how)}. Costs: {'; '.join(advice.costs)}."
+        f"{'; '.join(advice.how)}. {larger_batch(advice)}Costs: {'; '.join(advice.costs)}."
     )
+
+
+def larger_batch(advice: Advice) -> str:
+    """Say which batch size fits in place of which, in one sentence and a space; empty where it is none larger."""
+    size, now = advice.batch_sizes or (0, 0)
+    return f"Batch size {size} instead of {now or 'none'}. " if size > now else ""
 
 
 def by_savings(advice: Iterable[Advice]) -> tuple[Advice, ...]:

@@ -18,7 +18,8 @@ RULES.of("avg_pool2d_backward")(copies_of("grad_output", "self", like="self"))
 RULES.of("_adaptive_avg_pool2d_backward")(copies_of("grad_output", like="self"))
 
 # The rest make their first argument contiguous.
-RULES.of("roll", "im2col", "col2im", "reflection_pad1d", "reflection_pad2d")(copies_of("self"))
+RULES.of("roll", "im2col", "col2im")(copies_of("self"))
+RULES.of("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")(copies_of("self"))
 RULES.of("max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool3d")(copies_of("self"))
 RULES.of("adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d", "upsample_nearest3d")(copies_of("self"))
 RULES.of("max_pool3d_with_indices_backward", "avg_pool3d_backward")(copies_of("grad_output"))

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, tensors_in
 from lightning_memguard.core.capture.program import Leftovers, Program
-from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, states_of
+from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.training.adapter import ddp
 from lightning_memguard.training.adapter.callbacks import Average
@@ -142,7 +142,7 @@ class Shadow:
             gradient_clip_algorithm=user.gradient_clip_algorithm,
             limit_val_batches=0 if program.trains else 1.0,
             num_sanity_val_steps=0,
-            inference_mode=False,  # takes as much as no_grad, under which operators come to the recorder taken apart
+            inference_mode=_inference_mode(program),
             detect_anomaly=user._detect_anomaly,
             log_every_n_steps=user.log_every_n_steps,  # type: ignore[attr-defined]  # set by a connector
             enable_checkpointing=False,
@@ -183,6 +183,16 @@ class Shadow:
             trainer.predict(module_copy, loaders, return_predictions=returned)
         else:
             getattr(trainer, stage)(module_copy, loaders, verbose=False)
+
+
+def _inference_mode(program: LightningStep) -> bool:
+    """Whether it runs under ``torch.inference_mode``, where autocast keeps no copies of weights; else ``no_grad``.
+
+    A validation inside a fit does not (`_TrainingEpochLoop`), nor what FSDP shards (`_no_grad_context`).
+    """
+    if program.trains or program.setup_stage or is_a(program.trainer.strategy, "FSDPStrategy"):
+        return False
+    return bool(getattr(program.trainer, f"{program.stage}_loop").inference_mode)
 
 
 def _loaders(name: str, role: Role) -> property:
@@ -294,7 +304,7 @@ class PhaseMarkerMixin:
         for optimizer in trainer.optimizers:
             self.steps[id(optimizer)] = 0
             _call_after_step(optimizer, self.after_optimizer)
-        self.recorder.label(states_of(trainer.optimizers), "optimizer_state")
+        self.recorder.label_held_by(trainer.optimizers)
         _let_scaler_step(trainer.precision_plugin)
         self.on_ready()
 
@@ -340,7 +350,7 @@ class PhaseMarkerMixin:
 
     def after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         self.steps[id(optimizer)] += 1
-        self.recorder.label(states_of([optimizer]), "optimizer_state")
+        self.recorder.label_held_by([optimizer])
         self.recorder.mark("forward")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:

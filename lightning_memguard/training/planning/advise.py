@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from lightning_memguard.core.capture.capture import CaptureFailedError, Isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.advice import Advice, by_savings
-from lightning_memguard.core.decision.decision import Budget, largest_that
+from lightning_memguard.core.decision.decision import Budget, Request, decide, largest_that
 from lightning_memguard.core.replay.alternatives import NO_COST_SETTINGS, VARIABLE, under
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Method
-from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.errors import CannotTraceError, DoesNotFitError
 from lightning_memguard.training.planning.remedies import Family, Remedy, families_for
 
 _KINDS_PAIRED = 4  # the best remedy of each of so many kinds is tried in pairs: at most six
@@ -61,6 +61,7 @@ def try_remedies(
     combinations: bool = True,
     progress: Callable[[str], object] = lambda _: None,
     most_seconds: float | None = None,
+    request: Request | None = None,
 ) -> Advised:
     """Find out what would make a step take less memory, by predicting it with each remedy and with two of them.
 
@@ -71,6 +72,7 @@ def try_remedies(
         combinations: try pairs of the best remedies too.
         progress: called with the name of each remedy before it is tried, and with why one was left out.
         most_seconds: no remedy is started later than this.
+        request: which batch sizes may be chosen, to say which is the largest with another setting of the allocator.
 
     Example:
         ```python
@@ -83,12 +85,13 @@ def try_remedies(
     prediction = prediction.uncompiled()
     families = families_for(prediction, batch_size)
     attempts = _Attempts(prediction, batch_size, budget, progress, until, list(itertools.chain(*families)))
+    settings = _settings_that_save(prediction, batch_size, budget, request)
     with attempts.isolated:
-        return _tried(attempts, families, combinations=combinations)
+        tried = _tried(attempts, families, combinations=combinations)
+    return replace(tried, advice=by_savings([*tried.advice, *settings]))
 
 
 def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: bool) -> Advised:
-    settings = _settings_that_save(attempts.prediction, attempts.batch_size, attempts.budget)
     attempts.start([(family[0],) for family in families])
     tried = [(family, attempts.mildest([(remedy,) for remedy in family])) for family in families]
     singles = [(family, found) for family, found in tried if found]
@@ -103,7 +106,7 @@ def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: boo
         pair = attempts.mildest(list(itertools.product(first[0], second[0])))
         if pair and pair.saved_bytes > max(_saved(first), _saved(second)):
             known.append(pair)
-    return Advised(by_savings([*known, *settings]), tuple(attempts.left_out), attempts.not_tried)
+    return Advised(by_savings(known), tuple(attempts.left_out), attempts.not_tried)
 
 
 def setting_that_saves(prediction: Prediction, batch_size: int, share: float) -> tuple[str, Footprint, int] | None:
@@ -120,13 +123,36 @@ def setting_that_saves(prediction: Prediction, batch_size: int, share: float) ->
     return (text, best, saved) if saved > share * asked else None
 
 
-def _settings_that_save(prediction: Prediction, batch_size: int, budget: Budget) -> list[Advice]:
+def _settings_that_save(
+    prediction: Prediction, batch_size: int, budget: Budget, request: Request | None = None
+) -> list[Advice]:
+    """The setting that leaves least reserved at a batch size, or else at the largest that fits as it is."""
+    now = _largest(prediction, budget, request)
     known = setting_that_saves(prediction, batch_size, _NOTABLE)
+    if known is None and now:
+        known = setting_that_saves(prediction, now, _NOTABLE)
     if known is None:
         return []
-    text, best, saved = known
+    text = known[0]
+    changed = replace(prediction, settings=under(prediction.settings, text))
+    best, asked = changed.footprint_at(batch_size), prediction.footprint_at(batch_size)
+    saved, size = asked.most_device_bytes - best.most_device_bytes, _largest(changed, budget, request)
+    sizes = None if size is None or now is None else (size, now)
+    if saved <= _NOTABLE * asked.most_device_bytes and (sizes is None or sizes[0] <= sizes[1]):
+        return []
     how, cost = f"set {VARIABLE}={text} in the environment", "none: the same blocks, in other segments"
-    return [Advice((text,), (how,), (cost,), best, saved, best.most_device_bytes <= budget.usable_bytes)]
+    fits = best.most_device_bytes <= budget.usable_bytes
+    return [Advice((text,), (how,), (cost,), best, saved, fits, sizes)]
+
+
+def _largest(prediction: Prediction, budget: Budget, request: Request | None) -> int | None:
+    """The largest batch size that fits, 0 where none does; None where other sizes are not known, or not asked for."""
+    if request is None or not request.free_to_choose or not prediction.scalable or prediction.growth is None:
+        return None
+    try:
+        return decide(prediction.footprint_at, budget, request).batch_size
+    except DoesNotFitError:
+        return 0
 
 
 _NOTABLE = 0.01  # of the step: less is not worth a setting

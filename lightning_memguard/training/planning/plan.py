@@ -41,6 +41,7 @@ class Plan:
         reason: why there is no ``largest``, in plain words.
         seconds: what it took to find out.
         too_large: the error behind ``reason`` if no size fits.
+        request: which sizes were looked at.
     """
 
     asked: Decision
@@ -51,6 +52,7 @@ class Plan:
     reason: str = ""
     seconds: float = 0.0
     too_large: DoesNotFitError | None = None
+    request: Request | None = None
 
     @property
     def fits(self) -> bool:
@@ -117,7 +119,8 @@ def _plan(subject: Subject, device: str, limits: Limits) -> Plan:
             largest = _largest(prediction, budget, request)
         except DoesNotFitError as error:
             reason, too_large = str(error), error.with_traceback(None)  # which would hold on to the search
-    return Plan(asked, footprint, budget, largest, prediction, reason, too_large=too_large)
+    looked_at = None if reason and too_large is None else request
+    return Plan(asked, footprint, budget, largest, prediction, reason, too_large=too_large, request=looked_at)
 
 
 def _largest(prediction: Prediction, budget: Budget, asked: Request) -> Decision:

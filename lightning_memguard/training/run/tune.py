@@ -157,7 +157,8 @@ def _remedies(profile: RunProfile) -> Advised | None:
     size, usable = profile.request.smallest_batch_size, profile.budget.usable_bytes
     if profile.prediction.footprint_at(size).most_device_bytes <= usable:
         return None
-    return try_remedies(profile.prediction, size, profile.budget, most_seconds=_ADVICE_SECONDS)
+    request = replace(profile.request, batch_size=size)
+    return try_remedies(profile.prediction, size, profile.budget, most_seconds=_ADVICE_SECONDS, request=request)
 
 
 def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule, settings: GuardSettings) -> Tuning:

@@ -327,10 +327,18 @@ def test_a_gradient_of_a_root_mean_square_norms_gradient_can_be_had() -> None:
 
 
 def test_dropout_keeps_one_mask_of_single_bytes() -> None:
-    """On the CPU it multiplies by a mask of floats instead."""
+    """On the CPU it multiplies by a mask of floats instead. It comes before the result (`dropout_cuda`, Dropout.cu)."""
     trace = captured(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)), torch.ones(4, 64))
     made = [e.nbytes for e in trace if e.operator == "aten.native_dropout.default" and e.action == "alloc"]
-    assert made == [4 * 64 * 4, 4 * 64] * 2
+    assert made == [4 * 64, 4 * 64 * 4] * 2
+
+
+def test_cublas_takes_its_workspace_after_the_first_product() -> None:
+    """As a recorded history of a cold start shows."""
+    trace = captured(nn.Linear(64, 32, bias=False), torch.ones(4, 64))
+    made = [e for e in trace if e.operator == "aten.mm.default" and e.action == "alloc" and e.phase == "forward"]
+    assert [event.part for event in made[:2]] == ["activations", "workspaces"]
+    assert made[0].nbytes == 4 * 32 * 4
 
 
 ATTENTIONS = {

@@ -407,6 +407,14 @@ def test_softmax_backward_multiplies_first():
     assert blocks(rule("_log_softmax_backward_data", (tensor(10, 4).T, x, 1, torch.float32), x)) == [160]
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_reflection_pads_a_contiguous_copy(dims: int) -> None:
+    sides = (4, 5, 6)[:dims]
+    x, padded = tensor(2, *sides, 3).movedim(-1, 1), tensor(2, 3, *(side + 2 for side in sides))
+    assert blocks(rule(f"reflection_pad{dims}d", (x, [1] * 2 * dims), padded)) == [x.numel() * 4]
+    assert rule(f"reflection_pad{dims}d", (x.contiguous(), [1] * 2 * dims), padded) == NONE
+
+
 def test_safe_softmax_masks_elements_and_rows():
     assert rule("_safe_softmax", (tensor(4, 10), 1), tensor(4, 10)).after == ((40, 4), (40, 4, 4))
 

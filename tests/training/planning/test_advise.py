@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,9 +20,10 @@ from lightning_memguard.core.capture.batch import batches_from_one
 from lightning_memguard.core.capture.capture import Isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram
-from lightning_memguard.core.decision.advice import Advice
-from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.decision.advice import Advice, text
+from lightning_memguard.core.decision.decision import Budget, Request
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning import advise as advise_module
@@ -429,6 +431,29 @@ def test_a_setting_of_the_allocator_is_a_remedy_that_costs_nothing() -> None:
     assert not advised(AllocatorSettings(), 100 * MIB)[0].fits
     assert advised(AllocatorSettings(expandable_segments=True), 140 * MIB) == []
     assert advised(AllocatorSettings(kind="exact"), 140 * MIB) == []
+
+
+def growing(size: int) -> Trace:
+    """Blocks of 30 MiB and one of 10 MiB a sample, which none of their segments can hold."""
+    events = [Event("alloc", block, 30 * MIB) for block in range(4)]
+    events += [event._replace(action="free") for event in events]
+    return Trace(size, "cuda", "fake", (*events, Event("alloc", 9, size * 10 * MIB)))
+
+
+def test_a_setting_of_the_allocator_is_named_with_the_batch_sizes_that_fit() -> None:
+    growth = grow([growing(4), growing(8)])
+    known = Prediction(mock.Mock(), AllocatorSettings(), "fake", growth)
+    request, budget = Request(4, max_batch_size=64), Budget(300 * MIB, 300 * MIB, 0, "given")
+    (advice,) = advise_module._settings_that_save(known, 8, budget, request)
+    assert advice.batch_sizes == (30, 18)
+    assert "Batch size 30 instead of 18. " in text(advice)
+    least = replace(request, min_batch_size=8)
+    (advice,) = advise_module._settings_that_save(known, 8, replace(budget, free_bytes=125 * MIB), least)
+    assert advice.batch_sizes == (12, 0), "eight samples do not fit next to four segments"
+    assert "Batch size 12 instead of none. " in text(advice)
+    (advice,) = advise_module._settings_that_save(known, 8, budget, replace(request, max_batch_size=16))
+    assert advice.batch_sizes == (16, 16), "what bounds the size is not memory"
+    assert "instead of" not in text(advice)
 
 
 def test_a_setting_that_saves_much_is_noted_where_the_size_is_chosen() -> None:

@@ -115,6 +115,25 @@ def test_the_example_may_be_real_meta_or_fake(kind):
     assert footprint.parts["batch"] == BATCH.nbytes
 
 
+class Replacing(torch.optim.Optimizer):
+    """Puts new memory behind the parameters, as optimizers do that write ``p.data = ...``."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - 0.1 * p.grad
+
+
+def test_parameters_that_an_optimizer_replaces_are_parameters() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    footprint = estimate(model, torch.ones(1, 64), step=sum_of_outputs, optimizer=Replacing, device="cpu")
+    assert footprint.parts["parameters"] >= 64 * 64 * 4
+
+
 def test_a_model_without_memory_can_be_asked_about():
     """Built on the meta device: 4 MiB of weights, as much of gradients, and Adam's two averages and counter."""
     with torch.device("meta"):

@@ -156,6 +156,41 @@ def test_a_metric_of_a_whole_epoch_is_computed_at_its_end(many: Any, as_measured
     assert as_measured(evaluate, max_epochs=1).footprint.phase == "epoch end"
 
 
+class Sequences(pl.LightningModule):
+    """Layers that add a bias inside another operator, or that one operator runs where there are no gradients."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.embed = kind, nn.Linear(48, 64)
+        layer: dict[str, Any] = {"dim_feedforward": 128, "batch_first": True}
+        self.gru = nn.GRU(64, 64, bidirectional=True, batch_first=True) if kind == "gru" else None
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, **layer, norm_first=kind == "gelu"), 2)
+        if kind == "gelu":
+            self.encoder.layers.apply(lambda layer: setattr(layer, "activation_relu_or_gelu", 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        if self.gru is not None:
+            return self.gru(x)[0]
+        if self.kind == "cross":
+            return self.attention(x, x * 2, x * 2)[0]
+        if self.kind == "self":
+            return self.attention(x, x, x)[0]
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if self.kind == "masked" else None
+        return self.encoder(x, mask=mask, is_causal=mask is not None)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", self(batch[0]).float().mean())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind", ["gru", "self", "cross", "encoder", "masked", "gelu"])
+def test_what_runs_inside_one_operator(as_measured: Any, kind: str, precision: str) -> None:
+    data = TensorDataset(torch.randn(64, 32, 48))
+    as_measured(run("validate", lambda: Sequences(kind), data, size=32), precision=precision)
+
+
 @pytest.mark.parametrize(("size", "inference_mode"), [(32, True), (32, False), (128, True), (256, True)])
 def test_outputs_that_are_kept_stand_there_once_for_every_batch(
     keeping: Any, wide_data: Any, as_measured: Any, size: int, inference_mode: bool
@@ -399,3 +434,36 @@ def test_two_runs_of_one_trainer_are_tuned_each_for_itself(trainer: Any, many: T
     assert second is not None
     assert second.batch_size > first.batch_size, "without gradients and activations there is room for more"
     assert module.validated[0] == second.batch_size
+
+
+class Cast(pl.LightningModule):
+    """Under autocast, copies of its weights are most of what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):  # Lightning's own keeps no copies
+            return self.layers(x)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self(batch).square().mean()
+
+    test_step = training_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_autocast_keeps_copies_of_weights_where_the_loop_has_it_keep_them(
+    as_measured: Any, stage: str, inference_mode: bool
+) -> None:
+    samples = torch.randn(16, 512)
+
+    def run(trainer: Any) -> None:
+        getattr(trainer, stage)(Cast(), DataLoader(samples, batch_size=8))  # type: ignore[arg-type]
+
+    as_measured(run, inference_mode=inference_mode)
