@@ -16,11 +16,11 @@ import contextlib
 import gc
 import importlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -32,13 +32,19 @@ from lightning_memguard.core.capture.batch import batch_bytes, batch_size_of, ba
 from lightning_memguard.core.capture.split import Cut, cut_of, even_parts, join, part_of, size_of
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.training.adapter.lightning_types import lightning_of
-from lightning_memguard.training.adapter.logged import Journal, StepState, metrics_of
+from lightning_memguard.training.adapter.logged import Journal, Noted, StepState
 from lightning_memguard.training.adapter.same_step import SameStep
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-_ONCE = {"on_before_backward": "first", "on_after_backward": "last"}  # hooks, and the part that they are called at
+Gradients: TypeAlias = tuple[list[torch.Tensor | None], list[int]]
+"""Of each parameter, in order: its gradient, and how often that was written to."""
+
+Attempted: TypeAlias = tuple[Noted, Gradients]
+"""What there was before an attempt."""
+
+_NONE: Gradients = ([], [])
 
 
 @dataclass(frozen=True)
@@ -86,20 +92,25 @@ class StepGuard:
     def __init__(self, trainer: Trainer, module: LightningModule, same: SameStep, policy: Policy) -> None:
         self.trainer: Any = trainer
         self.module = module
-        self.same = same
         self.policy = policy
         self.at_once = 0
         self.refused = ""
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._calls = importlib.import_module(f"{lightning_of(module).__name__}.trainer.call")
         self._parameters = [each for each in module.parameters() if each.requires_grad]
-        self._metrics = metrics_of(module)
-        self._buffers = [each for name, each in module.named_buffers() if name in same.buffers]
+        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
+        self._state = StepState(trainer, module)
+        self.follow(same)
         self._in_backward = self._zeroed = False
         self._ddp = _wrapper_of(trainer)
         self._collectives = -1
         self._entering: RemovableHandle | None = None
         self._classes: dict[type, type] = {}
+
+    def follow(self, same: SameStep) -> None:
+        """Do steps as they were found to be."""
+        self.same = same
+        self._state.expect(draws=same.draws, in_place=same.in_place, buffers=same.buffers)
 
     def install(self) -> None:
         """Guard the steps from now on."""
@@ -118,12 +129,15 @@ class StepGuard:
 
     def _make_guarded(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         closure = self._make(kwargs, optimizer, batch_idx)
-        kind = type(closure)
-        if kind not in self._classes:
-            self._classes[kind] = _guarded(kind)
         closure.guard, closure.step = self, (kwargs, optimizer, batch_idx)
-        closure.__class__ = self._classes[kind]
+        closure.__class__ = self._classes.get(type(closure)) or self._guarded(type(closure))
         return closure
+
+    def _guarded(self, kind: type) -> type:
+        """Lightning's closure, under a guard; of one base, so that an object may become one."""
+        guarded = type("GuardedClosure", (kind,), {"closure": _guarded(kind.closure)})  # type: ignore[attr-defined]
+        self._classes[kind] = guarded
+        return guarded
 
     def _count_collectives(self, *_: object) -> None:
         self._collectives = _collectives()
@@ -132,19 +146,20 @@ class StepGuard:
         """Note what an attempt may change; None where that cannot be determined."""
         self._collectives = -1
         try:
-            state = StepState(self.trainer, self.module, self._metrics, self._buffers, draws=self.same.draws)
+            noted = self._state.note(self._epoch_loop._results)
         except Exception:  # noqa: BLE001 - the step runs all the same
             return None
-        return Attempted(state, {} if closure._zero_grad_fn is not None else self._gradients())
+        return noted, _NONE if closure._zero_grad_fn is not None else self._gradients()
 
-    def _gradients(self) -> dict[torch.Tensor, tuple[torch.Tensor | None, int]]:
+    def _gradients(self) -> Gradients:
         """Which gradients are there, and how often each was written to."""
-        return {p: (p.grad, p.grad._version if p.grad is not None else 0) for p in self._parameters}
+        gradients = [each.grad for each in self._parameters]
+        return gradients, [0 if each is None else each._version for each in gradients]
 
-    def _written(self, before: Mapping[torch.Tensor, tuple[torch.Tensor | None, int]]) -> set[torch.Tensor]:
+    def _written(self, before: Gradients) -> set[torch.Tensor]:
         return {
             p
-            for p, (grad, version) in before.items()
+            for p, grad, version in zip(self._parameters, *before, strict=False)
             if p.grad is not grad or (grad is not None and grad._version != version)
         }
 
@@ -178,7 +193,7 @@ class StepGuard:
         if samples < 2:
             return "its batch is a single sample" if samples else "its batch cannot be cut by sample"
         part_of(kwargs["batch"], cut, samples, 0, 1)
-        written = self._written(attempted.gradients)
+        written = self._written(attempted[1])
         if written and not self.same.atomic:
             return "a part of a gradient may have been added to those accumulated before (reentrant checkpointing)"
         return self._obstacle_of_ranks()
@@ -216,12 +231,13 @@ class StepGuard:
         Raises:
             BaseException: what a part raised that is not due to memory, or that holds a single sample.
         """
-        attempted.state.put_back()
+        noted, gradients = attempted
+        self._state.put_back(noted)
         if self._ddp is not None:
             self._ddp.require_forward_param_sync = False  # the failed attempt has sent the buffers
         batch = closure.step[0]["batch"]
         samples, _ = self._samples(batch)
-        had_backward, written = self._in_backward, self._written(attempted.gradients)
+        had_backward, written = self._in_backward, self._written(gradients)
         self._free()
         return self._in_parts(
             closure, self.policy.most_samples(Part(samples, samples, batch_bytes(batch))), written, had_backward
@@ -277,15 +293,8 @@ class StepGuard:
             trim_heap()
 
 
-class Attempted(NamedTuple):
-    """What there was before an attempt."""
-
-    state: StepState
-    gradients: dict[torch.Tensor, tuple[torch.Tensor | None, int]]
-
-
-def _guarded(kind: type) -> type:
-    """Lightning's closure, under a guard; of one base, so that an object may become one."""
+def _guarded(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Lightning's ``Closure.closure``, under the guard that the closure has."""
 
     def closure(self: Any, *args: Any, **kwargs: Any) -> Any:
         guard: StepGuard = self.guard
@@ -295,13 +304,13 @@ def _guarded(kind: type) -> type:
                 return result
         attempted = guard.before(self)
         try:
-            return kind.closure(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return own(self, *args, **kwargs)
         except Exception as error:
             if attempted is None or not guard.takes(self, attempted, error):
                 raise
         return guard.again(self, attempted)
 
-    return type("GuardedClosure", (kind,), {"closure": closure})
+    return closure
 
 
 class _Run:
@@ -313,7 +322,7 @@ class _Run:
         self.guard = guard
         self.kwargs, self.optimizer, self.batch_idx = kwargs, optimizer, batch_idx
         self.cut, self.samples = cut, samples
-        self.journal = Journal(guard.trainer._results)
+        self.journal = Journal(guard._epoch_loop._results)
         self.results: list[Any] = []
         self.counts: list[int] = []
         self._had_backward = had_backward  # whether the hooks before it were called
@@ -323,7 +332,7 @@ class _Run:
         guard = self.guard
         for first, last in even_parts(start, stop, most):
             before = guard._gradients()
-            kept = None if guard.same.atomic else _on_host(before)
+            kept = None if guard.same.atomic else [(p, _on_host(p.grad)) for p in guard._parameters]
             error = self._part(first, last, has_theirs)
             if error is None:
                 continue
@@ -346,7 +355,7 @@ class _Run:
         """Forward and backward of some samples; an exception where memory ran out."""
         guard, count = self.guard, stop - start
         guard._in_backward, guard._collectives = False, -1
-        state = StepState(guard.trainer, guard.module, guard._metrics, guard._buffers, draws=guard.same.draws)
+        noted = guard._state.note(guard._epoch_loop._results)
         batch = part_of(self.kwargs["batch"], self.cut, self.samples, start, stop)
         kwargs = type(self.kwargs)(self.kwargs)
         kwargs["batch"] = batch
@@ -364,7 +373,7 @@ class _Run:
                 result = closure.closure()
         except Exception as error:
             self.journal.drop()
-            state.put_back()
+            guard._state.put_back(noted)
             if not guard.policy.is_memory(error):
                 raise
             _release(error)
@@ -438,13 +447,13 @@ def _let_go(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _on_host(gradients: Mapping[torch.Tensor, tuple[torch.Tensor | None, int]]) -> dict[torch.Tensor, Any]:
-    return {p: None if grad is None else grad.to("cpu", copy=True) for p, (grad, _) in gradients.items()}
+def _on_host(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else grad.to("cpu", copy=True)
 
 
-def _put_back(kept: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
+def _put_back(kept: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     with torch.no_grad():
-        for parameter, value in kept.items():
+        for parameter, value in kept:
             if value is None or parameter.grad is None:
                 parameter.grad = None if value is None else value.to(parameter.device)
             else:

@@ -5,8 +5,8 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6, those of torchmetrics
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,14 +23,21 @@ def metrics_of(module: nn.Module) -> list[Any]:
     return [each for each in module.modules() if is_a(each, "Metric") and hasattr(each, "_defaults")]
 
 
-def saved_metrics(metrics: Iterable[Any]) -> Callable[[], None]:
-    """Note the states of metrics; call the result to put them back."""
+def saved_metrics(metrics: Iterable[Any], *, in_place: bool = True) -> Callable[[], None]:
+    """Note the states of metrics; call the result to put them back.
+
+    Args:
+        metrics: those of torchmetrics.
+        in_place: whether their tensors may be written to; if not, none is copied.
+    """
     saved = []
     for metric in metrics:
-        values = dict(vars(metric))
-        lists = [(values[name], len(values[name])) for name in metric._defaults if isinstance(values[name], list)]
-        tensors = {name: values[name].clone() for name in metric._defaults if isinstance(values[name], torch.Tensor)}
-        saved.append((metric, values | tensors, lists))
+        values = vars(metric).copy()
+        states = {name: values[name] for name in metric._defaults}
+        lists = [(each, len(each)) for each in states.values() if isinstance(each, list)]
+        if in_place:
+            values |= {name: each.clone() for name, each in states.items() if isinstance(each, torch.Tensor)}
+        saved.append((metric, values, lists))
 
     def put_back() -> None:
         for metric, values, lists in saved:
@@ -42,60 +49,70 @@ def saved_metrics(metrics: Iterable[Any]) -> Callable[[], None]:
     return put_back
 
 
-class StepState:
-    """What a step may change in its Trainer and its module, as it was when this was made.
+class Noted(NamedTuple):
+    """What there was before a step."""
 
-    Args:
-        trainer: the Trainer.
-        module: its module.
-        metrics: those of torchmetrics in it.
-        buffers: those that a step changes.
-        draws: whether a step draws random numbers.
+    results: Any  # Lightning's collection of logged values
+    hooks: tuple[Any, Any]  # that are running, by the module's and the Trainer's word
+    values: tuple[tuple[str, Any, dict[str, Any]], ...]
+    metrics: Callable[[], None] | None
+    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    random: Sequence[tuple[torch.Generator, torch.Tensor]]
+
+
+class StepState:
+    """Notes what a step may change in its Trainer and its module, and puts it back.
+
+    It is noted before each step: only what the step is known to change is copied.
     """
 
-    __slots__ = ("_buffers", "_fx", "_metrics", "_random", "_results", "_trainer")
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._connector: Any = trainer._logger_connector
+        self._module = module
+        self._metrics = metrics_of(module)
+        self._device = trainer.strategy.root_device
+        self.expect()
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        metrics: Sequence[Any],
-        buffers: Sequence[torch.Tensor],
-        *,
-        draws: bool,
-    ) -> None:
-        connector: Any = trainer._logger_connector
-        self._trainer = trainer
-        self._fx = module._current_fx_name, connector._current_fx
-        self._results = {key: dict(vars(each)) for key, each in (trainer._results or {}).items()}
-        self._metrics = saved_metrics(metrics) if metrics else None
-        self._buffers = [(each, each.clone()) for each in buffers]
-        self._random = _random_states(trainer.strategy.root_device) if draws else ()
+    def expect(self, *, draws: bool = True, in_place: bool = True, buffers: Collection[str] = ()) -> None:
+        """What steps do from now on: draw random numbers, write to the states of metrics, change buffers."""
+        self._in_place = in_place
+        self._buffers = [each for name, each in self._module.named_buffers() if name in buffers]
+        self._generators = _generators(self._device) if draws else []
 
-    def put_back(self) -> None:
+    def note(self, results: Any) -> Noted:
+        """What there is now; ``results`` is the collection of values that is logged to."""
+        return Noted(
+            results,
+            (self._module._current_fx_name, self._connector._current_fx),
+            tuple([(key, each, vars(each).copy()) for key, each in results.items()]) if results else (),
+            saved_metrics(self._metrics, in_place=self._in_place) if self._metrics else None,
+            [(each, each.clone()) for each in self._buffers] if self._buffers else (),
+            [(each, each.get_state()) for each in self._generators] if self._generators else (),
+        )
+
+    def put_back(self, noted: Noted) -> None:
         """Make everything as it was."""
-        trainer: Any = self._trainer
-        trainer.lightning_module._current_fx_name, trainer._logger_connector._current_fx = self._fx
-        results = trainer._results if trainer._results is not None else {}
-        for key in [key for key in results if key not in self._results]:
-            del results[key]
-        for key, values in self._results.items():
-            vars(results[key]).clear()
-            vars(results[key]).update(values)
-        if self._metrics:
-            self._metrics()
+        self._module._current_fx_name, self._connector._current_fx = noted.hooks
+        if noted.results is not None:
+            noted.results.clear()
+        for key, result, values in noted.values:
+            noted.results[key] = result
+            vars(result).clear()
+            vars(result).update(values)
+        if noted.metrics is not None:
+            noted.metrics()
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for buffer, value in noted.buffers:
                 buffer.copy_(value)
-        for state, restore in self._random:
-            restore(state)
+        for generator, state in noted.random:
+            generator.set_state(state)
 
 
-def _random_states(device: torch.device) -> tuple[tuple[torch.Tensor, Callable[[torch.Tensor], None]], ...]:
-    states: list[Any] = [(torch.get_rng_state(), torch.set_rng_state)]
-    if device.type == "cuda":
-        states.append((torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
-    return tuple(states)
+def _generators(device: torch.device) -> list[torch.Generator]:
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 class Journal:

@@ -63,6 +63,7 @@ class SameStep:
         buffers: names of buffers that it changes.
         atomic: whether a backward pass adds to each gradient at most once.
         collectives: whether it talks to other ranks by itself.
+        in_place: whether it writes to the states of metrics, instead of replacing them.
     """
 
     cut: Cut | None = None
@@ -73,6 +74,7 @@ class SameStep:
     buffers: tuple[str, ...] = ()
     atomic: bool = True
     collectives: bool = False
+    in_place: bool = True
 
 
 def unknown(reason: str) -> SameStep:
@@ -199,7 +201,7 @@ class _Trial:
         self.parameters = [each for each in module.float().parameters() if each.requires_grad]
         self.buffers = {name: each.detach().clone() for name, each in module.named_buffers()}
         self.metrics = metrics_of(module)
-        self.collectives = False
+        self.collectives = self.in_place = False
         self.draws = _Draws()
 
     def result(self, batch: Any) -> SameStep:
@@ -230,6 +232,7 @@ class _Trial:
             tuple(self._changed_buffers()),
             atomic,
             self.collectives,
+            self.in_place,
         )
 
     def _pass(self, batch: Any, count: int) -> _Pass:
@@ -238,12 +241,15 @@ class _Trial:
             for name, buffer in self.module.named_buffers():
                 if name in self.buffers:
                     buffer.copy_(self.buffers[name])
+        states = [each for metric in self.metrics for each in _tensors_of(metric)]
+        versions = [each._version for each in states]
         journal = Journal(self.module.trainer._results)
         journal.begin(batch, count)
         try:
             loss, output = self._backward(batch)
         finally:
             journal.end()
+        self.in_place |= [each._version for each in states] != versions
         gradients = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         metrics = [_state_of(metric, name) for metric in self.metrics for name in metric._defaults]
         return _Pass(loss, gradients, output, metrics, journal)
@@ -367,6 +373,11 @@ def _rules(whole: _Pass, parts: Sequence[_Pass], counts: Sequence[int]) -> Rules
             if rule is not None:
                 rules[name] = rule
     return Rules(rules)
+
+
+def _tensors_of(metric: Any) -> list[torch.Tensor]:
+    states = [getattr(metric, name) for name in metric._defaults]
+    return [each for each in states if isinstance(each, torch.Tensor)]
 
 
 def _state_of(metric: Any, name: str) -> torch.Tensor:

@@ -80,7 +80,7 @@ class Rescuer:
     @property
     def _same(self) -> SameStep:
         if self._probe is not None:
-            self._guard.same = self._probe.result()
+            self._guard.follow(self._probe.result())
             self._probe = None
         return self._guard.same
 

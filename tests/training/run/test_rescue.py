@@ -164,7 +164,7 @@ def test_gradients_accumulated_before_are_lost_without_putting_them_back(
 ) -> None:
     """The control of the test above: it would see them."""
     expected, _ = fit(trainer, seeded(Net), accumulate_grad_batches=3)
-    monkeypatch.setattr(StepGuard, "_gradients", lambda self: {})
+    monkeypatch.setattr(StepGuard, "_gradients", lambda self: ([], []))
     found, _ = fit(trainer, seeded(Net, 2, late=True), MemGuard(max_batch_size=BATCH), accumulate_grad_batches=3)
     assert (found - expected).abs().max() > 1e-3
 
