@@ -80,6 +80,13 @@ def intercept_loaders(
     return lambda: vars(source).pop("dataloader", None)
 
 
+def make_loaders_again(trainer: Trainer) -> Callable[[], None]:
+    """Have a fit make its loaders again when its next epoch begins; call the result then."""
+    own = trainer.reload_dataloaders_every_n_epochs
+    trainer.reload_dataloaders_every_n_epochs = 1
+    return functools.partial(setattr, trainer, "reload_dataloaders_every_n_epochs", own)
+
+
 def combine(loaders: object, mode: str, package: ModuleType) -> CombinedLoader:
     """The CombinedLoader that Lightning makes of a loader or a nesting of them; a copy if it is one already."""
     cls: type[CombinedLoader] = importlib.import_module(f"{package.__name__}.utilities.combined_loader").CombinedLoader

@@ -18,6 +18,7 @@ from lightning_memguard.training.run.batch_monitor import BatchWatch, ran_out_of
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
+_OFTEN = 0.1  # share of an epoch's steps done in parts; where it is more, the next epoch takes smaller batches
 _FIXED = ("parameters", "buffers", "gradients", "optimizer_state", "communication", "callbacks", "workspaces")
 
 
@@ -33,7 +34,7 @@ class Rescuer:
         announce: warns of something.
 
     Attributes:
-        steps: how many steps were done in parts since this was last set to 0.
+        steps: how many steps were done in parts since `restart`.
         refused: why the last step that ran out of memory was not; empty where none did.
     """
 
@@ -56,6 +57,7 @@ class Rescuer:
         self._device = trainer.strategy.root_device
         self._too_large_bytes = math.inf  # batches from this size on are run in parts at once
         self._fitting_bytes = 0.0  # the largest part that ran, or is predicted to
+        self._most_parts = 1
         self._said = False
         policy = Policy(ran_out_of_memory, self.obstacle, self._most_samples, self._ran, self._rescued)
         same = probe.found if probe else None
@@ -64,6 +66,15 @@ class Rescuer:
     def install(self) -> None:
         """Guard the steps from now on."""
         self._guard.install()
+
+    def restart(self) -> None:
+        """An epoch begins."""
+        self.steps, self._most_parts = 0, 1
+
+    def parts_to_take(self, batches: int) -> int:
+        """How many batches of the next epoch are to take the place of one, after an epoch of so many batches."""
+        same_step = self.steps and self._same.weighting == "mean"
+        return self._most_parts if same_step and self.steps > _OFTEN * batches else 1
 
     def close(self) -> None:
         """Leave the Trainer as it was."""
@@ -151,6 +162,7 @@ class Rescuer:
 
     def _rescued(self, batch: Part, largest: int) -> None:
         self.steps += 1
+        self._most_parts = max(self._most_parts, math.ceil(batch.samples / largest))
         if not self._said:
             self._said = True
             same = self._same

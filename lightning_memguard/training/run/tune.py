@@ -173,6 +173,37 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
     return with_steps(replace(tuning, profile=chosen, decision=decision))
 
 
+def in_parts(tuning: Tuning, parts: int, settings: GuardSettings, reason: str) -> Tuning:
+    """Take so many batches in place of one, with as many samples in an optimizer step.
+
+    Raises:
+        CannotTraceError: there is no such size, or it makes more optimizer steps, which schedules may not expect.
+    """
+    profile, before = tuning.profile, tuning.decision
+    if profile is None:
+        raise CannotTraceError("nothing was predicted")
+    step = before.multiple_of
+    size = max(-(-before.batch_size // parts // step) * step, profile.request.smallest_batch_size)
+    parts = -(-before.batch_size // size)
+    accumulate, effective = before.accumulate_grad_batches * parts, settings.keep_effective_batch_size
+    if effective is not None:
+        accumulate = max(1, effective // (size * profile.request.ranks))
+    smaller = replace(
+        before,
+        batch_size=size,
+        accumulate_grad_batches=accumulate,
+        outcome="tuned",
+        footprint=profile.footprint_at(size),
+        limited_by="memory",
+        reason=reason,
+    )
+    resized = with_steps(replace(tuning, decision=smaller))
+    now, then = resized.decision.steps_per_epoch, with_steps(tuning).decision.steps_per_epoch
+    if size == before.batch_size or (now is not None and then is not None and now > then):
+        raise CannotTraceError("no smaller size has as many optimizer steps")
+    return resized
+
+
 def _facts_of(trainer: Trainer, stage: Stage) -> RunFacts:
     facts = read_run_facts(trainer, stage)
     if callbacks.finds_batch_size(facts.callbacks):

@@ -259,6 +259,46 @@ def test_an_unknown_setting_is_refused() -> None:
         MemGuard(on_oom="ignore")  # type: ignore[arg-type]
 
 
+# -- the next epoch
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_after_an_epoch_of_rescues_the_next_takes_smaller_batches_and_the_same_steps(
+    trainer: Any, accumulate: int
+) -> None:
+    """Batches of six fail, and their parts of three fit: from then on two batches of three make a step."""
+    settings: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    expected, _ = fit(trainer, seeded(Net), **settings)
+    guard = MemGuard(max_batch_size=BATCH)
+    made, module = trainer(guard, **settings), seeded(Net, 3)
+    with pytest.warns(UserWarning, match=r"next epoch on: Batch size 3 \(was 6\): 8 of 8 steps of epoch 0 ran out of"):
+        made.fit(module, data())
+    found = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert [(record.batch_size, record.rescued) for record in guard.records] == [(6, 8), (3, 0), (3, 0)]
+    assert [bool(record.resized_because) for record in guard.records] == [False, True, False]
+    assert guard.decision.accumulate_grad_batches == 2 * accumulate
+    assert (made.accumulate_grad_batches, made.reload_dataloaders_every_n_epochs) == (accumulate, 0)
+    assert guard.decision.reason.startswith("8 of 8 steps")
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "callbacks"),
+    [
+        (lambda: Summed(3), {}, []),
+        (lambda: Net(3), {"limit_train_batches": 8}, []),
+        (lambda: Net(3), {}, [pl.callbacks.GradientAccumulationScheduler({0: 1, 9: 2})]),
+    ],
+    ids=["a summed loss", "a number of batches", "accumulation on a schedule"],
+)
+def test_where_smaller_batches_would_be_another_training_the_size_stays(
+    trainer: Any, module: Any, settings: dict[str, Any], callbacks: list[Any]
+) -> None:
+    guard = MemGuard(max_batch_size=BATCH)
+    fit(trainer, module(), guard, *callbacks, max_epochs=2, **settings)
+    assert [(record.batch_size, record.rescued) for record in guard.records] == [(6, 8), (6, 8)]
+
+
 # -- before it fails
 
 
