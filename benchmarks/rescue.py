@@ -296,7 +296,7 @@ def equality() -> bool:
     StepGuard._gradients = lambda self: ([], [])  # type: ignore[method-assign]
     without, *_ = train("accumulation 4", RESCUED)
     StepGuard._gradients = own[0]  # type: ignore[method-assign]
-    _Run._weight = lambda self, count: 1.0  # type: ignore[method-assign]
+    _Run._weight = lambda self, *_: 1.0  # type: ignore[method-assign]
     unweighted, *_ = train("MLP", RESCUED)
     _Run._weight = own[1]  # type: ignore[method-assign]
     for what, case, found in (
@@ -599,7 +599,9 @@ def overhead() -> bool:
         trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[MemGuard(max_batch_size=1), toggles], **QUIET)
         trainer.fit(module, DataLoader(TensorDataset(*columns), 1))
         each = [second / block * 1e6 for second in toggles.seconds[3:]]
-        extra = [(one - other) * (-1) ** place for place, (one, other) in enumerate(zip(each[::2], each[1::2]))]
+        extra = [
+            (one - other) * (-1) ** place for place, (one, other) in enumerate(zip(each[::2], each[1::2], strict=False))
+        ]
         low, more, high = statistics.quantiles(extra)
         print(f"{what}: {statistics.median(each):.1f} us; guarded {more:+.1f} us (quartiles {low:+.1f}, {high:+.1f}; "
               f"{len(extra)} pairs of {block} steps)", flush=True)  # fmt: skip

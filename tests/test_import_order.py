@@ -118,6 +118,7 @@ ROOMS = {
         "program",
         "same_step",
         "closure",
+        "evaluation",
     ],
     "training/data": ["__init__", "copies", "resizing", "loaders", "draws", "samples"],
     "training/planning": [

@@ -6,6 +6,7 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6, those of torchmetrics
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ class Noted(NamedTuple):
 
     results: Any  # Lightning's collection of logged values
     hooks: tuple[Any, Any]  # that are running, by the module's and the Trainer's word
-    values: tuple[tuple[str, Any, dict[str, Any]], ...]
+    values: Sequence[tuple[str, Any, dict[str, Any]]]
     metrics: Callable[[], None] | None
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
     random: Sequence[tuple[torch.Generator, torch.Tensor]]
@@ -84,7 +85,7 @@ class StepState:
         return Noted(
             results,
             (self._module._current_fx_name, self._connector._current_fx),
-            tuple([(key, each, vars(each).copy()) for key, each in results.items()]) if results else (),
+            [(key, each, vars(each).copy()) for key, each in results.items()] if results else (),
             saved_metrics(self._metrics, in_place=self._in_place) if self._metrics else None,
             [(each, each.clone()) for each in self._buffers] if self._buffers else (),
             [(each, each.get_state()) for each in self._generators] if self._generators else (),
@@ -111,8 +112,7 @@ class StepState:
 def _generators(device: torch.device) -> list[torch.Generator]:
     if device.type != "cuda":
         return [torch.default_generator]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
+    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
 
 class Journal:
@@ -125,20 +125,31 @@ class Journal:
         self._results = results
         self._parts: list[list[tuple[str, Any, int, Any]]] = []
         self._counts: list[int] = []
+        self._weights: list[float] = []
         self._batch = results.batch if results is not None else None
 
     def begin(self, batch: object, count: int) -> None:
         """A part of so many samples begins."""
         self._parts.append([])
         self._counts.append(count)
+        self._weights.append(count)
         if self._results is not None:
             self._results.batch, self._results.batch_size = batch, None
             self._results.update_metrics = self._note
 
     def drop(self) -> None:
         """The part that began last has failed."""
-        self._parts.pop()
-        self._counts.pop()
+        for each in (self._parts, self._counts, self._weights):
+            each.pop()
+
+    def forget(self) -> None:
+        """Nothing was logged so far."""
+        for each in (self._parts, self._counts, self._weights):
+            each.clear()
+
+    def weigh(self, weight: float) -> None:
+        """The part that began last has this weight in the loss of the batch."""
+        self._weights[-1] = weight
 
     def _note(self, key: str, value: Any, batch_size: int) -> None:
         if isinstance(value, torch.Tensor):
@@ -150,19 +161,20 @@ class Journal:
 
     def values(self) -> list[tuple[str, list[Any], list[int]]]:
         """What was logged: keys, the values of the parts that logged it, and the samples of these."""
-        return [(key, values, counts) for key, _, values, counts, _, _ in self._merged()]
+        return [(merged.key, merged.values, merged.counts) for merged in self._merged()]
 
-    def _merged(self) -> list[tuple[str, int, list[Any], list[int], list[int], Any]]:
-        merged: dict[tuple[str, int], tuple[list[Any], list[int], list[int], Any]] = {}
-        for count, part in zip(self._counts, self._parts, strict=True):
+    def _merged(self) -> list[_Merged]:
+        merged: dict[tuple[str, int], _Merged] = {}
+        for count, weight, part in zip(self._counts, self._weights, self._parts, strict=True):
             times: dict[str, int] = {}
             for key, value, batch_size, metric in part:
                 times[key] = times.get(key, 0) + 1
-                entry = merged.setdefault((key, times[key]), ([], [], [], metric))
-                entry[0].append(value)
-                entry[1].append(count)
-                entry[2].append(batch_size)
-        return [(*name, *entry) for name, entry in merged.items()]
+                entry = merged.setdefault((key, times[key]), _Merged(key, metric))
+                entry.values.append(value)
+                entry.counts.append(count)
+                entry.weights.append(weight)
+                entry.sizes.append(batch_size)
+        return [*merged.values()]
 
     def end(self, rules: Rules | None = None) -> None:
         """Log what was kept once for the batch; without ``rules`` it is dropped."""
@@ -171,14 +183,29 @@ class Journal:
             return
         vars(results).pop("update_metrics", None)
         results.batch, results.batch_size = self._batch, None
-        for key, _, values, counts, sizes, metric in self._merged() if rules else ():
-            rule = rules.of(key, _default_of(results[key])) if rules else "mean"
-            value = combine(values, counts, rule)
-            if metric is not None:
-                metric._forward_cache = results[key]._forward_cache = value
+        for each in self._merged() if rules else ():
+            rule = rules.of(each.key, _default_of(results[each.key])) if rules else "mean"
+            value = combine(each.values, each.weights if rule == "average" else each.counts, rule)
+            if each.metric is not None:
+                each.metric._forward_cache = results[each.key]._forward_cache = value
                 continue
-            same = len(set(sizes)) == 1 and sizes != counts  # a number of samples that does not depend on the batch
-            results.update_metrics(key, value, sizes[0] if same else sum(sizes))
+            sizes = each.sizes
+            same = (
+                len(set(sizes)) == 1 and sizes != each.counts
+            )  # a number of samples that does not depend on the batch
+            results.update_metrics(each.key, value, sizes[0] if same else sum(sizes))
+
+
+@dataclass
+class _Merged:
+    """One value that was logged, by each part that logged it."""
+
+    key: str
+    metric: Any
+    values: list[Any] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
 
 def _default_of(result: Any) -> Rule:

@@ -20,6 +20,7 @@ from lightning_memguard.report.table import last_line, print_decision, warning_o
 from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried, schedules_accumulation
 from lightning_memguard.training.adapter.ddp import wraps_in_ddp
+from lightning_memguard.training.adapter.evaluation import EvaluationGuard
 from lightning_memguard.training.adapter.loader_access import make_loaders_again
 from lightning_memguard.training.adapter.metrics import show_to_callbacks
 from lightning_memguard.training.adapter.program import logging_step
@@ -28,7 +29,7 @@ from lightning_memguard.training.adapter.run_facts import Stage
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
 from lightning_memguard.training.run.profile import GuardSettings, RunProfile
-from lightning_memguard.training.run.rescue import Rescuer
+from lightning_memguard.training.run.rescue import Rescuer, guard_evaluation
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of
 from lightning_memguard.training.run.tune import in_parts, recheck, tune, with_steps
@@ -70,6 +71,7 @@ class GuardedRun:
         self._recorder = SnapshotRecorder(trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
         self._rescuer: Rescuer | None = None
+        self._evaluations: EvaluationGuard | None = None
         self._resized_because = ""
         self._undo_reload: Callable[[], None] | None = None
         self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
@@ -190,6 +192,8 @@ class GuardedRun:
         """Start measuring, now that the model is on its device."""
         if self.trains and self.settings.splits:
             self._rescuer = attempt(self._make_rescuer).value
+        if self.stage != "predict" and self.settings.splits:
+            self._evaluations = attempt(self._guard_evaluations).value
         profile = self.tuning.profile
         if profile is None:
             return
@@ -203,10 +207,14 @@ class GuardedRun:
 
     def _make_rescuer(self) -> Rescuer:
         by_name = self.settings.on_oom == "split"
-        watch, probe = partial(self._watches.get, "train"), self.tuning.probe
+        watch, probe = partial(self._watches.get, "train"), self.tuning.probes.get("train")
         rescuer = Rescuer(self.trainer, self.module, probe, watch, self._warn, by_name=by_name)
         rescuer.install()
         return rescuer
+
+    def _guard_evaluations(self) -> EvaluationGuard:
+        by_name, probe = self.settings.on_oom == "split", self.tuning.probes.get("val")
+        return guard_evaluation(self.trainer, self.module, probe, self._warn, by_name=by_name)
 
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
@@ -408,7 +416,8 @@ class GuardedRun:
 
     def out_of_memory_note(self) -> str:
         """What was predicted of a run that ran out of memory, what would have fit, and why no step was rescued."""
-        refused = self._rescuer.refused if self._rescuer else ""
+        guard = self._rescuer if self.trainer.training else self._evaluations
+        refused = guard.refused if guard else ""
         return "\n".join(filter(None, (self._note_on_prediction(), refusal_words(refused))))
 
     def _note_on_prediction(self) -> str:
@@ -430,8 +439,10 @@ class GuardedRun:
         attempt(self._end_recording)
         if self._rescuer is not None:
             self._rescuer.close()
-        elif self.tuning.probe is not None:
-            self.tuning.probe.close()
+        if self._evaluations is not None:
+            attempt(self._evaluations.remove)
+        for probe in self.tuning.probes.values():
+            probe.close()
         attempt(self._meter.close)
 
 

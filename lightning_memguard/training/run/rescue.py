@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.core.capture.batch import batch_bytes, batch_size_of
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.report.failure import Larger, Rescued, rescue_words
 from lightning_memguard.training.adapter.closure import Part, Policy, StepGuard
+from lightning_memguard.training.adapter.evaluation import EvaluationGuard, EvaluationPolicy
 from lightning_memguard.training.adapter.lightning_types import is_a
 from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.adapter.same_step import Probe, SameStep, unknown
@@ -20,6 +21,35 @@ if TYPE_CHECKING:
 
 _OFTEN = 0.1  # share of an epoch's steps done in parts; where it is more, the next epoch takes smaller batches
 _FIXED = ("parameters", "buffers", "gradients", "optimizer_state", "communication", "callbacks", "workspaces")
+
+
+def _unless_by_name(changes: Sequence[str]) -> str:
+    return f'{"; ".join(changes)}. MemGuard(on_oom="split") does it all the same' if changes else ""
+
+
+def guard_evaluation(
+    trainer: Trainer, module: LightningModule, probe: Probe | None, announce: Callable[[str], None], *, by_name: bool
+) -> EvaluationGuard:
+    """Do steps of validation and test again in parts where they run out of memory, from now on; see `Rescuer`."""
+    found: list[SameStep] = []
+    told: list[bool] = []
+
+    def same() -> SameStep:
+        if not found:
+            found.append(probe.result() if probe else unknown("nothing was predicted"))
+        return found[0]
+
+    def rescued(samples: int, at_once: int) -> None:
+        if not told:
+            told.append(True)
+            announce(rescue_words(Rescued(samples, at_once, same().changes, same().draws, evaluates=True)))
+
+    policy = EvaluationPolicy(
+        ran_out_of_memory, same, lambda: "" if by_name else _unless_by_name(same().changes), rescued
+    )
+    guard = EvaluationGuard(trainer, module, policy)
+    guard.install()
+    return guard
 
 
 class Rescuer:
@@ -100,9 +130,7 @@ class Rescuer:
         changes = [*self._same.changes]
         if any(is_a(optimizer, "LBFGS") for optimizer in self._trainer.optimizers):
             changes.append("LBFGS takes several passes a step, and its search would see their rounding")
-        if self._by_name or not changes:
-            return ""
-        return f'{"; ".join(changes)}. MemGuard(on_oom="split") does it all the same'
+        return "" if self._by_name else _unless_by_name(changes)
 
     # -- before a step
 

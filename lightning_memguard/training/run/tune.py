@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,25 +21,27 @@ from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.planning.search import Context, or_the_smallest
 from lightning_memguard.training.run.choose import Chosen, Planner, choose
-from lightning_memguard.training.run.profile import GuardSettings, RunProfile, read_run
+from lightning_memguard.training.run.profile import GuardSettings, Reading, RunProfile, read_run
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
+
+    from lightning_memguard.training.adapter.program import LightningProgram
 
 
 @dataclass(frozen=True)
 class Tuning:
     """The result of `tune`. ``profile`` is None where the run was not tuned; ``decision.reason`` says why.
 
-    ``probe`` knows whether its step can be taken in parts, where that was asked.
+    ``probes`` know whether its steps, by role, can be taken in parts, where that was asked.
     """
 
     decision: Decision
     role: Role = "train"
     profile: RunProfile | None = None
     ranks: Ranks = field(default_factory=Ranks)
-    probe: Probe | None = None
+    probes: Mapping[Role, Probe] = field(default_factory=dict)
 
 
 _COMPILING = "MemGuard: following torch.compile on a copy of the step, which takes 2 to 40 s a batch size ..."
@@ -57,10 +59,10 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         ranks = Ranks.of(facts)
         reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
         process_bytes = reading.process_bytes
-        probe = Probe(reading.run.program) if settings.splits and stage == "fit" else None
+        probes = _probes(reading, stage) if settings.splits else {}
         with Planner(settings, reading) as planner, contextlib.ExitStack() as failing:
             planner.start()
-            if probe is not None:
+            for probe in probes.values():
                 failing.callback(probe.close)
                 probe.start()
             # after the budget, which counts an open context as ours: measuring it opens it
@@ -75,16 +77,25 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
                 decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
-            if probe is not None:
+            for probe in probes.values():
                 probe.wait()
             failing.pop_all()
-        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, probe))
+        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, probes))
         del reading, profile
         trim_heap()  # of the samples drawn
         return tuning
     except CannotTraceError as error:
         accumulate = trainer.accumulate_grad_batches
         return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", str(error)), ROLES[stage])
+
+
+def _probes(reading: Reading, stage: Stage) -> dict[Role, Probe]:
+    run, evaluation = reading.run, reading.run.evaluation.value
+    if stage == "predict":
+        return {}
+    evaluated = run.program if stage != "fit" else evaluation.program if evaluation else None
+    programs: dict[Role, LightningProgram | None] = {"train": run.program if stage == "fit" else None, "val": evaluated}
+    return {role: Probe(program) for role, program in programs.items() if program is not None}
 
 
 def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
