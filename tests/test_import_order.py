@@ -70,6 +70,7 @@ ROOMS = {
         "__init__",
         "batch",
         "split",
+        "averages",
         "repeated",
         "constants",
         "fake",
@@ -152,6 +153,7 @@ ROOMS = {
 }
 NOT_STD = {
     "core/capture/batch.py",
+    "core/capture/averages.py",
     "core/capture/split.py",
     "core/capture/constants.py",
     "core/capture/repeated.py",

@@ -19,7 +19,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
@@ -287,6 +287,7 @@ class StepGuard:
             try:
                 run.range(0, samples, most, has_theirs)
             except _PartialError:  # it does not average over all elements, as it did when it was tried
+                self.same = replace(self.same, counted=True)
                 run.start_over()
                 self._state.put_back(noted)
                 run.count(most)

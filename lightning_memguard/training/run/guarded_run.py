@@ -311,9 +311,10 @@ class GuardedRun:
         if profile is None or not self.settings.splits or not _takes_other_sizes(trainer, profile):
             return
         batches = trainer.fit_loop.epoch_loop.batch_idx + 1
-        own = attempt(lambda: self._rescuer.parts_to_take(batches) if self._rescuer else 1).value or 1
-        parts = max(ranks.gather(own))
-        if parts < 2:
+        own = attempt(lambda: self._rescuer.parts_to_take(batches) if self._rescuer else 1).value or 0
+        every = ranks.gather(own)
+        parts = max(every)
+        if parts < 2 or not min(every):
             return
         smaller = attempt(lambda: in_parts(self.tuning, parts, self.settings, _reason(record, batches)))
         if not all(ranks.gather(smaller.value is not None)):

@@ -102,9 +102,15 @@ class Rescuer:
         self.steps, self._most_parts = 0, 1
 
     def parts_to_take(self, batches: int) -> int:
-        """How many batches of the next epoch are to take the place of one, after an epoch of so many batches."""
-        same_step = self.steps and self._same.weighting == "mean"
-        return self._most_parts if same_step and self.steps > _OFTEN * batches else 1
+        """How many batches of the next epoch are to take the place of one, after an epoch of so many batches.
+
+        0 where the steps of such batches, accumulated, would be others.
+        """
+        if not self.steps:
+            return 1
+        if self._same.weighting != "mean" or self._same.counted:
+            return 0
+        return self._most_parts if self.steps > _OFTEN * batches else 1
 
     def close(self) -> None:
         """Leave the Trainer as it was."""

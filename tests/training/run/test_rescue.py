@@ -319,8 +319,9 @@ def test_parts_are_weighted_by_what_the_loss_averages_over(
     found = []
     for most in (99, 2):
         module, guard = seeded(Padded, how, most, late=late), MemGuard(max_batch_size=BATCH)
-        made = trainer(guard, accumulate_grad_batches=accumulate)
+        made = trainer(guard, accumulate_grad_batches=accumulate, max_epochs=1 + alike)
         made.fit(module, texts(alike=alike))
+        assert {record.batch_size for record in guard.records} == {BATCH}
         weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
         found.append((weights, float(made.callback_metrics["loss_epoch"]), guard.records[0].rescued))
     (expected, loss, _), (weights, other, rescued) = found
