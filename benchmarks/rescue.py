@@ -131,11 +131,12 @@ class Plan(pl.Callback):
 
 
 class Forgets(pl.Callback):
-    """Has the guard try each batch as a whole, however many as large have failed."""
+    """Has the guard try each batch as a whole, however many as large have failed, at one size in all epochs."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         rescuer = guard_of(trainer)._run._rescuer
         rescuer._too_large_bytes, rescuer._guard.at_once = float("inf"), 0
+        rescuer.parts_to_take = lambda _: 1
 
 
 def guard_of(trainer: Any) -> Any:

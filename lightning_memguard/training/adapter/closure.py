@@ -280,20 +280,18 @@ class StepGuard:
         noted = self._state.note(self._epoch_loop._results)
         counts = self.same.counted or (bool(self.same.averages) and closure._zero_grad_fn is None)
         try:
-            if counts:
-                run.count(most)
-                self._state.put_back(noted)
-            self._zero(closure, optimizer, batch_idx)
-            try:
-                run.range(0, samples, most, has_theirs)
-            except _PartialError:  # it does not average over all elements, as it did when it was tried
-                self.same = replace(self.same, counted=True)
-                run.start_over()
-                self._state.put_back(noted)
-                run.count(most)
-                self._state.put_back(noted)
-                self.trainer.lightning_module.optimizer_zero_grad(self.trainer.current_epoch, batch_idx, optimizer)
-                run.range(0, samples, most, has_theirs)
+            while not run.counts:
+                try:
+                    if counts:
+                        run.count(most)
+                        self._state.put_back(noted)
+                    self._zero(closure, optimizer, batch_idx)
+                    run.range(0, samples, most, has_theirs)
+                except _PartialError:  # noqa: PERF203 - it does not average over all elements, as it did when it was tried
+                    self.same = replace(self.same, counted=True)
+                    run.start_over()
+                    self._state.put_back(noted)
+                    counts = self._zeroed = True
             run.journal.end(self.same.rules)
         except _UnequalError:
             self._state.put_back(noted)
@@ -369,15 +367,12 @@ class _Run:
         """Run the forward pass of all parts, to know by how many elements the whole batch averages.
 
         Raises:
-            _UnequalError: not all of its averages are over the same share of the batch.
+            _UnequalError: see `_share`.
         """
         parts = self._counted(0, self.samples, most)
-        totals = [sum(counts) for counts in zip(*parts, strict=True)]
-        if not all(total > 0 for total in totals):
-            raise _UnequalError("its loss averages over no element of the batch")
+        self._totals = [sum(counts) for counts in zip(*parts, strict=True)]
         for counts in parts:
-            _share(counts, totals)
-        self._totals = totals
+            _share(counts, self._totals)
         self.guard._in_backward = False
 
     def _counted(self, start: int, stop: int, most: int) -> list[list[float]]:
@@ -543,8 +538,10 @@ def _share(counts: Sequence[float], totals: Sequence[float]) -> float:
     """The share of a part in the whole batch, which all averages must agree on.
 
     Raises:
-        _UnequalError: they do not.
+        _UnequalError: they do not, or the part has nothing to average over: its loss is not a number.
     """
+    if min(counts) <= 0:
+        raise _UnequalError("its loss averages over no element of some samples")
     shares = [count / total for count, total in zip(counts, totals, strict=True)]
     if max(shares) - min(shares) > _SHARE_ERROR:
         raise _UnequalError("its loss is a sum of means over different numbers of elements, not all of them full")

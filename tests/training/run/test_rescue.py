@@ -333,14 +333,23 @@ def test_parts_are_weighted_by_what_the_loss_averages_over(
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
 @pytest.mark.parametrize(
-    ("alike", "why"), [(False, "neither a mean nor the sum"), (True, "means over different numbers of elements")]
+    ("how", "alike", "why"),
+    [
+        ("two", False, "neither a mean nor the sum"),
+        ("two", True, "means over different numbers of elements"),
+        ("empty", False, "averages over no element of some samples"),
+    ],
 )
-def test_means_over_different_numbers_of_elements_are_refused(trainer: Any, alike: bool, why: str) -> None:
-    module = seeded(Padded, "two", 3)
+def test_means_over_different_numbers_of_elements_or_none_are_refused(
+    trainer: Any, how: str, alike: bool, why: str
+) -> None:
+    module, loader = seeded(Padded, "ignored" if how == "empty" else how, 3), texts(alike=alike)
+    if how == "empty":
+        loader.dataset.tensors[0][-BATCH:-3] = 0  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            trainer(MemGuard(max_batch_size=BATCH), max_epochs=2).fit(module, texts(alike=alike))
+            trainer(MemGuard(max_batch_size=BATCH), max_epochs=2).fit(module, loader)
     assert why in caught.value.__notes__[0]
 
 
