@@ -70,6 +70,7 @@ ROOMS = {
         "__init__",
         "batch",
         "split",
+        "averages",
         "repeated",
         "constants",
         "fake",
@@ -119,6 +120,7 @@ ROOMS = {
         "program",
         "same_step",
         "closure",
+        "evaluation",
     ],
     "training/data": ["__init__", "copies", "resizing", "loaders", "draws", "samples"],
     "training/planning": [
@@ -152,6 +154,7 @@ ROOMS = {
 }
 NOT_STD = {
     "core/capture/batch.py",
+    "core/capture/averages.py",
     "core/capture/split.py",
     "core/capture/constants.py",
     "core/capture/repeated.py",

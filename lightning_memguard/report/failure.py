@@ -57,31 +57,36 @@ def announcement(larger: Larger, role: str, batch_idx: int, at_once: int = 0) ->
 
 @dataclass(frozen=True)
 class Rescued:
-    """A training step that ran out of memory, and was done in parts of its batch.
+    """A step that ran out of memory, and was done in parts of its batch.
 
     Attributes:
         samples: in the batch.
         at_once: in the largest part.
         changes: what is not as in one step; empty where it is the same step.
         draws: whether the step draws random numbers.
+        evaluates: whether it was a step of validation or test.
     """
 
     samples: int
     at_once: int
     changes: tuple[str, ...]
     draws: bool
+    evaluates: bool = False
 
 
 def rescue_words(rescued: Rescued) -> str:
     """Say that a step was done in parts, and what that changes."""
+    kind, count = "training", "Later steps are rescued in silence; `memguard/rescued_steps` counts them."
     how = "with the gradients of the whole batch; the optimizer steps once"
+    if rescued.evaluates:
+        kind, count = "validation or test", "Later ones are in silence."
+        how = "and what they log and return was joined"
     if rescued.changes:
         how = f'which is not the same step ({"; ".join(rescued.changes)}): on_oom="split" asks for it'
     random = " Random numbers, such as dropout masks, are drawn for each part." if rescued.draws else ""
     return (
-        f"A training batch of {counted(rescued.samples, 'sample')} ran out of memory. It was run again in parts of at "
-        f"most {counted(rescued.at_once, 'sample')}, {how}.{random} Later steps are rescued in silence; "
-        "`memguard/rescued_steps` counts them."
+        f"A {kind} batch of {counted(rescued.samples, 'sample')} ran out of memory. It was run again in parts of at "
+        f"most {counted(rescued.at_once, 'sample')}, {how}.{random} {count}"
     )
 
 

@@ -171,24 +171,33 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
         shown = latest if worst in latest else [worst, *latest]
         omitted = f" {len(shown)} of {len(records)} epochs: the latest, and the one with the largest error."
     longest = max(max(record.measured.peak_bytes, record.predicted.peak_device_bytes) for record in shown)
-    rows = "".join(_epoch(record, longest * 1.05 or 1) for record in shown)
+    rescues = any(record.rescued for record in records)
+    rows = "".join(_epoch(record, longest * 1.05 or 1, rescues=rescues) for record in shown)
+    rescued = '<th scope="col">Rescued steps</th>' if rescues else ""
+    resized = "".join(
+        f'<p class="note">Batch size {record.batch_size} from epoch {record.epoch} on: '
+        f"{escape(record.resized_because)}.</p>"
+        for record in records
+        if record.resized_because
+    )
     sources = ", ".join(dict.fromkeys(escape(record.measured.source) for record in shown))
     return f"""<section><h2>Predicted versus measured</h2>
 <p class="sub">Measured: {sources}. The bar is the measured peak, the mark on it the predicted one.{omitted}</p>
 <div class="scroll"><table class="epochs"><caption class="hidden">Predicted and measured peak by epoch</caption>
 <thead><tr><th scope="col">Epoch</th><th scope="col" class="narrow-off">Batch size</th><th scope="col">Predicted</th>
-<th scope="col">Measured</th><th scope="col">Error</th><th scope="col">Headroom</th>
+<th scope="col">Measured</th><th scope="col">Error</th><th scope="col">Headroom</th>{rescued}
 <th scope="col" class="wide"><span class="hidden">Measured, and predicted on it</span></th></tr></thead>
-<tbody>{rows}</tbody></table></div></section>"""
+<tbody>{rows}</tbody></table></div>{resized}</section>"""
 
 
-def _epoch(record: EpochRecord, scale: float) -> str:
+def _epoch(record: EpochRecord, scale: float, *, rescues: bool) -> str:
     measured, predicted = record.measured.peak_bytes, record.predicted.peak_device_bytes
     error = f"{record.error_ratio:+.1%}" if record.has_error else ""
+    rescued = f"<td>{record.rescued}</td>" if rescues else ""
     return (
         f'<tr><th scope="row">{record.epoch}</th><td class="narrow-off">{record.batch_size}</td>'
         f"<td>{format_bytes(predicted)}</td><td>{format_bytes(measured) if measured else 'unknown'}</td>"
-        f"<td>{error}</td><td>{format_bytes(record.headroom_bytes)}</td>"
+        f"<td>{error}</td><td>{format_bytes(record.headroom_bytes)}</td>{rescued}"
         f'<td class="wide">{_meter(measured / scale, "var(--accent)", predicted / scale)}</td></tr>'
     )
 

@@ -293,6 +293,16 @@ def test_of_many_epochs_the_worst_is_among_those_shown(tmp_path):
     assert "+100.0%" in read.text
 
 
+def test_rescued_steps_are_a_column_where_there_are_some(tmp_path):
+    because = "8 of 80 steps of epoch 0 ran out of memory at batch size 16, and their parts did not"
+    records = [replace(RECORDS[0], batch_size=16, rescued=8), replace(RECORDS[1], resized_because=because)]
+    read, data = written(replace(FULL, records=records), tmp_path)
+    assert "Rescued steps" in read.text
+    assert f"Batch size 8 from epoch 1 on: {because}." in read.text
+    assert [(epoch["rescued_steps"], epoch["resized_because"]) for epoch in data["epochs"]] == [(8, None), (0, because)]
+    assert "Rescued" not in written(FULL, tmp_path)[0].text
+
+
 def test_its_style_script_and_frame_are_files_of_the_package(tmp_path):
     page = write_report(tmp_path, FULL)[0].read_text("utf-8")
     assets = {

@@ -19,8 +19,11 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_memguard.core.capture.batch import children_of, is_dense, rebuilt
 from lightning_memguard.errors import CannotTraceError
 
-Rule = Literal["rows", "mean", "sum", "max", "min", "last"]
-"""How results of parts become that of the batch: rows are concatenated, numbers are combined."""
+Rule = Literal["rows", "mean", "sum", "max", "min", "last", "average"]
+"""How results of parts become that of the batch: rows are concatenated, numbers are combined.
+
+A mean is one over samples; an average has the weights that the parts of the loss have.
+"""
 
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-7
 
@@ -164,13 +167,15 @@ class Rules:
         return self.by_name.get(name, default)
 
 
-def rule_of(whole: Any, parts: Sequence[Any], counts: Sequence[int]) -> Rule | None:
+def rule_of(whole: Any, parts: Sequence[Any], counts: Sequence[int], weights: Sequence[float] = ()) -> Rule | None:
     """The rule by which results of parts give that of the whole batch; None where none of them does."""
     if _are_rows(parts, counts):
         return "rows"
     for rule in ("mean", "sum", "max", "min", "last"):
         if is_close(whole, combine(parts, counts, rule)):
             return rule
+    if weights and is_close(whole, combine(parts, weights, "average")):
+        return "average"
     return None
 
 
@@ -185,7 +190,7 @@ def is_close(one: Any, other: Any) -> bool:
     return mine.shape == theirs.shape and torch.allclose(mine, theirs, rtol=_RELATIVE, atol=_ABSOLUTE)
 
 
-def combine(parts: Sequence[Any], counts: Sequence[int], rule: Rule) -> Any:
+def combine(parts: Sequence[Any], counts: Sequence[float], rule: Rule) -> Any:
     """Combine the results of parts of so many samples each."""
     numbers = all(isinstance(part, (torch.Tensor, int, float)) for part in parts)
     shapes = {tuple(getattr(part, "shape", ()))[rule == "rows" :] for part in parts}
@@ -197,24 +202,38 @@ def combine(parts: Sequence[Any], counts: Sequence[int], rule: Rule) -> Any:
         stacked = torch.stack([torch.as_tensor(part) for part in parts])
         return stacked.amax(0) if rule == "max" else stacked.amin(0)
     total = sum(counts)
-    weights = [count / total if rule == "mean" else 1 for count in counts]
+    weights = [count / total if rule in ("mean", "average") else 1 for count in counts]
     combined: Any = sum(part * weight for part, weight in zip(parts, weights, strict=True))
     return combined.to(parts[0].dtype) if isinstance(parts[0], torch.Tensor) else combined
 
 
-def join(outputs: Sequence[Any], counts: Sequence[int], rules: Rules, name: str = "") -> Any:
+def join(
+    outputs: Sequence[Any], counts: Sequence[int], rules: Rules, name: str = "", weights: Sequence[float] = ()
+) -> Any:
     """What a step returned for each part, as it returns it for the batch: rows and entries one after the other."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
-        return combine(outputs, counts, rules.of(name, "rows" if _are_rows(outputs, counts) else "mean"))
+        rule = rules.of(name, "rows" if _are_rows(outputs, counts) else "mean")
+        return combine(outputs, weights if rule == "average" else counts, rule)
     if type(first) in (list, tuple) and [*map(len, outputs)] == [*counts]:
         return type(first)(entry for each in outputs for entry in each)
     children = children_of(first)
     if children is None or any((children_of(each) or {}).keys() != children.keys() for each in outputs):
-        return combine(outputs, counts, rules.of(name, "last"))
+        rule = rules.of(name, "last")
+        return combine(outputs, weights if rule == "average" else counts, rule)
     every = [children_of(each) or {} for each in outputs]
-    joined = {key: join([each[key] for each in every], counts, rules, f"{name}.{key}") for key in children}
+    joined = {key: join([each[key] for each in every], counts, rules, f"{name}.{key}", weights) for key in children}
     return rebuilt(first, joined)
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Whether two results of a step are the same but for rounding."""
+    if isinstance(one, (torch.Tensor, int, float)) and isinstance(other, (torch.Tensor, int, float)):
+        return is_close(one, other)
+    mine, theirs = children_of(one), children_of(other)
+    if mine is None or theirs is None:
+        return type(one) is type(other) and bool(one == other)
+    return mine.keys() == theirs.keys() and all(are_alike(value, theirs[key]) for key, value in mine.items())
 
 
 def numbers_in(output: Any, name: str = "") -> dict[str, Any]:

@@ -32,7 +32,8 @@ class EpochRecord:
     """Predicted and measured, for one epoch.
 
     ``margin_bytes`` of the budget were to be kept free; ``rescued`` steps were done in parts of their batch, because
-    the whole batch ran out of memory, or would have.
+    the whole batch ran out of memory, or would have. ``resized_because`` is why the batch size is not that of the epoch
+    before; empty where it is.
     """
 
     epoch: int
@@ -42,6 +43,7 @@ class EpochRecord:
     budget_bytes: int
     margin_bytes: int = 0
     rescued: int = 0
+    resized_because: str = ""
 
     @property
     def has_error(self) -> bool:

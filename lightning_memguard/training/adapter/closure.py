@@ -15,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -28,17 +29,25 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_memguard.core.capture.averages import Average, Averages
 from lightning_memguard.core.capture.batch import batch_bytes, batch_size_of, batches_from_one
 from lightning_memguard.core.capture.split import Cut, cut_of, even_parts, join, part_of, size_of
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.training.adapter.lightning_types import lightning_of
-from lightning_memguard.training.adapter.logged import Journal, StepState, metrics_of
+from lightning_memguard.training.adapter.logged import Journal, Noted, StepState
 from lightning_memguard.training.adapter.same_step import SameStep
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-_ONCE = {"on_before_backward": "first", "on_after_backward": "last"}  # hooks, and the part that they are called at
+Gradients: TypeAlias = tuple[list[torch.Tensor | None], list[int]]
+"""Of each parameter, in order: its gradient, and how often that was written to."""
+
+Attempted: TypeAlias = tuple[Noted, Gradients]
+"""What there was before an attempt."""
+
+_SHARE_ERROR = 1e-4
+_NONE: Gradients = ([], [])
 
 
 @dataclass(frozen=True)
@@ -86,20 +95,25 @@ class StepGuard:
     def __init__(self, trainer: Trainer, module: LightningModule, same: SameStep, policy: Policy) -> None:
         self.trainer: Any = trainer
         self.module = module
-        self.same = same
         self.policy = policy
         self.at_once = 0
         self.refused = ""
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._calls = importlib.import_module(f"{lightning_of(module).__name__}.trainer.call")
         self._parameters = [each for each in module.parameters() if each.requires_grad]
-        self._metrics = metrics_of(module)
-        self._buffers = [each for name, each in module.named_buffers() if name in same.buffers]
+        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
+        self._state = StepState(trainer, module)
+        self.follow(same)
         self._in_backward = self._zeroed = False
-        self._ddp = _wrapper_of(trainer)
+        self._ddp = wrapper_of(trainer)
         self._collectives = -1
         self._entering: RemovableHandle | None = None
         self._classes: dict[type, type] = {}
+
+    def follow(self, same: SameStep) -> None:
+        """Do steps as they were found to be."""
+        self.same = same
+        self._state.expect(draws=same.draws, in_place=same.in_place, buffers=same.buffers)
 
     def install(self) -> None:
         """Guard the steps from now on."""
@@ -118,12 +132,15 @@ class StepGuard:
 
     def _make_guarded(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         closure = self._make(kwargs, optimizer, batch_idx)
-        kind = type(closure)
-        if kind not in self._classes:
-            self._classes[kind] = _guarded(kind)
         closure.guard, closure.step = self, (kwargs, optimizer, batch_idx)
-        closure.__class__ = self._classes[kind]
+        closure.__class__ = self._classes.get(type(closure)) or self._guarded(type(closure))
         return closure
+
+    def _guarded(self, kind: type) -> type:
+        """Lightning's closure, under a guard; of one base, so that an object may become one."""
+        guarded = type("GuardedClosure", (kind,), {"closure": _guarded(kind.closure)})  # type: ignore[attr-defined]
+        self._classes[kind] = guarded
+        return guarded
 
     def _count_collectives(self, *_: object) -> None:
         self._collectives = _collectives()
@@ -132,19 +149,20 @@ class StepGuard:
         """Note what an attempt may change; None where that cannot be determined."""
         self._collectives = -1
         try:
-            state = StepState(self.trainer, self.module, self._metrics, self._buffers, draws=self.same.draws)
+            noted = self._state.note(self._epoch_loop._results)
         except Exception:  # noqa: BLE001 - the step runs all the same
             return None
-        return Attempted(state, {} if closure._zero_grad_fn is not None else self._gradients())
+        return noted, _NONE if closure._zero_grad_fn is not None else self._gradients()
 
-    def _gradients(self) -> dict[torch.Tensor, tuple[torch.Tensor | None, int]]:
+    def _gradients(self) -> Gradients:
         """Which gradients are there, and how often each was written to."""
-        return {p: (p.grad, p.grad._version if p.grad is not None else 0) for p in self._parameters}
+        gradients = [each.grad for each in self._parameters]
+        return gradients, [0 if each is None else each._version for each in gradients]
 
-    def _written(self, before: Mapping[torch.Tensor, tuple[torch.Tensor | None, int]]) -> set[torch.Tensor]:
+    def _written(self, before: Gradients) -> set[torch.Tensor]:
         return {
             p
-            for p, (grad, version) in before.items()
+            for p, grad, version in zip(self._parameters, *before, strict=False)
             if p.grad is not grad or (grad is not None and grad._version != version)
         }
 
@@ -163,7 +181,7 @@ class StepGuard:
             self.refused = f"{type(failure).__name__}: {failure}"
         if self.refused:
             return False
-        _release(error)
+        release(error)
         return True
 
     def _obstacle(self, closure: Any, attempted: Attempted) -> str:
@@ -178,7 +196,7 @@ class StepGuard:
         if samples < 2:
             return "its batch is a single sample" if samples else "its batch cannot be cut by sample"
         part_of(kwargs["batch"], cut, samples, 0, 1)
-        written = self._written(attempted.gradients)
+        written = self._written(attempted[1])
         if written and not self.same.atomic:
             return "a part of a gradient may have been added to those accumulated before (reentrant checkpointing)"
         return self._obstacle_of_ranks()
@@ -203,29 +221,29 @@ class StepGuard:
         return next((obstacle for obstacle, holds in obstacles.items() if holds), "")
 
     def _samples(self, batch: Any) -> tuple[int, Cut]:
-        cut = self.same.cut
-        if cut is None:
-            size = batch_size_of(batch)
-            two = batches_from_one(batch, size)
-            return size, cut_of(two.small, two.large, size, size + 1)
-        return size_of(batch, cut), cut
+        return samples_in(batch, self.same.cut)
 
-    def again(self, closure: Any, attempted: Attempted) -> Any:
+    def again(self, closure: Any, attempted: Attempted, error: BaseException) -> Any:
         """Do a step that failed again, in parts.
 
         Raises:
-            BaseException: what a part raised that is not due to memory, or that holds a single sample.
+            BaseException: what a part raised that is not due to memory, or that holds a single sample; or the step's
+                own error, where it turns out that parts would make another step.
         """
-        attempted.state.put_back()
+        noted, gradients = attempted
+        self._state.put_back(noted)
         if self._ddp is not None:
             self._ddp.require_forward_param_sync = False  # the failed attempt has sent the buffers
         batch = closure.step[0]["batch"]
         samples, _ = self._samples(batch)
-        had_backward, written = self._in_backward, self._written(attempted.gradients)
-        self._free()
-        return self._in_parts(
-            closure, self.policy.most_samples(Part(samples, samples, batch_bytes(batch))), written, had_backward
-        )
+        had_backward, written = self._in_backward, self._written(gradients)
+        free(self.trainer.strategy.root_device)
+        most = self.policy.most_samples(Part(samples, samples, batch_bytes(batch)))
+        try:
+            return self._in_parts(closure, most, written, had_backward)
+        except _UnequalError as unequal:
+            self.refused = str(unequal)
+        raise error.with_traceback(None)
 
     def in_parts(self, closure: Any) -> Any:
         """Do a step in parts from the start, because it would run out of memory; None where it cannot be cut."""
@@ -238,7 +256,12 @@ class StepGuard:
             most = min(most, self._samples(closure.step[0]["batch"])[0])
         except Exception:  # noqa: BLE001 - it is tried as a whole
             return None
-        return self._in_parts(closure, most, set(), False)
+        try:
+            return self._in_parts(closure, most, set(), False)
+        except _UnequalError:
+            if self._in_backward and closure._zero_grad_fn is None:
+                raise
+            return None
 
     def _obstacle_of_plan(self, closure: Any) -> bool:
         kwargs, handles = closure.step[0], self.trainer.strategy.handles_gradient_accumulation
@@ -254,13 +277,25 @@ class StepGuard:
         run = _Run(self, kwargs, optimizer, batch_idx, cut, samples, had_backward)
         connector = self.trainer._logger_connector
         is_first = connector._first_loop_iter
-        if closure._zero_grad_fn is not None and self._zeroed:
-            self.trainer.lightning_module.optimizer_zero_grad(self.trainer.current_epoch, batch_idx, optimizer)
-        elif closure._zero_grad_fn is not None:
-            closure._zero_grad_fn()
+        noted = self._state.note(self._epoch_loop._results)
+        counts = self.same.counted or (bool(self.same.averages) and closure._zero_grad_fn is None)
         try:
-            run.range(0, samples, most, has_theirs)
+            while not run.counts:
+                try:
+                    if counts:
+                        run.count(most)
+                        self._state.put_back(noted)
+                    self._zero(closure, optimizer, batch_idx)
+                    run.range(0, samples, most, has_theirs)
+                except _PartialError:  # noqa: PERF203 - it does not average over all elements, as it did when it was tried
+                    self.same = replace(self.same, counted=True)
+                    run.start_over()
+                    self._state.put_back(noted)
+                    counts = self._zeroed = True
             run.journal.end(self.same.rules)
+        except _UnequalError:
+            self._state.put_back(noted)
+            raise
         finally:
             run.journal.end()
             connector._first_loop_iter = is_first
@@ -268,24 +303,23 @@ class StepGuard:
         self.policy.rescued(Part(samples, samples, nbytes), max(run.counts))
         return run.result()
 
-    def _free(self, *, again: bool = False) -> None:
-        """Release what is not used; thoroughly, which takes longer, where memory has run out once more."""
-        gc.collect(2 if again else 1)
-        if self.trainer.strategy.root_device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
-            trim_heap()
+    def _zero(self, closure: Any, optimizer: Any, batch_idx: int) -> None:
+        if closure._zero_grad_fn is not None and self._zeroed:  # its hooks were called
+            self.trainer.lightning_module.optimizer_zero_grad(self.trainer.current_epoch, batch_idx, optimizer)
+        elif closure._zero_grad_fn is not None:
+            closure._zero_grad_fn()
 
 
-class Attempted(NamedTuple):
-    """What there was before an attempt."""
-
-    state: StepState
-    gradients: dict[torch.Tensor, tuple[torch.Tensor | None, int]]
+class _UnequalError(Exception):
+    """Parts would make another step, for this reason; nothing was written yet."""
 
 
-def _guarded(kind: type) -> type:
-    """Lightning's closure, under a guard; of one base, so that an object may become one."""
+class _PartialError(Exception):
+    """A part averages over some of its elements only, and its weight is not known."""
+
+
+def _guarded(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Lightning's ``Closure.closure``, under the guard that the closure has."""
 
     def closure(self: Any, *args: Any, **kwargs: Any) -> Any:
         guard: StepGuard = self.guard
@@ -295,13 +329,14 @@ def _guarded(kind: type) -> type:
                 return result
         attempted = guard.before(self)
         try:
-            return kind.closure(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return own(self, *args, **kwargs)
         except Exception as error:
             if attempted is None or not guard.takes(self, attempted, error):
                 raise
-        return guard.again(self, attempted)
+            failed = error
+        return guard.again(self, attempted, failed)
 
-    return type("GuardedClosure", (kind,), {"closure": closure})
+    return closure
 
 
 class _Run:
@@ -313,17 +348,79 @@ class _Run:
         self.guard = guard
         self.kwargs, self.optimizer, self.batch_idx = kwargs, optimizer, batch_idx
         self.cut, self.samples = cut, samples
-        self.journal = Journal(guard.trainer._results)
+        self.journal = Journal(guard._epoch_loop._results)
         self.results: list[Any] = []
         self.counts: list[int] = []
+        self.weights: list[float] = []
         self._had_backward = had_backward  # whether the hooks before it were called
+        self._totals: list[float] = []  # what each of the averages divides by for the whole batch; empty by samples
+        self._each_sample: list[float] = []  # the same for each sample of the first part
+
+    def start_over(self) -> None:
+        """Forget the parts that ran."""
+        self.journal.forget()
+        self.results.clear()
+        self.counts.clear()
+        self.weights.clear()
+
+    def count(self, most: int) -> None:
+        """Run the forward pass of all parts, to know by how many elements the whole batch averages.
+
+        Raises:
+            _UnequalError: see `_share`.
+        """
+        parts = self._counted(0, self.samples, most)
+        self._totals = [sum(counts) for counts in zip(*parts, strict=True)]
+        for counts in parts:
+            _share(counts, self._totals)
+        self.guard._in_backward = False
+
+    def _counted(self, start: int, stop: int, most: int) -> list[list[float]]:
+        counts = []
+        for first, last in even_parts(start, stop, most):
+            closure, batch = self._closure(first, last)
+            averages = Averages()
+            self.journal.begin(batch, last - first)
+            try:
+                with torch.no_grad(), averages:
+                    closure._step_fn()
+                counts.append(self._at_places(averages))
+            except Exception as error:
+                if not self.guard.policy.is_memory(error) and not isinstance(error, _UnequalError):
+                    raise _UnequalError(f"its step fails without gradients: {error}") from None
+                if last - first == 1 or isinstance(error, _UnequalError):
+                    raise
+                release(error)
+            else:
+                continue
+            finally:
+                self.journal.drop()
+            free(self.guard.trainer.strategy.root_device, again=True)
+            counts += self._counted(first, last, math.ceil((last - first) / 2))
+        return counts
+
+    def _at_places(self, averages: Averages) -> list[float]:
+        return [each.count for each in self._found(averages)]
+
+    def _found(self, averages: Averages) -> list[Average]:
+        found, places = averages.found(), self.guard.same.averages
+        if len(found) <= max(places):
+            raise _UnequalError("its loss is not computed as it was when it was tried in parts")
+        return [found[place] for place in places]
+
+    def _closure(self, start: int, stop: int) -> tuple[Any, Any]:
+        """Lightning's closure for some samples, and these."""
+        batch = part_of(self.kwargs["batch"], self.cut, self.samples, start, stop)
+        kwargs = type(self.kwargs)(self.kwargs)
+        kwargs["batch"] = batch
+        return self.guard._make(kwargs, self.optimizer, self.batch_idx), batch
 
     def range(self, start: int, stop: int, most: int, has_theirs: set[torch.Tensor]) -> None:
         """Run samples in parts; the parameters in ``has_theirs`` have the gradients of them all already."""
         guard = self.guard
         for first, last in even_parts(start, stop, most):
             before = guard._gradients()
-            kept = None if guard.same.atomic else _on_host(before)
+            kept = None if guard.same.atomic else [(p, _on_host(p.grad)) for p in guard._parameters]
             error = self._part(first, last, has_theirs)
             if error is None:
                 continue
@@ -334,7 +431,7 @@ class _Run:
             if kept is not None:
                 written = set()
                 _put_back(kept)
-            guard._free(again=True)
+            free(guard.trainer.strategy.root_device, again=True)
             part = self._as_part(first, last)
             self.range(first, last, guard.policy.most_samples(part), has_theirs | written)
 
@@ -346,14 +443,14 @@ class _Run:
         """Forward and backward of some samples; an exception where memory ran out."""
         guard, count = self.guard, stop - start
         guard._in_backward, guard._collectives = False, -1
-        state = StepState(guard.trainer, guard.module, guard._metrics, guard._buffers, draws=guard.same.draws)
-        batch = part_of(self.kwargs["batch"], self.cut, self.samples, start, stop)
-        kwargs = type(self.kwargs)(self.kwargs)
-        kwargs["batch"] = batch
-        closure = guard._make(kwargs, self.optimizer, self.batch_idx)
+        noted = guard._state.note(guard._epoch_loop._results)
+        closure, batch = self._closure(start, stop)
+        averages = Averages()
+        if guard.same.averages:
+            closure._step_fn = partial(_within, averages, closure._step_fn)
         own, closure._zero_grad_fn = closure._backward_fn, None
         if own is not None:
-            closure._backward_fn = partial(self._backward, own, self._weight(count))
+            closure._backward_fn = partial(self._backward, own, count, averages)
         self.journal.begin(batch, count)
         try:
             with ExitStack() as around:
@@ -364,22 +461,39 @@ class _Run:
                 result = closure.closure()
         except Exception as error:
             self.journal.drop()
-            state.put_back()
+            guard._state.put_back(noted)
             if not guard.policy.is_memory(error):
                 raise
-            _release(error)
+            release(error)
             return error.with_traceback(None)
         guard.trainer._logger_connector._first_loop_iter = False  # the first part has reset the last epoch's values
         result.closure_loss = None
         self.results.append(result)
         self.counts.append(count)
+        self.weights.append(self._weight(count, averages))
+        self.journal.weigh(self.weights[-1])
         guard.policy.ran(Part(count, self.samples, batch_bytes(batch)))
         return None
 
-    def _weight(self, count: int) -> float:
-        return 1.0 if self.guard.same.weighting == "sum" else count / self.samples
+    def _weight(self, count: int, averages: Averages) -> float:
+        same = self.guard.same
+        if same.weighting == "sum":
+            return 1.0
+        if not same.averages:
+            return count / self.samples
+        found = self._found(averages)
+        if self._totals:
+            return _share([each.count for each in found], self._totals)
+        each_sample = [each.count / count for each in found]
+        self._each_sample = self._each_sample or each_sample
+        if each_sample != self._each_sample or not all(each.is_full for each in found):
+            raise _PartialError
+        return count / self.samples
 
-    def _backward(self, own: Callable[[torch.Tensor], None], weight: float, loss: torch.Tensor) -> None:
+    def _backward(
+        self, own: Callable[[torch.Tensor], None], count: int, averages: Averages, loss: torch.Tensor
+    ) -> None:
+        weight = self._weight(count, averages)
         self.guard._in_backward = True
         own(loss * weight)
 
@@ -406,12 +520,32 @@ class _Run:
     def result(self) -> Any:
         """What one step on the batch would have returned."""
         rules, kind = self.guard.same.rules, type(self.results[0])
-        losses = [(each.loss, self._weight(count)) for each, count in zip(self.results, self.counts, strict=True)]
-        extra = join([each.extra for each in self.results], self.counts, rules, "output") if self.results else {}
+        losses = [(each.loss, weight) for each, weight in zip(self.results, self.weights, strict=True)]
+        extras = [each.extra for each in self.results]
+        extra = join(extras, self.counts, rules, "output", self.weights) if extras else {}
         merged = kind(None, extra=extra)
         given = [loss * weight for loss, weight in losses if loss is not None]
         merged.loss = sum(given[1:], given[0]) if given else None
         return merged
+
+
+def _within(averages: Averages, step: Callable[[], Any]) -> Any:
+    with averages:
+        return step()
+
+
+def _share(counts: Sequence[float], totals: Sequence[float]) -> float:
+    """The share of a part in the whole batch, which all averages must agree on.
+
+    Raises:
+        _UnequalError: they do not, or the part has nothing to average over: its loss is not a number.
+    """
+    if min(counts) <= 0:
+        raise _UnequalError("its loss averages over no element of some samples")
+    shares = [count / total for count, total in zip(counts, totals, strict=True)]
+    if max(shares) - min(shares) > _SHARE_ERROR:
+        raise _UnequalError("its loss is a sum of means over different numbers of elements, not all of them full")
+    return shares[0]
 
 
 # -- gradients
@@ -438,23 +572,42 @@ def _let_go(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _on_host(gradients: Mapping[torch.Tensor, tuple[torch.Tensor | None, int]]) -> dict[torch.Tensor, Any]:
-    return {p: None if grad is None else grad.to("cpu", copy=True) for p, (grad, _) in gradients.items()}
+def _on_host(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else grad.to("cpu", copy=True)
 
 
-def _put_back(kept: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
+def _put_back(kept: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     with torch.no_grad():
-        for parameter, value in kept.items():
+        for parameter, value in kept:
             if value is None or parameter.grad is None:
                 parameter.grad = None if value is None else value.to(parameter.device)
             else:
                 parameter.grad.copy_(value)
 
 
-# -- processes and frames
+# -- batches, processes, memory
 
 
-def _wrapper_of(trainer: Any) -> DistributedDataParallel | None:
+def samples_in(batch: Any, cut: Cut | None) -> tuple[int, Cut]:
+    """How many samples a batch has, and how it is cut; by its first dimensions where that is not known."""
+    if cut is not None:
+        return size_of(batch, cut), cut
+    size = batch_size_of(batch)
+    two = batches_from_one(batch, size)
+    return size, cut_of(two.small, two.large, size, size + 1)
+
+
+def free(device: torch.device, *, again: bool = False) -> None:
+    """Release what is not used; thoroughly, which takes longer, where memory has run out once more."""
+    gc.collect(2 if again else 1)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        trim_heap()
+
+
+def wrapper_of(trainer: Any) -> DistributedDataParallel | None:
+    """What the ranks talk to each other through; None where that is nothing, or something else."""
     model = trainer.strategy.model
     return model if type(model) is DistributedDataParallel else None
 
@@ -465,7 +618,7 @@ def _collectives() -> int:
     return int(group._get_sequence_number_for_group())
 
 
-def _release(error: BaseException | None) -> None:
+def release(error: BaseException | None) -> None:
     """Let go of what the frames of an exception hold."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -5,8 +5,9 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6, those of torchmetrics
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,14 +24,21 @@ def metrics_of(module: nn.Module) -> list[Any]:
     return [each for each in module.modules() if is_a(each, "Metric") and hasattr(each, "_defaults")]
 
 
-def saved_metrics(metrics: Iterable[Any]) -> Callable[[], None]:
-    """Note the states of metrics; call the result to put them back."""
+def saved_metrics(metrics: Iterable[Any], *, in_place: bool = True) -> Callable[[], None]:
+    """Note the states of metrics; call the result to put them back.
+
+    Args:
+        metrics: those of torchmetrics.
+        in_place: whether their tensors may be written to; if not, none is copied.
+    """
     saved = []
     for metric in metrics:
-        values = dict(vars(metric))
-        lists = [(values[name], len(values[name])) for name in metric._defaults if isinstance(values[name], list)]
-        tensors = {name: values[name].clone() for name in metric._defaults if isinstance(values[name], torch.Tensor)}
-        saved.append((metric, values | tensors, lists))
+        values = vars(metric).copy()
+        states = {name: values[name] for name in metric._defaults}
+        lists = [(each, len(each)) for each in states.values() if isinstance(each, list)]
+        if in_place:
+            values |= {name: each.clone() for name, each in states.items() if isinstance(each, torch.Tensor)}
+        saved.append((metric, values, lists))
 
     def put_back() -> None:
         for metric, values, lists in saved:
@@ -42,60 +50,69 @@ def saved_metrics(metrics: Iterable[Any]) -> Callable[[], None]:
     return put_back
 
 
-class StepState:
-    """What a step may change in its Trainer and its module, as it was when this was made.
+class Noted(NamedTuple):
+    """What there was before a step."""
 
-    Args:
-        trainer: the Trainer.
-        module: its module.
-        metrics: those of torchmetrics in it.
-        buffers: those that a step changes.
-        draws: whether a step draws random numbers.
+    results: Any  # Lightning's collection of logged values
+    hooks: tuple[Any, Any]  # that are running, by the module's and the Trainer's word
+    values: Sequence[tuple[str, Any, dict[str, Any]]]
+    metrics: Callable[[], None] | None
+    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    random: Sequence[tuple[torch.Generator, torch.Tensor]]
+
+
+class StepState:
+    """Notes what a step may change in its Trainer and its module, and puts it back.
+
+    It is noted before each step: only what the step is known to change is copied.
     """
 
-    __slots__ = ("_buffers", "_fx", "_metrics", "_random", "_results", "_trainer")
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._connector: Any = trainer._logger_connector
+        self._module = module
+        self._metrics = metrics_of(module)
+        self._device = trainer.strategy.root_device
+        self.expect()
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        metrics: Sequence[Any],
-        buffers: Sequence[torch.Tensor],
-        *,
-        draws: bool,
-    ) -> None:
-        connector: Any = trainer._logger_connector
-        self._trainer = trainer
-        self._fx = module._current_fx_name, connector._current_fx
-        self._results = {key: dict(vars(each)) for key, each in (trainer._results or {}).items()}
-        self._metrics = saved_metrics(metrics) if metrics else None
-        self._buffers = [(each, each.clone()) for each in buffers]
-        self._random = _random_states(trainer.strategy.root_device) if draws else ()
+    def expect(self, *, draws: bool = True, in_place: bool = True, buffers: Collection[str] = ()) -> None:
+        """What steps do from now on: draw random numbers, write to the states of metrics, change buffers."""
+        self._in_place = in_place
+        self._buffers = [each for name, each in self._module.named_buffers() if name in buffers]
+        self._generators = _generators(self._device) if draws else []
 
-    def put_back(self) -> None:
+    def note(self, results: Any) -> Noted:
+        """What there is now; ``results`` is the collection of values that is logged to."""
+        return Noted(
+            results,
+            (self._module._current_fx_name, self._connector._current_fx),
+            [(key, each, vars(each).copy()) for key, each in results.items()] if results else (),
+            saved_metrics(self._metrics, in_place=self._in_place) if self._metrics else None,
+            [(each, each.clone()) for each in self._buffers] if self._buffers else (),
+            [(each, each.get_state()) for each in self._generators] if self._generators else (),
+        )
+
+    def put_back(self, noted: Noted) -> None:
         """Make everything as it was."""
-        trainer: Any = self._trainer
-        trainer.lightning_module._current_fx_name, trainer._logger_connector._current_fx = self._fx
-        results = trainer._results if trainer._results is not None else {}
-        for key in [key for key in results if key not in self._results]:
-            del results[key]
-        for key, values in self._results.items():
-            vars(results[key]).clear()
-            vars(results[key]).update(values)
-        if self._metrics:
-            self._metrics()
+        self._module._current_fx_name, self._connector._current_fx = noted.hooks
+        if noted.results is not None:
+            noted.results.clear()
+        for key, result, values in noted.values:
+            noted.results[key] = result
+            vars(result).clear()
+            vars(result).update(values)
+        if noted.metrics is not None:
+            noted.metrics()
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for buffer, value in noted.buffers:
                 buffer.copy_(value)
-        for state, restore in self._random:
-            restore(state)
+        for generator, state in noted.random:
+            generator.set_state(state)
 
 
-def _random_states(device: torch.device) -> tuple[tuple[torch.Tensor, Callable[[torch.Tensor], None]], ...]:
-    states: list[Any] = [(torch.get_rng_state(), torch.set_rng_state)]
-    if device.type == "cuda":
-        states.append((torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
-    return tuple(states)
+def _generators(device: torch.device) -> list[torch.Generator]:
+    if device.type != "cuda":
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
 
 class Journal:
@@ -108,20 +125,31 @@ class Journal:
         self._results = results
         self._parts: list[list[tuple[str, Any, int, Any]]] = []
         self._counts: list[int] = []
+        self._weights: list[float] = []
         self._batch = results.batch if results is not None else None
 
     def begin(self, batch: object, count: int) -> None:
         """A part of so many samples begins."""
         self._parts.append([])
         self._counts.append(count)
+        self._weights.append(count)
         if self._results is not None:
             self._results.batch, self._results.batch_size = batch, None
             self._results.update_metrics = self._note
 
     def drop(self) -> None:
         """The part that began last has failed."""
-        self._parts.pop()
-        self._counts.pop()
+        for each in (self._parts, self._counts, self._weights):
+            each.pop()
+
+    def forget(self) -> None:
+        """Nothing was logged so far."""
+        for each in (self._parts, self._counts, self._weights):
+            each.clear()
+
+    def weigh(self, weight: float) -> None:
+        """The part that began last has this weight in the loss of the batch."""
+        self._weights[-1] = weight
 
     def _note(self, key: str, value: Any, batch_size: int) -> None:
         if isinstance(value, torch.Tensor):
@@ -133,19 +161,20 @@ class Journal:
 
     def values(self) -> list[tuple[str, list[Any], list[int]]]:
         """What was logged: keys, the values of the parts that logged it, and the samples of these."""
-        return [(key, values, counts) for key, _, values, counts, _, _ in self._merged()]
+        return [(merged.key, merged.values, merged.counts) for merged in self._merged()]
 
-    def _merged(self) -> list[tuple[str, int, list[Any], list[int], list[int], Any]]:
-        merged: dict[tuple[str, int], tuple[list[Any], list[int], list[int], Any]] = {}
-        for count, part in zip(self._counts, self._parts, strict=True):
+    def _merged(self) -> list[_Merged]:
+        merged: dict[tuple[str, int], _Merged] = {}
+        for count, weight, part in zip(self._counts, self._weights, self._parts, strict=True):
             times: dict[str, int] = {}
             for key, value, batch_size, metric in part:
                 times[key] = times.get(key, 0) + 1
-                entry = merged.setdefault((key, times[key]), ([], [], [], metric))
-                entry[0].append(value)
-                entry[1].append(count)
-                entry[2].append(batch_size)
-        return [(*name, *entry) for name, entry in merged.items()]
+                entry = merged.setdefault((key, times[key]), _Merged(key, metric))
+                entry.values.append(value)
+                entry.counts.append(count)
+                entry.weights.append(weight)
+                entry.sizes.append(batch_size)
+        return [*merged.values()]
 
     def end(self, rules: Rules | None = None) -> None:
         """Log what was kept once for the batch; without ``rules`` it is dropped."""
@@ -154,14 +183,29 @@ class Journal:
             return
         vars(results).pop("update_metrics", None)
         results.batch, results.batch_size = self._batch, None
-        for key, _, values, counts, sizes, metric in self._merged() if rules else ():
-            rule = rules.of(key, _default_of(results[key])) if rules else "mean"
-            value = combine(values, counts, rule)
-            if metric is not None:
-                metric._forward_cache = results[key]._forward_cache = value
+        for each in self._merged() if rules else ():
+            rule = rules.of(each.key, _default_of(results[each.key])) if rules else "mean"
+            value = combine(each.values, each.weights if rule == "average" else each.counts, rule)
+            if each.metric is not None:
+                each.metric._forward_cache = results[each.key]._forward_cache = value
                 continue
-            same = len(set(sizes)) == 1 and sizes != counts  # a number of samples that does not depend on the batch
-            results.update_metrics(key, value, sizes[0] if same else sum(sizes))
+            sizes = each.sizes
+            same = (
+                len(set(sizes)) == 1 and sizes != each.counts
+            )  # a number of samples that does not depend on the batch
+            results.update_metrics(each.key, value, sizes[0] if same else sum(sizes))
+
+
+@dataclass
+class _Merged:
+    """One value that was logged, by each part that logged it."""
+
+    key: str
+    metric: Any
+    values: list[Any] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
 
 def _default_of(result: Any) -> Rule:

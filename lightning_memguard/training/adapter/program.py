@@ -147,16 +147,17 @@ class LightningProgram(LightningStep):
         return found[0]
 
     def with_first_step(self, batch_size: int, examine: Examine) -> None:
-        """Call a function in place of the first ``training_step``, on real tensors, with the copy, batch and step."""
+        """Call a function in place of the stage's first step, on real tensors, with the copy, batch and step."""
         recorder = Recorder(self.device.type)
         with self._stage(recorder, batch_size, False, recorded=False) as (shadow, module_copy):
-            step = module_copy.training_step
+            hook = _STEP_HOOKS[self.stage]
+            step = getattr(module_copy, hook)
 
             def instead(batch: object, *rest: object) -> None:
                 examine(module_copy, batch, lambda given: step(given, *rest))
                 raise StepsDone
 
-            module_copy.training_step = instead  # type: ignore[method-assign]
+            setattr(module_copy, hook, instead)
             shadow.run(module_copy, self.families, batch_size, fake=False)
 
     def run_states(self, recorder: Recorder) -> None:

@@ -25,10 +25,22 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memguard.core.capture.averages import Average, Averages
 from lightning_memguard.core.capture.batch import map_tensors, tensors_in
 from lightning_memguard.core.capture.capture import CaptureFailedError, Isolated
 from lightning_memguard.core.capture.fake import seed_all
-from lightning_memguard.core.capture.split import Cut, Rule, Rules, cut_of, is_close, numbers_in, part_of, rule_of
+from lightning_memguard.core.capture.split import (
+    Cut,
+    Rule,
+    Rules,
+    are_alike,
+    cut_of,
+    is_close,
+    join,
+    numbers_in,
+    part_of,
+    rule_of,
+)
 from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.training.adapter.logged import Journal, metrics_of, saved_metrics
 from lightning_memguard.training.adapter.no_collectives import NAMES
@@ -56,13 +68,16 @@ class SameStep:
 
     Attributes:
         cut: how batches are cut; None where that follows from the first dimensions alone.
-        weighting: whether the loss is the mean or the sum over samples.
+        weighting: whether the loss is the sum over samples or a mean: over samples, or over what `averages` counts.
         changes: what would not be as in one step, in plain words; empty where it is the same step.
         rules: how logged values, and what the step returns, are combined.
         draws: whether it draws random numbers.
         buffers: names of buffers that it changes.
         atomic: whether a backward pass adds to each gradient at most once.
         collectives: whether it talks to other ranks by itself.
+        in_place: whether it writes to the states of metrics, instead of replacing them.
+        averages: the places, among all divisions of the step, of those that parts are weighted by.
+        counted: whether these do not count samples alone, but depend on values.
     """
 
     cut: Cut | None = None
@@ -73,6 +88,9 @@ class SameStep:
     buffers: tuple[str, ...] = ()
     atomic: bool = True
     collectives: bool = False
+    in_place: bool = True
+    averages: tuple[int, ...] = ()
+    counted: bool = False
 
 
 def unknown(reason: str) -> SameStep:
@@ -89,7 +107,8 @@ class Probe:
         self._isolated: Isolated[int, SameStep] | None = None
         self._reason = obstacle(program)
         if not self._reason:
-            self._isolated = Isolated[int, SameStep](lambda _: try_parts(program), most=1)
+            work = try_parts if program.trains else try_evaluation
+            self._isolated = Isolated[int, SameStep](lambda _: work(program), most=1)
 
     def start(self) -> Self:
         """Begin."""
@@ -136,10 +155,10 @@ class Probe:
 
 def obstacle(program: LightningProgram) -> str:
     """Why a step cannot be tried; empty where it can."""
-    if not program.module.automatic_optimization:
+    if program.trains and not program.module.automatic_optimization:
         return "with manual optimization, training_step calls the optimizers itself"
     norms = _batch_norms(program.module)
-    if norms:
+    if norms and program.trains:
         return _NORMS.format(_listed(norms, "layer"))
     nbytes = sum(p.numel() * 4 for p in program.module.parameters())
     free = available_memory()
@@ -160,6 +179,18 @@ def try_parts(program: LightningProgram) -> SameStep:
         CannotTraceError: batches cannot be cut by sample.
         Exception: whatever the user's own code raised.
     """
+    return _tried(program, _Trial)
+
+
+def try_evaluation(program: LightningProgram) -> SameStep:
+    """The same for a step of validation or test.
+
+    Raises: see `try_parts`.
+    """
+    return _tried(program, _EvaluationTrial)
+
+
+def _tried(program: LightningProgram, kind: type[_Trial]) -> SameStep:
     unit = program.multiple
     sizes = _SAMPLES * unit, (_SAMPLES + 1) * unit
     larger: list[Any] = []
@@ -170,7 +201,7 @@ def try_parts(program: LightningProgram) -> SameStep:
 
     def examine(module_copy: LightningModule, batch: Any, step: Callable[[Any], Any]) -> None:
         cut = cut_of(batch, larger[0], *sizes)
-        found.append(_Trial(module_copy, step, cut, unit).result(batch))
+        found.append(kind(module_copy, step, cut, unit).result(batch))
 
     program.with_first_step(sizes[1], keep)
     program.with_first_step(sizes[0], examine)
@@ -186,6 +217,7 @@ class _Pass:
     output: Any
     metrics: list[torch.Tensor]
     journal: Journal
+    averages: list[Average]
 
 
 class _Trial:
@@ -199,8 +231,9 @@ class _Trial:
         self.parameters = [each for each in module.float().parameters() if each.requires_grad]
         self.buffers = {name: each.detach().clone() for name, each in module.named_buffers()}
         self.metrics = metrics_of(module)
-        self.collectives = False
+        self.collectives = self.in_place = False
         self.draws = _Draws()
+        self.averages = Averages()
 
     def result(self, batch: Any) -> SameStep:
         _add_noise(self.parameters)
@@ -217,20 +250,25 @@ class _Trial:
             parts = [part_of(batch, self.cut, total, *place) for place in places]
             passes = [self._pass(part, count) for part, count in zip(parts, counts, strict=True)]
             atomic = self._is_atomic(parts[0])
-        weighting = _weighting(whole, passes, counts)
-        if weighting is None:
-            changes.append("the loss is neither the mean nor the sum of what each sample contributes")
-        changes += self._unequal_metrics(whole, passes[-1])
+        weighting, unequal = self._weighting(whole, passes, counts)
         return SameStep(
             self.cut,
-            weighting or "mean",
-            tuple(changes),
-            _rules(whole, passes, counts),
+            weighting.kind,
+            (*changes, *unequal, *self._unequal_metrics(whole, passes[-1])),
+            _rules(whole, passes, counts, weighting.weights),
             self.draws.seen,
             tuple(self._changed_buffers()),
             atomic,
             self.collectives,
+            self.in_place,
+            weighting.averages,
+            weighting.counted,
         )
+
+    def _weighting(self, whole: _Pass, parts: Sequence[_Pass], counts: Sequence[int]) -> tuple[_Weighting, list[str]]:
+        found = _weighting(whole, parts, counts)
+        unequal = ["the loss is neither a mean nor the sum of what each sample contributes"] if found is None else []
+        return found or _Weighting("mean"), unequal
 
     def _pass(self, batch: Any, count: int) -> _Pass:
         """Metrics add up over the passes; all else is as before the first."""
@@ -238,15 +276,22 @@ class _Trial:
             for name, buffer in self.module.named_buffers():
                 if name in self.buffers:
                     buffer.copy_(self.buffers[name])
+        states = [each for metric in self.metrics for each in _tensors_of(metric)]
+        versions = [each._version for each in states]
         journal = Journal(self.module.trainer._results)
         journal.begin(batch, count)
+        self.averages = Averages()
         try:
-            loss, output = self._backward(batch)
+            loss, output = self._run(batch)
         finally:
             journal.end()
+        self.in_place |= [each._version for each in states] != versions
         gradients = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         metrics = [_state_of(metric, name) for metric in self.metrics for name in metric._defaults]
-        return _Pass(loss, gradients, output, metrics, journal)
+        return _Pass(loss, gradients, output, metrics, journal, self.averages.found())
+
+    def _run(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        return self._backward(batch)
 
     def _backward(self, batch: Any, *, keep: bool = False) -> tuple[torch.Tensor, Any]:
         seed_all(0)
@@ -254,7 +299,8 @@ class _Trial:
         for parameter in self.parameters if not keep else ():
             parameter.grad = None
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            output = self.step(batch)
+            with self.averages:
+                output = self.step(batch)
             loss = output.get("loss") if isinstance(output, dict) else output
             if not isinstance(loss, torch.Tensor):
                 raise TypeError("training_step returned no loss")
@@ -325,14 +371,65 @@ class _Trial:
         return [f"the metric {name} depends on how its batches are cut" for name in sorted(unequal)]
 
 
-def _weighting(whole: _Pass, parts: Sequence[_Pass], counts: Sequence[int]) -> Literal["mean", "sum"] | None:
-    kinds: tuple[Literal["mean", "sum"], ...] = ("mean", "sum")
-    for kind in kinds:
-        weights = [count / sum(counts) if kind == "mean" else 1.0 for count in counts]
+class _EvaluationTrial(_Trial):
+    """The same without gradients: what a step logs and returns is all there is."""
+
+    def _run(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        seed_all(0)
+        randoms = _random_numbers()
+        with torch.autocast("cpu", enabled=False):
+            output = self.step(batch)
+        self.draws.seen |= randoms != _random_numbers()
+        return torch.zeros(()), map_tensors(output, torch.Tensor.detach)
+
+    def _is_atomic(self, _: Any) -> bool:
+        return True
+
+    def _weighting(self, whole: _Pass, parts: Sequence[_Pass], counts: Sequence[int]) -> tuple[_Weighting, list[str]]:
+        rules = _rules(whole, parts, counts)
+        logged = {key for each in (whole, *parts) for key, _, _ in each.journal.values()}
+        unequal = sorted(key.rpartition(".")[2] for key in logged if key not in rules.by_name)
+        changes = [f"`{name}`, which it logs, does not follow from its values for parts of a batch" for name in unequal]
+        joined = join([each.output for each in parts], counts, rules, "output")
+        if not are_alike(joined, whole.output):
+            changes.append("what it returns cannot be joined from what it returns for parts of a batch")
+        return _Weighting("mean"), changes
+
+
+@dataclass(frozen=True)
+class _Weighting:
+    kind: Literal["mean", "sum"]
+    averages: tuple[int, ...] = ()
+    counted: bool = False
+    weights: Sequence[float] = ()
+
+
+def _weighting(whole: _Pass, parts: Sequence[_Pass], counts: Sequence[int]) -> _Weighting | None:
+    """How parts are weighted so that they add up to the whole: by their samples, not at all, or by what is counted."""
+    places = _that_add_up(whole, parts)
+    shares = {place: [part.averages[place].count / whole.averages[place].count for part in parts] for place in places}
+    by_samples = [count / sum(counts) for count in counts]
+    for kind, weights in (("mean", by_samples), ("sum", [1.0] * len(parts)), *(("counts", s) for s in shares.values())):
         loss = sum(part.loss * weight for part, weight in zip(parts, weights, strict=True))
-        if is_close(whole.loss, loss) and _same_gradients(whole, parts, weights):
-            return kind
+        if not (is_close(whole.loss, loss) and _same_gradients(whole, parts, weights)):
+            continue
+        if kind == "sum":
+            return _Weighting("sum")
+        same = tuple(place for place, share in shares.items() if is_close(share, weights))
+        values = kind == "counts" or any(whole.averages[place].elements is None for place in same)
+        return _Weighting("mean", same, values, weights)
     return None
+
+
+def _that_add_up(whole: _Pass, parts: Sequence[_Pass]) -> list[int]:
+    """The places of divisions by numbers that add up over parts, as counts do."""
+    if any(len(part.averages) != len(whole.averages) for part in parts):
+        return []
+    return [
+        place
+        for place, average in enumerate(whole.averages)
+        if average.count > 0 and is_close(average.count, sum(part.averages[place].count for part in parts))
+    ]
 
 
 def _same_gradients(whole: _Pass, parts: Sequence[_Pass], weights: Sequence[float]) -> bool:
@@ -353,7 +450,7 @@ def _same_gradients(whole: _Pass, parts: Sequence[_Pass], weights: Sequence[floa
     return True
 
 
-def _rules(whole: _Pass, parts: Sequence[_Pass], counts: Sequence[int]) -> Rules:
+def _rules(whole: _Pass, parts: Sequence[_Pass], counts: Sequence[int], weights: Sequence[float] = ()) -> Rules:
     """How each value that was logged, and each number returned, follows from those of the parts."""
     rules: dict[str, Rule] = {}
     one = {key: values[0] for key, values, _ in whole.journal.values()}
@@ -363,10 +460,15 @@ def _rules(whole: _Pass, parts: Sequence[_Pass], counts: Sequence[int]) -> Rules
         values |= {f"output{name}": value for name, value in numbers_in(part.output).items()}
     for name, value in one.items():
         if all(name in values for values in logged):
-            rule = rule_of(value, [values[name] for values in logged], counts)
+            rule = rule_of(value, [values[name] for values in logged], counts, weights)
             if rule is not None:
                 rules[name] = rule
     return Rules(rules)
+
+
+def _tensors_of(metric: Any) -> list[torch.Tensor]:
+    states = [getattr(metric, name) for name in metric._defaults]
+    return [each for each in states if isinstance(each, torch.Tensor)]
 
 
 def _state_of(metric: Any, name: str) -> torch.Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.core.capture.batch import batch_bytes, batch_size_of
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.report.failure import Larger, Rescued, rescue_words
 from lightning_memguard.training.adapter.closure import Part, Policy, StepGuard
+from lightning_memguard.training.adapter.evaluation import EvaluationGuard, EvaluationPolicy
 from lightning_memguard.training.adapter.lightning_types import is_a
 from lightning_memguard.training.adapter.ranks import attempt
 from lightning_memguard.training.adapter.same_step import Probe, SameStep, unknown
@@ -18,7 +19,37 @@ from lightning_memguard.training.run.batch_monitor import BatchWatch, ran_out_of
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
+_OFTEN = 0.1  # share of an epoch's steps done in parts; where it is more, the next epoch takes smaller batches
 _FIXED = ("parameters", "buffers", "gradients", "optimizer_state", "communication", "callbacks", "workspaces")
+
+
+def _unless_by_name(changes: Sequence[str]) -> str:
+    return f'{"; ".join(changes)}. MemGuard(on_oom="split") does it all the same' if changes else ""
+
+
+def guard_evaluation(
+    trainer: Trainer, module: LightningModule, probe: Probe | None, announce: Callable[[str], None], *, by_name: bool
+) -> EvaluationGuard:
+    """Do steps of validation and test again in parts where they run out of memory, from now on; see `Rescuer`."""
+    found: list[SameStep] = []
+    told: list[bool] = []
+
+    def same() -> SameStep:
+        if not found:
+            found.append(probe.result() if probe else unknown("nothing was predicted"))
+        return found[0]
+
+    def rescued(samples: int, at_once: int) -> None:
+        if not told:
+            told.append(True)
+            announce(rescue_words(Rescued(samples, at_once, same().changes, same().draws, evaluates=True)))
+
+    policy = EvaluationPolicy(
+        ran_out_of_memory, same, lambda: "" if by_name else _unless_by_name(same().changes), rescued
+    )
+    guard = EvaluationGuard(trainer, module, policy)
+    guard.install()
+    return guard
 
 
 class Rescuer:
@@ -33,7 +64,7 @@ class Rescuer:
         announce: warns of something.
 
     Attributes:
-        steps: how many steps were done in parts since this was last set to 0.
+        steps: how many steps were done in parts since `restart`.
         refused: why the last step that ran out of memory was not; empty where none did.
     """
 
@@ -56,6 +87,7 @@ class Rescuer:
         self._device = trainer.strategy.root_device
         self._too_large_bytes = math.inf  # batches from this size on are run in parts at once
         self._fitting_bytes = 0.0  # the largest part that ran, or is predicted to
+        self._most_parts = 1
         self._said = False
         policy = Policy(ran_out_of_memory, self.obstacle, self._most_samples, self._ran, self._rescued)
         same = probe.found if probe else None
@@ -64,6 +96,21 @@ class Rescuer:
     def install(self) -> None:
         """Guard the steps from now on."""
         self._guard.install()
+
+    def restart(self) -> None:
+        """An epoch begins."""
+        self.steps, self._most_parts = 0, 1
+
+    def parts_to_take(self, batches: int) -> int:
+        """How many batches of the next epoch are to take the place of one, after an epoch of so many batches.
+
+        0 where the steps of such batches, accumulated, would be others.
+        """
+        if not self.steps:
+            return 1
+        if self._same.weighting != "mean" or self._same.counted:
+            return 0
+        return self._most_parts if self.steps > _OFTEN * batches else 1
 
     def close(self) -> None:
         """Leave the Trainer as it was."""
@@ -80,7 +127,7 @@ class Rescuer:
     @property
     def _same(self) -> SameStep:
         if self._probe is not None:
-            self._guard.same = self._probe.result()
+            self._guard.follow(self._probe.result())
             self._probe = None
         return self._guard.same
 
@@ -89,9 +136,7 @@ class Rescuer:
         changes = [*self._same.changes]
         if any(is_a(optimizer, "LBFGS") for optimizer in self._trainer.optimizers):
             changes.append("LBFGS takes several passes a step, and its search would see their rounding")
-        if self._by_name or not changes:
-            return ""
-        return f'{"; ".join(changes)}. MemGuard(on_oom="split") does it all the same'
+        return "" if self._by_name else _unless_by_name(changes)
 
     # -- before a step
 
@@ -151,6 +196,7 @@ class Rescuer:
 
     def _rescued(self, batch: Part, largest: int) -> None:
         self.steps += 1
+        self._most_parts = max(self._most_parts, math.ceil(batch.samples / largest))
         if not self._said:
             self._said = True
             same = self._same

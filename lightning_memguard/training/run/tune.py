@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -22,25 +22,27 @@ from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.planning.search import Context, or_the_smallest
 from lightning_memguard.training.run.choose import Chosen, Planner, choose
-from lightning_memguard.training.run.profile import GuardSettings, RunProfile, read_run
+from lightning_memguard.training.run.profile import GuardSettings, Reading, RunProfile, read_run
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
+
+    from lightning_memguard.training.adapter.program import LightningProgram
 
 
 @dataclass(frozen=True)
 class Tuning:
     """The result of `tune`. ``profile`` is None where the run was not tuned; ``decision.reason`` says why.
 
-    ``probe`` knows whether its step can be taken in parts, where that was asked.
+    ``probes`` know whether its steps, by role, can be taken in parts, where that was asked.
     """
 
     decision: Decision
     role: Role = "train"
     profile: RunProfile | None = None
     ranks: Ranks = field(default_factory=Ranks)
-    probe: Probe | None = None
+    probes: Mapping[Role, Probe] = field(default_factory=dict)
 
 
 _COMPILING = "MemGuard: following torch.compile on a copy of the step, which takes 2 to 40 s a batch size ..."
@@ -60,11 +62,11 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         ranks = Ranks.of(facts)
         reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
         process_bytes = reading.process_bytes
-        probe = Probe(reading.run.program) if settings.splits and stage == "fit" else None
+        probes = _probes(reading, stage) if settings.splits else {}
         progress = _Progress(due=time.monotonic() + _PATIENCE_SECONDS if trainer.is_global_zero else math.inf)
         with Planner(settings, reading, progress.show) as planner, contextlib.ExitStack() as failing:
             planner.start()
-            if probe is not None:
+            for probe in probes.values():
                 failing.callback(probe.close)
                 probe.start()
             # after the budget, which counts an open context as ours: measuring it opens it
@@ -79,10 +81,10 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
                 decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
-            if probe is not None:
+            for probe in probes.values():
                 probe.wait()
             failing.pop_all()
-        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, probe))
+        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, probes))
         del reading, profile
         trim_heap()  # of the samples drawn
         return tuning
@@ -101,6 +103,15 @@ class _Progress:
         if time.monotonic() > self.due:
             self.due = math.inf
             print(_PREDICTING, flush=True)  # noqa: T201 - the training has not begun, and nothing else is shown
+
+
+def _probes(reading: Reading, stage: Stage) -> dict[Role, Probe]:
+    run, evaluation = reading.run, reading.run.evaluation.value
+    if stage == "predict":
+        return {}
+    evaluated = run.program if stage != "fit" else evaluation.program if evaluation else None
+    programs: dict[Role, LightningProgram | None] = {"train": run.program if stage == "fit" else None, "val": evaluated}
+    return {role: Probe(program) for role, program in programs.items() if program is not None}
 
 
 def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
@@ -188,6 +199,37 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
         requested = before.requested_batch_size
         decision = replace(decision, requested_batch_size=requested, limited_by="memory", reason=reason)
     return with_steps(replace(tuning, profile=chosen, decision=decision))
+
+
+def in_parts(tuning: Tuning, parts: int, settings: GuardSettings, reason: str) -> Tuning:
+    """Take so many batches in place of one, with as many samples in an optimizer step.
+
+    Raises:
+        CannotTraceError: there is no such size, or it makes more optimizer steps, which schedules may not expect.
+    """
+    profile, before = tuning.profile, tuning.decision
+    if profile is None:
+        raise CannotTraceError("nothing was predicted")
+    step = before.multiple_of
+    size = max(-(-before.batch_size // parts // step) * step, profile.request.smallest_batch_size)
+    parts = -(-before.batch_size // size)
+    accumulate, effective = before.accumulate_grad_batches * parts, settings.keep_effective_batch_size
+    if effective is not None:
+        accumulate = max(1, effective // (size * profile.request.ranks))
+    smaller = replace(
+        before,
+        batch_size=size,
+        accumulate_grad_batches=accumulate,
+        outcome="tuned",
+        footprint=profile.footprint_at(size),
+        limited_by="memory",
+        reason=reason,
+    )
+    resized = with_steps(replace(tuning, decision=smaller))
+    now, then = resized.decision.steps_per_epoch, with_steps(tuning).decision.steps_per_epoch
+    if size == before.batch_size or (now is not None and then is not None and now > then):
+        raise CannotTraceError("no smaller size has as many optimizer steps")
+    return resized
 
 
 def _facts_of(trainer: Trainer, stage: Stage) -> RunFacts:

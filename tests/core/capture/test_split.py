@@ -11,6 +11,7 @@ import torch
 from lightning_memguard.core.capture.split import (
     WHOLE,
     Rules,
+    are_alike,
     combine,
     cut_of,
     even_parts,
@@ -88,6 +89,26 @@ def test_the_rule_of_a_number_is_the_one_that_gives_that_of_the_batch() -> None:
         assert rule_of(of(values), [of(part) for part in parts], (1, 2)) == rule
     assert rule_of(values, parts, (1, 2)) == "rows"
     assert rule_of(values.std(), [part.sum() for part in parts], (1, 2)) is None
+
+
+def test_what_no_rule_by_samples_gives_may_have_the_weights_of_the_loss() -> None:
+    tokens = [1.0], [2.0, 6.0]  # means over one, and over two of three
+    assert rule_of(3.0, [1.0, 4.0], (1, 2), (1 / 3, 2 / 3)) == "mean"
+    whole = sum(map(sum, tokens)) / 4 + 1
+    assert rule_of(whole, [1.0, 4.0], (1, 2)) is None
+    assert rule_of(whole, [1.0, 4.0], (1, 2), (0.25, 0.75)) == "average"
+    rules = Rules({"output": "average"})
+    assert join([torch.tensor(1.0), torch.tensor(4.0)], [1, 2], rules, "output", [0.25, 0.75]) == whole
+
+
+def test_results_are_alike_by_value_and_structure() -> None:
+    rows = {"rows": torch.arange(3.0), "names": ["a", "b"], "mean": 1}
+    assert are_alike(rows, {"rows": torch.arange(3.0) + 1e-9, "names": ["a", "b"], "mean": torch.tensor(1.0)})
+    assert not are_alike(rows, rows | {"names": ["a", "c"]})
+    assert not are_alike(rows, rows | {"rows": torch.arange(4.0)})
+    assert not are_alike(rows, rows | {"more": None})
+    assert are_alike(None, None)
+    assert not are_alike(None, 0.0)
 
 
 def test_outputs_are_joined_as_the_step_returns_them() -> None:

@@ -166,3 +166,19 @@ def test_a_shared_device_is_divided_and_what_is_ones_own_stays() -> None:
 def test_another_machine_and_a_given_budget_are_not_shared(other: Any) -> None:
     budget = Budget(10_000, 1100, 110, "host", "CPU")
     assert ranks_module.shared(ranks(other), budget, torch.device("cpu"), held_bytes=0) == budget
+
+
+def test_ranks_that_run_out_of_memory_in_turns_take_the_same_steps(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    """Each rank runs out of memory in ten of its 20 batches, in five of them with the other: none waits forever."""
+    whole, _ = seen["whole"]
+    for rank in seen["in turns"]:
+        assert (rank["error"], rank["step"], rank["rescued"]) == ("", 20, [10])
+        torch.testing.assert_close(rank["parameters"], whole["parameters"], rtol=0, atol=1e-6)
+
+
+def test_ranks_take_smaller_batches_together(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    whole, _ = seen["whole twice"]
+    for rank in seen["always"]:
+        assert (rank["error"], rank["step"], rank["rescued"]) == ("", 40, [20, 0])
+        assert (rank["size"], rank["accumulate"]) == (2, 2)
+        torch.testing.assert_close(rank["parameters"], whole["parameters"], rtol=0, atol=1e-6)

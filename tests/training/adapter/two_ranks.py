@@ -38,11 +38,19 @@ class Module(pl.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-def fit(guard: MemGuard, *, ckpt_path: str | None = None, save: str = "", **settings: Any) -> dict[str, Any]:
+def fit(
+    guard: MemGuard,
+    *,
+    ckpt_path: str | None = None,
+    save: str = "",
+    module: Module | None = None,
+    samples: int = 1000,
+    **settings: Any,
+) -> dict[str, Any]:
     """One fit on both ranks; what this one saw of it."""
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(1000, 16), torch.randint(0, 4, (1000,)))
-    module = Module()
+    data = TensorDataset(torch.randn(samples, 16), torch.randint(0, 4, (samples,)))
+    module = module or Module()
     trainer = pl.Trainer(**{
         "accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 1, "logger": False,
         "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, **settings,
@@ -95,6 +103,37 @@ def resume(folder: Path) -> dict[str, Any]:
     return {"first": first, "again": again}
 
 
+class Failing(Module):
+    """Runs out of memory on rank 0, on rank 1, on both, and on none, in turns; ``always``: in every batch of four."""
+
+    def __init__(self, *, always: bool = False) -> None:
+        super().__init__()
+        self.always, self.process = always, os.getpid()  # copies in children never fail
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if not self.always and os.getpid() == self.process:  # try each batch as a whole, whatever has failed before
+            (guard,) = (each for each in self.trainer.callbacks if isinstance(each, MemGuard))
+            rescuer: Any = guard._run._rescuer  # type: ignore[union-attr]
+            rescuer._too_large_bytes, rescuer._guard.at_once = float("inf"), 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        failing = ((), (0,), (1,), (0, 1))[batch_idx % 4]
+        if len(batch[0]) == 4 and (self.always or RANK in failing) and os.getpid() == self.process:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def rescued(module: Module, **settings: Any) -> dict[str, Any]:
+    """A short training, and its parameters."""
+    pl.seed_everything(0, verbose=False)
+    module.load_state_dict(Module().state_dict())
+    guard = MemGuard(max_batch_size=4)
+    seen = fit(guard, module=module, samples=160, **settings)
+    seen["parameters"] = torch.cat([each.detach().flatten() for each in module.parameters()]).tolist()
+    seen["rescued"] = [record.rescued for record in guard.records]
+    return seen
+
+
 def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
         "budgets": lambda: fit(MemGuard(budget=(100 if RANK == 0 else 200) * KIB)),
@@ -105,6 +144,10 @@ def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "shared": lambda: fit(MemGuard(max_batch_size=8)),
         "check": lambda: fit(MemGuard(mode="check", budget=1 * KIB)),
         "resume": lambda: resume(folder),
+        "whole": lambda: rescued(Module()),
+        "in turns": lambda: rescued(Failing()),
+        "always": lambda: rescued(Failing(always=True), max_epochs=2),
+        "whole twice": lambda: rescued(Module(), max_epochs=2),
     }
 
 

@@ -164,14 +164,14 @@ def test_gradients_accumulated_before_are_lost_without_putting_them_back(
 ) -> None:
     """The control of the test above: it would see them."""
     expected, _ = fit(trainer, seeded(Net), accumulate_grad_batches=3)
-    monkeypatch.setattr(StepGuard, "_gradients", lambda self: {})
+    monkeypatch.setattr(StepGuard, "_gradients", lambda self: ([], []))
     found, _ = fit(trainer, seeded(Net, 2, late=True), MemGuard(max_batch_size=BATCH), accumulate_grad_batches=3)
     assert (found - expected).abs().max() > 1e-3
 
 
 def test_parts_that_are_not_weighted_make_another_step(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = fit(trainer, seeded(Net))
-    monkeypatch.setattr(_Run, "_weight", lambda self, count: 1.0)
+    monkeypatch.setattr(_Run, "_weight", lambda self, *_: 1.0)
     found, _ = fit(trainer, seeded(Net, 3), MemGuard(max_batch_size=BATCH))
     assert (found - expected).abs().max() > 1e-3
 
@@ -188,7 +188,7 @@ def test_hooks_around_a_step_are_called_once(trainer: Any) -> None:
     ("module", "why"),
     [
         (lambda: Net(3, norm=nn.BatchNorm1d(32)), "batch norm (the layer `net.1`) would normalize each part"),
-        (lambda: Contrastive(3), "neither the mean nor the sum"),
+        (lambda: Contrastive(3), "neither a mean nor the sum"),
         (lambda: Keeping(3), "sets the attribute `kept` of the module"),
         (lambda: Manual(3), "calls the optimizers itself"),
         (lambda: Searching(3), "LBFGS"),
@@ -259,6 +259,140 @@ def test_an_unknown_setting_is_refused() -> None:
         MemGuard(on_oom="ignore")  # type: ignore[arg-type]
 
 
+# -- means over what is not padding
+
+
+class Padded(Net):
+    """Predicts each of a text's tokens; what is padded or masked is left out of the mean, in one of several ways."""
+
+    def __init__(self, how: str, most: int = 99, *, late: bool = False) -> None:
+        super().__init__(most, late=late)
+        self.how = how
+        self.net = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, _ = batch
+        if len(tokens) > self.most and os.getpid() == self.process and not self.late:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        out = self.net(tokens)
+        if len(tokens) > self.most and os.getpid() == self.process and torch.is_grad_enabled():
+            self.fail_after_a_gradient()
+        loss = self.mean(out, tokens)
+        self.log("loss", loss, on_epoch=True)
+        return {"loss": loss, "again": loss.detach()}
+
+    def mean(self, out: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        if self.how == "ignored":
+            return nn.functional.cross_entropy(out.mT, tokens, ignore_index=0)
+        losses, mask = nn.functional.cross_entropy(out.mT, tokens, reduction="none"), tokens != 0
+        if self.how == "divided":
+            return (losses * mask).sum() / mask.sum()
+        more = out.square().mean() if self.how == "two" else 0
+        return losses[mask].mean() + more
+
+
+def texts(*, alike: bool) -> DataLoader[Any]:
+    """Texts of different lengths; or the first ones, which MemGuard tries steps on, of the same."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(1, 20, (8 * BATCH, 7), generator=generator)
+    lengths = torch.randint(1, 8, (8 * BATCH,), generator=generator)
+    if alike:
+        lengths[: 4 * BATCH] = 7
+    tokens[torch.arange(7) >= lengths[:, None]] = 0
+    return DataLoader(TensorDataset(tokens, lengths), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("how", "alike", "late", "accumulate"),
+    [
+        ("ignored", False, False, 1),
+        ("divided", False, True, 2),
+        ("selected", False, False, 2),
+        ("ignored", True, True, 1),
+        ("selected", True, False, 1),
+    ],
+)
+def test_parts_are_weighted_by_what_the_loss_averages_over(
+    trainer: Any, how: str, alike: bool, late: bool, accumulate: int
+) -> None:
+    """Where the texts that the step was tried on are all as long, that shows only while parts run."""
+    found = []
+    for most in (99, 2):
+        module, guard = seeded(Padded, how, most, late=late), MemGuard(max_batch_size=BATCH)
+        made = trainer(guard, accumulate_grad_batches=accumulate, max_epochs=1 + alike)
+        made.fit(module, texts(alike=alike))
+        assert {record.batch_size for record in guard.records} == {BATCH}
+        weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+        found.append((weights, float(made.callback_metrics["loss_epoch"]), guard.records[0].rescued))
+    (expected, loss, _), (weights, other, rescued) = found
+    assert rescued == 8
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
+    if not alike:  # else the step was found to log a mean over samples
+        assert other == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
+@pytest.mark.parametrize(
+    ("how", "alike", "why"),
+    [
+        ("two", False, "neither a mean nor the sum"),
+        ("two", True, "means over different numbers of elements"),
+        ("empty", False, "averages over no element of some samples"),
+    ],
+)
+def test_means_over_different_numbers_of_elements_or_none_are_refused(
+    trainer: Any, how: str, alike: bool, why: str
+) -> None:
+    module, loader = seeded(Padded, "ignored" if how == "empty" else how, 3), texts(alike=alike)
+    if how == "empty":
+        loader.dataset.tensors[0][-BATCH:-3] = 0  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            trainer(MemGuard(max_batch_size=BATCH), max_epochs=2).fit(module, loader)
+    assert why in caught.value.__notes__[0]
+
+
+# -- the next epoch
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_after_an_epoch_of_rescues_the_next_takes_smaller_batches_and_the_same_steps(
+    trainer: Any, accumulate: int
+) -> None:
+    """Batches of six fail, and their parts of three fit: from then on two batches of three make a step."""
+    settings: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    expected, _ = fit(trainer, seeded(Net), **settings)
+    guard = MemGuard(max_batch_size=BATCH)
+    made, module = trainer(guard, **settings), seeded(Net, 3)
+    with pytest.warns(UserWarning, match=r"next epoch on: Batch size 3 \(was 6\): 8 of 8 steps of epoch 0 ran out of"):
+        made.fit(module, data())
+    found = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert [(record.batch_size, record.rescued) for record in guard.records] == [(6, 8), (3, 0), (3, 0)]
+    assert [bool(record.resized_because) for record in guard.records] == [False, True, False]
+    assert guard.decision.accumulate_grad_batches == 2 * accumulate
+    assert (made.accumulate_grad_batches, made.reload_dataloaders_every_n_epochs) == (accumulate, 0)
+    assert guard.decision.reason.startswith("8 of 8 steps")
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "callbacks"),
+    [
+        (lambda: Summed(3), {}, []),
+        (lambda: Net(3), {"limit_train_batches": 8}, []),
+        (lambda: Net(3), {}, [pl.callbacks.GradientAccumulationScheduler({0: 1, 9: 2})]),
+    ],
+    ids=["a summed loss", "a number of batches", "accumulation on a schedule"],
+)
+def test_where_smaller_batches_would_be_another_training_the_size_stays(
+    trainer: Any, module: Any, settings: dict[str, Any], callbacks: list[Any]
+) -> None:
+    guard = MemGuard(max_batch_size=BATCH)
+    fit(trainer, module(), guard, *callbacks, max_epochs=2, **settings)
+    assert [(record.batch_size, record.rescued) for record in guard.records] == [(6, 8), (6, 8)]
+
+
 # -- before it fails
 
 
@@ -291,3 +425,93 @@ def test_a_batch_announced_as_too_large_is_run_in_parts(trainer: Any) -> None:
     with pytest.warns(UserWarning, match=r"Training batch 50 has \[100, 400\].*It runs \d+ samples at a time"):
         trainer(guard).fit(Tokens(), DataLoader(Growing(), 100, collate_fn=lambda each: pad(each, batch_first=True)))
     assert guard.records[0].rescued == 3
+
+
+# -- validation and test
+
+
+class Evaluated(Net):
+    """Evaluates batches of more than ``most`` samples into an error; ``logs`` and ``returns`` say what of."""
+
+    def __init__(self, most: int = 99, logs: Any = None, returns: Any = None) -> None:
+        super().__init__()
+        self.limit = most
+        self.logs, self.returns = logs or nn.functional.cross_entropy, returns
+        self.evaluated = torchmetrics.Accuracy("multiclass", num_classes=4)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self.net(x)
+        self.evaluated.update(out, y)
+        self.log("value", self.logs(out, y))
+        self.log("evaluated", self.evaluated)
+        if len(x) > self.limit and os.getpid() == self.process:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return self.returns(out) if self.returns else None
+
+    test_step = validation_step
+
+
+class Outputs(pl.Callback):
+    """Keeps what evaluation returns."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.outputs.append(outputs)
+
+
+@pytest.mark.parametrize("returns", [None, lambda out: {"rows": out, "sum": out.sum()}], ids=["nothing", "rows"])
+def test_an_evaluation_in_parts_logs_and_returns_what_it_does_as_a_whole(trainer: Any, returns: Any) -> None:
+    results = []
+    for most in (99, 2):
+        module, seen = seeded(Evaluated, most, returns=returns), Outputs()
+        made = trainer(seen, MemGuard(max_batch_size=BATCH), limit_val_batches=1.0)
+        if most == 2:
+            with pytest.warns(UserWarning, match="validation or test batch of 6 samples .* at most 2 samples"):
+                (logged,) = made.validate(module, data(), verbose=False)
+        else:
+            (logged,) = made.validate(module, data(), verbose=False)
+        results.append((logged, seen.outputs))
+        assert "validation_step" not in vars(made.strategy)
+    (whole, outputs), (parts, joined) = results
+    assert parts == pytest.approx(whole)
+    assert len(joined) == len(outputs) == 8
+    if returns:
+        assert joined[0]["rows"].shape == (6, 4)
+        torch.testing.assert_close(joined, outputs)
+
+
+def test_the_validation_of_a_fit_and_a_test_are_rescued(trainer: Any) -> None:
+    module = seeded(Evaluated, 3)
+    guard = MemGuard(max_batch_size=BATCH)
+    made = trainer(guard, limit_val_batches=1.0, num_sanity_val_steps=1)
+    made.fit(module, data(), data())
+    whole = trainer(limit_val_batches=1.0)
+    whole.fit(seeded(Evaluated), data(), data())
+    assert made.callback_metrics["value"] == pytest.approx(float(whole.callback_metrics["value"]))
+    (tested,) = made.test(module, data(), verbose=False)
+    (other,) = whole.test(whole.lightning_module, data(), verbose=False)
+    assert tested == pytest.approx(other)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (lambda: Evaluated(3, logs=lambda out, _: torch.linalg.norm(out)), "`value`, which it logs, does not follow"),
+        (lambda: Evaluated(3, returns=lambda out: {"norm": torch.linalg.norm(out)}), "what it returns cannot be"),
+        (lambda: Evaluated(0), None),
+    ],
+    ids=["logs", "returns", "one sample"],
+)
+def test_an_evaluation_that_cannot_be_joined_raises_with_the_reason(trainer: Any, module: Any, why: str | None) -> None:
+    made = trainer(MemGuard(max_batch_size=BATCH), limit_val_batches=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            made.validate(module(), data(), verbose=False)
+    (note,) = caught.value.__notes__
+    assert "MemGuard predicted a peak" in note
+    assert why is None or why in note
