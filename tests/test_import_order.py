@@ -108,6 +108,7 @@ ROOMS = {
         "loader_access",
         "no_collectives",
         "ddp",
+        "deepspeed",
         "callbacks",
         "metrics",
         "logged",

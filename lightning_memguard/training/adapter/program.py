@@ -30,7 +30,7 @@ from lightning_memguard.core.capture.program import device_to_run_on, refuse_met
 from lightning_memguard.core.capture.recorder import Recorder, call_with_overrides, watching
 from lightning_memguard.core.layers.layers import LayerTable, table_of
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.adapter import callbacks, ddp
+from lightning_memguard.training.adapter import callbacks, ddp, deepspeed
 from lightning_memguard.training.adapter.lightning_types import is_a
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
 from lightning_memguard.training.adapter.no_collectives import no_collectives
@@ -190,6 +190,12 @@ class LightningProgram(LightningStep):
             def start(model: nn.Module) -> None:
                 for change in self.changes:
                     change(model)
+                if recorded and self.stage == "fit":
+                    ranks = self.ranks or self.trainer.world_size
+                    engine = deepspeed.engine_for(self.strategy, self.precision_in_use, ranks, model, recorder)
+                    if engine is not None:
+                        engine.before_recording()
+                    shadow.marker.engine = engine
                 watch.enter_context(watching(recorder, model) if recorded else _ReadableTotals())
                 if recorded:
                     self._record_surroundings(recorder, model, shadow.marker)

@@ -239,6 +239,7 @@ def lightning_program(subject: Subject, target: Target) -> LightningProgram:
         datamodule=subject.datamodule,
         gpu=target.gpu,
         strategy=subject.strategy or trainer.strategy,
+        ranks=subject.ranks,
     )
 
 

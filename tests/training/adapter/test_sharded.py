@@ -22,13 +22,6 @@ def fsdp(**settings: Any) -> FSDPStrategy:
     return FSDPStrategy(parallel_devices=[torch.device("cuda", index) for index in range(4)], **settings)
 
 
-class DeepSpeedStrategy:
-    """Stands for Lightning's, which asks for the library at once; it keeps DeepSpeed's own configuration."""
-
-    def __init__(self, **zero: Any) -> None:
-        self.config = {"zero_optimization": zero}
-
-
 @pytest.mark.parametrize(
     ("strategy", "over"),
     [
@@ -39,16 +32,8 @@ class DeepSpeedStrategy:
         (fsdp(cpu_offload=True), dict.fromkeys(EIGHT, 0)),
         (ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=2), EIGHT),
         (ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), dict.fromkeys(EIGHT, 2)),
-        (DeepSpeedStrategy(stage=1), {"parameters": 1, "gradients": 1, "optimizer_state": 8}),
-        (DeepSpeedStrategy(stage=2), {"parameters": 1, "gradients": 8, "optimizer_state": 8}),
-        (DeepSpeedStrategy(stage=3), EIGHT),
-        (
-            DeepSpeedStrategy(stage=2, offload_optimizer={"device": "cpu"}),
-            {"parameters": 1, "gradients": 8, "optimizer_state": 0},
-        ),
-        (DeepSpeedStrategy(stage=3, offload_param={"device": "nvme"}), {**EIGHT, "parameters": 0}),
     ],
-)  # fmt: skip
+)
 def test_what_a_strategy_divides(strategy: Any, over: dict[str, int]) -> None:
     found = shards_of(strategy, 8)
     assert found is not None
