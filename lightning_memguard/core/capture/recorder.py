@@ -31,7 +31,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.capture import compiled, cudnn_rnn, fake, fake_cuda, mkldnn_lstm
+from lightning_memguard.core.capture import compiled, cudnn_rnn, fake, fake_cuda, mkldnn_lstm, one_rank
 from lightning_memguard.core.capture.backward import graph_task, in_place, walking
 from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.capture.constants import forget_written
@@ -145,11 +145,10 @@ class Recorder(TorchDispatchMode):
 
     def label(self, tensors: Iterable[object], part: str) -> None:
         """Set the part that these tensors belong to; a block that already has one keeps it."""
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                block = self._watch(tensor, "")
-                if block is not None:
-                    self._parts.setdefault(block, part)
+        for tensor in _tensors([*tensors]):
+            block = self._watch(tensor, "")
+            if block is not None:
+                self._parts.setdefault(block, part)
 
     def on_stream(self, stream: int) -> AbstractContextManager[Any]:
         """What is allocated inside comes from another stream's pool, whose free memory no other stream uses."""
@@ -174,6 +173,19 @@ class Recorder(TorchDispatchMode):
         """Record a tensor that no operator made, in a step."""
         if self._recording and self.phase != "setup":
             self._watch(tensor, operator)
+
+    def note_resized(self, storage: torch.UntypedStorage) -> None:
+        """Record a storage that was resized in place: how FSDP frees what it gathered, and allocates it again."""
+        if not self._recording or storage.device.type not in (self.device_type, "meta"):
+            return
+        address, nbytes = storage._cdata, storage.nbytes()
+        block = self._live.get(address)
+        if block is not None and nbytes != self._storage_bytes[block]:
+            self._parts[block] = "gathered"
+            self._forget(address, block)
+            block = None
+        if block is None and nbytes:
+            self._hold(storage, self._take(nbytes, "storage.resize_", "gathered"), nbytes)
 
     def mark_held(self) -> None:
         """Whatever else the run has on its device throughout was there before what is recorded from now on."""
@@ -224,6 +236,8 @@ class Recorder(TorchDispatchMode):
         if func is _device_of and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # very frequent, and slow through all modes
         kwargs = kwargs or {}
+        if one_rank.any_wrapped(types):
+            return NotImplemented
         if not self._recording:
             return func(*args, **kwargs)
         beat()
@@ -245,9 +259,9 @@ class Recorder(TorchDispatchMode):
                 return func._op_dk(calls_others, *args, **kwargs)
         if fake.only_writes(func, args):
             forget_written(func, args, kwargs)
-            self._note(func, args, kwargs, None)
-            return None
-        out = self._result(func, args, kwargs)
+            out = None
+        else:
+            out = self._result(func, args, kwargs)
         self._note(func, args, kwargs, out)
         return out
 
@@ -366,7 +380,10 @@ class Recorder(TorchDispatchMode):
             self._forget(address, block)  # the storage was resized in place: a new allocation behind the same object
         if not nbytes:
             return None
-        block = self._take(nbytes + kept_bytes, operator)
+        return self._hold(storage, self._take(nbytes + kept_bytes, operator), nbytes)
+
+    def _hold(self, storage: torch.UntypedStorage, block: int, nbytes: int) -> int:
+        address = storage._cdata
         self._storage_bytes[block] = nbytes
         self._live[address] = block
         self._finalizers.append(weakref.finalize(storage, self._forget, address, block))
@@ -490,13 +507,13 @@ def _is_the_models(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_MODEL
 
 
-def _tensors(out: object) -> Iterator[Tensor]:
+def _tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:
     if isinstance(out, Tensor):
-        inside = getattr(out, "__tensor_flatten__", None)  # a jagged tensor's values and offsets
-        if inside is None:
+        names = getattr(out, "__tensor_flatten__", None)  # a jagged tensor's values and offsets, a DTensor's own part
+        if names is None or not inside:
             yield out
         else:
-            yield from _tensors([getattr(out, name) for name in inside()[0]])
+            yield from _tensors([getattr(out, name) for name in names()[0]])
     elif isinstance(out, (list, tuple)):
         for item in out:
             yield from _tensors(item)
@@ -593,7 +610,7 @@ class _ModulePaths(TorchFunctionMode):
         without_tangents = func is F.linear and forward_ad._current_level < 0  # checked on torch 2.13
         with self.recorder.running_linear() if without_tangents else nullcontext():
             out = call_with_overrides(func, args, kwargs or {})
-        for tensor in _tensors(out):
+        for tensor in _tensors(out, inside=not one_rank.is_wrapped(out)):
             self._follow(_node_of(tensor))
         return out
 
@@ -654,6 +671,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         else:
             exits.enter_context(compiled.noting(lambda note: recorder.assumptions.update({note: None})))
             exits.enter_context(mock.patch.object(torch, "get_rng_state", _watched(recorder, torch.get_rng_state)))
+            exits.enter_context(one_rank.watched(recorder))
             exits.enter_context(paths_mode)
         exits.enter_context(recorder)
         yield
@@ -690,7 +708,7 @@ def part_bytes(parts: Mapping[str, Iterable[Tensor]], device_type: str) -> dict[
     totals: dict[str, int] = {}
     for part, tensors in parts.items():
         totals[part] = 0
-        for tensor in tensors:
+        for tensor in _tensors([*tensors]):
             if tensor.device.type == device_type and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in seen:

@@ -31,6 +31,7 @@ from lightning_memguard.core.capture.recorder import Recorder, call_with_overrid
 from lightning_memguard.core.layers.layers import LayerTable, table_of
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks, ddp, deepspeed
+from lightning_memguard.training.adapter.layout import refuse_sharded
 from lightning_memguard.training.adapter.lightning_types import is_a
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
 from lightning_memguard.training.adapter.no_collectives import no_collectives
@@ -176,7 +177,7 @@ class LightningProgram(LightningStep):
     ) -> Iterator[tuple[Shadow, LightningModule]]:
         """The shadow Trainer and the module's copy; nothing they do is seen outside. Ends at `StepsDone`."""
         with (
-            no_collectives(),
+            self.layout.one_rank() if self.layout else no_collectives(),
             preserve_loader_classes(),
             tensors(fake=fake, gpu=self.gpu) as mode,
             lending_optimizers(self.trainer),
@@ -209,7 +210,10 @@ class LightningProgram(LightningStep):
 
     def _copy_module(self, mode: FakeTensorMode | None, device: torch.device, batch_size: int) -> LightningModule:
         """A copy whose hooks that prepare the run, or need other ranks, do nothing."""
-        instead = {id(self.trainer): None}
+        instead: dict[int, object] = {id(self.trainer): None}
+        if self.layout is not None:
+            refuse_sharded(self.module)
+            instead[id(getattr(self.module, "_device_mesh", None))] = None
         module_copy: Any = (
             fake_copy(self.module, mode, device, instead) if mode else real_copy(self.module, instead).to(device)
         )
@@ -217,7 +221,7 @@ class LightningProgram(LightningStep):
         _set_batch_size(module_copy, batch_size)
         module_copy.configure_callbacks = lambda: []  # noqa: PIE807 - Lightning may read its __code__
         module_copy.prepare_data = lambda: None
-        if is_a(self.strategy, "ModelParallelStrategy"):
+        if is_a(self.strategy, "ModelParallelStrategy") and self.layout is None:
             module_copy.configure_model = lambda: None  # it shards, and needs the other ranks for that
         if self.transferred:
             module_copy.on_before_batch_transfer = module_copy.on_after_batch_transfer = lambda batch, _: batch

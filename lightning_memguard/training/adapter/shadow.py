@@ -27,6 +27,7 @@ from lightning_memguard.core.capture.recorder import Recorder, gradients_of, ref
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.training.adapter import ddp, deepspeed
 from lightning_memguard.training.adapter.callbacks import Average
+from lightning_memguard.training.adapter.layout import Layout
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
 from lightning_memguard.training.adapter.run_facts import LIMIT_NAMES, ROLES, Role, Stage
 from lightning_memguard.training.adapter.stand_ins import (
@@ -75,6 +76,7 @@ class LightningStep(Program):
         callback_bytes: what other callbacks hold on the device throughout.
         strategy: the user's, where it makes several processes train together.
         ranks: how many processes train together (default: the Trainer's).
+        layout: its ranks, where it shards and one of them is captured.
         transferred: whether the hooks around the transfer of batches have run already.
         precision: another precision than the Trainer's; empty to keep that one.
         changes: done to each copy before it is recorded and before it has optimizers.
@@ -94,6 +96,7 @@ class LightningStep(Program):
     callback_bytes: int = 0
     strategy: Strategy | None = None
     ranks: int = 0
+    layout: Layout | None = None
     transferred: bool = False
     precision: str = ""
     changes: tuple[Change, ...] = ()
@@ -160,6 +163,9 @@ class Shadow:
         # since Lightning 2.6, it asks the other ranks
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         trainer.memguard_shadow = self  # type: ignore[attr-defined]
+        if program.layout is not None:
+            sharded = program.layout.strategy_for(trainer, device, _precision_of(program), start)
+            trainer._accelerator_connector.strategy = sharded
         return trainer
 
     def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], batch_size: int, *, fake: bool) -> None:
@@ -217,6 +223,8 @@ class ShadowTrainerMixin:
     @property
     def world_size(self) -> int:
         shadow: Shadow | None = vars(self).get("memguard_shadow")
+        if shadow is not None and shadow.program.layout is not None:
+            return shadow.program.layout.ranks
         # where there is no process group, a step that is told of other ranks would fail as it calls them
         alone = shadow is None or not (dist.is_available() and dist.is_initialized())
         return 1 if alone or shadow is None else shadow.program.trainer.world_size
@@ -475,6 +483,8 @@ def _precision_of(program: LightningStep) -> Precision:
     plugin, plugins = program.trainer.precision_plugin, lightning_of(program.module).plugins
     if is_a(program.strategy, "DeepSpeedStrategy"):
         return deepspeed.precision_of(program.module, program.precision or plugin.precision)
+    if program.layout is not None and is_a(program.layout.strategy, "FSDPStrategy"):
+        return plugins.FSDPPrecision(program.precision or plugin.precision)  # type: ignore[no-any-return]
     if not (program.precision or is_a(plugin, "FSDPPrecision")):
         return copy.deepcopy(plugin)
     precision = program.precision or plugin.precision

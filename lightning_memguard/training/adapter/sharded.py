@@ -1,4 +1,4 @@
-"""Strategies that shard a training's states over its ranks: the states are divided, the batch size is kept.
+"""Strategies that shard, where no rank can be captured: the states are divided, the batch size is kept.
 
 What a rank gathers of the others' shards while a layer runs, and the strategy's own buffers, are not predicted; so the
 batch size stays, and the report says why. Private names of Lightning were checked on 2.5.0 to 2.6.6.
