@@ -26,6 +26,10 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     text = "replaces the model's own: torch.optim.SGD,momentum=0.9, or adamw (default for a plain module: AdamW)"
     add("--optimizer", metavar="NAME[,K=V]", help=text)
     add("--loss", metavar="NAME", help="for a plain module: torch.nn.functional:mse_loss (default: by type of target)")
+    text = "how it is trained on several devices, as in a Trainer: ddp, fsdp, deepspeed_stage_2, deepspeed_stage_3"
+    add("--strategy", metavar="NAME", help=text)
+    add("--devices-per-node", type=whole_number(1), metavar="N", help="devices on each node (default: 1)")
+    add("--num-nodes", type=whole_number(1), metavar="N", help="nodes that train together (default: 1)")
     add("--accumulate", type=whole_number(1), metavar="N", help="batches per optimizer step (accumulate_grad_batches)")
     title = "the batch (default: the module's example_input_array or train_dataloader)"
     add = parser.add_argument_group(title).add_argument

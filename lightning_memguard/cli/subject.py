@@ -29,6 +29,8 @@ def read_subject(options: argparse.Namespace, say: Say, *, meta: bool = True) ->
     model, datamodule, trainer, precision = _model_of(options, meta=meta)
     if options.accumulate:
         trainer["accumulate_grad_batches"] = options.accumulate
+    given = {"strategy": options.strategy, "devices": options.devices_per_node, "num_nodes": options.num_nodes}
+    trainer |= {name: value for name, value in given.items() if value is not None}
     step, optimizer = None, typed.optimizer(options.optimizer) if options.optimizer else None
     if batch is None and datamodule is None:
         batch = _own_batch(model, options.target_shape)

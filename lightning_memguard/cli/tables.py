@@ -49,6 +49,8 @@ def headline(subject: Subject) -> str:
     more = f", gradients accumulated over {accumulate} batches" if accumulate != 1 else ""
     if subject.training and subject.optimizer is not None:
         more += f", with {getattr(getattr(subject.optimizer, 'func', subject.optimizer), '__name__', 'its optimizer')}"
+    if subject.devices * subject.nodes > 1:
+        more += f", one of {subject.devices * subject.nodes:,} ranks"
     return f"{type(subject.model).__name__}, {kind} at {subject.precision}{more}; example batch: {subject.shapes}."
 
 
@@ -93,7 +95,9 @@ def _largest_words(plan: Plan, advice: Sequence[Advice]) -> str:
         "max_batch_size": "Larger sizes were not considered; memory is not the limit",
     }
     why = reasons.get(plan.largest.limited_by, plan.largest.limited_by)
-    return f"Largest batch size: {plan.largest.batch_size}, which needs {peak_range(plan.largest.footprint)}. {why}."
+    size = plan.largest.batch_size
+    found = f"{size}" if plan.ranks == 1 else f"{size} a rank, {size * plan.ranks:,} in all"
+    return f"Largest batch size: {found}, which needs {peak_range(plan.largest.footprint)}. {why}."
 
 
 def _largest(decision: Decision | None) -> tuple[str, str]:
@@ -113,6 +117,8 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "budget": budget_data(plan.budget),
         "asked": footprint_data(plan.footprint),
         "largest_batch_size": largest.batch_size if largest else None,
+        "largest_in_all": largest.batch_size * plan.ranks if largest else None,
+        "ranks": plan.ranks,
         "limited_by": largest.limited_by if largest else None,
         "largest": footprint_data(largest.footprint) if largest and largest.footprint else None,
         "why_no_largest": plan.reason or None,

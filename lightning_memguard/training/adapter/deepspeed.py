@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -110,6 +111,24 @@ class Settings:
         )
 
 
+def without_library(kind: Any, given: dict[str, Any]) -> Any:
+    """A DeepSpeedStrategy to read settings from, where the library may be missing, with Lightning's own defaults."""
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    arguments = {each.name: each.default for each in parameters if each.default is not each.empty} | given
+    own = kind.__new__(kind)
+    named = inspect.signature(kind._create_default_config).parameters
+    settings = {name: value for name, value in arguments.items() if name in named or name in _OF_ZERO}
+    own.config = own._create_default_config(**settings)
+    return own
+
+
+# What `DeepSpeedStrategy.__init__` passes to ``_create_default_config`` as ``zero_kwargs``.
+_OF_ZERO = (
+    *("stage", "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter", "sub_group_size"),
+    *("allgather_bucket_size", "reduce_bucket_size"),
+)
+
+
 def engine_for(
     strategy: object, precision: str, ranks: int, module_copy: nn.Module, recorder: Recorder
 ) -> Engine | None:
@@ -173,7 +192,7 @@ class Engine:
                 self.step(optimizer, cast("Callable[[], Any]", step))
             return result
 
-        optimizer.step = stepping  # type: ignore[method-assign, assignment]
+        optimizer.step = stepping  # type: ignore[method-assign]
 
     def _wrap_training_step(self) -> None:
         module: Any = self.module_copy
@@ -234,7 +253,7 @@ class Engine:
         """Step one partition alone; callers after a step are called once, after the last."""
         groups = optimizer.param_groups
         chosen = {**groups[group], "params": [partition]}
-        quiet = contextlib.nullcontext() if last else mock.patch.object(optimizer, "_optimizer_step_post_hooks", {})
+        quiet: Any = contextlib.nullcontext() if last else mock.patch.object(optimizer, "_optimizer_step_post_hooks", {})
         with mock.patch.object(optimizer, "param_groups", [chosen]), quiet:
             step()
 
@@ -469,8 +488,8 @@ class _Stage3(Engine):
 
     def before_recording(self) -> None:
         """Under ``configure_model``, parameters are never whole: Lightning calls it inside ``deepspeed.zero.Init``."""
-        base = lightning_of(self.module_copy).LightningModule
-        if type(self.module_copy).configure_model is not base.configure_model:
+        base, kind = lightning_of(self.module_copy).LightningModule, cast("Any", type(self.module_copy))
+        if kind.configure_model is not base.configure_model:
             for shard in self.shards.values():
                 shard.parameter.untyped_storage().resize_(0)
 

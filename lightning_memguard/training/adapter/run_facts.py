@@ -103,7 +103,7 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         datamodule=getattr(trainer, "datamodule", None),
         callbacks=tuple(getattr(trainer, "callbacks", ())),
         world_size=trainer.world_size,
-        data_ranks=_data_ranks(trainer.strategy, trainer.world_size),
+        data_ranks=data_ranks(trainer.strategy, trainer.world_size),
         global_rank=trainer.global_rank,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         validates=trainer.enable_validation,
@@ -121,12 +121,12 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
     )
 
 
-def _data_ranks(strategy: Any, world_size: int) -> int:
-    """Those of a tensor-parallel group share their samples."""
+def data_ranks(strategy: Any, world_size: int, devices: int = 0) -> int:
+    """How many ranks train on samples of their own: those of a tensor-parallel group share theirs."""
     if not is_a(strategy, "ModelParallelStrategy"):
         return world_size
     tensor = strategy._tensor_parallel_size
-    return max(1, world_size // max(1, int(strategy.num_processes if tensor == "auto" else tensor)))
+    return max(1, world_size // max(1, int((devices or strategy.num_processes) if tensor == "auto" else tensor)))
 
 
 def _source(loop: Any) -> DataSource:
