@@ -253,7 +253,9 @@ class Engine:
         """Step one partition alone; callers after a step are called once, after the last."""
         groups = optimizer.param_groups
         chosen = {**groups[group], "params": [partition]}
-        quiet: Any = contextlib.nullcontext() if last else mock.patch.object(optimizer, "_optimizer_step_post_hooks", {})
+        quiet: Any = (
+            contextlib.nullcontext() if last else mock.patch.object(optimizer, "_optimizer_step_post_hooks", {})
+        )
         with mock.patch.object(optimizer, "param_groups", [chosen]), quiet:
             step()
 
