@@ -108,6 +108,7 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
             exits.enter_context(mock.patch.object(torch.cuda, name, answer))
         exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
         exits.enter_context(mock.patch.object(torch.Tensor, "record_stream", _nothing))
+        exits.enter_context(mock.patch.object(torch.Tensor, "pin_memory", _pinned(torch.Tensor.pin_memory)))
         for home, name, _ in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
             exits.enter_context(mock.patch.object(home, name, _overriding(getattr(home, name))))
         _simulated.append(gpu)
@@ -117,6 +118,15 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
 
 def _nothing(*_: object) -> None:
     """In place of what is called for each tensor: a mock would take longer than the rest."""
+
+
+def _pinned(pin: Function) -> Function:
+    """A fake tensor on the host is as good as pinned, which torch cannot fake."""
+
+    def pinned(tensor: Tensor, *args: Any, **kwargs: Any) -> object:
+        return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args, **kwargs)
+
+    return pinned
 
 
 def leave_driver_alone() -> None:

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.errors import CannotTraceError
@@ -117,7 +117,18 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
         yield mock.patch.object(home, "new_group", like_the_first)
         for name in _OF_OBJECTS:
             yield mock.patch.object(home, name, functools.partial(_refuse, name))
+    yield mock.patch.object(FakeTensor, "data", property(_DATA.__get__, _set_data), create=True)
     yield from _fsdp1()
+
+
+_DATA: Any = torch._C.TensorBase.data
+
+
+def _set_data(tensor: FakeTensor, data: Any) -> None:
+    """Where FSDP1 offloads, it moves a parameter by its ``data``; torch leaves the device of a fake one as it was."""
+    _DATA.__set__(tensor, data)
+    if isinstance(data, FakeTensor):
+        tensor.fake_device = data.fake_device
 
 
 # Methods of DeviceMesh that make or read tensors of ranks.
