@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.errors import CannotTraceError
@@ -97,6 +96,7 @@ _STATE = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_gro
 
 
 def _patches() -> Iterator[AbstractContextManager[Any]]:
+    import torch.distributed.tensor  # adds its type to lists that `faking` replaces for a while
     from torch.distributed import device_mesh
 
     for name in _READS_RANKS:
@@ -117,7 +117,18 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
         yield mock.patch.object(home, "new_group", like_the_first)
         for name in _OF_OBJECTS:
             yield mock.patch.object(home, name, functools.partial(_refuse, name))
-    yield _fsdp_hooks_seen()
+    yield mock.patch.object(FakeTensor, "data", property(_DATA.__get__, _set_data), create=True)
+    yield from _fsdp1()
+
+
+_DATA: Any = torch._C.TensorBase.data
+
+
+def _set_data(tensor: FakeTensor, data: Any) -> None:
+    """Where FSDP1 offloads, it moves a parameter by its ``data``; torch leaves the device of a fake one as it was."""
+    _DATA.__set__(tensor, data)
+    if isinstance(data, FakeTensor):
+        tensor.fake_device = data.fake_device
 
 
 # Methods of DeviceMesh that make or read tensors of ranks.
@@ -206,11 +217,16 @@ def any_wrapped(types: Any) -> bool:
     return any(issubclass(kind, _wrapper_types()) for kind in types)
 
 
-def _fsdp_hooks_seen() -> AbstractContextManager[Any]:
-    """Have FSDP1 hook its flat parameters instead of the nodes that accumulate their gradients (`_runtime_utils`)."""
-    from torch.distributed.fsdp import _runtime_utils
+def _fsdp1() -> Iterator[AbstractContextManager[Any]]:
+    """Have FSDP1 hook its flat parameters instead of the nodes that accumulate their gradients (`_runtime_utils`).
 
-    hook = _runtime_utils._post_backward_hook
+    And name the device by its type: a build without CUDA knows no device by a number alone. And ask a storage for its
+    size where it has no address.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _init_utils, _runtime_utils
+
+    hook, make = _runtime_utils._post_backward_hook, FullyShardedDataParallel.__init__
+    computed_on = _init_utils._get_compute_device
 
     def register(state: Any, handle: Any) -> None:
         if not torch.is_grad_enabled() or not handle:
@@ -218,14 +234,17 @@ def _fsdp_hooks_seen() -> AbstractContextManager[Any]:
         flat = handle.flat_param
         if hasattr(flat, "_post_backward_hook_state") or not flat.requires_grad:
             return
-        registered = flat.register_post_accumulate_grad_hook(_after_gradient(hook, state, handle))
+        registered = flat.register_post_accumulate_grad_hook(lambda gathered: hook(state, handle, gathered))
         flat._post_backward_hook_state = None, registered
 
-    return mock.patch.object(_runtime_utils, "_register_post_backward_hook", register)
+    @functools.wraps(make)
+    def make_on_device(self: Any, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        make(self, *args, device_id=torch.device("cuda", device_id) if type(device_id) is int else device_id, **kwargs)
 
+    def device_of(module: Any, ignored: Any, given: torch.device | None, *rest: Any) -> torch.device:
+        return given or computed_on(module, ignored, given, *rest)
 
-def _after_gradient(hook: Callable[..., object], state: object, handle: object) -> Callable[[Tensor], None]:
-    def after(flat: Tensor) -> None:
-        hook(state, handle, flat)
-
-    return after
+    yield mock.patch.object(_init_utils, "_get_compute_device", device_of)
+    yield mock.patch.object(_runtime_utils, "_register_post_backward_hook", register)
+    yield mock.patch.object(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().size() > 0)
+    yield mock.patch.object(FullyShardedDataParallel, "__init__", make_on_device)

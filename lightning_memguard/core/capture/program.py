@@ -258,7 +258,7 @@ class LoopProgram(Program):
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `Program.run`."""
-        with tensors(fake=fake, gpu=self.gpu) as mode, self._group():
+        with self._group(), tensors(fake=fake, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy) if self.training else []
             with watching(recorder, module_copy):
@@ -272,7 +272,7 @@ class LoopProgram(Program):
 
     def run_states(self, recorder: Recorder) -> None:
         """See `Program.run_states`."""
-        with tensors(fake=True, gpu=self.gpu) as mode, self._group():
+        with self._group(), tensors(fake=True, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy)
             with watching(recorder, module_copy):

@@ -394,8 +394,11 @@ class Recorder(TorchDispatchMode):
         self._bytes.append(nbytes)
         if part:
             self._parts[block] = part
-        self._add_row("alloc", block, operator, self._stream, self.line())
+        self._add_row("alloc", block, operator, self._stream_in_use(), self.line())
         return block
+
+    def _stream_in_use(self) -> int:
+        return self._stream or fake_cuda.stream_in_use()
 
     def _add_row(self, action: Action, block: int, operator: str, stream: int = 0, source: str = "") -> None:
         where = self._where(), self.step, self.module, operator
@@ -418,7 +421,8 @@ class Recorder(TorchDispatchMode):
     def _scratch(self, scratch: Scratch, place: int | None, operator: str) -> None:
         """Allocate blocks that live inside the operator that ran last, and free them."""
         start = len(self._rows)
-        like = Event("alloc", 0, 0, "workspaces", self._where(), self.step, self.module, operator, source=self.line())
+        where, stream = (self._where(), self.step, self.module, operator), self._stream_in_use()
+        like = Event("alloc", 0, 0, "workspaces", *where, stream, source=self.line())
         events = scratch_events(moments_of(scratch, place), -1 - self._scratch_blocks, like)
         self._scratch_blocks += len(events) // 2
         self._rows += events

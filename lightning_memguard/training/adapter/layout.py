@@ -58,6 +58,11 @@ class Layout:
             return None
         return cls(strategy, devices or max(1, strategy.num_processes), nodes or max(1, strategy.num_nodes))
 
+    @property
+    def begins_on_host(self) -> bool:
+        """Whether the parameters must not be on the device before they are sharded, as they stay off it."""
+        return bool(getattr(getattr(self.strategy, "cpu_offload", None), "offload_params", False))
+
     @contextlib.contextmanager
     def one_rank(self) -> Iterator[None]:
         """Inside, this process is the first of the ranks, also to Lightning."""

@@ -186,7 +186,8 @@ class LightningProgram(LightningStep):
             if mode is None:
                 refuse_meta(self.module)
             device = device_to_run_on(self, fake=fake)
-            module_copy = self._copy_module(mode, device, batch_size)
+            on_host = self.layout is not None and self.layout.begins_on_host
+            module_copy = self._copy_module(mode, torch.device("cpu") if on_host else device, batch_size)
 
             def start(model: nn.Module) -> None:
                 for change in self.changes:
