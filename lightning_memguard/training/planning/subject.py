@@ -224,8 +224,7 @@ def _named_strategy(model: nn.Module, name: str) -> Strategy:
         strategy: Strategy = deepspeed.without_library(registry[name]["strategy"], registry[name]["init_params"])
         return strategy
     with quiet():
-        strategy = registry.get(name)
-    return strategy
+        return registry.get(name)  # type: ignore[no-any-return]
 
 
 def _count(devices: str | int | list[int] | None) -> int:

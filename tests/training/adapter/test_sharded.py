@@ -10,6 +10,7 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.utils.data import TensorDataset
 
+from lightning_memguard.core.decision.decision import Limits
 from lightning_memguard.training.adapter import sharded
 from lightning_memguard.training.adapter.sharded import Shards, shards_of
 from lightning_memguard.training.planning.plan import plan_on
@@ -73,11 +74,13 @@ def test_a_sharding_fit_keeps_its_size_and_says_why(
     assert any("parameters / 8, gradients / 8" in note for note in decision.footprint.notes)
 
 
-def test_a_plan_with_a_sharding_strategy_says_why_it_looks_for_no_largest_size(small: Any) -> None:
+def test_a_plan_with_a_sharding_strategy_finds_the_largest_size_of_a_rank(small: Any) -> None:
     batch = (torch.zeros(8, 16), torch.zeros(8, dtype=torch.long))
-    plan = plan_on(subject_of(small(), batch, trainer={"strategy": "fsdp", "devices": 4}), "T4")
-    assert plan.largest is None
-    assert plan.reason == "what the strategy divides over its ranks is predicted in part only"
+    subject = subject_of(small(), batch, trainer={"strategy": "fsdp", "devices": 4})
+    plan = plan_on(subject, "T4", Limits(max_batch_size=64))
+    assert plan.ranks == 4
+    assert plan.largest is not None
+    assert plan.largest.batch_size == 64
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
