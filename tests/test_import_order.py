@@ -62,6 +62,7 @@ ROOMS = {
         "malloc",
         "process",
         "context",
+        "nccl",
         "budget",
         "meter",
     ],

@@ -86,6 +86,7 @@ def estimate(
     subject = Subject(model, batches, size, precision, step=step, optimizer=optimizer, training=training)
     if (strategy, devices, num_nodes) != ("auto", 1, 1):
         subject = on_ranks(subject, strategy, devices, num_nodes)
+    target = target.talking(subject.communicators)
     if subject.runs_in_lightning and (step is not None or optimizer is not None):
         raise MemGuardError(
             "A LightningModule brings its own training_step and configure_optimizers: leave out step and optimizer."

@@ -143,6 +143,7 @@ def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> t
         CannotTraceError: the step cannot be predicted.
     """
     target, budget = target_and_budget(device, limits or Limits(), subject.model)
+    target = target.talking(subject.communicators)
     settings, context = AllocatorSettings.for_device(target.device.type, os.environ), target.context_bytes
     program, scalable = program_of(subject, target), not subject.fixed_because
     prediction = predict(program, subject.batch_size, settings, context_bytes=context, scalable=scalable)

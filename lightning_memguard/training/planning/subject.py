@@ -19,7 +19,7 @@ from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.layers import run_model
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter import deepspeed
-from lightning_memguard.training.adapter.layout import CAPTURED, Layout
+from lightning_memguard.training.adapter.layout import CAPTURED, Layout, communicators
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
 from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.program import LightningProgram
@@ -83,6 +83,11 @@ class Subject:
     def ranks(self) -> int:
         """How many processes train together, each on samples of its own."""
         return data_ranks(self.strategy, self.devices * self.nodes, self.devices)
+
+    @property
+    def communicators(self) -> int:
+        """How many groups of ranks this one talks to."""
+        return communicators(self.strategy) if self.devices * self.nodes > 1 else 0
 
     @property
     def runs_in_lightning(self) -> bool:

@@ -1,0 +1,20 @@
+"""NCCL's own memory: published measurements are within the range."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_memguard.core.device.nccl import nccl_bytes
+
+
+@pytest.mark.parametrize("measured_megabytes", [544, 688])
+def test_a_communicator_of_a100s_is_within_the_range(measured_megabytes: int) -> None:
+    """NVIDIA/nccl#964: an all-reduce of two, and of more, A100 with NVLink; the likely figure is between the two."""
+    least, likely, most = nccl_bytes(1)
+    assert least < measured_megabytes * 10**6 < most
+    assert likely == pytest.approx(measured_megabytes * 10**6, rel=0.2)
+
+
+def test_each_communicator_has_its_own() -> None:
+    assert nccl_bytes(3) == tuple(3 * each for each in nccl_bytes(1))
+    assert nccl_bytes(0) == (0, 0, 0)
