@@ -333,10 +333,10 @@ class Recorder(TorchDispatchMode):
             self._open_cublas(name, self._on)
         elsewhere = bool(results) and results[0].device.type != self.device_type
         words = name.split(".")
-        rule = table.rule(words[1], self._on) if words[0] == "aten" and not elsewhere else None
+        rule = table.rule(words[1], self._on) if words[0] in ("aten", "fsdp") and not elsewhere else None
         scratch = NONE
         if rule and self._on:
-            call = Call(by_name(func, args, kwargs), results, self._on)
+            call = Call(by_name(func, args, kwargs), results or list(_tensors(kwargs.get("out"))), self._on)
             scratch = rule(call)
             if scratch is NONE and words[1] in table.BY_TYPES:
                 rule = None  # very frequent

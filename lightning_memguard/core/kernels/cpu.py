@@ -284,6 +284,19 @@ def _copy(call: CpuCall) -> Scratch:
     return after((transposing_tile_bytes(source),)) if alike else NONE
 
 
+@RULES.of("chunk_cat")
+def _chunk_cat(call: CpuCall) -> Scratch:
+    """`_pad_chunk` (aten/src/ATen/native/TensorShape.cpp): copies of what the ranks do not divide, for FSDP2's gradients."""
+    dim, chunks = call["dim"], call["num_chunks"]
+
+    def padded(tensor: Tensor) -> int:
+        size = tensor.shape[dim]
+        rest = nbytes(tensor) // size * (up(size, chunks) - size) if size else 0
+        return nbytes(tensor) + rest if rest else copy_bytes(tensor)
+
+    return after(map(padded, call["tensors"]))
+
+
 RULES.of("im2col")(lambda call: Scratch(after=(nbytes(call["self"]),)))
 
 
