@@ -4,7 +4,7 @@ Run as a script, it trains a small one on two processes of this machine's CPU; M
 on both, that fits into a budget:
 
     python examples/fsdp.py
-    python examples/fsdp.py --budget 200MiB --tensor-parallel 2
+    python examples/fsdp.py --budget 300MiB --tensor-parallel 2
 
 Planned, it needs none of the devices. The shapes are those of Llama 3.1; the model, its checkpointing and its sharding
 are laid out as torchtitan lays out its own:
@@ -260,7 +260,7 @@ _BLOCK_PLAN = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    guard = MemGuard(budget=options.budget, margin=0.0)
+    guard = MemGuard(budget=options.budget)
     strategy = ModelParallelStrategy(
         data_parallel_size=2 // options.tensor_parallel,
         tensor_parallel_size=options.tensor_parallel,
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", default="100MiB", help="memory that each rank may use (default: %(default)s)")
+    parser.add_argument("--budget", default="200MiB", help="memory that each rank may use (default: %(default)s)")
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2), default=1, help="ranks that share a batch")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: %(default)s)")
     return parser.parse_args(arguments)

@@ -135,6 +135,7 @@ ROOMS = {
         "subject",
         "estimate",
         "plan",
+        "layouts",
     ],
     "training/run": [
         "__init__",

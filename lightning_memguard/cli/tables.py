@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_memguard.core.layers.textbook import TextbookSum, WeightMemory
     from lightning_memguard.core.replay.alternatives import Alternative
     from lightning_memguard.core.replay.history import History
+    from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
 
@@ -150,6 +151,17 @@ def advice_data(each: Advice) -> dict[str, Any]:
     """One remedy for programs."""
     known = _attributes(each, "remedies", "how", "costs", "saved_bytes", "fits")
     return {**known, "footprint": footprint_data(each.footprint)}
+
+
+def print_layouts(layouts: Sequence[Fit], console: Console) -> None:
+    """The cheapest way to train on so many devices, a line each, and what to write for it."""
+    if not layouts:
+        return
+    console.print("The cheapest way to train on several, each predicted by tracing it:")
+    for fit in layouts:
+        console.print(f"  {fit}", soft_wrap=True)
+    for name, how in {fit.name: fit.how for fit in layouts if fit.name}.items():
+        console.print(f"  {name}: {how}", soft_wrap=True)
 
 
 MOST_HOLDERS = 5  # that are shown

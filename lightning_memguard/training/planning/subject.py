@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.strategies import Strategy
 
+    from lightning_memguard.core.capture.program import Change
+
 Step = Callable[[Any, Any], Any]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -55,6 +57,7 @@ class Subject:
         strategy: one that shards; None for any other, which is among the Trainer's settings.
         devices: how many processes train together on each node.
         nodes: how many nodes there are.
+        changes: done to each copy of a LightningModule before it is recorded.
         notes: what had to be assumed, in plain words.
     """
 
@@ -72,6 +75,7 @@ class Subject:
     strategy: Strategy | None = None
     devices: int = 1
     nodes: int = 1
+    changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -283,6 +287,7 @@ def lightning_program(subject: Subject, target: Target) -> LightningProgram:
         datamodule=subject.datamodule,
         gpu=target.gpu,
         strategy=subject.strategy or trainer.strategy,
+        changes=subject.changes,
         layout=subject.layout,
         ranks=subject.devices * subject.nodes,
     )
