@@ -338,9 +338,7 @@ def compare(models: Sequence[str], cases: Sequence[str], ranks: Sequence[int], s
 def compare_with_gloo(
     models: Sequence[str], cases: Sequence[str], ranks: Sequence[int], samples: int, repeats: int
 ) -> None:
-    print(
-        f"{'model':5} {'case':15} {'ranks':>5} {'predicted':>12}  measured without c10d (least, most)   with c10d (most)"
-    )
+    print(f"{'model':5} {'case':15} {'ranks':>5} {'predicted':>12}  measured without c10d (least, most)     with it")
     for model in models:
         for case in cases:
             for count in ranks:

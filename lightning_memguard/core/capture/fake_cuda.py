@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -28,6 +28,9 @@ from lightning_memguard.core.capture.fake import Function
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.errors import CannotTraceError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _aten = torch.ops.aten
 
@@ -183,7 +186,7 @@ _stream_numbers = itertools.count(_FIRST_STREAM)
 class FakeStream:
     """A ``torch.cuda.Stream`` of the simulated GPU."""
 
-    def __init__(self, device: object = None, priority: int = 0, number: int | None = None, **_: object) -> None:
+    def __init__(self, _: object = None, priority: int = 0, number: int | None = None, **__: object) -> None:
         self.device, self.priority = FAKE_DEVICE, priority
         self.device_index, self.device_type = 0, _CUDA
         self.cuda_stream = self.stream_id = next(_stream_numbers) if number is None else number
@@ -202,7 +205,7 @@ class FakeStream:
     def query(self) -> bool:  # noqa: D102
         return True
 
-    def __enter__(self) -> FakeStream:
+    def __enter__(self) -> Self:
         _streams.append(self)
         return self
 

@@ -13,6 +13,7 @@ must not be used: the sockets and streams behind it belong to the parent.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -96,7 +97,7 @@ _STATE = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_gro
 
 
 def _patches() -> Iterator[AbstractContextManager[Any]]:
-    import torch.distributed.tensor  # adds its type to lists that `faking` replaces for a while
+    importlib.import_module("torch.distributed.tensor")  # adds its type to lists that `faking` replaces for a while
     from torch.distributed import device_mesh
 
     for name in _READS_RANKS:

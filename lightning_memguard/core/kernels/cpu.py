@@ -286,15 +286,21 @@ def _copy(call: CpuCall) -> Scratch:
 
 @RULES.of("chunk_cat")
 def _chunk_cat(call: CpuCall) -> Scratch:
-    """`_pad_chunk` (aten/src/ATen/native/TensorShape.cpp): copies of what the ranks do not divide, for FSDP2's gradients."""
+    """`_pad_chunk` (aten/src/ATen/native/TensorShape.cpp): FSDP2's gradients, where the ranks do not divide them.
+
+    `cat` then copies each once more, one by one, where it has another dtype than the result.
+    """
     dim, chunks = call["dim"], call["num_chunks"]
-
-    def padded(tensor: Tensor) -> int:
+    copies: list[int] = []
+    cast: list[int] = []
+    blocks: list[list[int]] = []
+    for tensor in call["tensors"]:
         size = tensor.shape[dim]
-        rest = nbytes(tensor) // size * (up(size, chunks) - size) if size else 0
-        return nbytes(tensor) + rest if rest else copy_bytes(tensor)
-
-    return after(map(padded, call["tensors"]))
+        padded = nbytes(tensor) // max(1, size) * up(size, chunks)
+        copies.append(padded if padded > nbytes(tensor) else copy_bytes(tensor))
+        cast.append(padded if tensor.dtype != call.result.dtype else 0)
+        blocks.append([*copies, transposing_tile_bytes(tensor) if copies[-1] else 0])
+    return after(*blocks, *([*copies, each] for each in cast if each))
 
 
 RULES.of("im2col")(lambda call: Scratch(after=(nbytes(call["self"]),)))
