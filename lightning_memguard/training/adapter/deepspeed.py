@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
+import types
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
@@ -127,6 +129,36 @@ _OF_ZERO = (
     *("stage", "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter", "sub_group_size"),
     *("allgather_bucket_size", "reduce_bucket_size"),
 )
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Let DeepSpeed's optimizers do all but compute: their kernels need a GPU, or are compiled on first use."""
+
+    def nothing(*_: object, **__: object) -> None:
+        pass
+
+    loaded = types.SimpleNamespace(multi_tensor_adam=nothing, create_adam=nothing, destroy_adam=nothing)
+    builder = types.SimpleNamespace(load=lambda: loaded)
+    accelerator = types.SimpleNamespace(IntTensor=torch.tensor)
+    replaced = {"FusedAdamBuilder": lambda: builder, "CPUAdamBuilder": lambda: builder}
+    with contextlib.ExitStack() as exits:
+        for name in ("fused_adam", "cpu_adam"):  # of DeepSpeed 0.16 to 0.19
+            module = sys.modules.get(f"deepspeed.ops.adam.{name}")
+            for attribute, value in (*replaced.items(), ("get_accelerator", lambda: accelerator)):
+                if hasattr(module, attribute) and (name, attribute) != ("cpu_adam", "get_accelerator"):
+                    exits.enter_context(mock.patch.object(module, attribute, value))
+        yield
+
+
+def refuse_partitioned(module: nn.Module) -> None:
+    """A module of an earlier run, or made inside ``deepspeed.zero.Init``, has only this rank's partitions.
+
+    Raises:
+        CannotTraceError: it is such a module.
+    """
+    if any(hasattr(parameter, "ds_tensor") for parameter in module.parameters()):
+        raise CannotTraceError("its parameters are partitioned already, as an earlier run has left them")
 
 
 def engine_for(

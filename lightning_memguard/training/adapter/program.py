@@ -181,6 +181,7 @@ class LightningProgram(LightningStep):
             preserve_loader_classes(),
             tensors(fake=fake, gpu=self.gpu) as mode,
             lending_optimizers(self.trainer),
+            deepspeed.without_kernels(),
             ExitStack() as watch,
         ):
             if mode is None:
@@ -215,6 +216,8 @@ class LightningProgram(LightningStep):
         if self.layout is not None:
             refuse_sharded(self.module)
             instead[id(getattr(self.module, "_device_mesh", None))] = None
+        if is_a(self.strategy, "DeepSpeedStrategy"):
+            deepspeed.refuse_partitioned(self.module)
         module_copy: Any = (
             fake_copy(self.module, mode, device, instead) if mode else real_copy(self.module, instead).to(device)
         )

@@ -163,7 +163,11 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
         datamodule.trainer = trainer
         datamodule.setup("fit")
     set_data_source(trainer, model if datamodule is None else datamodule)
-    loader_info = find(read_run_facts(trainer), "train")
+    facts = read_run_facts(trainer)
+    if subject.strategy is not None:
+        divides = subject.ranks > 1 and subject.trainer.get("use_distributed_sampler", True)
+        facts = replace(facts, data_ranks=subject.ranks, uses_distributed_sampler=divides)
+    loader_info = find(facts, "train")
     sampled = sample(loader_info)
     known = loader_info.batch_size or sampled.batches[0].small_size
     if loader_info.fixed_because and batch_size not in (None, known):

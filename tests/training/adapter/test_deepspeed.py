@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_memguard.training.adapter.deepspeed import Settings
+from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training.adapter.deepspeed import Settings, refuse_partitioned, without_kernels
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -70,6 +72,33 @@ def test_offload_is_read_where_the_stage_has_it() -> None:
     assert third is not None
     assert (second.offloads_optimizer, second.offloads_parameters) == (True, False)
     assert (third.offloads_optimizer, third.offloads_parameters) == (True, True)
+
+
+def test_a_partitioned_module_is_refused() -> None:
+    module = torch.nn.Linear(2, 2)
+    refuse_partitioned(module)
+    module.weight.ds_tensor = torch.zeros(1)  # as `deepspeed.zero.Init` leaves it
+    with pytest.raises(CannotTraceError, match="partitioned already"):
+        refuse_partitioned(module)
+
+
+def test_deepspeeds_optimizers_need_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each, only the loading of kernels is replaced."""
+    fused, host = types.ModuleType("fused_adam"), types.ModuleType("cpu_adam")
+    fused.FusedAdamBuilder, fused.get_accelerator = fails, fails  # type: ignore[attr-defined]
+    host.CPUAdamBuilder, host.get_accelerator = fails, fails  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam.fused_adam", fused)
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam.cpu_adam", host)
+    with without_kernels():
+        assert fused.FusedAdamBuilder().load().multi_tensor_adam([], 1) is None
+        assert fused.get_accelerator().IntTensor([0]).device.type == "cpu"
+        assert host.CPUAdamBuilder().load().create_adam(0) is None
+        assert host.get_accelerator is fails
+    assert fused.FusedAdamBuilder is fails
+
+
+def fails() -> None:
+    raise AssertionError
 
 
 @pytest.mark.parametrize("strategy", [DeepSpeedStrategy(stage=0), DeepSpeedStrategy(), object()])
