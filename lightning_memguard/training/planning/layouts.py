@@ -147,6 +147,7 @@ def _on_mesh(subject: Subject, kind: Any, tensor: int, blocks: Blocks | None) ->
 def _shardings(subject: Subject, device: str) -> Iterator[Way]:
     """What needs no other code than a Trainer's strategy."""
     strategies = lightning_of(subject.model).strategies
+    subject = replace(subject, strategy=None)
     yield Way("DDP", 'Trainer(strategy="ddp")', lambda devices, nodes: on_ranks(subject, "ddp", devices, nodes))
     blocks = _largest_blocks(subject, device)
     try:
@@ -178,6 +179,6 @@ def _code(value: object) -> str:
 
 
 def _largest_blocks(subject: Subject, device: str) -> Blocks | None:
-    """The repeated blocks of which there are most."""
+    """The repeated blocks of which there are most; of a module that no strategy has wrapped."""
     structure = program_of(subject, target_of(device)).inspect(Structure.of)
     return max(structure.blocks, key=lambda blocks: len(blocks.paths), default=None)

@@ -32,11 +32,11 @@ class Target:
 
     def talking(self, communicators: int) -> Target:
         """The same with what NCCL takes for so many communicators."""
-        if self.device.type != "cuda" or not communicators:
+        if self.device.type != "cuda" or self.gpu is None or not communicators:
             return self
         known = self.context_bytes
         context = known if isinstance(known, tuple) else (known,) * 3
-        taken = nccl_bytes(communicators)
+        taken = nccl_bytes(communicators, self.gpu.compute_capability)
         capacity = None if self.capacity_bytes is None else self.capacity_bytes - taken[1]
         least, likely, most = (mine + more for mine, more in zip(context, taken, strict=True))
         return replace(self, context_bytes=(least, likely, most), capacity_bytes=capacity)

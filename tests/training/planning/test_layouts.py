@@ -31,7 +31,7 @@ class Block(nn.Module):
         return self.inner(x)
 
 
-def on_eight(strategy: object = "ddp") -> Subject:
+def on_eight(strategy: object = "fsdp") -> Subject:
     return subject_of(Blocky(), torch.zeros(8, 256), trainer={"strategy": strategy, "devices": 4, "num_nodes": 2})
 
 
