@@ -24,13 +24,16 @@ FIELD_BIN := $(FIELD_VENV)/bin
 FIELD_STAMP := $(FIELD_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench compiled field histories suite effects deciding accuracy builds matrix nohang clean
+.PHONY: help demo demo-sharded test lint bench compiled field histories suite effects deciding accuracy builds matrix nohang clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) ## train a small model with MemGuard (examples/quickstart.py)
 	$(BIN)/python examples/quickstart.py
+
+demo-sharded: $(STAMP) ## train a small Llama on two processes under FSDP2 (examples/fsdp.py)
+	$(BIN)/python examples/fsdp.py
 
 test: $(STAMP) ## run the tests, and the examples in docstrings
 	$(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4

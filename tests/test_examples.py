@@ -131,6 +131,13 @@ def test_long_tail_is_rescued_where_it_would_run_out_of_memory(tmp_path: Path) -
     assert 0 < sum(rescued) < 60
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="two processes of gloo")
+def test_a_sharded_llama_trains_on_two_processes_at_a_size_of_memguards(tmp_path: Path) -> None:
+    done = run("fsdp.py", tmp_path, "--steps", "2", "--budget", "120MiB")
+    assert done.chosen_batch_size > 2
+    assert f"Trained 2 steps at batch size {done.chosen_batch_size} (two ranks)." in done.text
+
+
 def test_char_gpt_tunes_its_datamodule_and_writes_before_and_after(tmp_path: Path) -> None:
     done = run("char_gpt.py", tmp_path, "--steps", "2", "--budget", "96MiB")
     before, after = (done.text.partition(f"\n{title}:\n")[2][:200] for title in ("Before", "After"))

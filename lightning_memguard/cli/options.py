@@ -26,6 +26,14 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     text = "replaces the model's own: torch.optim.SGD,momentum=0.9, or adamw (default for a plain module: AdamW)"
     add("--optimizer", metavar="NAME[,K=V]", help=text)
     add("--loss", metavar="NAME", help="for a plain module: torch.nn.functional:mse_loss (default: by type of target)")
+    text = "how it is trained on several devices, as in a Trainer: ddp, fsdp, deepspeed_stage_2, deepspeed_stage_3"
+    add("--strategy", metavar="NAME", help=text)
+    add("--devices-per-node", type=whole_number(1), metavar="N", help="devices on each node (default: 1)")
+    add("--num-nodes", type=whole_number(1), metavar="N", help="nodes that train together (default: 1)")
+    text = "under ModelParallelStrategy: ranks with samples of their own, over which FSDP2 shards"
+    add("--data-parallel", type=whole_number(1), metavar="N", help=text)
+    text = "under ModelParallelStrategy: ranks that share their samples (default: 1)"
+    add("--tensor-parallel", type=whole_number(1), metavar="N", help=text)
     add("--accumulate", type=whole_number(1), metavar="N", help="batches per optimizer step (accumulate_grad_batches)")
     title = "the batch (default: the module's example_input_array or train_dataloader)"
     add = parser.add_argument_group(title).add_argument

@@ -29,6 +29,10 @@ def read_subject(options: argparse.Namespace, say: Say, *, meta: bool = True) ->
     model, datamodule, trainer, precision = _model_of(options, meta=meta)
     if options.accumulate:
         trainer["accumulate_grad_batches"] = options.accumulate
+    given = {"strategy": options.strategy, "devices": options.devices_per_node, "num_nodes": options.num_nodes}
+    trainer |= {name: value for name, value in given.items() if value is not None}
+    if options.data_parallel or options.tensor_parallel:
+        trainer["strategy"] = _model_parallel(model, options)
     step, optimizer = None, typed.optimizer(options.optimizer) if options.optimizer else None
     if batch is None and datamodule is None:
         batch = _own_batch(model, options.target_shape)
@@ -64,6 +68,22 @@ def _model_of(options: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, An
         typed.build(data, typed.arguments(options.data_args), options.datamodule) if options.datamodule else None
     )
     return model, datamodule, {}, options.precision or "32-true"
+
+
+def _model_parallel(model: nn.Module, options: argparse.Namespace) -> Any:
+    if options.strategy is not None:
+        raise MemGuardError(
+            f"--data-parallel and --tensor-parallel are those of ModelParallelStrategy: leave out --strategy "
+            f"{options.strategy}."
+        )
+    sizes = options.data_parallel or 1, options.tensor_parallel or 1
+    ranks = (options.devices_per_node or 1) * (options.num_nodes or 1)
+    if sizes[0] * sizes[1] != ranks:
+        raise MemGuardError(
+            f"--data-parallel {sizes[0]} x --tensor-parallel {sizes[1]} is not the number of devices, {ranks}: set "
+            "--devices-per-node and --num-nodes."
+        )
+    return lightning_of(model).strategies.ModelParallelStrategy(*sizes)
 
 
 def _own_batch(model: nn.Module, targets: Sequence[str]) -> object:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_memguard.core.layers.textbook import TextbookSum, WeightMemory
     from lightning_memguard.core.replay.alternatives import Alternative
     from lightning_memguard.core.replay.history import History
+    from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
 
@@ -49,6 +50,8 @@ def headline(subject: Subject) -> str:
     more = f", gradients accumulated over {accumulate} batches" if accumulate != 1 else ""
     if subject.training and subject.optimizer is not None:
         more += f", with {getattr(getattr(subject.optimizer, 'func', subject.optimizer), '__name__', 'its optimizer')}"
+    if subject.devices * subject.nodes > 1:
+        more += f", one of {subject.devices * subject.nodes:,} ranks"
     return f"{type(subject.model).__name__}, {kind} at {subject.precision}{more}; example batch: {subject.shapes}."
 
 
@@ -93,7 +96,9 @@ def _largest_words(plan: Plan, advice: Sequence[Advice]) -> str:
         "max_batch_size": "Larger sizes were not considered; memory is not the limit",
     }
     why = reasons.get(plan.largest.limited_by, plan.largest.limited_by)
-    return f"Largest batch size: {plan.largest.batch_size}, which needs {peak_range(plan.largest.footprint)}. {why}."
+    size = plan.largest.batch_size
+    found = f"{size}" if plan.ranks == 1 else f"{size} a rank, {size * plan.ranks:,} in all"
+    return f"Largest batch size: {found}, which needs {peak_range(plan.largest.footprint)}. {why}."
 
 
 def _largest(decision: Decision | None) -> tuple[str, str]:
@@ -113,6 +118,8 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "budget": budget_data(plan.budget),
         "asked": footprint_data(plan.footprint),
         "largest_batch_size": largest.batch_size if largest else None,
+        "largest_in_all": largest.batch_size * plan.ranks if largest else None,
+        "ranks": plan.ranks,
         "limited_by": largest.limited_by if largest else None,
         "largest": footprint_data(largest.footprint) if largest and largest.footprint else None,
         "why_no_largest": plan.reason or None,
@@ -148,6 +155,17 @@ def advice_data(each: Advice) -> dict[str, Any]:
     """One remedy for programs."""
     known = _attributes(each, "remedies", "how", "costs", "saved_bytes", "fits", "batch_sizes")
     return {**known, "footprint": footprint_data(each.footprint)}
+
+
+def print_layouts(layouts: Sequence[Fit], console: Console) -> None:
+    """The cheapest way to train on so many devices, a line each, and what to write for it."""
+    if not layouts:
+        return
+    console.print("The cheapest way to train on several, each predicted by tracing it:")
+    for fit in layouts:
+        console.print(f"  {fit}", soft_wrap=True)
+    for name, how in {fit.name: fit.how for fit in layouts if fit.name}.items():
+        console.print(f"  {name}: {how}", soft_wrap=True)
 
 
 MOST_HOLDERS = 5  # that are shown

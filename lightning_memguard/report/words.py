@@ -18,6 +18,7 @@ COLORS = {
     "communication": "#b8bec7",
     "optimizer_state": "#cc79a7",
     "gradients": "#e69f00",
+    "gathered": "#56356e",
     "activations": "#009e73",
     "batch": "#e3cb00",
     "temporaries": "#d55e00",

@@ -249,6 +249,33 @@ def test_a_lightning_cli_config_is_read_with_its_optimizer_and_trainer(capsys, p
     assert asked["optimizer_state"] == asked["parameters"]
 
 
+def test_a_plan_on_several_nodes_is_that_of_a_rank_and_of_all(capsys, project: Path) -> None:
+    on_sixteen = ("--strategy", "deepspeed_stage_2", "--devices-per-node", "8", "--num-nodes", "2")
+    answer = answered(capsys, "plan", *NET, *DATA, *on_sixteen, "--device", "H100")
+    plan = answer["devices"][0]
+    assert plan["ranks"] == 16
+    assert plan["largest_batch_size"] == 63  # of 1000 samples
+    assert plan["largest_in_all"] == 63 * 16
+    assert plan["asked"]["parts_bytes"]["communication"] > 0
+
+
+def test_a_config_may_name_a_strategy_that_shards(capsys, project: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    settings = """
+        trainer: {accelerator: gpu, devices: 4, num_nodes: 2, strategy: deepspeed_stage_3, precision: bf16-mixed}
+        model: {class_path: net.Net, init_args: {width: 256}}
+        data: {class_path: net.Data, init_args: {batch_size: 8}}
+    """
+    (project / "config.yaml").write_text(textwrap.dedent(settings), encoding="utf-8")
+    answer = answered(capsys, "plan", "--config", "config.yaml", "--device", "H100")
+    assert (answer["devices"][0]["ranks"], answer["fits"]) == (8, True)
+
+
+def test_sizes_of_a_mesh_have_to_be_those_of_the_devices(capsys, project: Path) -> None:
+    text = refused(capsys, "plan", *NET, *DATA, "--data-parallel", "4", "--tensor-parallel", "2")
+    assert "--data-parallel 4 x --tensor-parallel 2 is not the number of devices, 1" in text
+
+
 def test_a_config_that_does_not_fit_the_class_says_where(capsys, project: Path) -> None:
     pytest.importorskip("jsonargparse")
     (project / "config.yaml").write_text("model: {width: wide}\ndata: {batch_size: 4}\n", encoding="utf-8")

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,8 @@ from lightning_memguard.units import parse_bytes
 
 if TYPE_CHECKING:
     from lightning_memguard.core.decision.advice import Advice
+    from lightning_memguard.core.decision.decision import Limits
+    from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
 
@@ -68,11 +70,13 @@ def run(options: argparse.Namespace) -> bool:
             subject, plan = with_memory_if_needed(options, subject, say, plan_it)
             plans.append(plan)
         adviser, advice = _advise(plans, say) if options.advise else (None, ())
+        layouts = _layouts(subject, adviser, limits, say) if adviser else ()
         files = _report(options, subject, plans[0], say) if options.report else ()
     if options.json:
-        _print_json(subject, plans, adviser, advice)
+        _print_json(subject, plans, adviser, advice, layouts)
     else:
         _print(subject, plans, adviser, advice, files)
+        tables.print_layouts(layouts, tables.terminal())
     return any(plan.fits for plan in plans)
 
 
@@ -92,6 +96,15 @@ def _advise(plans: Sequence[Plan], say: Say) -> tuple[Plan, Sequence[Advice]]:
     say(f"tracing remedies on {plan.budget.device}")
     size = plan.footprint.batch_size
     return plan, try_remedies(plan.prediction, size, plan.budget, progress=say, request=plan.request).advice
+
+
+def _layouts(subject: Subject, adviser: Plan, limits: Limits, say: Say) -> tuple[Fit, ...]:
+    """The cheapest ways to train on all devices that were asked for, and on fewer."""
+    from lightning_memguard.training.planning.layouts import fitting_layouts
+
+    if subject.devices * subject.nodes == 1 or not subject.runs_in_lightning:
+        return ()
+    return tuple(fitting_layouts(subject, adviser.budget.device, limits, say=say))
 
 
 def _report(options: argparse.Namespace, subject: Subject, plan: Plan, say: Say) -> tuple[Path, ...]:
@@ -124,7 +137,9 @@ def _print(
     console.print(f"{sum(plan.seconds for plan in plans):.1f} s for {counted(len(plans), 'device')}.")
 
 
-def _print_json(subject: Subject, plans: Sequence[Plan], adviser: Plan | None, advice: Sequence[Advice]) -> None:
+def _print_json(
+    subject: Subject, plans: Sequence[Plan], adviser: Plan | None, advice: Sequence[Advice], layouts: Sequence[Fit]
+) -> None:
     answer: dict[str, Any] = {
         "model": type(subject.model).__name__,
         "training": subject.training,
@@ -137,4 +152,5 @@ def _print_json(subject: Subject, plans: Sequence[Plan], adviser: Plan | None, a
     if adviser is not None:
         answer["advice_on"] = adviser.budget.device
         answer["advice"] = [tables.advice_data(each) for each in advice]
+        answer["layouts"] = [asdict(each) for each in layouts]
     tables.print_json(answer)

@@ -21,6 +21,7 @@ from lightning_memguard.core.capture.batch import Batches, batch_bytes, map_tens
 from lightning_memguard.core.capture.constants import KnownFakeMode
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
+from lightning_memguard.core.capture.one_rank import one_rank_of
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, watching
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
@@ -215,6 +216,8 @@ class LoopProgram(Program):
         training: False for one forward under ``torch.no_grad``.
         accumulate_grad_batches: above 1, each batch finds the gradients of the one before.
         changes: done to each copy in its first step.
+        ranks: how many ranks of a process group train it, one of which is captured; 0 where there is no such group.
+        parallelize: (a copy on its device) -> what this rank trains of it, as ``fully_shard`` or `FSDP` makes it.
     """
 
     model: nn.Module
@@ -227,6 +230,8 @@ class LoopProgram(Program):
     gpu: Gpu | None = None
     accumulate_grad_batches: int = 1
     changes: tuple[Change, ...] = ()
+    ranks: int = 0
+    parallelize: Callable[[nn.Module], nn.Module] | None = None
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
@@ -253,7 +258,7 @@ class LoopProgram(Program):
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `Program.run`."""
-        with tensors(fake=fake, gpu=self.gpu) as mode:
+        with self._group(), tensors(fake=fake, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy) if self.training else []
             with watching(recorder, module_copy):
@@ -267,7 +272,7 @@ class LoopProgram(Program):
 
     def run_states(self, recorder: Recorder) -> None:
         """See `Program.run_states`."""
-        with tensors(fake=True, gpu=self.gpu) as mode:
+        with self._group(), tensors(fake=True, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy)
             with watching(recorder, module_copy):
@@ -282,7 +287,11 @@ class LoopProgram(Program):
         device = device_to_run_on(self, fake=mode is not None)
         module_copy = fake_copy(self.model, mode, device) if mode else real_copy(self.model).to(device)
         dtype = _TRUE.get(self.precision)
-        return module_copy.to(dtype) if dtype else module_copy
+        module_copy = module_copy.to(dtype) if dtype else module_copy
+        return self.parallelize(module_copy) if self.parallelize else module_copy
+
+    def _group(self) -> contextlib.AbstractContextManager[None]:
+        return one_rank_of(self.ranks) if self.ranks else contextlib.nullcontext()
 
     def _next_batch(self, recorder: Recorder, batch_size: int, fake: bool) -> Any:
         recorder.mark("transfer")

@@ -31,7 +31,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.capture import compiled, cudnn_rnn, fake, fake_cuda, fast_paths, mkldnn_lstm
+from lightning_memguard.core.capture import compiled, cudnn_rnn, fake, fake_cuda, fast_paths, mkldnn_lstm, one_rank
 from lightning_memguard.core.capture.backward import graph_task, in_place, walking
 from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.capture.constants import forget_written
@@ -148,11 +148,10 @@ class Recorder(TorchDispatchMode):
 
     def label(self, tensors: Iterable[object], part: str) -> None:
         """Set the part that these tensors belong to; a block that already has one keeps it."""
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                block = self._watch(tensor, "")
-                if block is not None:
-                    self._parts.setdefault(block, part)
+        for tensor in _tensors([*tensors]):
+            block = self._watch(tensor, "")
+            if block is not None:
+                self._parts.setdefault(block, part)
 
     def label_held_by(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Label what optimizers hold: parameters, which a step may give other memory (``p.data = ...``), and states."""
@@ -183,6 +182,19 @@ class Recorder(TorchDispatchMode):
         """Record a tensor that no operator made, in a step."""
         if self._recording and self.phase != "setup":
             self._watch(tensor, operator)
+
+    def note_resized(self, storage: torch.UntypedStorage) -> None:
+        """Record a storage that was resized in place: how FSDP frees what it gathered, and allocates it again."""
+        if not self._recording or storage.device.type not in (self.device_type, "meta"):
+            return
+        address, nbytes = storage._cdata, storage.nbytes()
+        block = self._live.get(address)
+        if block is not None and nbytes != self._storage_bytes[block]:
+            self._parts[block] = "gathered"
+            self._forget(address, block)
+            block = None
+        if block is None and nbytes:
+            self._hold(storage, self._take(nbytes, "storage.resize_", "gathered"), nbytes)
 
     def mark_held(self) -> None:
         """Whatever else the run has on its device throughout was there before what is recorded from now on."""
@@ -237,6 +249,8 @@ class Recorder(TorchDispatchMode):
         if func is _device_of and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # very frequent, and slow through all modes
         kwargs = kwargs or {}
+        if one_rank.any_wrapped(types):
+            return NotImplemented
         if not self._recording:
             return func(*args, **kwargs)
         beat()
@@ -257,9 +271,9 @@ class Recorder(TorchDispatchMode):
             return taken_apart(*args, **kwargs)
         if fake.only_writes(func, args):
             forget_written(func, args, kwargs)
-            self._note(func, args, kwargs, None)
-            return None
-        out = self._result(func, args, kwargs)
+            out = None
+        else:
+            out = self._result(func, args, kwargs)
         self._note(func, args, kwargs, out)
         return out
 
@@ -356,10 +370,10 @@ class Recorder(TorchDispatchMode):
             self._largest_product = max(self._largest_product, results[0].numel() * results[0].element_size())
         elsewhere = bool(results) and results[0].device.type != self.device_type
         words = name.split(".")
-        rule = table.rule(words[1], self._on) if words[0] == "aten" and not elsewhere else None
+        rule = table.rule(words[1], self._on) if words[0] in ("aten", "fsdp") and not elsewhere else None
         scratch = NONE
         if rule and self._on:
-            call = Call(by_name(func, args, kwargs), results, self._on)
+            call = Call(by_name(func, args, kwargs), results or list(_tensors(kwargs.get("out"))), self._on)
             scratch = rule(call)
             if scratch is NONE and words[1] in table.BY_TYPES:
                 rule = None  # very frequent
@@ -405,7 +419,10 @@ class Recorder(TorchDispatchMode):
             self._forget(address, block)  # the storage was resized in place: a new allocation behind the same object
         if not nbytes:
             return None
-        block = self._take(nbytes + kept_bytes, operator)
+        return self._hold(storage, self._take(nbytes + kept_bytes, operator), nbytes)
+
+    def _hold(self, storage: torch.UntypedStorage, block: int, nbytes: int) -> int:
+        address = storage._cdata
         self._storage_bytes[block] = nbytes
         self._live[address] = block
         self._finalizers.append(weakref.finalize(storage, self._forget, address, block))
@@ -416,8 +433,11 @@ class Recorder(TorchDispatchMode):
         self._bytes.append(nbytes)
         if part:
             self._parts[block] = part
-        self._add_row("alloc", block, operator, self._stream, self.line())
+        self._add_row("alloc", block, operator, self._stream_in_use(), self.line())
         return block
+
+    def _stream_in_use(self) -> int:
+        return self._stream or fake_cuda.stream_in_use()
 
     def _add_row(self, action: Action, block: int, operator: str, stream: int = 0, source: str = "") -> None:
         where = self._where(), self.step, self.module, operator
@@ -440,7 +460,8 @@ class Recorder(TorchDispatchMode):
     def _scratch(self, scratch: Scratch, place: int | None, operator: str) -> None:
         """Allocate blocks that live inside the operator that ran last, and free them."""
         start = len(self._rows)
-        like = Event("alloc", 0, 0, "workspaces", self._where(), self.step, self.module, operator, source=self.line())
+        where, stream = (self._where(), self.step, self.module, operator), self._stream_in_use()
+        like = Event("alloc", 0, 0, "workspaces", *where, stream, source=self.line())
         events = scratch_events(moments_of(scratch, place), -1 - self._scratch_blocks, like)
         self._scratch_blocks += len(events) // 2
         self._rows += events
@@ -531,13 +552,13 @@ def _is_the_models(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_MODEL
 
 
-def _tensors(out: object) -> Iterator[Tensor]:
+def _tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:
     if isinstance(out, Tensor):
-        inside = getattr(out, "__tensor_flatten__", None)  # a jagged tensor's values and offsets
-        if inside is None:
+        names = getattr(out, "__tensor_flatten__", None)  # a jagged tensor's values and offsets, a DTensor's own part
+        if names is None or not inside:
             yield out
         else:
-            yield from _tensors([getattr(out, name) for name in inside()[0]])
+            yield from _tensors([getattr(out, name) for name in names()[0]])
     elif isinstance(out, (list, tuple)):
         for item in out:
             yield from _tensors(item)
@@ -639,7 +660,7 @@ class _ModulePaths(TorchFunctionMode):
         without_tangents = func in _WITH_LINEAR and forward_ad._current_level < 0  # checked on torch 2.13
         with self.recorder.running_linear() if without_tangents else nullcontext():
             out = call_with_overrides(func, args, kwargs or {})
-        for tensor in _tensors(out):
+        for tensor in _tensors(out, inside=not one_rank.is_wrapped(out)):
             self._follow(_node_of(tensor))
         return out
 
@@ -700,6 +721,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         else:
             exits.enter_context(compiled.noting(lambda note: recorder.assumptions.update({note: None})))
             exits.enter_context(mock.patch.object(torch, "get_rng_state", _watched(recorder, torch.get_rng_state)))
+            exits.enter_context(one_rank.watched(recorder))
             exits.enter_context(paths_mode)
             exits.enter_context(fast_paths.taken())
         exits.enter_context(recorder)
@@ -737,7 +759,7 @@ def part_bytes(parts: Mapping[str, Iterable[Tensor]], device_type: str) -> dict[
     totals: dict[str, int] = {}
     for part, tensors in parts.items():
         totals[part] = 0
-        for tensor in tensors:
+        for tensor in _tensors([*tensors]):
             if tensor.device.type == device_type and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in seen:

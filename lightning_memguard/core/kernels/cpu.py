@@ -284,6 +284,25 @@ def _copy(call: CpuCall) -> Scratch:
     return after((transposing_tile_bytes(source),)) if alike else NONE
 
 
+@RULES.of("chunk_cat")
+def _chunk_cat(call: CpuCall) -> Scratch:
+    """`_pad_chunk` (aten/src/ATen/native/TensorShape.cpp): FSDP2's gradients, where the ranks do not divide them.
+
+    `cat` then copies each once more, one by one, where it has another dtype than the result.
+    """
+    dim, chunks = call["dim"], call["num_chunks"]
+    copies: list[int] = []
+    cast: list[int] = []
+    blocks: list[list[int]] = []
+    for tensor in call["tensors"]:
+        size = tensor.shape[dim]
+        padded = nbytes(tensor) // max(1, size) * up(size, chunks)
+        copies.append(padded if padded > nbytes(tensor) else copy_bytes(tensor))
+        cast.append(padded if tensor.dtype != call.result.dtype else 0)
+        blocks.append([*copies, transposing_tile_bytes(tensor) if copies[-1] else 0])
+    return after(*blocks, *([*copies, each] for each in cast if each))
+
+
 RULES.of("im2col")(lambda call: Scratch(after=(nbytes(call["self"]),)))
 
 

@@ -23,9 +23,9 @@ known.
 PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "batch", "temporaries", "workspaces")
 """What a block of memory is for. ``workspaces`` is scratch that a kernel allocates and frees inside one operator."""
 
-OPTIONAL_PARTS = ("callbacks", "communication")
-"""Listed only if they have bytes: what the Trainer's other callbacks keep (copies of the model), and the buckets of
-gradients that ranks exchange."""
+OPTIONAL_PARTS = ("callbacks", "communication", "gathered")
+"""Listed only if they have bytes: what the Trainer's other callbacks keep (copies of the model), what ranks send and
+receive through (DDP's buckets of gradients), and parameters gathered from all ranks while a layer runs."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors, in order."""

@@ -8,7 +8,8 @@ on 2.5.0 to 2.6.6.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,22 +49,31 @@ def compute_over_epoch(module: nn.Module, recorder: Recorder, batch_size: int, s
     if kept:
         gc.collect()  # of the last batch
     for metric, lists in kept.items():
-        try:
-            with recorder.paused():
-                grown = {n: _of_all(value, batch_size, samples, fake=fake) for n, value in lists.items() if samples}
-            for name, whole in grown.items():
-                recorder.hold(whole)
-                setattr(metric, name, [whole])
-            metric.sync_on_compute = False
-            recorder.mark("epoch end")
-            metric.compute()
-        except Exception as error:  # noqa: BLE001 - it may need values
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
-            note = f"what {type(metric).__name__} computes at the end of the epoch is not included ({reason})"
-            recorder.assumptions[note] = None
+        _compute(metric, lists if samples else {}, recorder, partial(_of_all, batch_size, samples, fake=fake))
 
 
-def _of_all(entries: list[torch.Tensor], batch_size: int, samples: int, *, fake: bool) -> torch.Tensor:
+def _compute(
+    metric: Metric,
+    lists: Mapping[str, list[torch.Tensor]],
+    recorder: Recorder,
+    of_all: Callable[[list[torch.Tensor]], torch.Tensor],
+) -> None:
+    try:
+        with recorder.paused():
+            grown = {name: of_all(value) for name, value in lists.items()}
+        for name, whole in grown.items():
+            recorder.hold(whole)
+            setattr(metric, name, [whole])
+        metric.sync_on_compute = False
+        recorder.mark("epoch end")
+        metric.compute()
+    except Exception as error:  # noqa: BLE001 - it may need values
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+        note = f"what {type(metric).__name__} computes at the end of the epoch is not included ({reason})"
+        recorder.assumptions[note] = None
+
+
+def _of_all(batch_size: int, samples: int, entries: list[torch.Tensor], *, fake: bool) -> torch.Tensor:
     last = entries[-1]
     if last.dim() == 0 or len(last) % batch_size:
         raise ValueError("it keeps something else than as many rows for each sample")

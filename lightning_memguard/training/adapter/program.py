@@ -30,7 +30,8 @@ from lightning_memguard.core.capture.program import device_to_run_on, refuse_met
 from lightning_memguard.core.capture.recorder import Recorder, call_with_overrides, watching
 from lightning_memguard.core.layers.layers import LayerTable, table_of
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.adapter import callbacks, ddp
+from lightning_memguard.training.adapter import callbacks, ddp, deepspeed
+from lightning_memguard.training.adapter.layout import refuse_sharded
 from lightning_memguard.training.adapter.lightning_types import is_a
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
 from lightning_memguard.training.adapter.no_collectives import no_collectives
@@ -181,20 +182,28 @@ class LightningProgram(LightningStep):
     ) -> Iterator[tuple[Shadow, LightningModule]]:
         """The shadow Trainer and the module's copy; nothing they do is seen outside. Ends at `StepsDone`."""
         with (
-            no_collectives(),
+            self.layout.one_rank() if self.layout else no_collectives(),
             preserve_loader_classes(),
             tensors(fake=fake, gpu=self.gpu) as mode,
             lending_optimizers(self.trainer),
+            deepspeed.without_kernels(),
             ExitStack() as watch,
         ):
             if mode is None:
                 refuse_meta(self.module)
             device = device_to_run_on(self, fake=fake)
-            module_copy = self._copy_module(mode, device, batch_size)
+            on_host = self.layout is not None and self.layout.begins_on_host
+            module_copy = self._copy_module(mode, torch.device("cpu") if on_host else device, batch_size)
 
             def start(model: nn.Module) -> None:
                 for change in self.changes:
                     change(model)
+                if recorded and self.stage == "fit":
+                    ranks = self.ranks or self.trainer.world_size
+                    engine = deepspeed.engine_for(self.strategy, self.precision_in_use, ranks, model, recorder)
+                    if engine is not None:
+                        engine.before_recording()
+                    shadow.marker.engine = engine
                 watch.enter_context(watching(recorder, model) if recorded else _ReadableTotals())
                 if recorded:
                     self._record_surroundings(recorder, model, shadow.marker)
@@ -208,7 +217,12 @@ class LightningProgram(LightningStep):
 
     def _copy_module(self, mode: FakeTensorMode | None, device: torch.device, batch_size: int) -> LightningModule:
         """A copy whose hooks that prepare the run, or need other ranks, do nothing."""
-        instead = {id(self.trainer): None}
+        instead: dict[int, object] = {id(self.trainer): None}
+        if self.layout is not None:
+            refuse_sharded(self.module)
+            instead[id(getattr(self.module, "_device_mesh", None))] = None
+        if is_a(self.strategy, "DeepSpeedStrategy"):
+            deepspeed.refuse_partitioned(self.module)
         module_copy: Any = (
             fake_copy(self.module, mode, device, instead) if mode else real_copy(self.module, instead).to(device)
         )
@@ -216,7 +230,7 @@ class LightningProgram(LightningStep):
         _set_batch_size(module_copy, batch_size)
         module_copy.configure_callbacks = lambda: []  # noqa: PIE807 - Lightning may read its __code__
         module_copy.prepare_data = lambda: None
-        if is_a(self.strategy, "ModelParallelStrategy"):
+        if is_a(self.strategy, "ModelParallelStrategy") and self.layout is None:
             module_copy.configure_model = lambda: None  # it shards, and needs the other ranks for that
         if self.transferred:
             module_copy.on_before_batch_transfer = module_copy.on_after_batch_transfer = lambda batch, _: batch

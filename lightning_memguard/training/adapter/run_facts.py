@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightning_memguard.core.decision.decision import LimitedBy
+from lightning_memguard.training.adapter.lightning_types import is_a
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, Trainer
@@ -47,6 +48,7 @@ class RunFacts:
     Attributes:
         stage: what runs.
         device: the device of this process.
+        data_ranks: how many ranks train on samples of their own; the others of ``world_size`` share those of one.
         accumulate_grad_batches: batches per optimizer step, as set now.
         validates: whether a fit runs validation.
         val_check_interval: None where validation comes by time, so that it may come at any batch.
@@ -63,6 +65,7 @@ class RunFacts:
     datamodule: LightningDataModule | None
     callbacks: tuple[Callback, ...]
     world_size: int
+    data_ranks: int
     global_rank: int
     accumulate_grad_batches: int
     validates: bool
@@ -100,6 +103,7 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         datamodule=getattr(trainer, "datamodule", None),
         callbacks=tuple(getattr(trainer, "callbacks", ())),
         world_size=trainer.world_size,
+        data_ranks=data_ranks(trainer.strategy, trainer.world_size),
         global_rank=trainer.global_rank,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         validates=trainer.enable_validation,
@@ -115,6 +119,14 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         # fast_dev_run is set by a connector
         leaves_files=trainer.is_global_zero and not (trainer.fast_dev_run or trainer.barebones),  # type: ignore[attr-defined]
     )
+
+
+def data_ranks(strategy: Any, world_size: int, devices: int = 0) -> int:
+    """How many ranks train on samples of their own: those of a tensor-parallel group share theirs."""
+    if not is_a(strategy, "ModelParallelStrategy"):
+        return world_size
+    tensor = strategy._tensor_parallel_size
+    return max(1, world_size // max(1, int((devices or strategy.num_processes) if tensor == "auto" else tensor)))
 
 
 def _source(loop: Any) -> DataSource:

@@ -25,8 +25,9 @@ from lightning_memguard.core.capture.batch import Batches, tensors_in
 from lightning_memguard.core.capture.program import Leftovers, Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.training.adapter import ddp
+from lightning_memguard.training.adapter import ddp, deepspeed
 from lightning_memguard.training.adapter.callbacks import Average
+from lightning_memguard.training.adapter.layout import Layout
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
 from lightning_memguard.training.adapter.run_facts import LIMIT_NAMES, ROLES, Role, Stage
@@ -75,6 +76,8 @@ class LightningStep(Program):
         setup_stage: what the module's ``setup`` is passed (default: the same): a fit validates a module set up to fit.
         callback_bytes: what other callbacks hold on the device throughout.
         strategy: the user's, where it makes several processes train together.
+        ranks: how many processes train together (default: the Trainer's).
+        layout: its ranks, where it shards and one of them is captured.
         transferred: whether the hooks around the transfer of batches have run already.
         precision: another precision than the Trainer's; empty to keep that one.
         changes: done to each copy before it is recorded and before it has optimizers.
@@ -93,6 +96,8 @@ class LightningStep(Program):
     setup_stage: str = ""
     callback_bytes: int = 0
     strategy: Strategy | None = None
+    ranks: int = 0
+    layout: Layout | None = None
     transferred: bool = False
     precision: str = ""
     changes: tuple[Change, ...] = ()
@@ -159,6 +164,9 @@ class Shadow:
         # since Lightning 2.6, it asks the other ranks
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         trainer.memguard_shadow = self  # type: ignore[attr-defined]
+        if program.layout is not None:
+            sharded = program.layout.strategy_for(trainer, device, _precision_of(program), start)
+            trainer._accelerator_connector.strategy = sharded
         return trainer
 
     def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], batch_size: int, *, fake: bool) -> None:
@@ -227,6 +235,8 @@ class ShadowTrainerMixin:
     @property
     def world_size(self) -> int:
         shadow: Shadow | None = vars(self).get("memguard_shadow")
+        if shadow is not None and shadow.program.layout is not None:
+            return shadow.program.layout.ranks
         # where there is no process group, a step that is told of other ranks would fail as it calls them
         alone = shadow is None or not (dist.is_available() and dist.is_initialized())
         return 1 if alone or shadow is None else shadow.program.trainer.world_size
@@ -287,6 +297,7 @@ class PhaseMarkerMixin:
         self.limit: int | float = 1.0 if program.trains else getattr(program.trainer, LIMIT_NAMES[ROLES[program.stage]])
         self.on_ready: Callable[[], object] = lambda: None
         self.averages: list[Average] = []
+        self.engine: deepspeed.Engine | None = None
         self.batch_size = 0
         self.loaders = 1
         self.fake = True
@@ -301,6 +312,8 @@ class PhaseMarkerMixin:
         self.use_hooks_of_datamodule(trainer)
         user, lent = self.program.trainer.strategy, vars(trainer.strategy)
         vars(user).update({name: lent[name] for name in _OPTIMIZERS if name in vars(user) and name in lent})
+        if self.engine is not None:
+            self.engine.take_over(trainer.optimizers)
         for optimizer in trainer.optimizers:
             self.steps[id(optimizer)] = 0
             _call_after_step(optimizer, self.after_optimizer)
@@ -341,6 +354,8 @@ class PhaseMarkerMixin:
         self.recorder.mark("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.engine is not None:
+            self.engine.after_backward()
         self.label_gradients(trainer, pl_module)
         self.recorder.mark("forward")
 
@@ -489,7 +504,11 @@ def _let_scaler_step(precision: Precision) -> None:
 def _precision_of(program: LightningStep) -> Precision:
     """The user's precision plugin, or one for one device that computes alike; or the one asked for instead."""
     plugin, plugins = program.trainer.precision_plugin, lightning_of(program.module).plugins
-    if not (program.precision or is_a(plugin, "FSDPPrecision", "DeepSpeedPrecision")):
+    if is_a(program.strategy, "DeepSpeedStrategy"):
+        return deepspeed.precision_of(program.module, program.precision or plugin.precision)
+    if program.layout is not None and is_a(program.layout.strategy, "FSDPStrategy"):
+        return plugins.FSDPPrecision(program.precision or plugin.precision)  # type: ignore[no-any-return]
+    if not (program.precision or is_a(plugin, "FSDPPrecision")):
         return copy.deepcopy(plugin)
     precision = program.precision or plugin.precision
     made: Precision

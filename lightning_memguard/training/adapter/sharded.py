@@ -1,4 +1,4 @@
-"""Strategies that shard a training's states over its ranks: the states are divided, the batch size is kept.
+"""Strategies that shard, where no rank can be captured: the states are divided, the batch size is kept.
 
 What a rank gathers of the others' shards while a layer runs, and the strategy's own buffers, are not predicted; so the
 batch size stays, and the report says why. Private names of Lightning were checked on 2.5.0 to 2.6.6.
@@ -40,8 +40,6 @@ def shards_of(strategy: object, world_size: int) -> Shards | None:
     """
     if is_a(strategy, "FSDPStrategy"):
         return _fsdp(strategy, world_size)
-    if is_a(strategy, "DeepSpeedStrategy"):
-        return _deepspeed(strategy, world_size)
     if is_a(strategy, "ModelParallelStrategy"):
         data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size  # type: ignore[attr-defined]
         known = isinstance(data, int) and isinstance(tensor, int)
@@ -60,17 +58,6 @@ def _fsdp(strategy: Any, world_size: int) -> Shards:
     if getattr(strategy.cpu_offload, "offload_params", False):
         over = dict.fromkeys(_STATES, 0)
     return Shards(f"FSDPStrategy ({kind})", over)
-
-
-def _deepspeed(strategy: Any, world_size: int) -> Shards:
-    zero = (strategy.config or {}).get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
-    stages = {"parameters": 3, "gradients": 2, "optimizer_state": 1}
-    over = {part: world_size if stage >= least else 1 for part, least in stages.items()}
-    for setting, part in (("offload_optimizer", "optimizer_state"), ("offload_param", "parameters")):
-        if (zero.get(setting) or {}).get("device", "none") != "none":
-            over[part] = 0
-    return Shards(f"DeepSpeedStrategy (ZeRO stage {stage})", over)
 
 
 def divide_by_rank(prediction: Prediction, shards: Shards) -> Prediction:

@@ -191,7 +191,7 @@ def info_of(facts: RunFacts, loaders: object, origin: str, role: Role) -> Loader
     combined = loader_access.combine(
         loaders, "max_size_cycle" if role == "train" else "sequential", lightning_of(facts.strategy)
     )
-    ranks = facts.world_size if facts.uses_distributed_sampler else 1
+    ranks = facts.data_ranks if facts.uses_distributed_sampler else 1
     recreated = ranks > 1 or role == "predict" or facts.overfit_batches > 0
     sources = (source_of(loader, origin, ranks, recreated=recreated) for loader in combined.flattened)
     return LoaderInfo(combined, tuple(sources), origin, role)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -16,8 +17,11 @@ from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.planning.subject import MakeOptimizer, Step, Subject, program_of
+from lightning_memguard.training.planning.subject import MakeOptimizer, Step, Subject, on_ranks, program_of
 from lightning_memguard.training.planning.target import target_of
+
+if TYPE_CHECKING:
+    from pytorch_lightning.strategies import Strategy
 
 
 def estimate(
@@ -30,6 +34,9 @@ def estimate(
     device: str = "cuda",
     precision: str = "32-true",
     training: bool = True,
+    strategy: str | Strategy = "auto",
+    devices: int = 1,
+    num_nodes: int = 1,
 ) -> Footprint:
     """Predict the memory of one training step, or of one inference.
 
@@ -46,9 +53,13 @@ def estimate(
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
         training: False for one inference forward under ``torch.no_grad``: ``step`` where given; of a LightningModule
             ``predict_step``, or ``validation_step`` where only that is its own; else ``model(batch)``.
+        strategy: how a LightningModule is trained on several devices, as a Trainer takes it: a name, such as
+            ``"ddp"``, ``"fsdp"`` or ``"deepspeed_stage_3"``, or one of Lightning's strategies.
+        devices: how many devices on each node; there need not be any.
+        num_nodes: how many nodes.
 
     Returns:
-        The footprint at ``batch_size``.
+        The footprint at ``batch_size``; under a ``strategy``, that of the rank that holds most.
 
     Raises:
         MemGuardError: an argument is unknown, or a plain module comes without ``step``.
@@ -73,6 +84,9 @@ def estimate(
     size = batches.small_size if batch_size is None else batch_size
     check_count("batch_size", size)
     subject = Subject(model, batches, size, precision, step=step, optimizer=optimizer, training=training)
+    if (strategy, devices, num_nodes) != ("auto", 1, 1):
+        subject = on_ranks(subject, strategy, devices, num_nodes)
+    target = target.talking(subject.communicators)
     if subject.runs_in_lightning and (step is not None or optimizer is not None):
         raise MemGuardError(
             "A LightningModule brings its own training_step and configure_optimizers: leave out step and optimizer."

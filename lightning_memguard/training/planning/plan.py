@@ -19,7 +19,6 @@ from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError
-from lightning_memguard.training.adapter import sharded
 from lightning_memguard.training.planning.search import Context, largest_that_runs, or_the_smallest
 from lightning_memguard.training.planning.subject import Subject, lightning_program, program_of
 from lightning_memguard.training.planning.target import target_and_budget, target_of
@@ -42,6 +41,7 @@ class Plan:
         seconds: what it took to find out.
         too_large: the error behind ``reason`` if no size fits.
         request: which sizes were looked at.
+        ranks: how many processes train, each on a batch of its own.
     """
 
     asked: Decision
@@ -53,6 +53,7 @@ class Plan:
     seconds: float = 0.0
     too_large: DoesNotFitError | None = None
     request: Request | None = None
+    ranks: int = 1
 
     @property
     def fits(self) -> bool:
@@ -120,7 +121,17 @@ def _plan(subject: Subject, device: str, limits: Limits) -> Plan:
         except DoesNotFitError as error:
             reason, too_large = str(error), error.with_traceback(None)  # which would hold on to the search
     looked_at = None if reason and too_large is None else request
-    return Plan(asked, footprint, budget, largest, prediction, reason, too_large=too_large, request=looked_at)
+    return Plan(
+        asked,
+        footprint,
+        budget,
+        largest,
+        prediction,
+        reason,
+        too_large=too_large,
+        request=looked_at,
+        ranks=subject.ranks,
+    )
 
 
 def _largest(prediction: Prediction, budget: Budget, asked: Request) -> Decision:
@@ -135,10 +146,7 @@ def _largest(prediction: Prediction, budget: Budget, asked: Request) -> Decision
 
 def _why_one_size(prediction: Prediction) -> str:
     """Why no largest size is looked for; empty where one is."""
-    if prediction.scalable:
-        return ""
-    shared = "what the strategy divides over its ranks is predicted in part only"
-    return shared if prediction.share else "the step runs at no other size that was tried"
+    return "" if prediction.scalable else "the step runs at no other size that was tried"
 
 
 def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> tuple[Prediction, Budget]:
@@ -148,10 +156,9 @@ def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> t
         CannotTraceError: the step cannot be predicted.
     """
     target, budget = target_and_budget(device, limits or Limits(), subject.model)
+    target = target.talking(subject.communicators)
     settings, context = AllocatorSettings.for_device(target.device.type, os.environ), target.context_bytes
-    shards = sharded.shards_of(subject.strategy, subject.ranks)
-    scalable = not (shards or subject.fixed_because)
-    program = program_of(subject, target)
+    program, scalable = program_of(subject, target), not subject.fixed_because
     prediction = predict(program, subject.batch_size, settings, context_bytes=context, scalable=scalable)
     if prediction.method == "states":
         states = prediction.footprint_at(subject.batch_size).peak_allocated_bytes
@@ -160,8 +167,7 @@ def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> t
             f"What stays without it (parameters, gradients, optimizer state) is {format_bytes(states)}."
         )
     notes = tuple(dict.fromkeys((*prediction.notes, *target.notes, *subject.notes)))
-    prediction = replace(prediction, notes=notes)
-    return (sharded.divide_by_rank(prediction, shards) if shards else prediction), budget
+    return replace(prediction, notes=notes), budget
 
 
 def layers_on(subject: Subject, device: str) -> LayerTable:

@@ -236,6 +236,11 @@ def _checkpoints(name: str, how: str, change: Callable[[nn.Module], None]) -> Re
     )
 
 
+def checkpoint_blocks(paths: Sequence[str]) -> Callable[[nn.Module], None]:
+    """A change to a copy of a module: what is inside these modules is computed again in the backward pass."""
+    return partial(_checkpoint, paths=paths)
+
+
 def _checkpoint(module_copy: nn.Module, paths: Sequence[str]) -> None:
     for path in paths:
         block: Any = module_copy.get_submodule(path)

@@ -119,6 +119,11 @@ def _head_of(module: nn.Module, prefix: str = "") -> str:
     return f"{prefix}{name}" if learns else ""
 
 
+_NOT_WRITTEN = ("", "_fsdp_wrapped_module")  # what FSDP puts between a module and its parent
+
+
 def code_of(root: str, path: str) -> str:
     """Python's way to write a path: ``net.0`` of ``self`` is ``self.net[0]``."""
-    return root + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in path.split(".") if name)
+    return root + "".join(
+        f"[{name}]" if name.isdigit() else f".{name}" for name in path.split(".") if name not in _NOT_WRITTEN
+    )

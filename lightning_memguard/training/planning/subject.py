@@ -18,11 +18,12 @@ from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.layers import run_model
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.adapter import sharded
-from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.adapter import deepspeed
+from lightning_memguard.training.adapter.layout import CAPTURED, Layout, communicators
+from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
 from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.adapter.run_facts import read_run_facts
+from lightning_memguard.training.adapter.run_facts import data_ranks, read_run_facts
 from lightning_memguard.training.data.loaders import LoaderInfo, find
 from lightning_memguard.training.data.samples import sample
 from lightning_memguard.training.planning.target import Target
@@ -30,6 +31,8 @@ from lightning_memguard.training.planning.target import Target
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.strategies import Strategy
+
+    from lightning_memguard.core.capture.program import Change
 
 Step = Callable[[Any, Any], Any]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -51,8 +54,10 @@ class Subject:
         datamodule: the LightningDataModule, if any.
         loader_info: the loaders that the batches were drawn from, if any.
         unit: only multiples of this are batch sizes of these loaders.
-        strategy: one that shards the states; None for any other, which is among the Trainer's settings.
-        ranks: how many processes train together.
+        strategy: one that shards; None for any other, which is among the Trainer's settings.
+        devices: how many processes train together on each node.
+        nodes: how many nodes there are.
+        changes: done to each copy of a LightningModule before it is recorded.
         notes: what had to be assumed, in plain words.
     """
 
@@ -68,8 +73,25 @@ class Subject:
     loader_info: LoaderInfo | None = None
     unit: int = 1
     strategy: Strategy | None = None
-    ranks: int = 1
+    devices: int = 1
+    nodes: int = 1
+    changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> Layout | None:
+        """The ranks of a strategy that shards, of which one is captured."""
+        return Layout.of(self.strategy, self.devices, self.nodes)
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train together, each on samples of its own."""
+        return data_ranks(self.strategy, self.devices * self.nodes, self.devices)
+
+    @property
+    def communicators(self) -> int:
+        """How many groups of ranks this one talks to."""
+        return communicators(self.strategy) if self.devices * self.nodes > 1 else 0
 
     @property
     def runs_in_lightning(self) -> bool:
@@ -122,11 +144,11 @@ def subject_of(
         raise MemGuardError("A LightningModule brings its own training_step: leave out step.")
     elif optimizer is not None:
         model, optimizer = _with_optimizer(model, optimizer), None
-    settings, strategy, ranks = _separate_sharding(model, dict(trainer or {}))
+    settings, strategy, devices, nodes = _separate_sharding(model, dict(trainer or {}))
     batches = Batches(None, None, 1, 2) if batch is None else batches_from_one(batch)
     size = batch_size or batches.small_size
     subject = Subject(model, batches, size, precision, settings, step, optimizer, True, datamodule)
-    subject = replace(subject, strategy=strategy, ranks=ranks)
+    subject = replace(subject, strategy=strategy, devices=devices, nodes=nodes)
     return _with_loader(subject, batch_size) if batch is None else subject
 
 
@@ -141,7 +163,11 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
         datamodule.trainer = trainer
         datamodule.setup("fit")
     set_data_source(trainer, model if datamodule is None else datamodule)
-    loader_info = find(read_run_facts(trainer), "train")
+    facts = read_run_facts(trainer)
+    if subject.strategy is not None:
+        divides = subject.ranks > 1 and subject.trainer.get("use_distributed_sampler", True)
+        facts = replace(facts, data_ranks=subject.ranks, uses_distributed_sampler=divides)
+    loader_info = find(facts, "train")
     sampled = sample(loader_info)
     known = loader_info.batch_size or sampled.batches[0].small_size
     if loader_info.fixed_because and batch_size not in (None, known):
@@ -173,19 +199,45 @@ def _with_optimizer(model: LightningModule, optimizer: MakeOptimizer) -> Lightni
     return other
 
 
-def _separate_sharding(model: nn.Module, settings: dict[str, Any]) -> tuple[dict[str, Any], Strategy | None, int]:
-    """Settings of a Trainer that needs no device; a strategy that shards, which would need them; and how many train."""
+def _separate_sharding(model: nn.Module, settings: dict[str, Any]) -> tuple[dict[str, Any], Strategy | None, int, int]:
+    """Settings of a Trainer that needs no device; a strategy that shards, which would need them; devices and nodes."""
     strategy: Any = settings.pop("strategy", None) or "auto"
     count = _count(settings.pop("devices", 1))
     nodes = int(settings.pop("num_nodes", None) or 1)
     if isinstance(strategy, str) and strategy.startswith(("fsdp", "deepspeed")):
-        with quiet():
-            strategy = lightning_of(model).strategies.StrategyRegistry.get(strategy)
-    if sharded.shards_of(strategy, count * nodes) is not None:
-        return settings, strategy, count * nodes
+        strategy = _named_strategy(model, strategy)
+    if is_a(strategy, *CAPTURED, "DeepSpeedStrategy"):
+        return settings, strategy, count, nodes
     if (strategy, count, nodes) == ("auto", 1, 1):
-        return settings, None, 1
-    return {**settings, "strategy": strategy, "devices": count, "num_nodes": nodes}, None, count * nodes
+        return settings, None, 1, 1
+    return {**settings, "strategy": strategy, "devices": count, "num_nodes": nodes}, None, count, nodes
+
+
+def on_ranks(subject: Subject, strategy: str | Strategy, devices: int, nodes: int) -> Subject:
+    """The same, trained on so many devices of so many nodes.
+
+    Raises:
+        MemGuardError: it is not a LightningModule's training, or the strategy is unknown.
+    """
+    if not subject.runs_in_lightning:
+        raise MemGuardError("strategy, devices and num_nodes are those of a Trainer, which trains a LightningModule.")
+    check_count("devices", devices)
+    check_count("num_nodes", nodes)
+    given = {**subject.trainer, "strategy": strategy, "devices": devices, "num_nodes": nodes}
+    trainer, sharding, devices, nodes = _separate_sharding(subject.model, given)
+    return replace(subject, trainer=trainer, strategy=sharding, devices=devices, nodes=nodes)
+
+
+def _named_strategy(model: nn.Module, name: str) -> Strategy:
+    registry = lightning_of(model).strategies.StrategyRegistry
+    if name not in registry:
+        known = ", ".join(each for each in registry.available_strategies() if each.startswith(("fsdp", "deepspeed")))
+        raise MemGuardError(f"strategy={name!r} is not one of Lightning's: {known}.")
+    if name.startswith("deepspeed"):
+        strategy: Strategy = deepspeed.without_library(registry[name]["strategy"], registry[name]["init_params"])
+        return strategy
+    with quiet():
+        return registry.get(name)  # type: ignore[no-any-return]
 
 
 def _count(devices: str | int | list[int] | None) -> int:
@@ -239,6 +291,9 @@ def lightning_program(subject: Subject, target: Target) -> LightningProgram:
         datamodule=subject.datamodule,
         gpu=target.gpu,
         strategy=subject.strategy or trainer.strategy,
+        changes=subject.changes,
+        layout=subject.layout,
+        ranks=subject.devices * subject.nodes,
     )
 
 
@@ -278,7 +333,7 @@ def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: o
 def inference_of(subject: Subject) -> Subject:
     """The same model, in one inference on the same batch."""
     step = _forward(subject)
-    return replace(subject, training=False, trainer={}, step=step, loader_info=None, strategy=None, ranks=1)
+    return replace(subject, training=False, trainer={}, step=step, loader_info=None, strategy=None, devices=1, nodes=1)
 
 
 def _forward(subject: Subject) -> Step | None:

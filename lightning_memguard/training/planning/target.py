@@ -13,6 +13,7 @@ from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, Limits
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.context import CONTEXT_BYTES, context_bytes
+from lightning_memguard.core.device.nccl import nccl_bytes
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.errors import MemGuardError
@@ -28,6 +29,17 @@ class Target:
     context_bytes: int | tuple[int, int, int] = 0
     capacity_bytes: int | None = None
     notes: tuple[str, ...] = ()
+
+    def talking(self, communicators: int) -> Target:
+        """The same with what NCCL takes for so many communicators."""
+        if self.device.type != "cuda" or self.gpu is None or not communicators:
+            return self
+        known = self.context_bytes
+        context = known if isinstance(known, tuple) else (known,) * 3
+        taken = nccl_bytes(communicators, self.gpu.compute_capability)
+        capacity = None if self.capacity_bytes is None else self.capacity_bytes - taken[1]
+        least, likely, most = (mine + more for mine, more in zip(context, taken, strict=True))
+        return replace(self, context_bytes=(least, likely, most), capacity_bytes=capacity)
 
 
 _STAND_IN = "NVIDIA A100-SXM4-80GB"

@@ -123,7 +123,14 @@ def would_fit(watch: BatchWatch, budget: Budget, ratio: float) -> int | None:
     scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
     size, unit = watch.batch_size, watch.profile.loader_info.unit
     request = Request(size, max_batch_size=max(1, size - 1), multiple_of=unit)
+
+    def footprint_at(batch_size: int) -> Footprint:
+        footprint = watch.prediction.footprint_at(batch_size)
+        for part, nbytes in watch.profile.extra.items():
+            footprint = footprint.plus(nbytes, part)
+        return footprint
+
     try:
-        return decide(watch.prediction.footprint_at, scaled, request).batch_size
+        return decide(footprint_at, scaled, request).batch_size
     except MemGuardError:
         return None

@@ -122,6 +122,8 @@ class GuardedRun:
         if self.trains and decision.accumulate_grad_batches != accumulate:
             self._undo.append(partial(setattr, trainer, "accumulate_grad_batches", accumulate))
             trainer.accumulate_grad_batches = decision.accumulate_grad_batches
+        if self.tuning.profile is not None and self._watches:
+            self._watch_batches(self.tuning.profile)
 
     def _batch_size(self) -> int:
         """Asked for when the loaders are made: by then the other callbacks hold what they will hold."""
@@ -200,6 +202,9 @@ class GuardedRun:
         self._show(profile)  # first: on the CPU, what drawing loads would be measured as the training's
         model = {"model": [*self.module.parameters(), *self.module.buffers()]}
         self._meter.start(part_bytes(model, self.device.type)["model"])
+        self._watch_batches(profile)
+
+    def _watch_batches(self, profile: RunProfile) -> None:
         runs = {"train" if self.trains else "val": (profile.prediction, self.decision.batch_size)}
         if profile.validation is not None:
             runs["val"] = (profile.validation.prediction, profile.validation.batch_size)
@@ -321,7 +326,6 @@ class GuardedRun:
             return
         self.tuning = smaller.unwrap()
         self._follow()
-        self._watches["train"] = BatchWatch(profile, profile.prediction, self.decision.batch_size)
         self._undo_reload = make_loaders_again(trainer)
         self._undo.append(self._undo_reload)
         self._resized_because = self.decision.reason

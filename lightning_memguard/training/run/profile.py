@@ -27,6 +27,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, Trace
 from lightning_memguard.training.adapter import callbacks, sharded
+from lightning_memguard.training.adapter.layout import Layout
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.adapter.ranks import Attempt, attempt
 from lightning_memguard.training.adapter.run_facts import RunFacts
@@ -247,6 +248,7 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         stage=facts.stage,
         callback_bytes=callbacks.held_bytes(facts.callbacks, module, device, averaging=False),
         strategy=facts.strategy,
+        layout=Layout.of(facts.strategy),
         loaders_at=partial(loaders_at, facts, loader_info),
     )
     validation_info, evaluation = Attempt[LoaderInfo](), Attempt[Evaluation]()
@@ -276,7 +278,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     facts, evaluation = run.facts, run.evaluation.value
     if evaluation:
         captures.start(evaluation.program, evaluation.batch_size, "fake")
-    shards = sharded.shards_of(facts.strategy, facts.world_size)
+    shards = None if run.program.layout else sharded.shards_of(facts.strategy, facts.world_size)
     fixed = run.loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
     prediction = predict(run.program, size, reading.rules, scalable=not fixed)
     if not prediction.scalable:
@@ -382,7 +384,7 @@ def _request(
         unit=math.lcm(loader_info.unit, samples.unit),
         dataset_size=samples.samples if largest is None else largest,
         accumulate_grad_batches=facts.accumulate_grad_batches,
-        ranks=facts.world_size,
+        ranks=facts.data_ranks,
     )
     free = settings.mode == "tune" and not fixed
     limit = limit_of(facts, loader_info, largest)

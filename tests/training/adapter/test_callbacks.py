@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -144,8 +145,10 @@ def test_an_average_that_comes_late_makes_the_batch_smaller(trainer: Any, wide: 
             return super().training_step(batch, batch_idx)
 
     module = Sized()
-    with pytest.warns(UserWarning, match="other callbacks have taken 1.3 MiB on the device since setup"):
+    with pytest.warns(UserWarning, match="other callbacks have taken 1.3 MiB on the device since setup") as warned:
         late = decided(trainer, module, wide_data, Ema("on_fit_start"), **settings)
+    named = [int(size) for each in warned for size in re.findall(r"set max_batch_size=(\d+)", str(each.message))]
+    assert all(size < late.batch_size for size in named)
     assert late.batch_size < alone.batch_size
     assert module.first_size == late.batch_size
     assert late.limited_by == "memory"

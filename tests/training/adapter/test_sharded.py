@@ -10,6 +10,7 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.utils.data import TensorDataset
 
+from lightning_memguard.core.decision.decision import Limits
 from lightning_memguard.training.adapter import sharded
 from lightning_memguard.training.adapter.sharded import Shards, shards_of
 from lightning_memguard.training.planning.plan import plan_on
@@ -22,13 +23,6 @@ def fsdp(**settings: Any) -> FSDPStrategy:
     return FSDPStrategy(parallel_devices=[torch.device("cuda", index) for index in range(4)], **settings)
 
 
-class DeepSpeedStrategy:
-    """Stands for Lightning's, which asks for the library at once; it keeps DeepSpeed's own configuration."""
-
-    def __init__(self, **zero: Any) -> None:
-        self.config = {"zero_optimization": zero}
-
-
 @pytest.mark.parametrize(
     ("strategy", "over"),
     [
@@ -39,16 +33,8 @@ class DeepSpeedStrategy:
         (fsdp(cpu_offload=True), dict.fromkeys(EIGHT, 0)),
         (ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=2), EIGHT),
         (ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), dict.fromkeys(EIGHT, 2)),
-        (DeepSpeedStrategy(stage=1), {"parameters": 1, "gradients": 1, "optimizer_state": 8}),
-        (DeepSpeedStrategy(stage=2), {"parameters": 1, "gradients": 8, "optimizer_state": 8}),
-        (DeepSpeedStrategy(stage=3), EIGHT),
-        (
-            DeepSpeedStrategy(stage=2, offload_optimizer={"device": "cpu"}),
-            {"parameters": 1, "gradients": 8, "optimizer_state": 0},
-        ),
-        (DeepSpeedStrategy(stage=3, offload_param={"device": "nvme"}), {**EIGHT, "parameters": 0}),
     ],
-)  # fmt: skip
+)
 def test_what_a_strategy_divides(strategy: Any, over: dict[str, int]) -> None:
     found = shards_of(strategy, 8)
     assert found is not None
@@ -88,11 +74,13 @@ def test_a_sharding_fit_keeps_its_size_and_says_why(
     assert any("parameters / 8, gradients / 8" in note for note in decision.footprint.notes)
 
 
-def test_a_plan_with_a_sharding_strategy_says_why_it_looks_for_no_largest_size(small: Any) -> None:
+def test_a_plan_with_a_sharding_strategy_finds_the_largest_size_of_a_rank(small: Any) -> None:
     batch = (torch.zeros(8, 16), torch.zeros(8, dtype=torch.long))
-    plan = plan_on(subject_of(small(), batch, trainer={"strategy": "fsdp", "devices": 4}), "T4")
-    assert plan.largest is None
-    assert plan.reason == "what the strategy divides over its ranks is predicted in part only"
+    subject = subject_of(small(), batch, trainer={"strategy": "fsdp", "devices": 4})
+    plan = plan_on(subject, "T4", Limits(max_batch_size=64))
+    assert plan.ranks == 4
+    assert plan.largest is not None
+    assert plan.largest.batch_size == 64
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])

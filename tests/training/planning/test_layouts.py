@@ -1,0 +1,89 @@
+"""The cheapest way to train on several devices, and the fewest devices that there is a way for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pytorch_lightning.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import nn
+
+from lightning_memguard.core.decision.decision import Limits
+from lightning_memguard.training.planning import layouts
+from lightning_memguard.training.planning.layouts import Fit, Way, fitting_layouts, ways_to_train
+from lightning_memguard.training.planning.subject import Subject, subject_of
+from tests.training.planning.test_on_ranks import Deep
+
+
+class Blocky(Deep):
+    """Four blocks of a class of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Block() for _ in range(4)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(256, 256), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def on_eight(strategy: object = "fsdp") -> Subject:
+    return subject_of(Blocky(), torch.zeros(8, 256), trainer={"strategy": strategy, "devices": 4, "num_nodes": 2})
+
+
+def test_ways_of_a_plain_module_are_strategies_of_the_trainer(here: None) -> None:
+    ways = {way.name: way for way in ways_to_train(on_eight(), "T4")}
+    assert [*ways] == [
+        "DDP",
+        "FSDP SHARD_GRAD_OP",
+        "FSDP",
+        "FSDP with checkpointing",
+        "FSDP with checkpointing and offload to the CPU",
+    ]
+    how = ways["FSDP with checkpointing"].how
+    assert how == "FSDPStrategy(auto_wrap_policy={Block}, activation_checkpointing_policy={Block})"
+    subject = ways["FSDP"].subject(4, 1)
+    assert isinstance(subject.strategy, FSDPStrategy)
+    assert (subject.devices, subject.nodes, subject.ranks) == (4, 1, 4)
+
+
+def test_ways_of_a_module_that_shards_itself_are_meshes(here: None) -> None:
+    subject = on_eight(ModelParallelStrategy(data_parallel_size=8, tensor_parallel_size=1))
+    ways = [*ways_to_train(subject, "T4")]
+    assert [way.name.removeprefix("ModelParallelStrategy with ") for way in ways] == [
+        *("tensor size 1", "tensor size 1 with checkpointing", "tensor size 2", "tensor size 2 with checkpointing"),
+        *("tensor size 4", "tensor size 4 with checkpointing"),
+    ]
+    split = ways[2].subject(4, 2)
+    assert (split.ranks, len(split.changes)) == (4, 0)
+    assert len(ways[3].subject(4, 2).changes) == 1
+
+
+def test_fewer_devices_start_with_the_way_that_more_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three ways, the second fits on eight and four, the third on two, and none on one."""
+    tried: list[tuple[str, int]] = []
+    enough = {"small": 99, "middle": 4, "large": 2}
+    ways = [Way(name, "", lambda devices, nodes: on_eight()) for name in enough]
+
+    def fit(way: Way, ranks: int, on_node: int, device: str, limits: Limits | None) -> Fit | None:
+        tried.append((way.name, ranks))
+        return Fit(ranks, device, way.name, batch_size=3, in_all=3 * ranks) if ranks >= enough[way.name] else None
+
+    monkeypatch.setattr(layouts, "ways_to_train", lambda *_: ways)
+    monkeypatch.setattr(layouts, "_fit", fit)
+    found = [*fitting_layouts(on_eight(), "T4")]
+    assert [(each.ranks, each.name) for each in found] == [(8, "middle"), (4, "middle"), (2, "large"), (1, "")]
+    assert tried == [
+        *(("small", 8), ("middle", 8), ("middle", 4), ("middle", 2), ("large", 2), ("large", 1)),
+    ]
+    assert str(found[0]) == "8 x T4: middle, batch 3 a rank (24 in all, 0 B)"
+    assert str(found[-1]) == "1 x T4: no"
+
+
+def test_a_way_is_planned_on_its_ranks(here: None) -> None:
+    first = next(fitting_layouts(on_eight(), "T4", Limits(max_batch_size=16)))
+    assert (first.ranks, first.name, first.batch_size, first.in_all) == (8, "DDP", 16, 128)
