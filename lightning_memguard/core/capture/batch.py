@@ -168,6 +168,10 @@ class Draws(Protocol):
     def batch(self, batch_size: int, draw: int) -> Any:
         """The batch of a draw, the same each time."""
 
+    def held(self, batch: Any) -> list[torch.Tensor]:  # noqa: ARG002
+        """Tensors of a batch whose memory is the dataset's own, before the batch and after it."""
+        return []
+
 
 @dataclass(frozen=True)
 class Batches:
@@ -239,6 +243,10 @@ class Batches:
         assert self.draws is not None
         with unset_fake_temporarily():
             return self.draws.batch(batch_size, self.draw)
+
+    def held(self, batch: Any) -> list[torch.Tensor]:
+        """See `Draws.held`."""
+        return self.draws.held(batch) if self.draws else []
 
     def real(self, batch_size: int, device: torch.device) -> Any:
         """A batch of real tensors: one of samples that were drawn, at a place in the draw.

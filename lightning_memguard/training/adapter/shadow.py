@@ -461,6 +461,8 @@ class EndlessLoader:
         with recorder.paused():
             size, batches = self.batch_size, self.batches
             batch = (batches.fake if self.fake else batches.real)(size, device)
+        for tensor in [] if self.fake else batches.held(batch):
+            recorder.hold(tensor)
         recorder.label(tensors_in(batch), "batch")
         return batch
 

@@ -12,6 +12,7 @@ import torch
 
 from lightning_memguard.core.capture.batch import Draws, map_tensors, tensors_in
 from lightning_memguard.core.capture.fake import storage_address
+from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.training.adapter.loader_access import arrange
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class CollatedDraws(Draws):
         factor: see ``unit``.
         multiple: batch sizes that the collate function takes are multiples of this.
         in_order: whether the sampler decides which samples come together.
+        stay: whether the dataset gives the same tensors each time; others go with their batch.
     """
 
     collate: Callable[[list[Any]], Any]
@@ -41,6 +43,7 @@ class CollatedDraws(Draws):
     factor: int
     multiple: int
     in_order: bool
+    stay: bool = False
 
     def has(self, batch_size: int) -> bool:
         """See `Draws.has`."""
@@ -55,7 +58,13 @@ class CollatedDraws(Draws):
             known = set(map(id, chosen))
             missing = [each for each in self.largest[: max(1, count // 2)] if id(each) not in known]
             chosen = [*missing, *chosen[len(missing) :]]
-        return _apart_from(chosen, self.collate(chosen))
+        batch = self.collate(chosen)
+        return batch if self.stay and in_child() else _apart_from(chosen, batch)  # a step may write to it
+
+    def held(self, batch: Any) -> list[torch.Tensor]:
+        """See `Draws.held`."""
+        own = _storages_of(self.samples) if self.stay else set()
+        return [tensor for tensor in tensors_in(batch) if _is_in(own, tensor)]
 
     def _places_of_largest(self) -> list[int]:
         """Where the largest samples come, as far as they were kept."""
@@ -107,13 +116,26 @@ class ArrangedDraws(Draws):
         """See `Draws.batch`."""
         return arrange(self.combined, [draws.batch(batch_size, draw) for draws in self.each])
 
+    def held(self, batch: Any) -> list[torch.Tensor]:
+        """See `Draws.held`."""
+        return [tensor for draws in self.each for tensor in draws.held(batch)]
+
 
 def _apart_from(samples: Sequence[Any], batch: Any) -> Any:
-    """The batch with copies of the samples' own tensors, which stay: in a training they go with their batch."""
-    kept = {storage_address(tensor) for tensor in tensors_in(list(samples)) if _has_storage(tensor)}
+    """The batch with copies of the samples' own tensors, which are kept here: in a training they go with it."""
+    kept = _storages_of(samples)
     if not any(_is_in(kept, tensor) for tensor in tensors_in(batch)):
         return batch
     return map_tensors(batch, lambda tensor: tensor.clone() if _is_in(kept, tensor) else tensor)
+
+
+def share_memory(first: Any, second: Any) -> bool:
+    """Whether a tensor in one is in the same memory as one in the other."""
+    return bool(_storages_of([first]) & _storages_of([second]))
+
+
+def _storages_of(samples: Sequence[Any]) -> set[int]:
+    return {storage_address(tensor) for tensor in tensors_in(list(samples)) if _has_storage(tensor)}
 
 
 def _is_in(storages: set[int], tensor: torch.Tensor) -> bool:

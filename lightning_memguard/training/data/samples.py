@@ -24,7 +24,7 @@ from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.loader_access import arrange
 from lightning_memguard.training.data import copies
 from lightning_memguard.training.data.copies import copy_for_reading, preserve_state
-from lightning_memguard.training.data.draws import ArrangedDraws, CollatedDraws, TakenDraws
+from lightning_memguard.training.data.draws import ArrangedDraws, CollatedDraws, TakenDraws, share_memory
 from lightning_memguard.training.data.loaders import LoaderInfo, Source
 from lightning_memguard.training.data.resizing import is_built_in, makes_own_batches, trial_at
 
@@ -204,9 +204,18 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
         kept = _next_to_each_other(loader, len(largest.kept(sort=False)))
     else:
         kept = largest.kept(sort=not stream and in_order)
-    draws = CollatedDraws(largest.collate, kept, largest.largest, unit, factor, unit * multiple, in_order)
+    stay = not stream and _stay(loader, *largest.first, largest.collate)
+    draws = CollatedDraws(largest.collate, kept, largest.largest, unit, factor, unit * multiple, in_order, stay)
     samples = largest.seen if all_seen else None
     return LoaderSamples(replace(batches, draws=draws), note, unit * multiple, samples)
+
+
+def _stay(loader: DataLoader[Any], index: Any, item: object, collate: Callable[[list[Any]], Any]) -> bool:
+    """Whether a dataset gives tensors that it keeps, and the collate function hands them on."""
+    try:
+        return share_memory(collate([item]), item) and share_memory(item, *_read(loader, [index]))
+    except Exception:  # noqa: BLE001 - a dataset may raise anything
+        return False
 
 
 class _LargestSamples:
@@ -243,6 +252,11 @@ class _LargestSamples:
         for place, length in enumerate(itertools.chain.from_iterable(shapes)):
             if length > self._longest.get(place, (-1, None))[0]:
                 self._longest[place] = (length, item)
+
+    @property
+    def first(self) -> tuple[Any, object]:
+        """The first of those kept, after its index."""
+        return self._kept[0]
 
     def kept(self, *, sort: bool) -> list[object]:
         """The samples to make other batches of, as they came or sorted by their indices."""

@@ -323,8 +323,20 @@ def of_sparse(net: Any, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(torch.sparse.mm(batch[0], net[0].weight.T)[:, :CLASSES], batch[1])
 
 
+def nested(layout: torch.layout) -> Callable[[list[Any]], Any]:
+    return lambda samples: (
+        torch.nested.nested_tensor([x for x, _ in samples], layout=layout),
+        torch.stack([y for _, y in samples]),
+    )
+
+
+def of_nested(net: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(torch.nested.to_padded_tensor(net(batch[0]), 0.0).mean(1), batch[1])
+
+
 KINDS = {
     "sparse": Kind(x_and_y, sparse, of_sparse, method="real"),
+    "jagged": Kind(sequence, nested(torch.jagged), of_nested, method="real"),
     "a tuple": flat(default_collate, tuple),
     "a nested dict": flat(
         lambda s: {"in": {"x": stacked(s)[0]}, "out": [{"y": stacked(s)[1]}]},
@@ -472,6 +484,7 @@ def measured_peak(kind: Kind, batch_size: int, **options: Any) -> int:
 
 # The peak is exact to the byte; what a real training adds to it at most is a scalar or two of the Trainer's own.
 EXACT = (
+    "jagged",
     "with text, numbers and None",
     "views of one tensor",
     "time first, transposed",
@@ -558,20 +571,8 @@ def test_a_hook_that_changes_the_batch_counts(hook, owner):
 # Batches that cannot be predicted
 
 
-def nested(layout: torch.layout) -> Callable[[list[Any]], Any]:
-    return lambda samples: (
-        torch.nested.nested_tensor([x for x, _ in samples], layout=layout),
-        torch.stack([y for _, y in samples]),
-    )
-
-
-def of_nested(net: Any, batch: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(torch.nested.to_padded_tensor(net(batch[0]), 0.0).mean(1), batch[1])
-
-
 REFUSED = {
     "nested": (Kind(unequal, nested(torch.strided), of_nested), "a nested tensor: its bytes depend on how long"),
-    "jagged": (Kind(unequal, nested(torch.jagged), of_nested), "a nested tensor: its bytes depend on how long"),
 }
 
 

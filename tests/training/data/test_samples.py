@@ -53,6 +53,39 @@ def test_draws_of_a_loader_in_order_are_batches_that_it_gives() -> None:
     assert all(each in ([1, 2], [9, 3], [4, 5], [8, 6]) for each in drawn)
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_tensors_that_the_dataset_keeps_are_not_the_batchs_own(keeps: bool) -> None:
+    """A step on values runs on them: they take nothing, where a dataset that makes them anew has them made."""
+
+    class Lists(Dataset[Any]):
+        samples = of_lengths(500, 700, 600)
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            return self.samples[index] if keeps else self.samples[index].clone()
+
+    class Reads(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.weight * sum(sample.sum().item() for sample in batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    guard = MemGuard("check")
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[guard])
+    trainer.fit(Reads(), DataLoader(Lists(), batch_size=3, collate_fn=lambda items: items))
+    assert guard.decision is not None
+    footprint = guard.decision.footprint
+    assert footprint is not None
+    assert (footprint.method, footprint.parts["batch"]) == ("real", 0 if keeps else 8 * (500 + 700 + 600))
+
+
 def test_the_longest_sample_fills_the_whole_batch() -> None:
     """Every row is as long as the longest, in a batch of any size."""
     drawn = draw(DataLoader(of_lengths(3, 9, 4), batch_size=2, collate_fn=pad))
