@@ -23,15 +23,14 @@ def comparison_text(found: Comparison) -> str:
         _bytes("peak", found.predicted_peak_bytes, found.actual_peak_bytes),
         _bytes("  there before the step", found.predicted_before_bytes, found.actual_before_bytes),
         _bytes("  added by the step", here, there),
-        f"{'allocations':24}{found.predicted_requests:>16,}{found.actual_requests:>16,}"
-        f"{found.actual_requests - found.predicted_requests:>+16,}",
+        _counts(found.predicted_requests, found.actual_requests),
         "",
         f"{found.equal_requests:,} allocations are alike: of the same size, in the same order.",
     ]
     if before:
         lines.append(
-            f"The actual step began with {format_bytes(abs(before))} {'more' if before > 0 else 'less'} than predicted. "
-            "That is not the step's own: it is from what ran before, or from the allocator, which rounds sizes up."
+            f"The actual step began with {format_bytes(abs(before))} {'more' if before > 0 else 'less'} than predicted: "
+            "not the step's own, but from what ran before, or from the allocator, which rounds sizes up."
         )
     shown = found.differences[:_MOST_ROWS]
     if not shown:
@@ -55,6 +54,10 @@ def _bytes(name: str, mine: int, yours: int) -> str:
     less = yours - mine
     difference = f"{'+' if less > 0 else '-'}{format_bytes(abs(less))}" if less else "none"
     return f"{name:24}{mine / MIB:>12,.1f} MiB{yours / MIB:>12,.1f} MiB{difference:>16}"
+
+
+def _counts(mine: int, yours: int) -> str:
+    return f"{'allocations':24}{mine:>16,}{yours:>16,}{yours - mine:>+16,}"
 
 
 def _row(each: Difference) -> str:

@@ -88,7 +88,7 @@ def test_the_report_says_what_is_not_of_the_step() -> None:
     peak = found.actual_peak_bytes + more
     text = comparison_text(replace(found, actual_before_bytes=more, actual_peak_bytes=peak))
     assert "too low; what the step adds was predicted to the byte." in text
-    assert "The actual step began with 3.0 MiB more than predicted." in text
+    assert "The actual step began with 3.0 MiB more than predicted: not the step's own, " in text
     assert "No allocation of the step differs." in text
     assert "The predicted peak is the actual one." in comparison_text(found)
 
