@@ -29,8 +29,8 @@ def comparison_text(found: Comparison) -> str:
     ]
     if before:
         lines.append(
-            f"The actual step began with {format_bytes(abs(before))} {'more' if before > 0 else 'less'} than predicted: "
-            "not the step's own, but from what ran before, or from the allocator, which rounds sizes up."
+            f"The actual step began with {format_bytes(abs(before))} {'more' if before > 0 else 'less'} than predicted:"
+            " not the step's own, but from what ran before, or from the allocator, which rounds sizes up."
         )
     shown = found.differences[:_MOST_ROWS]
     if not shown:
