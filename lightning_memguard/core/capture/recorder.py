@@ -31,7 +31,16 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.capture import compiled, cudnn_rnn, fake, fake_cuda, fast_paths, mkldnn_lstm, one_rank
+from lightning_memguard.core.capture import (
+    compiled,
+    cudnn_rnn,
+    fake,
+    fake_cuda,
+    fast_paths,
+    mkldnn_lstm,
+    one_rank,
+    sdpa,
+)
 from lightning_memguard.core.capture.backward import graph_task, in_place, walking
 from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
 from lightning_memguard.core.capture.constants import forget_written
@@ -72,6 +81,7 @@ def _with_flags(target: CudaTarget) -> CudaTarget:
         deterministic=torch.are_deterministic_algorithms_enabled() or cudnn.deterministic,
         tf32=cudnn.conv.fp32_precision == "tf32",  # ``allow_tf32`` raises where convolutions and RNNs differ
         benchmark=cudnn.benchmark,
+        cudnn=sdpa.cudnn_version(),
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 RULES = Rules[CudaTarget]()
 
 _NEAREST = 4  # plans that another version of cuDNN may try first
+_REFUSED = 2  # of the same version: the first, or the next where the device refuses that
 _NARROW = 64  # channels of the narrower side
 
 
@@ -26,9 +27,9 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
 
     The plan that its heuristics name first runs, and its workspace is the likely size (`run_single_conv` in
     aten/src/ATen/native/cudnn/Conv_v8.cpp); where that does not fit, the next one. Versions of cuDNN choose differently
-    (9.8 and 9.19 name the same plan first in 89 % of convolutions), so the range is that of the plans named next, and
-    of convolutions of this kind. With `torch.backends.cudnn.benchmark` all plans are tried, and the fastest stays: each
-    may be it.
+    (9.8 and 9.19 name the same plan first in 89 % of convolutions), so where another one runs than is asked, the range
+    is that of the plans named next, and of convolutions of this kind. With `torch.backends.cudnn.benchmark` all plans
+    are tried, and the fastest stays: each may be it.
     """
     x, weight, gpu = call["input"], call["weight"], call.target
     channels_last = _takes_channels_last(x, weight)
@@ -57,8 +58,10 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
     if sizes is None:
         sizes = (point, 0)
     else:
-        nearest = sizes if gpu.benchmark else sizes[:_NEAREST]
-        low, point, high = min(low, *nearest), sizes[0], max(high, *nearest)
+        same = 0 < gpu.cudnn == cudnn.version()
+        plans = sizes if gpu.benchmark else sizes[: _REFUSED if same else _NEAREST]
+        may_run = plans if same else (*plans, low, high)
+        low, point, high = min(may_run), sizes[0], max(may_run)
     if _is_narrow(weight):
         low = point = 0
     return ByteRange(low, point, high, sizes) if high else 0

@@ -43,6 +43,7 @@ class CudaTarget:
         deterministic: ``torch.are_deterministic_algorithms_enabled()``, or cuDNN's own flag.
         tf32: whether float32 convolutions may run on TF32 tensor cores (``torch.backends.cudnn.allow_tf32``).
         benchmark: whether cuDNN's algorithms are chosen by their speed (``torch.backends.cudnn.benchmark``).
+        cudnn: the version of cuDNN that runs there, such as 91900; 0 where it is unknown.
     """
 
     compute_capability: tuple[int, int]
@@ -50,6 +51,7 @@ class CudaTarget:
     deterministic: bool = False
     tf32: bool = True
     benchmark: bool = False
+    cudnn: int = 0
 
 
 class ByteRange(NamedTuple):

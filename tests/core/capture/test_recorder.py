@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from lightning_memguard.core.capture import sdpa
 from lightning_memguard.core.capture.batch import batches_from_one
 from lightning_memguard.core.capture.fake import fake_copy
 from lightning_memguard.core.capture.predict import capture
@@ -574,6 +576,7 @@ def test_what_cudnn_may_do_is_read_when_a_phase_begins():
     recorder = Recorder("cuda", kernel_target=CudaTarget((9, 0), 132))
     with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=True, allow_tf32=False):
         recorder.mark("forward")
-    assert recorder._on == CudaTarget((9, 0), 132, deterministic=True, tf32=False, benchmark=True)
+    known = CudaTarget((9, 0), 132, cudnn=sdpa.cudnn_version())
+    assert recorder._on == replace(known, deterministic=True, tf32=False, benchmark=True)
     recorder.mark("backward")
-    assert recorder._on == CudaTarget((9, 0), 132)
+    assert recorder._on == known

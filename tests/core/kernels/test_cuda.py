@@ -407,6 +407,27 @@ def test_softmax_backward_multiplies_first():
     assert blocks(rule("_log_softmax_backward_data", (tensor(10, 4).T, x, 1, torch.float32), x)) == [160]
 
 
+@pytest.mark.parametrize(
+    ("runs", "benchmark", "span"),
+    [
+        (92000, False, (64, 64, 640)),
+        (91900, False, (0, 64, 4096)),
+        (0, False, (0, 64, 4096)),
+        (92000, True, (8, 64, 640)),
+    ],
+)
+def test_the_range_of_a_workspace_is_that_of_the_plans_that_may_run(monkeypatch, runs, benchmark, span):
+    """Of the cuDNN that is asked, the first two; of another version, those of other convolutions too."""
+    monkeypatch.setattr(cudnn, "workspaces", lambda _: (64, 640, 8))
+    monkeypatch.setattr(cudnn, "version", lambda: 92000)
+    monkeypatch.setattr(cudnn_table, "span", lambda _: (0, 1024, 4096))
+    x, weight = tensor(2, 64, 8, 8), tensor(64, 64, 3, 3)
+    args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    target = replace(H200, cudnn=runs, benchmark=benchmark)
+    found = next(each for each in blocks(rule("convolution", args, tensor(2, 64, 8, 8), target)) if each)
+    assert found[:3] == span
+
+
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_reflection_pads_a_contiguous_copy(dims: int) -> None:
     sides = (4, 5, 6)[:dims]

@@ -74,11 +74,23 @@ def test_what_one_of_them_holds_for_longer_is_named() -> None:
 def test_the_report_has_code_only_where_it_is_asked_for() -> None:
     secret = "/home/someone/secret.py:3:forward"
     found = compare(history(STEP, [*STEP, MORE], code=secret), recorded(history(STEP, code=secret)))
-    assert "aten::scatter_ at secret.py:3:forward" in comparison_text(found)
+    assert "aten::scatter_, secret.py:3:forward" in comparison_text(found)
     assert "someone" not in comparison_text(found)
     text = comparison_text(found.without_lines())
     assert "secret" not in text
-    assert "1 x 65,536 B, aten::scatter_: predicted, but not requested; peak -65,536" in text
+    effect, unit, count, nbytes, *which, operator = text.splitlines()[-1].split()
+    assert (effect, unit, count, nbytes, operator) == ("-65,536", "B", "1", "65,536", "aten::scatter_")
+    assert which == ["predicted", "only"]
+
+
+def test_the_report_says_what_is_not_of_the_step() -> None:
+    found, more = compare(history(STEP), recorded(history(STEP))), 3 * KIB * KIB
+    peak = found.actual_peak_bytes + more
+    text = comparison_text(replace(found, actual_before_bytes=more, actual_peak_bytes=peak))
+    assert "too low; what the step adds was predicted to the byte." in text
+    assert "The actual step began with 3.0 MiB more than predicted: not the step's own, " in text
+    assert "No allocation of the step differs." in text
+    assert "The predicted peak is the actual one." in comparison_text(found)
 
 
 def test_the_longest_common_subsequence_is_found() -> None:
