@@ -95,8 +95,7 @@ class Plan(pl.Callback):
 
     def __init__(self, errors: Errors, steps: tuple[int, ...]) -> None:
         self.errors, self.steps = errors, steps
-        self.batches = 0
-        self.forward = 0
+        self.batches = self.forward = self.raised = 0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         module.net.register_forward_pre_hook(self.begin)
@@ -113,6 +112,7 @@ class Plan(pl.Callback):
         errors, place = self.errors, self.batches % trainer.accumulate_grad_batches
         errors.count, errors.has_gradient, errors.active = 0, False, False
         errors.length = errors.lengths.get(place, (1, 1))
+        self.raised = errors.raised
         if self.batches in self.steps:
             errors.place = PLACES[self.steps.index(self.batches) % len(PLACES)]
             errors.times = 1 + self.steps.index(self.batches) % 3 // 2
@@ -121,7 +121,7 @@ class Plan(pl.Callback):
         self.forward = self.errors.count
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
-        if self.batches not in self.steps:
+        if self.errors.raised == self.raised:
             place = self.batches % trainer.accumulate_grad_batches
             self.errors.lengths[place] = self.forward, self.errors.count
 

@@ -30,7 +30,7 @@ class Average:
 
 
 class Averages(TorchDispatchMode):
-    """Notes the divisions that make one number, in order, while it is active."""
+    """Notes the divisions that make one number with a gradient, in order, while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,6 +45,8 @@ class Averages(TorchDispatchMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
+        if not (args and isinstance(args[0], torch.Tensor) and args[0].requires_grad):
+            return output  # a metric's
         if name in ("nll_loss_forward", "nll_loss2d_forward"):
             if args[3] == _MEAN:
                 self._found.append((output[1].detach().clone(), args[1].numel()))

@@ -25,6 +25,9 @@ Rule = Literal["rows", "mean", "sum", "max", "min", "last", "average"]
 A mean is one over samples; an average has the weights that the parts of the loss have.
 """
 
+_NUMBERS: tuple[Rule, ...] = ("mean", "sum", "max", "min", "last")  # where several hold, the first is taken
+_COUNTS: tuple[Rule, ...] = ("sum", "mean", "max", "min", "last")  # such as hits, of which there may be none
+
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-7
 
 
@@ -171,7 +174,7 @@ def rule_of(whole: Any, parts: Sequence[Any], counts: Sequence[int], weights: Se
     """The rule by which results of parts give that of the whole batch; None where none of them does."""
     if _are_rows(parts, counts):
         return "rows"
-    for rule in ("mean", "sum", "max", "min", "last"):
+    for rule in _COUNTS if isinstance(whole, torch.Tensor) and not whole.is_floating_point() else _NUMBERS:
         if is_close(whole, combine(parts, counts, rule)):
             return rule
     if weights and is_close(whole, combine(parts, weights, "average")):

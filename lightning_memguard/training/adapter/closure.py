@@ -382,13 +382,11 @@ class _Run:
             averages = Averages()
             self.journal.begin(batch, last - first)
             try:
-                with torch.no_grad(), averages:
+                with self._alone(), torch.enable_grad(), averages:
                     closure._step_fn()
                 counts.append(self._at_places(averages))
             except Exception as error:
-                if not self.guard.policy.is_memory(error) and not isinstance(error, _UnequalError):
-                    raise _UnequalError(f"its step fails without gradients: {error}") from None
-                if last - first == 1 or isinstance(error, _UnequalError):
+                if last - first == 1 or not self.guard.policy.is_memory(error):
                     raise
                 release(error)
             else:
@@ -398,6 +396,10 @@ class _Run:
             free(self.guard.trainer.strategy.root_device, again=True)
             counts += self._counted(first, last, math.ceil((last - first) / 2))
         return counts
+
+    def _alone(self) -> contextlib.AbstractContextManager[object]:
+        """Without the other ranks."""
+        return contextlib.nullcontext() if self.guard._ddp is None else self.guard._ddp.no_sync()
 
     def _at_places(self, averages: Averages) -> list[float]:
         return [each.count for each in self._found(averages)]
@@ -456,8 +458,8 @@ class _Run:
             with ExitStack() as around:
                 around.enter_context(self._hooks(is_last=stop == self.samples))
                 around.enter_context(_without(has_theirs))
-                if stop < self.samples and guard._ddp is not None:
-                    around.enter_context(guard._ddp.no_sync())
+                if stop < self.samples:
+                    around.enter_context(self._alone())
                 result = closure.closure()
         except Exception as error:
             self.journal.drop()

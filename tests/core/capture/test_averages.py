@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lightning_memguard.core.capture.averages import Average, Averages
 
-OUT = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+OUT = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
 LABELS = torch.tensor([[0, 1, 2, -100, -100]] * 4)
 MASK = LABELS >= 0
 
@@ -26,7 +26,7 @@ MASK = LABELS >= 0
         (OUT[:, 0][MASK].mean, Average(12, 12)),
         (lambda: OUT.sum() / 4, Average(4, 4)),
         (lambda: F.mse_loss(OUT, OUT + 1), Average(60, 60)),
-        (lambda: F.binary_cross_entropy_with_logits(OUT, OUT.sigmoid()), Average(60, 60)),
+        (lambda: F.binary_cross_entropy_with_logits(OUT, OUT.detach().sigmoid()), Average(60, 60)),
     ],
 )
 def test_what_a_loss_divides_by_is_noted(loss: Callable[[], torch.Tensor], average: Average) -> None:
@@ -37,9 +37,10 @@ def test_what_a_loss_divides_by_is_noted(loss: Callable[[], torch.Tensor], avera
     assert average.is_full == (average.count == average.elements)
 
 
-def test_means_of_each_sample_and_sums_are_not() -> None:
+def test_means_of_each_sample_sums_and_metrics_are_not() -> None:
     averages = Averages()
     with averages:
+        (OUT.detach().argmax(1) == LABELS).float().mean() / OUT.detach().sum()
         (OUT.mean(dim=(1, 2)) / OUT.std(dim=(1, 2))).sum()
         F.cross_entropy(OUT, LABELS, reduction="none")
     assert averages.found() == []

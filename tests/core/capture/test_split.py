@@ -101,6 +101,12 @@ def test_what_no_rule_by_samples_gives_may_have_the_weights_of_the_loss() -> Non
     assert join([torch.tensor(1.0), torch.tensor(4.0)], [1, 2], rules, "output", [0.25, 0.75]) == whole
 
 
+def test_numbers_that_are_none_are_counts_if_they_are_whole() -> None:
+    none = torch.tensor(0)
+    assert rule_of(none, [none, none], (1, 2)) == "sum"
+    assert rule_of(none.float(), [none.float(), none.float()], (1, 2)) == "mean"
+
+
 def test_results_are_alike_by_value_and_structure() -> None:
     rows = {"rows": torch.arange(3.0), "names": ["a", "b"], "mean": 1}
     assert are_alike(rows, {"rows": torch.arange(3.0) + 1e-9, "names": ["a", "b"], "mean": torch.tensor(1.0)})
