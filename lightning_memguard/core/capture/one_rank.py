@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, simulated_gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.errors import CannotTraceError
 
@@ -118,8 +119,14 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
         yield mock.patch.object(home, "new_group", like_the_first)
         for name in _OF_OBJECTS:
             yield mock.patch.object(home, name, functools.partial(_refuse, name))
+    accelerator = torch._C._get_accelerator
+    yield mock.patch.object(torch._C, "_get_accelerator", lambda *args: _simulated_device() or accelerator(*args))
     yield mock.patch.object(FakeTensor, "data", property(_DATA.__get__, _set_data), create=True)
     yield from _fsdp1()
+
+
+def _simulated_device() -> torch.device | None:
+    return torch.device(FAKE_DEVICE.type) if simulated_gpu() else None
 
 
 _DATA: Any = torch._C.TensorBase.data
