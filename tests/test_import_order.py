@@ -85,6 +85,7 @@ ROOMS = {
         "one_rank",
         "recorder",
         "program",
+        "pipelines",
         "capture",
         "predict",
     ],
@@ -136,6 +137,7 @@ ROOMS = {
         "estimate",
         "plan",
         "layouts",
+        "pipeline",
     ],
     "training/run": [
         "__init__",

@@ -51,8 +51,8 @@ class Watcher(Protocol):
 
 
 @contextmanager
-def one_rank_of(size: int) -> Iterator[None]:
-    """Inside, this process is the first of several ranks: the one with the largest shards (``torch.chunk``'s first).
+def one_rank_of(size: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process is one of several ranks: the first has the largest shards (``torch.chunk``'s first).
 
     Raises:
         CannotTraceError: torch has no such group, or this process is of a real one.
@@ -66,7 +66,7 @@ def one_rank_of(size: int) -> Iterator[None]:
         for patch in _patches():
             exits.enter_context(patch)
         with unset_fake_temporarily():
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         exits.callback(_destroy)
         _sizes.append(size)
         exits.callback(_sizes.pop)
