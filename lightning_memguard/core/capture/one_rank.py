@@ -101,6 +101,8 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     importlib.import_module("torch.distributed.tensor")  # adds its type to lists that `faking` replaces for a while
     from torch.distributed import device_mesh
 
+    for name, instead in {"_dispatch.is_rng_supported_mesh": _is_not, "_random._rng_tracker": None}.items():
+        yield mock.patch(f"torch.distributed.tensor.{name}", instead)  # random numbers as on plain tensors
     for name in _READS_RANKS:
         method = vars(device_mesh.DeviceMesh).get(name)
         if method is not None:
@@ -123,6 +125,10 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     yield mock.patch.object(torch._C, "_get_accelerator", lambda *args: _simulated_device() or accelerator(*args))
     yield mock.patch.object(FakeTensor, "data", property(_DATA.__get__, _set_data), create=True)
     yield from _fsdp1()
+
+
+def _is_not(*_: object) -> bool:
+    return False
 
 
 def _simulated_device() -> torch.device | None:
