@@ -173,6 +173,7 @@ NOT_STD = {
     "core/capture/one_rank.py",
     "core/capture/recorder.py",
     "core/capture/program.py",
+    "core/capture/pipelines.py",
     "core/capture/capture.py",
     "core/capture/predict.py",
     "core/kernels/attention.py",
