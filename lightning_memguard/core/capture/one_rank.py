@@ -23,7 +23,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map
 
+from lightning_memguard.core.capture.constants import known_value
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, simulated_gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.errors import CannotTraceError
@@ -124,7 +126,13 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     accelerator = torch._C._get_accelerator
     yield mock.patch.object(torch._C, "_get_accelerator", lambda *args: _simulated_device() or accelerator(*args))
     yield mock.patch.object(FakeTensor, "data", property(_DATA.__get__, _set_data), create=True)
+    yield mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", _first_of_all)
     yield from _fsdp1()
+
+
+def _first_of_all(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+    """The chunk of the first rank in place of each: a thousand views of each parameter would take most of the time."""
+    return [tensor.narrow(dim, 0, -(-tensor.size(dim) // count))] * count
 
 
 def _is_not(*_: object) -> bool:
@@ -167,10 +175,16 @@ def _on_real_tensors(function: Any) -> Any:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(_real, (args, kwargs))  # `init_device_mesh` under a name that a file has imported
         with unset_fake_temporarily():
             return function(*args, **kwargs)
 
     return call
+
+
+def _real(value: object) -> object:
+    known = known_value(value) if isinstance(value, FakeTensor) else None
+    return value if known is None else known
 
 
 # -- what the recorder cannot see

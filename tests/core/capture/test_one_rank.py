@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _init_utils, _runtime_utils, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import _dispatch, _random
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -133,6 +135,9 @@ def test_private_names_of_torch_are_where_they_were() -> None:
     assert hasattr(distributed_c10d, "_unregister_all_process_groups")
     assert {"__init__", "__getitem__", "_flatten", "from_group"} <= {*vars(device_mesh.DeviceMesh)}
     assert callable(ShardingPropagator._propagate_tensor_meta_non_cached)
+    assert [*inspect.signature(_fsdp_param._chunk_with_empty).parameters] == ["tensor", "num_chunks", "dim"]
+    assert callable(_dispatch.is_rng_supported_mesh)
+    assert hasattr(_random, "_rng_tracker")
     names = [_runtime_utils._register_post_backward_hook, _runtime_utils._post_backward_hook]
     names += [_init_utils._get_compute_device, _flat_param._data_ptr_allocated, FullyShardedDataParallel.__init__]
     assert all(map(callable, names))
