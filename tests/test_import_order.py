@@ -87,6 +87,7 @@ ROOMS = {
         "one_rank",
         "recorder",
         "program",
+        "pipelines",
         "capture",
         "predict",
     ],
@@ -139,6 +140,7 @@ ROOMS = {
         "estimate",
         "plan",
         "layouts",
+        "pipeline",
     ],
     "training/run": [
         "__init__",
@@ -176,6 +178,7 @@ NOT_STD = {
     "core/capture/one_rank.py",
     "core/capture/recorder.py",
     "core/capture/program.py",
+    "core/capture/pipelines.py",
     "core/capture/capture.py",
     "core/capture/predict.py",
     "core/kernels/attention.py",

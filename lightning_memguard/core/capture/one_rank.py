@@ -23,7 +23,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map
 
+from lightning_memguard.core.capture.constants import known_value
+from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, simulated_gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.errors import CannotTraceError
 
@@ -50,8 +53,8 @@ class Watcher(Protocol):
 
 
 @contextmanager
-def one_rank_of(size: int) -> Iterator[None]:
-    """Inside, this process is the first of several ranks: the one with the largest shards (``torch.chunk``'s first).
+def one_rank_of(size: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process is one of several ranks: the first has the largest shards (``torch.chunk``'s first).
 
     Raises:
         CannotTraceError: torch has no such group, or this process is of a real one.
@@ -65,7 +68,7 @@ def one_rank_of(size: int) -> Iterator[None]:
         for patch in _patches():
             exits.enter_context(patch)
         with unset_fake_temporarily():
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         exits.callback(_destroy)
         _sizes.append(size)
         exits.callback(_sizes.pop)
@@ -100,6 +103,8 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     importlib.import_module("torch.distributed.tensor")  # adds its type to lists that `faking` replaces for a while
     from torch.distributed import device_mesh
 
+    for name, instead in {"_dispatch.is_rng_supported_mesh": _is_not, "_random._rng_tracker": None}.items():
+        yield mock.patch(f"torch.distributed.tensor.{name}", instead)  # random numbers as on plain tensors
     for name in _READS_RANKS:
         method = vars(device_mesh.DeviceMesh).get(name)
         if method is not None:
@@ -118,8 +123,24 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
         yield mock.patch.object(home, "new_group", like_the_first)
         for name in _OF_OBJECTS:
             yield mock.patch.object(home, name, functools.partial(_refuse, name))
+    accelerator = torch._C._get_accelerator
+    yield mock.patch.object(torch._C, "_get_accelerator", lambda *args: _simulated_device() or accelerator(*args))
     yield mock.patch.object(FakeTensor, "data", property(_DATA.__get__, _set_data), create=True)
+    yield mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", _first_of_all)
     yield from _fsdp1()
+
+
+def _first_of_all(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+    """The chunk of the first rank in place of each: a thousand views of each parameter would take most of the time."""
+    return [tensor.narrow(dim, 0, -(-tensor.size(dim) // count))] * count
+
+
+def _is_not(*_: object) -> bool:
+    return False
+
+
+def _simulated_device() -> torch.device | None:
+    return torch.device(FAKE_DEVICE.type) if simulated_gpu() else None
 
 
 _DATA: Any = torch._C.TensorBase.data
@@ -154,10 +175,16 @@ def _on_real_tensors(function: Any) -> Any:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(_real, (args, kwargs))  # `init_device_mesh` under a name that a file has imported
         with unset_fake_temporarily():
             return function(*args, **kwargs)
 
     return call
+
+
+def _real(value: object) -> object:
+    known = known_value(value) if isinstance(value, FakeTensor) else None
+    return value if known is None else known
 
 
 # -- what the recorder cannot see

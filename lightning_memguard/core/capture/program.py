@@ -191,8 +191,8 @@ def device_to_run_on(program: Program, *, fake: bool) -> torch.device:
 # -- a plain module in PyTorch's canonical loop
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_TRUE = {"32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-PRECISIONS = tuple(sorted({*_AUTOCAST, *_TRUE}))
+TRUE_DTYPES = {"32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+PRECISIONS = tuple(sorted({*_AUTOCAST, *TRUE_DTYPES}))
 
 
 def check_precision(name: str) -> None:
@@ -286,7 +286,7 @@ class LoopProgram(Program):
             refuse_meta(self.model)
         device = device_to_run_on(self, fake=mode is not None)
         module_copy = fake_copy(self.model, mode, device) if mode else real_copy(self.model).to(device)
-        dtype = _TRUE.get(self.precision)
+        dtype = TRUE_DTYPES.get(self.precision)
         module_copy = module_copy.to(dtype) if dtype else module_copy
         return self.parallelize(module_copy) if self.parallelize else module_copy
 

@@ -380,6 +380,8 @@ class Recorder(TorchDispatchMode):
             self._largest_product = max(self._largest_product, results[0].numel() * results[0].element_size())
         elsewhere = bool(results) and results[0].device.type != self.device_type
         words = name.split(".")
+        if words[0] == "c10d" and words[1] in _EXCHANGES:
+            self.label([max(_tensors(list(args[:2])), key=torch.Tensor.numel)], "communication")
         rule = table.rule(words[1], self._on) if words[0] in ("aten", "fsdp") and not elsewhere else None
         scratch = NONE
         if rule and self._on:
@@ -529,6 +531,7 @@ _AUTOTUNED = (
     "max-autotune chooses kernels by their speed: predicted with those of the default mode, and at most with one more "
     "result of the largest matrix product or convolution"
 )
+_EXCHANGES = ("_allgather_base_", "_reduce_scatter_base_")  # of a rank's part with all parts
 _TIMED = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution_pointwise", "_mkl_linear"))
 
 

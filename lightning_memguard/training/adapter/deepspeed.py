@@ -166,7 +166,7 @@ def engine_for(
 ) -> Engine | None:
     """What does to a copy, before it is recorded, what DeepSpeed would; None for any other strategy."""
     settings = Settings.of(strategy, precision, ranks)
-    if settings is None:
+    if settings is None or not any(True for _ in module_copy.parameters()):
         return None
     return (_Stage3 if settings.stage == 3 else _Stages1And2)(settings, module_copy, recorder)
 
@@ -177,9 +177,7 @@ class Engine:
     def __init__(self, settings: Settings, module_copy: nn.Module, recorder: Recorder) -> None:
         self.settings, self.module_copy, self.recorder = settings, module_copy, recorder
         self.parameters = [p for p in module_copy.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise CannotTraceError("DeepSpeed needs a parameter that requires a gradient.")
-        self.device = self.parameters[0].device
+        self.device = next(module_copy.parameters()).device
         self.optimizer_device = self._device(settings.offloads_optimizer)
         self.in_bucket: list[nn.Parameter] = []
         self.elements = self.rank = 0
@@ -202,19 +200,24 @@ class Engine:
 
     # -- called by the shadow Trainer
 
-    def before_recording(self) -> None:
+    def before_recording(self, *, trains: bool) -> None:
         """Called before the copy is recorded."""
+
+    def evaluate(self, hook: str) -> None:
+        """Called when the copy is recorded, to be evaluated by this hook."""
 
     def take_over(self, optimizers: list[Optimizer]) -> None:
         """Called when the optimizers are there: they step partitions from now on."""
         if len(optimizers) != 1:
             raise CannotTraceError(f"DeepSpeed trains with one optimizer; this module has {len(optimizers)}.")
+        if not self.parameters:
+            raise CannotTraceError("DeepSpeed needs a parameter that requires a gradient.")
         optimizer = optimizers[0]
         with torch.no_grad():
             self.partition(optimizer.param_groups)
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.gradient_ready)
-        self._wrap_training_step()
+        self._wrap_step("training_step")
         step = optimizer.step
 
         @functools.wraps(step)
@@ -226,18 +229,19 @@ class Engine:
 
         optimizer.step = stepping  # type: ignore[method-assign]
 
-    def _wrap_training_step(self) -> None:
+    def _wrap_step(self, hook: str) -> None:
         module: Any = self.module_copy
-        step = module.training_step
+        step = getattr(module, hook)
 
         @functools.wraps(step)
         def inside(*args: object, **kwargs: object) -> object:
             self.before_forward()
             output = step(*args, **kwargs)
-            self.steps_now = not (module.automatic_optimization and module.trainer.fit_loop._should_accumulate())
+            if hook == "training_step":
+                self.steps_now = not (module.automatic_optimization and module.trainer.fit_loop._should_accumulate())
             return self.after_forward(output)
 
-        module.training_step = inside
+        setattr(module, hook, inside)
 
     def before_forward(self) -> None:
         """The training step begins."""
@@ -520,12 +524,19 @@ class _Stage3(Engine):
 
     # -- the states
 
-    def before_recording(self) -> None:
+    def before_recording(self, *, trains: bool) -> None:
         """Under ``configure_model``, parameters are never whole: Lightning calls it inside ``deepspeed.zero.Init``."""
         base, kind = lightning_of(self.module_copy).LightningModule, cast("Any", type(self.module_copy))
-        if kind.configure_model is not base.configure_model:
+        if not trains or kind.configure_model is not base.configure_model:
             for shard in self.shards.values():
                 shard.parameter.untyped_storage().resize_(0)
+
+    def evaluate(self, hook: str) -> None:
+        """Parameters are gathered as in training; what else training keeps is counted there."""
+        if not self.settings.offloads_parameters:
+            self._frozen.extend(self.empty(shard.size, "parameters") for shard in self.shards.values())
+        self._follow_modules()
+        self._wrap_step(hook)
 
     def partition(self, groups: list[dict[str, Any]]) -> None:
         settings, trained = self.settings, {p for group in groups for p in group["params"] if p.requires_grad}

@@ -198,15 +198,16 @@ class LightningProgram(LightningStep):
             def start(model: nn.Module) -> None:
                 for change in self.changes:
                     change(model)
-                if recorded and self.stage == "fit":
-                    ranks = self.ranks or self.trainer.world_size
-                    engine = deepspeed.engine_for(self.strategy, self.precision_in_use, ranks, model, recorder)
-                    if engine is not None:
-                        engine.before_recording()
-                    shadow.marker.engine = engine
+                engine = self._engine(recorder, model) if recorded else None
+                if engine is not None:
+                    engine.before_recording(trains=self.trains)
                 watch.enter_context(watching(recorder, model) if recorded else _ReadableTotals())
                 if recorded:
                     self._record_surroundings(recorder, model, shadow.marker)
+                if self.trains:
+                    shadow.marker.engine = engine
+                elif engine is not None:
+                    engine.evaluate(_STEP_HOOKS[self.stage])
 
             shadow = Shadow(self, device, recorder, start, batch_size)
             for path, child in self.module.named_modules():
@@ -214,6 +215,10 @@ class LightningProgram(LightningStep):
                     vars(module_copy.get_submodule(path))[name] = shadow.trainer
             with contextlib.suppress(StepsDone):
                 yield shadow, module_copy
+
+    def _engine(self, recorder: Recorder, model: nn.Module) -> deepspeed.Engine | None:
+        ranks = self.ranks or self.trainer.world_size
+        return deepspeed.engine_for(self.strategy, self.precision_in_use, ranks, model, recorder)
 
     def _copy_module(self, mode: FakeTensorMode | None, device: torch.device, batch_size: int) -> LightningModule:
         """A copy whose hooks that prepare the run, or need other ranks, do nothing."""

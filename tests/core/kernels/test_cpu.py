@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,9 +45,9 @@ def assert_exact(operator: Any, *args: Any, **keywords: Any) -> None:
     results = [each for each in (out if isinstance(out, (list, tuple)) else [out]) if each is not None]
     given = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
     target = this_cpu(torch.get_num_threads())
-    rule = table.rule(operator._schema.name.removeprefix("aten::"), target)
+    rule = table.rule(operator._schema.name.partition("::")[2], target)
     assert rule is not None
-    scratch = rule(Call(by_name(operator, args, keywords), results, target))
+    scratch = rule(Call(by_name(operator, args, keywords), results or [keywords["out"]], target))
     held, moments = 0, [0, *map(total, moments_of(scratch, -1))]
     for place, result in enumerate(results):
         held += 0 if result.untyped_storage()._cdata in given else result.numel() * result.element_size()
@@ -347,3 +348,12 @@ def test_a_gradient_of_gelu_is_put_in_order_where_the_input_is(
     wide = torch.randn(96, 1).to(dtype).expand(96, 64)
     for grad, given in ((x, x), (turned, x), (wide, x), (x, turned), (turned, turned)):
         assert_exact(aten.gelu_backward.default, grad, given, approximate=approximate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float, BF16])
+@pytest.mark.parametrize(("rows", "turned"), [(132, False), (131, False), (132, True), (131, True)])
+def test_gradients_are_padded_to_the_ranks_and_cast_one_by_one(rows: int, turned: bool, dtype: torch.dtype) -> None:
+    importlib.import_module("torch.distributed.fsdp")  # brings the operator
+    weight = torch.zeros(512, rows, dtype=dtype).t() if turned else torch.zeros(rows, 512, dtype=dtype)
+    out = torch.empty(2, 66 * 513)
+    assert_exact(torch.ops.fsdp.chunk_cat.default, [weight, weight[:, 0].clone()], 0, 2, out=out)

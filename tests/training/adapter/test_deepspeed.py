@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter.deepspeed import Settings, refuse_partitioned, without_kernels
+from lightning_memguard.training.adapter.program import LightningProgram
+from lightning_memguard.training.planning.subject import trainer_for
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -104,3 +108,32 @@ def fails() -> None:
 @pytest.mark.parametrize("strategy", [DeepSpeedStrategy(stage=0), DeepSpeedStrategy(), object()])
 def test_others_have_no_engine(strategy: Any) -> None:
     assert Settings.of(strategy, "32-true", 8) is None
+
+
+@pytest.mark.parametrize(("stage", "share"), [(2, 1), (3, 4)])
+def test_validation_gathers_what_a_rank_does_not_hold(truth: Any, stage: int, share: int) -> None:
+    """Of bfloat16 parameters, a rank holds all or, with ZeRO 3, a fourth; the largest layer is gathered."""
+
+    class Validated(truth.Gpt):  # type: ignore[misc,name-defined]
+        def validation_step(self, words: torch.Tensor, _: int) -> torch.Tensor:
+            return self(words)
+
+    model = Validated()
+    program = LightningProgram(
+        trainer_for(model, "32-true", None),
+        model,
+        batches_from_one(torch.zeros(8, truth.TOKENS, dtype=torch.long)),
+        torch.device("cpu"),
+        stage="validate",
+        strategy=DeepSpeedStrategy(stage=stage, **truth.TIGHT),  # type: ignore[arg-type]
+        ranks=4,
+        precision="bf16-mixed",
+    )
+    recorder = Recorder("cpu")
+    program.run(recorder, 8, fake=True)
+    events = recorder.trace(8, "fake").events
+    held = sum(event.nbytes for event in events if (event.action, event.part) == ("alloc", "parameters"))
+    gathered = max((event.nbytes for event in events if event.part == "gathered"), default=0)
+    assert held == pytest.approx(2 * sum(p.numel() for p in model.parameters()) / share, abs=64)
+    assert gathered >= (2 * 4 * 256 * 256 if stage == 3 else 0)
+    assert (gathered == 0) == (stage == 2)

@@ -1,0 +1,111 @@
+"""Pipelines: a rank's stages under torch's own schedule, against real tensors as PyTorch's profiler sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_memguard import MemGuardError
+from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.capture.one_rank import one_rank_of
+from lightning_memguard.core.capture.pipelines import PipelineProgram, _told_shapes
+from lightning_memguard.core.capture.recorder import Recorder
+from lightning_memguard.training.planning.pipeline import estimate_pipeline
+
+WIDTH, SAMPLES, MICRO_BATCHES = 64, 32, 8
+BATCH = torch.zeros(SAMPLES, WIDTH), torch.zeros(SAMPLES, WIDTH)
+
+
+def stage() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def program(rank: int, schedule: str, ranks: int = 4, stages: int = 4) -> PipelineProgram:
+    made = tuple(stage() for _ in range(stages))
+    return PipelineProgram(
+        nn.ModuleList(made[rank::ranks]),
+        batches_from_one(BATCH),
+        lambda *_: None,
+        torch.optim.SGD,
+        torch.device("cpu"),
+        ranks=ranks,
+        stages=made,
+        rank=rank,
+        schedule=schedule,
+        micro_batches=MICRO_BATCHES,
+        loss=nn.functional.mse_loss,
+    )
+
+
+def recorded_peak(program: PipelineProgram) -> int:
+    """The most that is alive above parameters and batch."""
+    recorder = Recorder("cpu")
+    program.run(recorder, SAMPLES, fake=True)
+    live = peak = 0
+    kept = {"parameters", "batch"}
+    for event in recorder.trace(SAMPLES, "fake").events:
+        if event.part not in kept:
+            live += event.nbytes if event.action == "alloc" else -event.nbytes
+            peak = max(peak, live)
+    return peak
+
+
+def measured_peak(program: PipelineProgram) -> int:
+    """The same of real tensors."""
+    passed = program._passed_on(SAMPLES)
+    with one_rank_of(program.ranks, program.rank), _told_shapes():
+        parts: Any = program.model
+        optimizers = program._optimizers(parts)
+        schedule = program._schedule(parts, passed, torch.device("cpu"))
+        arguments = (BATCH[0],) if 0 in program._own else ()
+        targets = {"target": BATCH[1]} if len(program.stages) - 1 in program._own else {}
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            for _ in range(2):
+                parts.zero_grad()
+                schedule.step(*arguments, **targets)
+                for optimizer in optimizers:
+                    optimizer.step()
+    events, found = [*profiled.profiler.kineto_results.experimental_event_tree()], []
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+    live = peak = 0
+    for _, nbytes in sorted(found):
+        live += nbytes
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+@pytest.mark.parametrize("rank", [0, 2, 3])
+def test_a_stage_takes_what_it_takes_on_real_tensors(rank: int, schedule: str) -> None:
+    assert recorded_peak(program(rank, schedule)) == pytest.approx(measured_peak(program(rank, schedule)), abs=64)
+
+
+def test_a_rank_may_have_several_stages() -> None:
+    interleaved = program(1, "Interleaved1F1B", ranks=4, stages=8)
+    assert recorded_peak(interleaved) == pytest.approx(measured_peak(interleaved), abs=64)
+
+
+def test_earlier_stages_keep_more_micro_batches(here: None) -> None:
+    """1F1B: the second of four stages keeps three micro-batches, the third two; first and last have the batch too."""
+    made = [stage() for _ in range(4)]
+    found = estimate_pipeline(made, BATCH, loss=nn.functional.mse_loss, micro_batches=MICRO_BATCHES, device="cpu")
+    kept = 4 * (SAMPLES // MICRO_BATCHES) * WIDTH  # a tensor of a micro-batch
+    assert found[1].peak_allocated_bytes - found[2].peak_allocated_bytes == pytest.approx(2 * kept, abs=64)
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(MemGuardError, match="A batch of 32 does not divide into 5"):
+        estimate_pipeline([stage()], BATCH, loss=nn.functional.mse_loss, micro_batches=5)
+    with pytest.raises(MemGuardError, match="3 stages do not divide over 2 ranks"):
+        estimate_pipeline([stage() for _ in range(3)], BATCH, loss=nn.functional.mse_loss, micro_batches=4, ranks=2)
+    with pytest.raises(MemGuardError, match="a pipeline takes 32-true"):
+        estimate_pipeline([stage()], BATCH, loss=nn.functional.mse_loss, micro_batches=4, precision="bf16-mixed")

@@ -1,0 +1,226 @@
+"""Run by test_layout.py: fits that shard, on gloo processes of this machine; each rank writes what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import ModelParallelStrategy
+from torch import nn
+from torch._C._profiler import _EventType
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard import MemGuard
+from lightning_memguard.training.run import profile as profiles
+from lightning_memguard.training.run import tune
+from lightning_memguard.units import KIB
+
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+BUDGET = 1200 * KIB
+Seen = dict[str, Any]
+
+
+class Block(nn.Module):
+    """Of sizes that two ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(33, 256), nn.Linear(256, 33)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block(), Block())
+        self.sizes: list[int] = []
+        self.world_sizes: list[int] = []
+
+    def configure_model(self) -> None:
+        if hasattr(self, "parallel"):
+            return
+        self.parallel = True
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        for block in self.blocks:
+            if tensor.size() > 1:
+                parallelize_module(block, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            if data.size() > 1:
+                fully_shard(block, mesh=data)
+        if data.size() > 1:
+            fully_shard(self.blocks, mesh=data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.sizes.append(len(batch[0]))
+        assert self.trainer.world_size == len(self.trainer.strategy.parallel_devices), "on the copy too"
+        loss = self(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(batch[0]).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def strategy(data: int, tensor: int) -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor, process_group_backend="gloo")
+
+
+class Peak(pl.Callback):
+    """The peak of a rank's tensors while it trains, without what gloo takes for itself."""
+
+    def __init__(self) -> None:
+        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self.bytes = 0
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        self.profiler.start()
+
+    def on_fit_end(self, *_: Any) -> None:
+        self.profiler.stop()
+        todo = [(event, False) for event in self.profiler.profiler.kineto_results.experimental_event_tree()]
+        events = []
+        while todo:
+            event, inside = todo.pop()
+            inside = inside or event.name.startswith("c10d::")
+            todo += [(child, inside) for child in event.children]
+            if event.tag == _EventType.Allocation:
+                fields = event.extra_fields
+                events.append((event.start_time_ns, fields.alloc_size, fields.ptr, inside))
+        live, alive = 0, dict[int, int]()
+        for _, nbytes, address, inside in sorted(events):
+            if nbytes > 0 and not inside:
+                alive[address] = nbytes
+                live += nbytes
+            elif nbytes < 0:
+                live -= alive.pop(address, 0)
+            self.bytes = max(self.bytes, live)
+
+
+def trainer_of(layout: ModelParallelStrategy, callbacks: list[Any], devices: int, **settings: Any) -> pl.Trainer:
+    return pl.Trainer(**{
+        "accelerator": "cpu", "devices": devices, "strategy": layout, "max_epochs": 1, "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "limit_train_batches": 4, **settings, "callbacks": callbacks,
+    })  # fmt: skip
+
+
+def data_of(size: int) -> DataLoader:
+    torch.manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(4000, 33)), batch_size=size)
+
+
+def module_of() -> Module:
+    torch.manual_seed(0)
+    return Module()
+
+
+def locals_of(module: nn.Module) -> list[torch.Tensor]:
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in module.parameters()]
+
+
+def fit(guard: MemGuard, layout: ModelParallelStrategy, devices: int, **settings: Any) -> tuple[Seen, Module]:
+    """One fit on all ranks; what this one saw of it."""
+    module, error = module_of(), ""
+    trainer = trainer_of(layout, [guard], devices, **settings)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, data_of(2), data_of(2) if settings.get("limit_val_batches") else None)
+        except Exception as failure:  # noqa: BLE001 - the test asks which
+            error = f"{type(failure).__name__}: {failure}"
+    return {
+        **seen_of(guard),
+        "error": error,
+        "sizes": module.sizes,
+        "warned": [str(each.message) for each in told],
+    }, module
+
+
+def seen_of(guard: MemGuard) -> Seen:
+    decision = guard.decision
+    if decision is None:
+        return {}
+    footprint = decision.footprint
+    return {
+        "outcome": decision.outcome, "size": decision.batch_size, "accumulate": decision.accumulate_grad_batches,
+        "reason": decision.reason, "method": footprint and footprint.method,
+        "peak": footprint and footprint.peak_allocated_bytes, "parts": footprint and dict(footprint.parts),
+        "notes": footprint and footprint.notes,
+    }  # fmt: skip
+
+
+def by_hand(size: int, data: int, tensor: int) -> tuple[list[torch.Tensor], int]:
+    """The weights after a fit at a size that was set by hand, and its peak."""
+    module, peak = module_of(), Peak()
+    trainer_of(strategy(data, tensor), [peak], data * tensor).fit(module, data_of(size))
+    return locals_of(module), peak.bytes
+
+
+def tuned(data: int, tensor: int) -> Seen:
+    """A fit that is tuned, next to fits by hand at its size and at 10 % more."""
+    seen, module = fit(MemGuard(budget=BUDGET), strategy(data, tensor), data * tensor)
+    size = seen["size"]
+    weights, peak = by_hand(size, data, tensor)
+    alike = all(map(torch.equal, weights, locals_of(module)))
+    return {**seen, "alike": alike, "measured": peak, "larger": by_hand(-(-size * 11 // 10), data, tensor)[1]}
+
+
+def one_fails() -> Seen:
+    failing = mock.patch.object(tune, "read_run", side_effect=ZeroDivisionError("only here"))
+    with failing if RANK == 1 else mock.patch.object(tune, "read_run", tune.read_run):
+        return fit(MemGuard(budget=BUDGET), strategy(2, 1), 2)[0]
+
+
+def twice() -> Seen:
+    """Two modules with one Trainer, and the second of them once more: it is sharded by then."""
+    guard, modules = MemGuard(budget=BUDGET), [module_of(), module_of()]
+    trainer = trainer_of(strategy(2, 1), [guard], 2)
+    seen = {}
+    for name, module in {"first": modules[0], "second": modules[1], "again": modules[1]}.items():
+        module.sizes.clear()
+        trainer.fit(module, data_of(2))
+        trainer.fit_loop.max_epochs += 1
+        seen[name] = {**seen_of(guard), "sizes": [*module.sizes]}
+    return seen
+
+
+def scenarios(devices: int) -> dict[str, Callable[[], Seen]]:
+    if devices == 4:
+        return {"both": lambda: tuned(2, 2)}
+    return {
+        "fsdp": lambda: tuned(2, 1),
+        "tensor": lambda: tuned(1, 2),
+        "one fails": one_fails,
+        "twice": twice,
+        "effective": lambda: fit(MemGuard(budget=BUDGET, keep_effective_batch_size=240), strategy(1, 2), 2)[0],
+        "validates": lambda: fit(MemGuard(budget=BUDGET), strategy(2, 1), 2, limit_val_batches=2)[0],
+        "check": lambda: fit(MemGuard(mode="check", budget=BUDGET), strategy(2, 1), 2)[0],
+    }
+
+
+def main(folder: Path, devices: int, names: list[str]) -> None:
+    profiles.process_bytes = lambda *_: 0  # type: ignore[assignment]  # it would be most of the budget
+    seen = {name: run() for name, run in scenarios(devices).items() if not names or name in names}
+    (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
