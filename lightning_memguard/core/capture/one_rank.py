@@ -267,7 +267,8 @@ def _fsdp1() -> Iterator[AbstractContextManager[Any]]:
 
     @functools.wraps(make)
     def make_on_device(self: Any, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-        make(self, *args, device_id=torch.device("cuda", device_id) if type(device_id) is int else device_id, **kwargs)
+        kwargs["device_id"] = torch.device("cuda", device_id) if type(device_id) is int else device_id
+        make(self, *args, **kwargs)
 
     def device_of(module: Any, ignored: Any, given: torch.device | None, *rest: Any) -> torch.device:
         return given or computed_on(module, ignored, given, *rest)
