@@ -117,7 +117,6 @@ ROOMS = {
         "callbacks",
         "metrics",
         "logged",
-        "sharded",
         "ranks",
         "stand_ins",
         "layout",

@@ -54,7 +54,7 @@ class Prediction:
         scalable: False where only the sizes in ``traces`` are known.
         notes: what had to be assumed, in plain words.
         traces: those captured to predict from, by batch size.
-        share: a trace -> what one process has of it, where several divide it.
+        held: by part, bytes that are on the device throughout besides what runs: of validation, what training keeps.
         seen: the batches that the step was given where it was captured, by batch size: shapes and bytes.
         compiles: whether the step calls what torch.compile compiles, which ``growth`` and ``traces`` have as written.
         compiled: the same step captured as it is compiled, by batch size; `proven_at` adds to them. Between them
@@ -73,7 +73,7 @@ class Prediction:
     scalable: bool = True
     notes: tuple[str, ...] = ()
     traces: Mapping[int, Trace] = field(default_factory=dict)
-    share: Callable[[Trace], Trace] | None = None
+    held: tuple[tuple[str, int], ...] = ()
     seen: dict[int, tuple[Shapes, int] | None] = field(default_factory=dict, compare=False)
     compiles: bool = False
     compiled: Mapping[int, Trace] = field(default_factory=dict)
@@ -178,11 +178,11 @@ class Prediction:
         return self.seen.get(batch_size) or self.program.expected_batch(batch_size)
 
     def own_trace_at(self, batch_size: int) -> Trace:
-        """The same as one process has them."""
+        """The same with what is held besides."""
         return self._own(self.trace_at(batch_size))
 
     def _own(self, trace: Trace) -> Trace:
-        return self.share(trace) if self.share else trace
+        return trace.holding(self.held) if self.held else trace
 
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the step at one batch size."""

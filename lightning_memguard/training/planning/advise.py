@@ -246,7 +246,7 @@ class _Attempts:
                 changed = replace(known, program=program, growth=None, traces={}, ceiling=None)
             else:
                 changed = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
-                changed = replace(changed, share=known.share)
+                changed = replace(changed, held=known.held)
             if changed.method != known.method:
                 raise CannotTraceError(f"{_OTHERWISE[changed.method]}")
             return changed.footprint_at(size)

@@ -213,7 +213,7 @@ def _fitting(profile: RunProfile) -> ValidationRun | None:
     if validation.footprint.most_device_bytes <= usable:
         return validation
     known, size, unit = validation.prediction, validation.batch_size, validation.unit
-    scaled = replace(predict(known.program, size, known.settings, context_bytes=known.context_bytes), share=known.share)
+    scaled = replace(predict(known.program, size, known.settings, context_bytes=known.context_bytes), held=known.held)
     if not scaled.scalable:
         return validation
     try:

@@ -26,7 +26,7 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, Trace
-from lightning_memguard.training.adapter import callbacks, sharded
+from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.layout import Layout
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.adapter.ranks import Attempt, attempt
@@ -275,16 +275,13 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         CannotTraceError: not even what stays could be predicted.
     """
     run, size = reading.run, reading.batch_size
-    facts, evaluation = run.facts, run.evaluation.value
+    evaluation = run.evaluation.value
     if evaluation:
         captures.start(evaluation.program, evaluation.batch_size, "fake")
-    shards = None if run.program.layout else sharded.shards_of(facts.strategy, facts.world_size)
-    fixed = run.loader_info.fixed_because or (f"{shards.strategy} is predicted in part only" if shards else "")
+    fixed = run.loader_info.fixed_because
     prediction = predict(run.program, size, reading.rules, scalable=not fixed)
     if not prediction.scalable:
         fixed = "; ".join(filter(None, (_why_one_size(prediction, asked=not fixed), fixed)))
-    if shards:
-        prediction = sharded.divide_by_rank(prediction, shards)
     validation = attempt(lambda: _validation(run, prediction)) if evaluation else Attempt(reason=run.evaluation.reason)
     notes = (f"validation was not predicted: {validation.reason}",) if validation.reason else ()
     if validation.value and validation.value.prediction.method == "states":
@@ -346,21 +343,9 @@ def _validation(run: Run, training: Prediction) -> ValidationRun:
     gradients = callbacks.validates_mid_step(run.facts, run.program.accumulate_grad_batches or 1)
     kept = tuple(_alive_between_steps(next(iter(training.traces.values())), gradients=gradients))
     prediction = predict(evaluation.program, evaluation.batch_size, training.settings, scalable=False)
-    prediction = replace(prediction, share=_NextToTraining(kept, training.share))
+    prediction = replace(prediction, held=kept)
     unit, is_fixed = (info.unit, bool(info.fixed_because)) if info else (1, True)
     return ValidationRun(prediction, evaluation.batch_size, unit, is_fixed)
-
-
-@dataclass(frozen=True)
-class _NextToTraining:
-    """Validation with blocks, by part and bytes, that training keeps meanwhile; and its rank's share of all that."""
-
-    kept: tuple[tuple[str, int], ...]
-    share: Callable[[Trace], Trace] | None
-
-    def __call__(self, trace: Trace) -> Trace:
-        held = trace.holding(self.kept)
-        return self.share(held) if self.share else held
 
 
 def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
