@@ -64,7 +64,7 @@ def test_both_ranks_take_the_largest_size_that_fits_and_train_as_at_a_size_set_b
         assert rank["peak"] <= USABLE < rank["larger"]
         assert rank["measured"] <= BUDGET
         assert set(rank["sizes"]) == {rank["size"]}
-    # gloo's threads let go of a tensor a little later than the rank does, now and then
+    # equal to the byte in most runs; once 33 KB more were measured under tensor parallelism, which is not explained
     assert here["measured"] == pytest.approx(here["peak"], rel=0.05)
 
 
