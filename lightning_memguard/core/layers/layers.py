@@ -415,6 +415,21 @@ def _cudnn_rnn(x: _Shape, weights: Sequence[_Shape], *_: object, **__: object) -
     return 2 * math.prod(x[:-1]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
 
 
+def _fast_attention(query: _Shape, key: _Shape, _: _Shape, width: int, *__: object, **___: object) -> int:
+    """What the fast path of ``nn.MultiheadAttention`` multiplies: four projections, and attention."""
+    rows = math.prod(query[:-1]), math.prod(key[:-1])
+    return 4 * width * width * sum(rows) + 4 * rows[0] * key[-2] * width
+
+
+def _fast_layer(x: _Shape, width: int, *rest: Any, **_: object) -> int:
+    """The same and two Linears: what the fast path of ``nn.TransformerEncoderLayer`` multiplies."""
+    inner = rest[_FFN_WEIGHT]
+    return _fast_attention(x, x, x, width) + 4 * math.prod(x[:-1]) * math.prod(inner)
+
+
+_FFN_WEIGHT = 12  # place of the first Linear's weight after the width, see `_transformer_encoder_layer_fwd`
+
+
 # Products that torch's counter does not know: it would count 0, and up to 2.9 it refuses attention with fewer heads of
 # keys than of queries. Each rule gets shapes in place of tensors.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/flop_counter.py (`flop_registry`)
@@ -426,6 +441,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
         ("_scaled_dot_product_flash_attention", _attention),
         ("_scaled_dot_product_flash_attention_for_cpu", _attention),
         ("_scaled_dot_product_fused_attention_overrideable", _attention),
+        ("_native_multi_head_attention", _fast_attention),
+        ("_transformer_encoder_layer_fwd", _fast_layer),
         ("mkldnn_rnn_layer", _lstm),
         ("_cudnn_rnn", _cudnn_rnn),
         ("mv", lambda matrix, *_, **__: 2 * math.prod(matrix)),

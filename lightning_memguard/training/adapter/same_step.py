@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -241,7 +241,7 @@ class _Trial:
         put_back = saved_metrics(self.metrics)
         total, first = _SAMPLES * self.unit, _FIRST * self.unit
         counts = [first, total - first]
-        before, versions = _attributes(self.module), [each._version for each in self.parameters]
+        before, versions = _attributes(self.module), _versions(self.parameters)
         with self._watched():
             whole = self._pass(batch, total)
             put_back()
@@ -277,7 +277,7 @@ class _Trial:
                 if name in self.buffers:
                     buffer.copy_(self.buffers[name])
         states = [each for metric in self.metrics for each in _tensors_of(metric)]
-        versions = [each._version for each in states]
+        versions = _versions(states)
         journal = Journal(self.module.trainer._results)
         journal.begin(batch, count)
         self.averages = Averages()
@@ -285,7 +285,7 @@ class _Trial:
             loss, output = self._run(batch)
         finally:
             journal.end()
-        self.in_place |= [each._version for each in states] != versions
+        self.in_place |= _versions(states) != versions
         gradients = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         metrics = [_state_of(metric, name) for metric in self.metrics for name in metric._defaults]
         return _Pass(loss, gradients, output, metrics, journal, self.averages.found())
@@ -346,7 +346,7 @@ class _Trial:
 
     def _left_behind(self, before: dict[str, Any], versions: list[int]) -> list[str]:
         changes = []
-        if [each._version for each in self.parameters] != versions:
+        if _versions(self.parameters) != versions:
             changes.append("training_step changes parameters")
         buffers = self._changed_buffers()
         if buffers:
@@ -491,11 +491,16 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each was written to; tensors made in inference mode do not count it."""
+    return [0 if each.is_inference() else each._version for each in tensors]
+
+
 def _shown(value: Any) -> Any:
     if isinstance(value, (int, float, str, bool, type(None))):
         return value
     if isinstance(value, torch.Tensor):
-        return id(value), value._version
+        return id(value), *_versions([value])
     return id(value), len(value) if isinstance(value, (list, tuple, dict, set)) else 0
 
 

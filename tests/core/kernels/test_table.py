@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def profiled_peak(build: Callable[[], nn.Module], shape: tuple[int, ...], step: Any, steps: int = 2) -> int:
     """Peak of the profiler's own CPU memory events around PyTorch's canonical loop."""
+    gc.collect()  # what is freed meanwhile would count
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
