@@ -120,6 +120,7 @@ ROOMS = {
         "ranks",
         "stand_ins",
         "layout",
+        "fabric",
         "shadow",
         "program",
         "same_step",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, batch_bytes, map_tensors, shapes_of, tensors_in
@@ -262,13 +262,14 @@ class LoopProgram(Program):
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy) if self.training else []
             with watching(recorder, module_copy):
+                self._begin(recorder, module_copy)
                 recorder.label_held_by(optimizers)
                 if self.training:
                     self._train(recorder, module_copy, optimizers, batch_size, fake)
                 else:
                     module_copy.eval()
                     with torch.no_grad():
-                        self._step(recorder, module_copy, self._next_batch(recorder, batch_size, fake))
+                        self._step(recorder, module_copy, self._next_batch(recorder, batch_size, fake), fake=fake)
 
     def run_states(self, recorder: Recorder) -> None:
         """See `Program.run_states`."""
@@ -276,7 +277,11 @@ class LoopProgram(Program):
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy)
             with watching(recorder, module_copy):
+                self._begin(recorder, module_copy)
                 step_states(recorder, module_copy, optimizers)
+
+    def _begin(self, recorder: Recorder, module_copy: nn.Module) -> None:
+        """Called once the copy is recorded."""
 
     def _optimizers(self, module_copy: nn.Module) -> list[Optimizer]:
         return [self.optimizer(module_copy.parameters())] if self.optimizer else []
@@ -284,11 +289,14 @@ class LoopProgram(Program):
     def _module_copy(self, mode: FakeTensorMode | None) -> nn.Module:
         if mode is None:
             refuse_meta(self.model)
-        device = device_to_run_on(self, fake=mode is not None)
+        device = self._place_of_copy(fake=mode is not None)
         module_copy = fake_copy(self.model, mode, device) if mode else real_copy(self.model).to(device)
         dtype = TRUE_DTYPES.get(self.precision)
         module_copy = module_copy.to(dtype) if dtype else module_copy
         return self.parallelize(module_copy) if self.parallelize else module_copy
+
+    def _place_of_copy(self, *, fake: bool) -> torch.device:
+        return device_to_run_on(self, fake=fake)
 
     def _group(self) -> contextlib.AbstractContextManager[None]:
         return one_rank_of(self.ranks) if self.ranks else contextlib.nullcontext()
@@ -301,29 +309,38 @@ class LoopProgram(Program):
         recorder.label(tensors_in(batch), "batch")
         return batch
 
-    def _step(self, recorder: Recorder, module_copy: nn.Module, batch: object, *, first: bool = True) -> Any:
+    def _step(
+        self, recorder: Recorder, module_copy: nn.Module, batch: object, *, fake: bool, first: bool = True
+    ) -> Any:
         if self.accumulate_grad_batches > 1:
             _give_gradients(recorder, module_copy)
         recorder.mark("forward")
-        dtype = _AUTOCAST.get(self.precision)
-        where = device_to_run_on(self, fake=isinstance(next(module_copy.parameters(), None), FakeTensor)).type
-        with torch.autocast(where, dtype) if dtype else contextlib.nullcontext():
+        with self._autocast(fake=fake):
             for change in self.changes if first else ():
                 change(module_copy)
             return self.step(module_copy, batch)
 
+    def _autocast(self, *, fake: bool) -> contextlib.AbstractContextManager[Any]:
+        dtype = _AUTOCAST.get(self.precision)
+        where = device_to_run_on(self, fake=fake).type
+        return torch.autocast(where, dtype) if dtype else contextlib.nullcontext()
+
+    @property
+    def _least_steps(self) -> int:
+        return 2
+
     def _train(
         self, recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer], batch_size: int, fake: bool
     ) -> None:
-        leftovers = Leftovers(recorder, steps=2)
+        leftovers = Leftovers(recorder, self._least_steps)
         for index in itertools.count():
             leftovers.note()
-            if index >= 2 and leftovers.are_known(optimizers):
+            if index >= self._least_steps and leftovers.are_known(optimizers):
                 break
             recorder.mark("zero_grad", step=index)
             module_copy.zero_grad()
             batch = self._next_batch(recorder, batch_size, fake)  # alive until the next, as a loop variable is
-            loss = self._step(recorder, module_copy, batch, first=index == 0)
+            loss = self._step(recorder, module_copy, batch, fake=fake, first=index == 0)
             recorder.mark("backward")
             loss.backward()
             gradients = gradients_of(optimizers, module_copy)

@@ -81,16 +81,30 @@ def attach(strategy: object, module_copy: nn.Module, recorder: Recorder, *, is_f
     if not is_fit:
         _broadcast(_states_of(module_copy, buffers=True), recorder)
         return
-    if not any(parameter.requires_grad for parameter in module_copy.parameters()):
-        return  # DDP refuses such a module
-    arguments = Arguments.of(strategy)
-    for note in arguments.notes(module_copy):
-        recorder.assumptions[note] = None
-    wrapper = _Wrapper(arguments, module_copy, recorder)
+    wrapper = _wrapper_of(strategy, module_copy, recorder)
+    if wrapper is None:
+        return
     _wrap_training_step(module_copy, wrapper)
     _wrap_manual_backward(module_copy, wrapper)
     if strategy._layer_sync is not None:
-        _exchange_statistics(module_copy, arguments.ranks, recorder)
+        _exchange_statistics(module_copy, wrapper.arguments.ranks, recorder)
+
+
+def attach_to_plain(strategy: Any, module_copy: nn.Module, recorder: Recorder) -> None:
+    """The same for a plain module under Fabric's DDPStrategy; each forward pass is followed by a backward pass."""
+    wrapper = _wrapper_of(strategy, module_copy, recorder)
+    if wrapper is not None:
+        module_copy.register_forward_pre_hook(lambda *_: wrapper.before_forward())
+        module_copy.register_forward_hook(lambda _, __, output: wrapper.after_forward(output, syncs=True))
+
+
+def _wrapper_of(strategy: DDPStrategy, module_copy: nn.Module, recorder: Recorder) -> _Wrapper | None:
+    if not any(parameter.requires_grad for parameter in module_copy.parameters()):
+        return None  # DDP refuses such a module
+    arguments = Arguments.of(strategy)
+    for note in arguments.notes(module_copy):
+        recorder.assumptions[note] = None
+    return _Wrapper(arguments, module_copy, recorder)
 
 
 def _exchange_statistics(module_copy: nn.Module, ranks: int, recorder: Recorder) -> None:
@@ -143,14 +157,14 @@ class Arguments:
 
     @classmethod
     def of(cls, strategy: DDPStrategy) -> Arguments:
-        """Read them off a Lightning DDPStrategy."""
+        """Read them off a DDPStrategy, Lightning's or Fabric's."""
         given = dict(strategy._ddp_kwargs)
         cap_mb, caps_mb = given.get("bucket_cap_mb"), given.get("bucket_cap_mb_list") or ()
         sizes = [int(mb * _MIB) for mb in caps_mb or ([] if cap_mb is None else [cap_mb])]
         broadcast = given.get("broadcast_buffers")
         forward_sync = given.get("forward_sync_buffers")
         old = True if broadcast is None else bool(broadcast)
-        hook = strategy._ddp_comm_wrapper or strategy._ddp_comm_hook
+        hook = getattr(strategy, "_ddp_comm_wrapper", None) or getattr(strategy, "_ddp_comm_hook", None)  # not Fabric's
         return cls(
             bucket_bytes=tuple(sizes) or (_FIRST_BUCKET_BYTES, _BUCKET_BYTES),
             bucket_bytes_are_listed=bool(caps_mb),

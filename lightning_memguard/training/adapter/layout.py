@@ -89,18 +89,31 @@ class Layout:
         kind: Any = type("OneRankStrategy", (OneRankStrategyMixin, type(self.strategy)), {})
         own = kind.__new__(kind)
         vars(own).update(vars(self.strategy))
-        kwargs = dict(getattr(own, "kwargs", {}))
+        kwargs = self.arguments(getattr(own, "kwargs", {}))
+        unused = {name: copy.copy(value) for name, value in _UNUSED.items() if name in vars(own)}
+        vars(own).update(kwargs=kwargs, num_nodes=self.nodes, start=start, **unused)
+        self.place(own, device, trainer.strategy.accelerator)
+        own.precision_plugin = precision
+        return own  # type: ignore[no-any-return]
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that the strategy passes to FSDP, without what was made for a real group of processes.
+
+        Raises:
+            CannotTraceError: there is no doing without.
+        """
+        kwargs = dict(given)
         if "process_group" in kwargs:
             raise CannotTraceError(f"{type(self.strategy).__name__} was given process groups of its own")
         mesh = kwargs.get("device_mesh")
         if mesh is not None and not isinstance(mesh, tuple):
             kwargs["device_mesh"] = tuple(mesh.shape)  # made anew by `setup_environment`
-        unused = {name: copy.copy(value) for name, value in _UNUSED.items() if name in vars(own)}
-        vars(own).update(kwargs=kwargs, num_nodes=self.nodes, start=start, **unused)
+        return kwargs
+
+    def place(self, own: Any, device: torch.device, accelerator: object = None) -> None:
+        """Tell a copy of the strategy which rank it is on."""
         own.parallel_devices, own.cluster_environment = [device] * self.devices, _Environment(self)
-        own.accelerator = _AnyDevice(trainer.strategy.accelerator)
-        own.precision_plugin = precision
-        return own  # type: ignore[no-any-return]
+        own.accelerator = _AnyDevice(accelerator)
 
 
 def communicators(strategy: Any) -> int:

@@ -53,8 +53,9 @@ def estimate(
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
         training: False for one inference forward under ``torch.no_grad``: ``step`` where given; of a LightningModule
             ``predict_step``, or ``validation_step`` where only that is its own; else ``model(batch)``.
-        strategy: how a LightningModule is trained on several devices, as a Trainer takes it: a name, such as
-            ``"ddp"``, ``"fsdp"`` or ``"deepspeed_stage_3"``, or one of Lightning's strategies.
+        strategy: how it is trained on several devices. Of a LightningModule as a Trainer takes it: a name, such as
+            ``"ddp"``, ``"fsdp"`` or ``"deepspeed_stage_3"``, or one of Lightning's strategies. Of a plain module as
+            Fabric takes it: ``"ddp"``, ``"fsdp"``, or its `DDPStrategy`, `FSDPStrategy` or `ModelParallelStrategy`.
         devices: how many devices on each node; there need not be any.
         num_nodes: how many nodes.
 

@@ -18,7 +18,7 @@ from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.layers import run_model
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.adapter import deepspeed
+from lightning_memguard.training.adapter import deepspeed, fabric
 from lightning_memguard.training.adapter.layout import CAPTURED, Layout, communicators
 from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
 from lightning_memguard.training.adapter.loader_access import set_data_source
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Step = Callable[[Any, Any], Any]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+_OF_RANKS = ("strategy", "devices", "num_nodes")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Subject:
         datamodule: the LightningDataModule, if any.
         loader_info: the loaders that the batches were drawn from, if any.
         unit: only multiples of this are batch sizes of these loaders.
-        strategy: one that shards; None for any other, which is among the Trainer's settings.
+        strategy: one that shards, or Fabric's; None for any other, which is among the Trainer's settings.
         devices: how many processes train together on each node.
         nodes: how many nodes there are.
         changes: done to each copy of a LightningModule before it is recorded.
@@ -138,8 +139,9 @@ def subject_of(
         check_count("batch_size", batch_size)
     check_precision(precision)
     if not is_lightning(model):
-        if trainer:
-            raise MemGuardError(f"A {type(model).__name__} has no Trainer to set {', '.join(trainer)} for.")
+        others = [name for name in trainer or {} if name not in _OF_RANKS]
+        if others:
+            raise MemGuardError(f"A {type(model).__name__} has no Trainer to set {', '.join(others)} for.")
     elif step is not None:
         raise MemGuardError("A LightningModule brings its own training_step: leave out step.")
     elif optimizer is not None:
@@ -204,6 +206,14 @@ def _separate_sharding(model: nn.Module, settings: dict[str, Any]) -> tuple[dict
     strategy: Any = settings.pop("strategy", None) or "auto"
     count = _count(settings.pop("devices", 1))
     nodes = int(settings.pop("num_nodes", None) or 1)
+    if not is_lightning(model):
+        alone = (strategy, count, nodes) == ("auto", 1, 1)
+        return settings, None if alone else fabric.strategy_of(strategy), count, nodes
+    if fabric.is_fabrics(strategy):
+        raise MemGuardError(
+            f"{type(strategy).__name__} is Fabric's, and a LightningModule is trained by a Trainer: give that of "
+            f"{lightning_of(model).__name__}.strategies."
+        )
     if isinstance(strategy, str) and strategy.startswith(("fsdp", "deepspeed")):
         strategy = _named_strategy(model, strategy)
     if is_a(strategy, *CAPTURED, "DeepSpeedStrategy"):
@@ -217,10 +227,10 @@ def on_ranks(subject: Subject, strategy: str | Strategy, devices: int, nodes: in
     """The same, trained on so many devices of so many nodes.
 
     Raises:
-        MemGuardError: it is not a LightningModule's training, or the strategy is unknown.
+        MemGuardError: it is not a training, or the strategy is unknown.
     """
-    if not subject.runs_in_lightning:
-        raise MemGuardError("strategy, devices and num_nodes are those of a Trainer, which trains a LightningModule.")
+    if not subject.training:
+        raise MemGuardError("strategy, devices and num_nodes are those of a training, which this is not.")
     check_count("devices", devices)
     check_count("num_nodes", nodes)
     given = {**subject.trainer, "strategy": strategy, "devices": devices, "num_nodes": nodes}
@@ -272,9 +282,10 @@ def program_of(subject: Subject, target: Target) -> Program:
     if subject.training and subject.step is None:
         raise MemGuardError(f"A {type(model).__name__} is not a LightningModule: give step=(model, batch) -> loss.")
     step, device = subject.step or _inference(model), target.device
-    return LoopProgram(
-        model, subject.batches, step, subject.optimizer, device, subject.precision, subject.training, target.gpu
-    )
+    loop = model, subject.batches, step, subject.optimizer, device, subject.precision, subject.training, target.gpu
+    if subject.strategy is None:
+        return LoopProgram(*loop)
+    return fabric.FabricProgram(*loop, strategy=subject.strategy, devices=subject.devices, nodes=subject.nodes)
 
 
 def lightning_program(subject: Subject, target: Target) -> LightningProgram:

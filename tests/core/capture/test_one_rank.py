@@ -97,6 +97,11 @@ def test_on_a_gpu_what_is_gathered_comes_through_streams_of_its_own() -> None:
     assert len(streams["communication"]) == 2  # gathered in advance, and reduced
 
 
+def test_on_a_gpu_it_computes_in_half_under_autocast() -> None:
+    trace = capture(program_of(by_layer, device="cuda", precision="bf16-mixed"), 8, "fake")
+    assert MIB // 2 in {event.nbytes for event in trace if event.phase == "forward"}  # a layer's weight, cast
+
+
 @pytest.fixture
 def real_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -88,8 +88,3 @@ def test_ranks_of_a_tensor_parallel_group_share_their_samples() -> None:
 def test_an_unknown_strategy_is_refused_by_name() -> None:
     with pytest.raises(MemGuardError, match=r"strategy=.fsdp_9. is not one of Lightning.s: .*deepspeed_stage_3"):
         estimate(Deep(), BATCH, strategy="fsdp_9", devices=2, device="cpu")
-
-
-def test_a_plain_module_has_no_trainer_to_train_on_ranks() -> None:
-    with pytest.raises(MemGuardError, match="which trains a LightningModule"):
-        estimate(nn.Linear(2, 2), torch.zeros(1, 2), step=lambda m, x: m(x).sum(), strategy="fsdp", devices=2)
