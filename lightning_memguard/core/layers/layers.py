@@ -423,7 +423,7 @@ def _fast_attention(query: _Shape, key: _Shape, _: _Shape, width: int, *__: obje
 
 def _fast_layer(x: _Shape, width: int, *rest: Any, **_: object) -> int:
     """The same and two Linears: what the fast path of ``nn.TransformerEncoderLayer`` multiplies."""
-    inner = rest[_FFN_WEIGHT]
+    inner: _Shape = rest[_FFN_WEIGHT]
     return _fast_attention(x, x, x, width) + 4 * math.prod(x[:-1]) * math.prod(inner)
 
 

@@ -1,7 +1,7 @@
 """A plain module on one of several ranks, set up as Fabric sets it up: FSDP, FSDP2, tensor parallelism and DDP.
 
 Fabric's own strategy wraps the copy, as the first rank of a process group whose other ranks do not exist; but for DDP,
-which is counted by rule. Private names of Fabric were checked on 2.5.0 to 2.6.6.
+which is counted by rule. Private names of Fabric were checked on 2.6.6.
 """
 
 from __future__ import annotations
