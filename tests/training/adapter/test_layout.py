@@ -62,7 +62,7 @@ def test_both_ranks_take_the_largest_size_that_fits_and_train_as_at_a_size_set_b
         assert (rank["outcome"], rank["method"], rank["notes"], rank["alike"]) == ("tuned", "fake", [], True)
         assert rank["peak"] <= USABLE < rank["larger"]
         assert set(rank["sizes"]) == {rank["size"]}
-    # Equal to the byte in most runs; in some, up to 15 % more, which is not explained: a tensor that is freed late, maybe.
+    # Equal to the byte in most runs; in some, up to 15 % more, which is not explained.
     assert here["measured"] >= here["peak"] * 0.999
 
 
