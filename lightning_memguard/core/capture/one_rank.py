@@ -3,7 +3,7 @@
 torch's fake process group answers each collective at once and leaves its tensors as they are: what a rank allocates for
 it is allocated all the same. Around it, four things are needed for a step that is captured. A `DeviceMesh` reads the
 tensors it makes, so they are real ones. FSDP frees and allocates what it gathers by resizing storages, which no
-operator does, so the recorder is told. DTensor asks for shapes by running operators on tensors of the global shape,
+operator does, so the recorder is notified. DTensor asks for shapes by running operators on tensors of the global shape,
 which are not the step's. And FSDP1 hooks nodes of C++, which a walked backward pass cannot see.
 
 Private names of torch were checked on 2.11 and 2.13. The process group of a real run is put aside in a child, where it
@@ -40,7 +40,7 @@ def ranks_here() -> int:
 
 
 class Watcher(Protocol):
-    """What is told of what no operator does."""
+    """What is notified of what no operator does."""
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage was resized in place."""

@@ -1,7 +1,7 @@
 """One rank of a pipeline: its stages, run by torch's own schedule, in one process.
 
 The schedule (`torch.distributed.pipelining.schedules`) decides how many micro-batches are alive; here it runs on the
-rank's stages alone, as a member of a process group whose other ranks do not exist. It is told the shapes that stages
+rank's stages alone, as a member of a process group whose other ranks do not exist. It is given the shapes that stages
 pass on, which they would agree on by sending them. Private names of torch were checked on 2.13.
 """
 
@@ -48,7 +48,7 @@ class PipelineProgram(LoopProgram):
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `Program.run`."""
         passed = self._passed_on(batch_size)
-        with self._group(), _told_shapes(), tensors(fake=fake, gpu=self.gpu) as mode:
+        with self._group(), _given_shapes(), tensors(fake=fake, gpu=self.gpu) as mode:
             parts = self._module_copy(mode)
             optimizers = self._optimizers(parts)
             schedule = self._schedule(parts, passed, device_to_run_on(self, fake=fake))
@@ -122,7 +122,7 @@ class PipelineProgram(LoopProgram):
 
 
 @contextmanager
-def _told_shapes() -> Iterator[None]:
+def _given_shapes() -> Iterator[None]:
     """Stages know their shapes, so that the schedule need not ask their neighbors for them."""
     from torch.distributed.pipelining import schedules, stage
 

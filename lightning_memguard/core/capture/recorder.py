@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
         self._expected.append((part, nbytes))
 
     def hold(self, tensor: Tensor) -> None:
-        """Know a tensor whose memory is counted already, by `keep` or `expect`."""
+        """Know a tensor whose memory is counted already, by `keep` or `expect`, or is not the step's: it takes none."""
         self._watch(tensor, "", -tensor.untyped_storage().nbytes())
 
     @property
@@ -324,7 +324,7 @@ class Recorder(TorchDispatchMode):
     def _taken_apart(self, func: OpOverload) -> Callable[..., object] | None:
         """What an operator that reaches the recorder whole runs, where it calls others that allocate; else None.
 
-        Below autograd, and in inference mode, nobody else takes it apart, as elsewhere ``conv2d``.
+        Below autograd, and in inference mode, nothing else takes it apart, as elsewhere ``conv2d``.
         """
         fast_path = fast_paths.implementation(func)
         if fast_path is not None:

@@ -107,7 +107,7 @@ class Layout:
             raise CannotTraceError(f"{type(self.strategy).__name__} was given process groups of its own")
         mesh = kwargs.get("device_mesh")
         if mesh is not None and not isinstance(mesh, tuple):
-            kwargs["device_mesh"] = tuple(mesh.shape)  # made anew by `setup_environment`
+            kwargs["device_mesh"] = tuple(mesh.shape)  # made again by `setup_environment`
         return kwargs
 
     def place(self, own: Any, device: torch.device, accelerator: object = None) -> None:

@@ -174,7 +174,7 @@ class Shadow:
         limited = type(getattr(self.program.trainer, LIMIT_NAMES[ROLES[self.program.stage]])) is int
         kind = SizedLoader if self.program.batches_per_epoch or limited else EndlessLoader
         self.marker.fake = fake
-        loaders = [kind(self.marker, each, fake) for each in batches]
+        loaders = [kind(self.marker, each) for each in batches]
         if self.program.trains:
             self.trainer.fit(module_copy, train_dataloaders=loaders[0])
         else:
@@ -445,9 +445,9 @@ class PhaseMarkerMixin:
 class EndlessLoader:
     """What the shadow Trainer iterates over: batches without end, each made when it is asked for."""
 
-    def __init__(self, marker: PhaseMarkerMixin, batches: Batches, fake: bool) -> None:
+    def __init__(self, marker: PhaseMarkerMixin, batches: Batches) -> None:
         self.marker, self.program, self.batch_size = marker, marker.program, marker.batch_size
-        self.batches, self.fake = batches, fake
+        self.batches = batches
 
     def __iter__(self) -> Iterator[object]:
         for index in itertools.count() if self.program.trains else range(_EVALUATED):
@@ -460,8 +460,8 @@ class EndlessLoader:
         recorder.mark("transfer")
         with recorder.paused():
             size, batches = self.batch_size, self.batches
-            batch = (batches.fake if self.fake else batches.real)(size, device)
-        for tensor in [] if self.fake else batches.held(batch):
+            batch = (batches.fake if self.marker.fake else batches.real)(size, device)
+        for tensor in [] if self.marker.fake else batches.held(batch):
             recorder.hold(tensor)
         recorder.label(tensors_in(batch), "batch")
         return batch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_memguard.core.capture.batch import Draws, map_tensors, tensors_in
+from lightning_memguard.core.capture.batch import Draws, is_dense, map_tensors, tensors_in
 from lightning_memguard.core.capture.fake import storage_address
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.training.adapter.loader_access import arrange
@@ -135,12 +135,8 @@ def share_memory(first: Any, second: Any) -> bool:
 
 
 def _storages_of(samples: Sequence[Any]) -> set[int]:
-    return {storage_address(tensor) for tensor in tensors_in(list(samples)) if _has_storage(tensor)}
+    return {storage_address(tensor) for tensor in tensors_in(list(samples)) if is_dense(tensor)}
 
 
 def _is_in(storages: set[int], tensor: torch.Tensor) -> bool:
-    return _has_storage(tensor) and storage_address(tensor) in storages
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense(tensor) and storage_address(tensor) in storages

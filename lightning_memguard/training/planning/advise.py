@@ -109,7 +109,7 @@ def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: boo
     return Advised(by_savings(known), tuple(attempts.left_out), attempts.not_tried)
 
 
-def setting_that_saves(prediction: Prediction, batch_size: int, share: float) -> tuple[str, Footprint, int] | None:
+def setting_that_saves(prediction: Prediction, batch_size: int, share: float) -> tuple[str, int] | None:
     """The allocator setting that leaves the least reserved, by replaying each, and what it saves: more than a share."""
     now = prediction.settings
     if now.kind != "cuda" or now.expandable_segments:
@@ -120,7 +120,7 @@ def setting_that_saves(prediction: Prediction, batch_size: int, share: float) ->
     text, best = min(found, key=lambda each: each[1].most_device_bytes)
     asked = prediction.footprint_at(batch_size).most_device_bytes
     saved = asked - best.most_device_bytes
-    return (text, best, saved) if saved > share * asked else None
+    return (text, saved) if saved > share * asked else None
 
 
 def _settings_that_save(

@@ -125,10 +125,7 @@ def would_fit(watch: BatchWatch, budget: Budget, ratio: float) -> int | None:
     request = Request(size, max_batch_size=max(1, size - 1), multiple_of=unit)
 
     def footprint_at(batch_size: int) -> Footprint:
-        footprint = watch.prediction.footprint_at(batch_size)
-        for part, nbytes in watch.profile.extra.items():
-            footprint = footprint.plus(nbytes, part)
-        return footprint
+        return watch.profile.with_extra(watch.prediction.footprint_at(batch_size))
 
     try:
         return decide(footprint_at, scaled, request).batch_size

@@ -186,7 +186,7 @@ def _with_setting(footprint: Footprint, prediction: Prediction) -> Footprint:
     known = None if footprint.is_evaluation else setting_that_saves(prediction, footprint.batch_size, _WORTH_A_NOTE)
     if known is None:
         return footprint
-    text, _, saved = known
+    text, saved = known
     now, need = (format_bytes(footprint.most_device_bytes - less) for less in (0, saved))
     note = f"with {VARIABLE}={text} in the environment, the same step needs {need} instead of {now}"
     return replace(footprint, notes=(*footprint.notes, note))

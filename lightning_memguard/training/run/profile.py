@@ -192,9 +192,14 @@ class RunProfile:
             note = f"the peak is in validation, at its batch size of {validation.batch_size}"
             notes = (note, *most.notes, *validation.footprint.notes)
             most = replace(validation.footprint, batch_size=batch_size, notes=notes)
-        for part, nbytes in self.extra.items():
-            most = most.plus(nbytes, part)
+        most = self.with_extra(most)
         return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
+
+    def with_extra(self, footprint: Footprint) -> Footprint:
+        """A footprint with what was found after the steps were predicted."""
+        for part, nbytes in self.extra.items():
+            footprint = footprint.plus(nbytes, part)
+        return footprint
 
 
 # -- reading and predicting

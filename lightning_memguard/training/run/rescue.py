@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,17 +32,15 @@ def guard_evaluation(
     trainer: Trainer, module: LightningModule, probe: Probe | None, announce: Callable[[str], None], *, by_name: bool
 ) -> EvaluationGuard:
     """Do steps of validation and test again in parts where they run out of memory, from now on; see `Rescuer`."""
-    found: list[SameStep] = []
-    told: list[bool] = []
+    announced: list[bool] = []
 
+    @functools.cache
     def same() -> SameStep:
-        if not found:
-            found.append(probe.result() if probe else unknown("nothing was predicted"))
-        return found[0]
+        return probe.result() if probe else unknown("nothing was predicted")
 
     def rescued(samples: int, at_once: int) -> None:
-        if not told:
-            told.append(True)
+        if not announced:
+            announced.append(True)
             announce(rescue_words(Rescued(samples, at_once, same().changes, same().draws, evaluates=True)))
 
     policy = EvaluationPolicy(

@@ -47,7 +47,7 @@ class Tuning:
 
 _COMPILING = "MemGuard: following torch.compile on a copy of the step, which takes 2 to 40 s a batch size ..."
 _PREDICTING = "MemGuard: predicting the memory of this training on a copy of its step ..."
-_PATIENCE_SECONDS = 2.0  # until that is said
+_PATIENCE_SECONDS = 2.0  # until that is shown
 _ADVICE_SECONDS = 20.0  # the run cannot start: its user should soon know why
 
 

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_memguard import MemGuardError
 from lightning_memguard.core.capture.batch import batches_from_one
 from lightning_memguard.core.capture.one_rank import one_rank_of
-from lightning_memguard.core.capture.pipelines import PipelineProgram, _told_shapes
+from lightning_memguard.core.capture.pipelines import PipelineProgram, _given_shapes
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.training.planning.pipeline import estimate_pipeline
 
@@ -58,7 +58,7 @@ def recorded_peak(program: PipelineProgram) -> int:
 def measured_peak(program: PipelineProgram) -> int:
     """The same of real tensors."""
     passed = program._passed_on(SAMPLES)
-    with one_rank_of(program.ranks, program.rank), _told_shapes():
+    with one_rank_of(program.ranks, program.rank), _given_shapes():
         parts: Any = program.model
         optimizers = program._optimizers(parts)
         schedule = program._schedule(parts, passed, torch.device("cpu"))

@@ -83,7 +83,7 @@ def test_fsdp_is_wrapped_with_its_policy(ranks: int, here: None) -> None:
 
 
 def _sizes(program: Any) -> list[tuple[str, int, str, int]]:
-    streams: dict[int, int] = {}  # torch numbers them anew for each capture
+    streams: dict[int, int] = {}  # torch numbers them again for each capture
     return [
         (event.action, event.nbytes, event.part, streams.setdefault(event.stream, len(streams)))
         for event in capture(program, SAMPLES, "fake")

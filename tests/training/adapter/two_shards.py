@@ -140,7 +140,7 @@ def fit(guard: MemGuard, layout: ModelParallelStrategy, devices: int, **settings
     """One fit on all ranks; what this one saw of it."""
     module, error = module_of(), ""
     trainer = trainer_of(layout, [guard], devices, **settings)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             trainer.fit(module, data_of(2), data_of(2) if settings.get("limit_val_batches") else None)
@@ -150,7 +150,7 @@ def fit(guard: MemGuard, layout: ModelParallelStrategy, devices: int, **settings
         **seen_of(guard),
         "error": error,
         "sizes": module.sizes,
-        "warned": [str(each.message) for each in told],
+        "warned": [str(each.message) for each in caught],
     }, module
 
 

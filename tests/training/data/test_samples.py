@@ -55,7 +55,7 @@ def test_draws_of_a_loader_in_order_are_batches_that_it_gives() -> None:
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_tensors_that_the_dataset_keeps_are_not_the_batchs_own(keeps: bool) -> None:
-    """A step on values runs on them: they take nothing, where a dataset that makes them anew has them made."""
+    """A step on values runs on them: they take nothing, where a dataset that makes them again has them made."""
 
     class Lists(Dataset[Any]):
         samples = of_lengths(500, 700, 600)
