@@ -377,30 +377,30 @@ def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
         CaptureFailedError: the step raised at the small sizes, and at the size asked for.
     """
     program = asked.program
-    sizes, draws = _small_sizes(program), DRAWS
+    sizes, others = _small_sizes(program), DRAWS[1:3]
     try:
         traces = [capture(program, sizes[0], "real")]
         seconds = traces[0].seconds
         if seconds > _MOST_SECONDS_AT_LEAST:
-            sizes, draws = sizes[:1], DRAWS[:1]
+            sizes, others = sizes[:1], ()
         elif seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
-            sizes, draws = sizes[:2], DRAWS[:2]
+            sizes, others = sizes[:2], DRAWS[1:2]
         traces += _all_captured(captures, program, sizes[1:][-1:], "real")
     except CaptureFailedError:
         if not program.is_real_at(batch_size):
             raise
         traces, sizes = _all_captured(captures, program, [batch_size], "real"), ()
     size, again = traces[-1].batch_size, list[Trace]()
-    for draw in draws[1:3]:
+    for draw in others:
         captures.start(program, size, "real", draw)
-    for draw in draws[1:3]:
+    for draw in others:
         with contextlib.suppress(CaptureFailedError):
             again.append(capture(program, size, "real", draw))
     found = _from(asked, "real", traces, None)
     found = replace(found, scalable=asked.scalable and (len(traces) > 1 or program.is_real_at(2 * batch_size)))
     if any(trace.events != traces[-1].events for trace in again):
-        largest, *others = _of_draws(captures, program, size, "real", draws)
-        return replace(found, draws=draws, traces={**found.traces, size: largest}, others={size: tuple(others)})
+        largest, *smaller = _of_draws(captures, program, size, "real", DRAWS)
+        return replace(found, draws=DRAWS, traces={**found.traces, size: largest}, others={size: tuple(smaller)})
     with contextlib.suppress(CaptureFailedError):
         traces += _all_captured(captures, program, sizes[1:-1], "real")
     if batch_size not in found.traces and program.is_real_at(batch_size) and _may_run(traces, batch_size):
