@@ -27,8 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -570,11 +572,12 @@ def ranks() -> bool:
 
 
 class Toggles(pl.Callback):
-    """Guards every other block of steps, and times each block."""
+    """Guards every other block of steps, and times each block; and what is noted before a step, alone."""
 
     def __init__(self, block: int) -> None:
         self.block = block
         self.seconds: list[float] = []  # of blocks without the guard, with it, with it, without it, ...
+        self.noting: list[float] = []  # seconds, in each block
         self.started = 0.0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -582,6 +585,8 @@ class Toggles(pl.Callback):
             return
         self.seconds.append(time.thread_time() - self.started)
         guard = guard_of(trainer)._run._rescuer._guard
+        note = partial(guard._state.note, guard._epoch_loop._results)
+        self.noting.append(timeit.timeit(note, timer=time.thread_time, number=self.block) / self.block)
         guard.remove()
         if len(self.seconds) % 4 in (2, 3):
             guard.install()
@@ -605,7 +610,8 @@ def overhead() -> bool:
         ]
         low, more, high = statistics.quantiles(extra)
         print(f"{what}: {statistics.median(each):.1f} us; guarded {more:+.1f} us (quartiles {low:+.1f}, {high:+.1f}; "
-              f"{len(extra)} pairs of {block} steps)", flush=True)  # fmt: skip
+              f"{len(extra)} pairs of {block} steps); noting what a step may change takes "
+              f"{statistics.median(toggles.noting) * 1e6:.1f} us of it", flush=True)  # fmt: skip
         good &= more < 10 or not isinstance(module, Tiny)
     return good
 
