@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from lightning_memguard.core.capture.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.capture.fake_cuda import leave_driver_alone
+from lightning_memguard.core.capture.leftovers import without_collections
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder, line_behind
 from lightning_memguard.core.isolation.pool import Pool, in_child
@@ -310,7 +311,7 @@ def capture_here(program: Program, batch_size: int, method: Method, draw: Draw =
     if method == "states":
         program.run_states(recorder)
     else:
-        with isolated_rng():
+        with isolated_rng(), without_collections():
             if draw.number:
                 seed_all(draw.number)
             program.of_draw(draw.number).run(recorder, batch_size, fake=method != "real")

@@ -381,8 +381,8 @@ def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
     try:
         traces = [capture(program, sizes[0], "real")]
         seconds = traces[0].seconds
-        if seconds > _MOST_SECONDS_AT_LEAST:
-            sizes, others = sizes[:1], ()
+        if seconds > _MOST_SECONDS:
+            sizes, others = sizes[:1], DRAWS[1:2] if seconds < _MOST_SECONDS_AT_LEAST else ()
         elif seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
             sizes, others = sizes[:2], DRAWS[1:2]
         traces += _all_captured(captures, program, sizes[1:][-1:], "real")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +19,7 @@ from lightning_memguard.core.capture.batch import Batches, batch_bytes, map_tens
 from lightning_memguard.core.capture.constants import KnownFakeMode
 from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
+from lightning_memguard.core.capture.leftovers import Leftovers
 from lightning_memguard.core.capture.one_rank import one_rank_of
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, watching
 from lightning_memguard.core.gpus import Gpu
@@ -354,98 +353,6 @@ class LoopProgram(Program):
         if leftovers.bytes_per_batch:
             left = format_bytes(leftovers.bytes_per_batch)
             recorder.assumptions[f"each step leaves {left} behind; what more steps leave is not included"] = None
-
-
-_MOST_RISING = 6
-_RISE = 1.02  # where sizes depend on values, they differ a little as the weights do
-
-
-class Leftovers:
-    """What each step leaves behind for good, in the optimizers' state or in the module's own lists.
-
-    Args:
-        recorder: what watches the steps.
-        steps: how many are recorded in any case; where more is there after each of them, two more are; and while each
-            allocates more than the one before, as with a memory of past batches that fills, up to `_MOST_RISING` more.
-    """
-
-    def __init__(self, recorder: Recorder, steps: int) -> None:
-        self._recorder, self._steps = recorder, steps
-        self._alive: list[int] = []  # before each batch
-        self._allocated: list[int] = []  # in the forward passes before each batch since the one before
-        self._last = self._period = 0
-        self.bytes_per_batch = 0
-
-    def note(self) -> None:
-        """Note what is alive before a batch."""
-        self._alive.append(self._recorder.alive_without_batch)
-        self._allocated.append(self._recorder.newly_allocated_bytes("forward"))
-
-    def are_known(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Whether enough batches were noted; to be asked once the steps were recorded."""
-        count = len(self._alive) - 1
-        if not self._last:
-            self._period = self._period or max(1, count // self._steps)
-            if self._rises() and count < (self._steps + _MOST_RISING) * self._period:
-                return False
-            if self._expect_history(optimizers):
-                return True
-            if self._left(1) <= 0:
-                return True
-            self._collect()
-            self._last = count + 2 * self._period if self._left(1) > 0 else count
-        if count < self._last:
-            return False
-        self._collect()
-        self.bytes_per_batch = max(0, min(self._left(1), self._left(2))) // self._period
-        return True
-
-    def _rises(self) -> bool:
-        """Whether the last forward passes allocated clearly more than those before."""
-        if len(self._allocated) <= 2 * self._period:
-            return False
-        before, last = self._allocated[-2 * self._period : -self._period], self._allocated[-self._period :]
-        return sum(last) > _RISE * sum(before)
-
-    def _left(self, periods: int) -> int:
-        end = len(self._alive) - 1 - (periods - 1) * self._period
-        return self._alive[end] - self._alive[end - self._period] if end >= self._period else 0
-
-    def _collect(self) -> None:
-        """What is alive in a cycle of Python's objects alone is not left for good."""
-        gc.collect()
-        self._alive[-1] = self._recorder.alive_without_batch
-
-    def _expect_history(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Optimizers such as LBFGS keep ``history_size`` entries, of which each iteration adds one."""
-        missing = sum(map(_missing_history, optimizers))
-        if missing:
-            self._recorder.expect(missing, "optimizer_state")
-            note = f"the optimizer's history grows to its `history_size`, by {format_bytes(missing)} after two steps"
-            self._recorder.assumptions[note] = None
-        return missing > 0
-
-
-def _missing_history(optimizer: Optimizer) -> int:
-    """Bytes of the entries that lists in an optimizer's state lack, and of one that is made before the oldest goes.
-
-    LBFGS may also throw the new one away, and holds it to the end of its iteration (`ys > 1e-10` in lbfgs.py).
-    """
-    missing = 0
-    for group in optimizer.param_groups:
-        size = group.get("history_size")
-        if not isinstance(size, int):
-            continue
-        for parameter in group["params"]:
-            for value in optimizer.state.get(parameter, {}).values():
-                tensors = [entry for entry in value if isinstance(entry, torch.Tensor)] if _is_list(value) else []
-                if 0 < len(tensors) < size:
-                    missing += (size - len(tensors) + 1) * tensors[-1].untyped_storage().nbytes()
-    return missing
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, deque))
 
 
 def _give_gradients(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:

@@ -7,7 +7,6 @@ same on fake and on real tensors, so one recorder serves every method in `lightn
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import sys
@@ -118,7 +117,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, int] = {}  # address of the storage -> its block
         self._bytes: list[int] = []  # by block
         self._kept_bytes = 0
-        self._expected: list[tuple[str, int]] = []
+        self._expected: list[tuple[str, str, int]] = []
         self._stream = 0
         self._scratch_blocks = 0  # numbered below zero: how many there are may change with the batch size
         self._kernels: list[Kernel] = []
@@ -216,9 +215,9 @@ class Recorder(TorchDispatchMode):
             self._take(nbytes, "", part)
             self._kept_bytes += nbytes
 
-    def expect(self, nbytes: int, part: str) -> None:
-        """Count a block that later steps will find, next to all that was recorded; at least, it is not there."""
-        self._expected.append((part, nbytes))
+    def expect(self, nbytes: int, part: str, *, at_most: bool = False) -> None:
+        """Count a block that later steps find besides what was recorded, or find at most; at least, it is not there."""
+        self._expected += [(case, part, nbytes) for case in (CASES[2:] if at_most else CASES[1:])]
 
     def hold(self, tensor: Tensor) -> None:
         """Know a tensor whose memory is counted already, by `keep` or `expect`, or is not the step's: it takes none."""
@@ -509,7 +508,7 @@ class Recorder(TorchDispatchMode):
         first = len(self._bytes)
         expected = [
             Event("alloc", first + index, nbytes, part, "setup", case=case)
-            for index, (case, (part, nbytes)) in enumerate(itertools.product(CASES[1:], self._expected))
+            for index, (case, part, nbytes) in enumerate(self._expected)
         ]
         if self._largest_product:
             where = "workspaces", "setup"

@@ -22,7 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.batch import Batches, tensors_in
-from lightning_memguard.core.capture.program import Leftovers, Program
+from lightning_memguard.core.capture.leftovers import Garbage, Leftovers
+from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.training.adapter import ddp, deepspeed
@@ -305,6 +306,7 @@ class PhaseMarkerMixin:
         self.steps: dict[int, int] = {}  # by optimizer
         self.alive_bytes: list[int] = []  # before each batch that is evaluated
         self.leftovers = Leftovers(recorder, self.steps_recorded)
+        self.garbage = Garbage(recorder)
 
     # -- training
 
@@ -397,8 +399,10 @@ class PhaseMarkerMixin:
         self.recorder.note_batch(batch)
         self.recorder.mark(_PHASES[self.program.stage], step=batch_idx)
         if dataloader_idx == 0:
+            self.garbage.free()
             self.alive_bytes.append(self.recorder.alive_bytes)
             if batch_idx == _EVALUATED - 1:
+                self.garbage.expect()
                 self.count_remaining_batches()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start

@@ -467,3 +467,22 @@ def test_autocast_keeps_copies_of_weights_where_the_loop_has_it_keep_them(
         getattr(trainer, stage)(Cast(), DataLoader(samples, batch_size=8))  # type: ignore[arg-type]
 
     as_measured(run, inference_mode=inference_mode)
+
+
+def test_what_waits_for_the_garbage_collector_is_not_kept_of_each_batch(
+    evaluated: Any, many: Any, trainer: Any
+) -> None:
+    class Rings(evaluated):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            ring = [torch.zeros(len(batch[0]), 1000)]
+            ring.append(ring)
+
+    guard = MemGuard(mode="check")
+    run("validate", Rings, many)(trainer(guard))
+    footprint = guard.decision.footprint
+    assert footprint is not None
+    assert footprint.low is not None
+    assert footprint.high is not None
+    left = footprint.peak_allocated_bytes - footprint.low.allocated_bytes
+    assert left == 64 * 4000
+    assert footprint.high.allocated_bytes - footprint.low.allocated_bytes == 32 * left
