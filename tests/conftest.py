@@ -7,6 +7,7 @@ stand-in of the absent name hands out what the present one has, and what is para
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gc
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -113,3 +115,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures run in this process, as in a child, so that a test sees what they do."""
     monkeypatch.setattr("lightning_memguard.core.capture.capture.in_child", lambda: True)
     monkeypatch.setattr("lightning_memguard.core.isolation.pool.can_fork", lambda: False)
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have made is not searched for garbage by each collection from now on."""
+    gc.collect()
+    gc.freeze()

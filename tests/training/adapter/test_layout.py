@@ -62,8 +62,8 @@ def test_both_ranks_take_the_largest_size_that_fits_and_train_as_at_a_size_set_b
         assert (rank["outcome"], rank["method"], rank["notes"], rank["alike"]) == ("tuned", "fake", [], True)
         assert rank["peak"] <= USABLE < rank["larger"]
         assert set(rank["sizes"]) == {rank["size"]}
-    # Equal to the byte in most runs; in some, up to 15 % more, which is not explained.
-    assert here["measured"] >= here["peak"] * 0.999
+    largest = max(here["measured"], there["measured"])
+    assert here["peak"] * 0.999 <= largest <= here["peak"] * 1.03  # gloo's threads may free a block of the first step
 
 
 def test_what_a_rank_gathers_of_the_others_has_a_name(seen: dict[str, tuple[Seen, Seen]]) -> None:
