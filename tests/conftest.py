@@ -18,7 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import gc
 import pytest
 from hypothesis import HealthCheck, settings
 
