@@ -90,9 +90,11 @@ def _rows(small: Any, large: Any, few: int, many: int) -> Cut:
     grown = [dim for dim, (mine, theirs) in enumerate(zip(small.shape, large.shape, strict=True)) if mine != theirs]
     if not grown:
         return WHOLE
-    if len(grown) > 1:
-        raise CannotTraceError("several dimensions of a tensor in the batch grow with its size")
-    dim = grown[0]
+    if len(grown) > 1:  # texts that are as long as the longest, too
+        grown = [dim for dim in grown if small.shape[dim] * many == large.shape[dim] * few]
+    if len(grown) != 1:
+        raise CannotTraceError("which dimension of a tensor in the batch grows with its size cannot be determined")
+    (dim,) = grown
     return Cut("rows", dim, _each(small.shape[dim], large.shape[dim], few, many))
 
 

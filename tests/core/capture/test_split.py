@@ -67,6 +67,13 @@ def test_what_cannot_be_cut_by_sample_is_refused(small: Any, large: Any) -> None
         cut_of(small, large, 3, 5)
 
 
+def test_texts_are_cut_by_text_however_long_the_longest_is() -> None:
+    short, long = torch.arange(24).view(3, 8), torch.ones(5, 13)
+    assert part_of(short, cut_of(short, long, 3, 5), 3, 1, 2).tolist() == [[*range(8, 16)]]
+    with pytest.raises(CannotTraceError, match="which dimension"):
+        cut_of(torch.ones(3, 6), torch.ones(5, 10), 3, 5)
+
+
 def test_a_batch_of_another_kind_is_refused() -> None:
     cut = cut_of((torch.ones(3), torch.ones(3, 2)), (torch.ones(5), torch.ones(5, 2)), 3, 5)
     with pytest.raises(CannotTraceError, match="not like the ones seen"):
