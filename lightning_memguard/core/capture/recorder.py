@@ -699,6 +699,14 @@ def _node_of(tensor: Tensor) -> Any:
         return None
 
 
+_WRAPPERS = ("", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def written_path(path: str) -> str:
+    """A module's path without what FSDP, activation checkpointing and torch.compile put between it and its parent."""
+    return ".".join(name for name in path.split(".") if name not in _WRAPPERS)
+
+
 @contextmanager
 def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
     """Record everything that happens inside, with the paths of ``module``'s children.
@@ -706,7 +714,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
     The module's parameters and buffers count as allocated at the start. Hooks on all modules of the process are
     registered, and `lightning_memguard.core.capture.backward.walking` patches torch: no other thread may use it.
     """
-    paths = {id(child): name for name, child in module.named_modules()}
+    paths = {id(child): written_path(name) for name, child in module.named_modules()}
     stack: list[str] = []
 
     def enter(child: nn.Module, _: object) -> None:

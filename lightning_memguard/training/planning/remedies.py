@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memguard.core.capture.fake import UnknownFloat
 from lightning_memguard.core.capture.predict import Prediction
 from lightning_memguard.core.capture.program import Program, SwapOptimizer
+from lightning_memguard.core.capture.recorder import written_path
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
@@ -213,7 +214,7 @@ def smaller_states(program: Program) -> tuple[Remedy, ...]:
 def _checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
     if structure.switches:
         call = "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
-        name = ", ".join(path or structure.root for path in structure.switches)
+        name = ", ".join(written_path(path) or structure.root for path in structure.switches)
         how = "; ".join(f"{code_of(structure.root, path)}.{call}" for path in structure.switches)
         yield _checkpoints(name, how, partial(_switch_on, paths=structure.switches))
         return
@@ -257,10 +258,10 @@ def _freezing(structure: Structure) -> Iterator[Remedy]:
     root, head = structure.root, structure.head
     if head:
         yield Remedy(
-            f"freezing all but {head}",
+            f"freezing all but {written_path(head)}",
             "freezing",
             f"{root}.requires_grad_(False); {code_of(root, head)}.requires_grad_(True)",
-            f"only {head} learns",
+            f"only {written_path(head)} learns",
             lambda program: program.with_change(partial(_freeze, head=head)),
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_memguard.core.capture.recorder import written_path
 from lightning_memguard.core.trace.trace import Trace
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -24,7 +25,7 @@ class Blocks:
 
     def held_bytes(self, trace: Trace) -> int:
         """What was kept in them for the backward pass."""
-        inside = {*self.paths}
+        inside = {*map(written_path, self.paths)}
         return sum(
             event.nbytes
             for event in trace.events
@@ -98,11 +99,11 @@ def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kin
     in_list = isinstance(parent, _LISTS)
     how = code_of(root, path) if every and in_list else f"({', '.join(code_of(root, each) for each in paths)})"
     if len(paths) <= _FEW_PATHS and not in_list:
-        name = f"{', '.join(paths[:-1])} and {paths[-1]}"
-    elif every:
-        name = path or root
+        *first, last = map(written_path, paths)
+        name = f"{', '.join(first)} and {last}"
     else:
-        name = f"the {len(paths)} {kind.__name__} modules of {path or root}"
+        parts = f"the {len(paths)} {kind.__name__} modules of " * (not every)
+        name = parts + (written_path(path) or root)
     return Blocks(name, how, tuple(paths))
 
 
@@ -119,11 +120,7 @@ def _head_of(module: nn.Module, prefix: str = "") -> str:
     return f"{prefix}{name}" if learns else ""
 
 
-_NOT_WRITTEN = ("", "_fsdp_wrapped_module")  # what FSDP puts between a module and its parent
-
-
 def code_of(root: str, path: str) -> str:
     """Python's way to write a path: ``net.0`` of ``self`` is ``self.net[0]``."""
-    return root + "".join(
-        f"[{name}]" if name.isdigit() else f".{name}" for name in path.split(".") if name not in _NOT_WRITTEN
-    )
+    names = filter(None, written_path(path).split("."))
+    return root + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in names)

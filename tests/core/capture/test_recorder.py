@@ -580,3 +580,14 @@ def test_what_cudnn_may_do_is_read_when_a_phase_begins():
     assert recorder._on == replace(known, deterministic=True, tf32=False, benchmark=True)
     recorder.mark("backward")
     assert recorder._on == known
+
+
+def test_wrappers_are_left_out_of_the_paths_of_modules() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4))
+    wrapped = nn.ModuleDict({"_fsdp_wrapped_module": nn.ModuleDict({"net": inner})})
+    recorder = Recorder("cpu")
+    with watching(recorder, wrapped):
+        inner(torch.ones(2, 4))
+    assert {event.module for event in recorder.trace(2, "real").events if event.operator.startswith("aten")} == {
+        "net.0"
+    }
