@@ -176,7 +176,7 @@ class StepGuard:
         self._in_backward = getattr(closure._backward_fn, "__code__", None) in raised_in
         self._zeroed = self._in_backward or getattr(closure._zero_grad_fn, "__code__", None) in raised_in
         try:
-            self.refused = self.policy.allows() or self._obstacle(closure, attempted)
+            self.refused = self._obstacle_of_strategy() or self.policy.allows() or self._obstacle(closure, attempted)
         except Exception as failure:  # noqa: BLE001 - the user's error is the one to be raised
             self.refused = f"{type(failure).__name__}: {failure}"
         if self.refused:
@@ -184,12 +184,17 @@ class StepGuard:
         release(error)
         return True
 
+    def _obstacle_of_strategy(self) -> str:
+        name = type(self.trainer.strategy).__name__
+        if self.trainer.strategy.handles_gradient_accumulation:
+            return f"{name} accumulates gradients by itself"
+        alone = self.trainer.world_size == 1 or self._ddp is not None
+        return "" if alone else f"{name} talks to the other ranks while the step runs"
+
     def _obstacle(self, closure: Any, attempted: Attempted) -> str:
         kwargs = closure.step[0]
         if "batch" not in kwargs:
             return "its training_step takes an iterator instead of a batch"
-        if self.trainer.strategy.handles_gradient_accumulation:
-            return f"{type(self.trainer.strategy).__name__} accumulates gradients by itself"
         if self._in_backward and closure._backward_fn is None:
             return "its backward pass is skipped"
         samples, cut = self._samples(kwargs["batch"])
@@ -208,10 +213,8 @@ class StepGuard:
         waits for one that does not come. Once DistributedDataParallel has prepared for the gradients of a step, it
         sends those that come next, which would be those of the first part.
         """
-        if self.trainer.world_size == 1:
+        if self._ddp is None or self.trainer.world_size == 1:
             return ""
-        if self._ddp is None:
-            return f"{type(self.trainer.strategy).__name__} talks to the other ranks while the step runs"
         syncs = self._in_backward and self._ddp.require_backward_grad_sync
         obstacles = {
             "its training_step talks to the other ranks": self.same.collectives,
@@ -251,7 +254,7 @@ class StepGuard:
         self._in_backward = self._zeroed = False
         self._collectives = -1
         try:
-            if self.policy.allows() or self._obstacle_of_plan(closure):
+            if self._obstacle_of_strategy() or self.policy.allows() or self._obstacle_of_plan(closure):
                 return None
             most = min(most, self._samples(closure.step[0]["batch"])[0])
         except Exception:  # noqa: BLE001 - it is tried as a whole
@@ -264,8 +267,8 @@ class StepGuard:
             return None
 
     def _obstacle_of_plan(self, closure: Any) -> bool:
-        kwargs, handles = closure.step[0], self.trainer.strategy.handles_gradient_accumulation
-        if "batch" not in kwargs or handles or (self.trainer.world_size > 1 and self._ddp is None):
+        kwargs = closure.step[0]
+        if "batch" not in kwargs:
             return True
         samples, cut = self._samples(kwargs["batch"])
         part_of(kwargs["batch"], cut, max(1, samples), 0, 1)

@@ -111,7 +111,7 @@ def _probes(reading: Reading, stage: Stage) -> dict[Role, Probe]:
         return {}
     evaluated = run.program if stage != "fit" else evaluation.program if evaluation else None
     programs: dict[Role, LightningProgram | None] = {"train": run.program if stage == "fit" else None, "val": evaluated}
-    return {role: Probe(program) for role, program in programs.items() if program is not None}
+    return {role: Probe(each) for role, each in programs.items() if each is not None and each.layout is None}
 
 
 def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:

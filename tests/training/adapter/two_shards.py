@@ -143,28 +143,41 @@ def data_of(size: int) -> DataLoader:
     return DataLoader(TensorDataset(torch.randn(4000, 33)), batch_size=size)
 
 
-def module_of() -> Module:
+def module_of(make: type[Module] = Module) -> Module:
     torch.manual_seed(0)
-    return Module()
+    return make()
 
 
 def locals_of(module: nn.Module) -> list[torch.Tensor]:
     return [getattr(p, "_local_tensor", p).detach().clone() for p in module.parameters()]
 
 
-def fit(guard: MemGuard, layout: ModelParallelStrategy, devices: int, **settings: Any) -> tuple[Seen, Module]:
+class RunsOut(Module):
+    """Its third batch does not fit, on any rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return loss
+
+
+def fit(
+    guard: MemGuard, layout: ModelParallelStrategy, devices: int, make: type[Module] = Module, **settings: Any
+) -> tuple[Seen, Module]:
     """One fit on all ranks; what this one saw of it."""
-    module, error = module_of(), ""
+    module, error, notes = module_of(make), "", list[str]()
     trainer = trainer_of(layout, [guard], devices, **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             trainer.fit(module, data_of(2), data_of(2) if settings.get("limit_val_batches") else None)
         except Exception as failure:  # noqa: BLE001 - the test asks which
-            error = f"{type(failure).__name__}: {failure}"
+            error, notes = f"{type(failure).__name__}: {failure}", getattr(failure, "__notes__", [])
     return {
         **seen_of(guard),
         "error": error,
+        "error_notes": notes,
         "sizes": module.sizes,
         "warned": [str(each.message) for each in caught],
     }, module
@@ -226,6 +239,7 @@ def scenarios(devices: int) -> dict[str, Callable[[], Seen]]:
         "fsdp": lambda: tuned(2, 1),
         "tensor": lambda: tuned(1, 2),
         "one fails": one_fails,
+        "runs out": lambda: fit(MemGuard(mode="tune", max_batch_size=2), strategy(2, 1), 2, RunsOut)[0],
         "twice": twice,
         "effective": lambda: fit(MemGuard(budget=BUDGET, keep_effective_batch_size=240), strategy(1, 2), 2)[0],
         "validates": lambda: fit(MemGuard(budget=BUDGET), strategy(2, 1), 2, limit_val_batches=2)[0],
