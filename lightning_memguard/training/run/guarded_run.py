@@ -62,6 +62,7 @@ class GuardedRun:
         self.device = trainer.strategy.root_device
         self._meter = PeakMeter(self.device)
         self.tuning = tune(trainer, module, settings, stage)
+        self._announced = False
         self._sized = False
         self._undo: list[Callable[[], None]] = []
         self._gradient_bytes: list[int] = []
@@ -158,16 +159,19 @@ class GuardedRun:
         profile = self.tuning.profile
         if not self.trains or profile is None or not profile.request.free_to_choose:
             return
-        saved = saved_in(checkpoint, profile.request.batch_size)
+        saved, before = saved_in(checkpoint, profile.request.batch_size), self.decision
         if saved is not None:
             self.tuning = with_steps(resume(self.tuning, saved, self.settings))
             self._follow()
+        if self._announced and self.decision != before:  # strategies that shard load it last
+            self.announce()
 
     def announce(self) -> None:
         """Print the table; warn where MemGuard could not do what was asked, or the training may not fit.
 
         What the warning says is not printed as well.
         """
+        self._announced = True
         if self.trainer.is_global_zero:
             warning = warning_of(self.decision)
             print_decision(self.decision, explain=not warning)

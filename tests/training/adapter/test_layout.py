@@ -110,6 +110,14 @@ def test_a_step_that_runs_out_is_not_done_again_and_says_why(seen: dict[str, tup
         assert "ModelParallelStrategy talks to the other ranks while the step runs" in " ".join(rank["error_notes"])
 
 
+def test_a_fit_goes_on_at_the_size_of_a_checkpoint_of_shards_and_says_so(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    for rank in seen["resumes"]:
+        assert rank["size"] == rank["before"] == seen["fsdp"][0]["size"]
+        assert set(rank["sizes"]) == {rank["size"]}
+    *_, last = seen["resumes"][0]["printed"].split("Batch size ")
+    assert last.startswith(f"{rank['size']} (was 2)")
+
+
 def test_a_check_leaves_the_size_as_it_is(seen: dict[str, tuple[Seen, Seen]]) -> None:
     for rank in seen["check"]:
         assert (rank["outcome"], rank["method"], rank["sizes"]) == ("checked", "fake", [2] * 4)

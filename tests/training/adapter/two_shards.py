@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -232,7 +234,19 @@ def twice() -> Seen:
     return seen
 
 
-def scenarios(devices: int) -> dict[str, Callable[[], Seen]]:
+def resumes(folder: Path) -> Seen:
+    """A checkpoint of shards, and a fit with twice the budget that goes on from it."""
+    module, guard = module_of(), MemGuard(budget=BUDGET)
+    trainer = trainer_of(strategy(2, 1), [guard], 2)
+    trainer.fit(module, data_of(2))
+    trainer.save_checkpoint(folder / "shards")
+    module, other = module_of(), MemGuard(budget=2 * BUDGET)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer_of(strategy(2, 1), [other], 2, max_epochs=2).fit(module, data_of(2), ckpt_path=folder / "shards")
+    return {**seen_of(other), "before": seen_of(guard)["size"], "sizes": module.sizes, "printed": printed.getvalue()}
+
+
+def scenarios(devices: int, folder: Path) -> dict[str, Callable[[], Seen]]:
     if devices == 4:
         return {"both": lambda: tuned(2, 2)}
     return {
@@ -243,13 +257,14 @@ def scenarios(devices: int) -> dict[str, Callable[[], Seen]]:
         "twice": twice,
         "effective": lambda: fit(MemGuard(budget=BUDGET, keep_effective_batch_size=240), strategy(1, 2), 2)[0],
         "validates": lambda: fit(MemGuard(budget=BUDGET), strategy(2, 1), 2, limit_val_batches=2)[0],
+        "resumes": lambda: resumes(folder),
         "check": lambda: fit(MemGuard(mode="check", budget=BUDGET), strategy(2, 1), 2)[0],
     }
 
 
 def main(folder: Path, devices: int, names: list[str]) -> None:
     profiles.process_bytes = lambda *_: 0  # type: ignore[assignment]  # it would be most of the budget
-    seen = {name: run() for name, run in scenarios(devices).items() if not names or name in names}
+    seen = {name: run() for name, run in scenarios(devices, folder).items() if not names or name in names}
     (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
 
 
