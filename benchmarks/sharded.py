@@ -6,8 +6,8 @@ PyTorch's profiler around a real training of rank 0, in fresh processes:
 - under torch's fake process group, whose collectives take no memory of their own: it says what torch and FSDP allocate,
   the same on every repetition;
 - on real gloo ranks of this machine (`--gloo`), several times. What gloo's own threads allocate inside a collective is
-  counted apart (allocations under ``c10d::``), and their threads let go of a tensor a little later than rank 0 does, so
-  that the peak varies from one repetition to the next.
+  counted apart (allocations under ``c10d::``). What they free, the profiler does not see, since it watches rank 0's own
+  thread: the peak varies from one repetition to the next, and the least is the truth.
 
     python benchmarks/sharded.py                              # all cases at 2, 4 and 8 ranks
     python benchmarks/sharded.py --only plain tensor --ranks 2

@@ -41,7 +41,7 @@ from lightning_memguard.core.capture import (
     sdpa,
 )
 from lightning_memguard.core.capture.backward import graph_task, in_place, walking
-from lightning_memguard.core.capture.batch import batch_bytes, shapes_of, tensors_in
+from lightning_memguard.core.capture.batch import batch_bytes, is_dense, shapes_of, tensors_in
 from lightning_memguard.core.capture.constants import forget_written
 from lightning_memguard.core.capture.fake import Function, by_name, training_threads
 from lightning_memguard.core.capture.value_sizes import ValueSizes
@@ -730,6 +730,8 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(nn.modules.module.register_module_forward_hook(leave, always_call=True))
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
+        if recorder.device_type == "cpu":
+            recorder.label(_unregistered(module), "buffers")
         # Under a dispatch mode the engine adds gradients out of place, without one in place: the walk does the latter.
         on_cpu = recorder.device_type == "cpu"
         walked = fake_cuda.simulated_gpu() is not None or (on_cpu and fake_cuda.can_simulate_cuda())
@@ -746,6 +748,12 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(fast_paths.taken())
         exits.enter_context(recorder)
         yield
+
+
+def _unregistered(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules keep as they are: unlike buffers, they are not moved to a GPU."""
+    for each in module.modules():
+        yield from (value for value in vars(each).values() if isinstance(value, Tensor) and is_dense(value))
 
 
 def _watched(recorder: Recorder, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
