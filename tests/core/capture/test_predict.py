@@ -113,6 +113,13 @@ def test_true_precision_is_that_of_the_weights(precision, nbytes):
     assert (parts["parameters"], parts["optimizer_state"]) == (nbytes, nbytes)
 
 
+def test_a_tensor_that_a_module_keeps_without_registering_it_stays_on_the_host():
+    module = nn.Linear(4, 8)
+    module.grid = torch.zeros(100)
+    gpu = {"device": torch.device("cuda"), "gpu": gpus.find("NVIDIA H200")}
+    assert [predicted(model=module, **where).footprint_at(16).parts["buffers"] for where in ({}, gpu)] == [400, 0]
+
+
 def test_an_unknown_precision_is_refused_with_the_known_ones():
     with pytest.raises(MemGuardError) as error:
         program_of(precision="bf16")
