@@ -56,8 +56,8 @@ def test_a_rank_takes_what_the_profiler_sees_of_it(case: str, ranks: int) -> Non
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = estimated(strategy_of(case, ranks), ranks)
-    threads = 1152 if case == "ddp" else 0  # of gloo, which in some runs hold that much at the peak
-    assert int(done.stdout.splitlines()[-1]) - found.peak_allocated_bytes in (0, threads)
+    unseen = 1152 if case == "ddp" else 0  # at most, of small tensors that gloo's threads free in some runs
+    assert 0 <= int(done.stdout.splitlines()[-1]) - found.peak_allocated_bytes <= unseen
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
