@@ -23,9 +23,6 @@ CUDA_STAMP := $(CUDA_VENV)/.installed
 FIELD_BIN := $(FIELD_VENV)/bin
 FIELD_STAMP := $(FIELD_VENV)/.installed
 
-# Tests run side by side. Each waits for its children a third of the time, so two cores are busy with three.
-WORKERS ?= 3
-
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-sharded test lint bench compiled field histories suite effects deciding accuracy builds matrix nohang clean
 
@@ -39,7 +36,7 @@ demo-sharded: $(STAMP) ## train a small Llama on two processes under FSDP2 (exam
 	$(BIN)/python examples/fsdp.py
 
 test: $(STAMP) ## run the tests, and the examples in docstrings
-	$(BIN)/python -m pytest -q --durations=10 -n $(WORKERS)
+	$(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
 
 lint: $(STAMP) ## check rules, formatting and types
 	$(BIN)/ruff check .
