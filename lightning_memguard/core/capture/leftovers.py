@@ -14,12 +14,12 @@ from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.units import format_bytes
 
 _MOST_RISING = 6
+_RISE = 1.02  # where sizes depend on values, they differ a little as the weights do
 
 # One young collection in eleven is one of the middle generation, and of those one in eleven at most is a full one
 # (gc.get_threshold()); each may find a batch's objects in use, which then wait for the next older one. torchsde's
 # Brownian intervals left those of 11 batches after 40 steps, of 18 after 200 and of 35 after 1,350.
 _BATCHES_OF_GARBAGE = 32
-_RISE = 1.02  # where sizes depend on values, they differ a little as the weights do
 
 
 class Leftovers:
@@ -58,9 +58,7 @@ class Leftovers:
             self._period = self._period or max(1, count // self._steps)
             if self._rises() and count < (self._steps + _MOST_RISING) * self._period:
                 return False
-            if self._expect_history(optimizers):
-                return True
-            if self._left(1) <= 0:
+            if self._expect_history(optimizers) or self._left(1) <= 0:
                 return True
             self._last = count + 2 * self._period
         if count < self._last:

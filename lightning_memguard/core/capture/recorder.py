@@ -730,10 +730,10 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(nn.modules.module.register_module_forward_hook(leave, always_call=True))
         recorder.label(module.parameters(), "parameters")
         recorder.label(module.buffers(), "buffers")
-        if recorder.device_type == "cpu":
+        on_cpu = recorder.device_type == "cpu"
+        if on_cpu:
             recorder.label(_unregistered(module), "buffers")
         # Under a dispatch mode the engine adds gradients out of place, without one in place: the walk does the latter.
-        on_cpu = recorder.device_type == "cpu"
         walked = fake_cuda.simulated_gpu() is not None or (on_cpu and fake_cuda.can_simulate_cuda())
         paths_mode = _ModulePaths(recorder, walked=walked)
         if walked:

@@ -101,9 +101,10 @@ def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kin
     if len(paths) <= _FEW_PATHS and not in_list:
         *first, last = map(written_path, paths)
         name = f"{', '.join(first)} and {last}"
+    elif every:
+        name = written_path(path) or root
     else:
-        parts = f"the {len(paths)} {kind.__name__} modules of " * (not every)
-        name = parts + (written_path(path) or root)
+        name = f"the {len(paths)} {kind.__name__} modules of {written_path(path) or root}"
     return Blocks(name, how, tuple(paths))
 
 

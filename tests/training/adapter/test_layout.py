@@ -114,8 +114,9 @@ def test_a_fit_goes_on_at_the_size_of_a_checkpoint_of_shards_and_says_so(seen: d
     for rank in seen["resumes"]:
         assert rank["size"] == rank["before"] == seen["fsdp"][0]["size"]
         assert set(rank["sizes"]) == {rank["size"]}
-    *_, last = seen["resumes"][0]["printed"].split("Batch size ")
-    assert last.startswith(f"{rank['size']} (was 2)")
+    first, _ = seen["resumes"]
+    *_, last = first["printed"].split("Batch size ")
+    assert last.startswith(f"{first['size']} (was 2)")
 
 
 def test_a_check_leaves_the_size_as_it_is(seen: dict[str, tuple[Seen, Seen]]) -> None:
