@@ -115,6 +115,8 @@ def ways_to_train(subject: Subject, device: str) -> Iterator[Way]:
     """All that apply to a model, from the one that communicates and computes least."""
     if is_a(subject.strategy, "ModelParallelStrategy"):
         yield from _meshes(subject, device)
+    elif is_a(subject.strategy, "DeepSpeedStrategy"):
+        yield from _stages(subject, device)
     else:
         yield from _shardings(subject, device)
 
@@ -129,26 +131,44 @@ def _meshes(subject: Subject, device: str) -> Iterator[Way]:
             yield Way(
                 f"ModelParallelStrategy with tensor size {tensor}" + _WITH_CHECKPOINTING * checkpointed,
                 f"ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size={tensor})",
-                _on_mesh(subject, kind, tensor, blocks if checkpointed else None),
+                _on_mesh(_with(subject, blocks if checkpointed else None), kind, tensor),
             )
         tensor *= 2
 
 
-def _on_mesh(subject: Subject, kind: Any, tensor: int, blocks: Blocks | None) -> Callable[[int, int], Subject]:
+def _on_mesh(subject: Subject, kind: Any, tensor: int) -> Callable[[int, int], Subject]:
     def on(devices: int, nodes: int) -> Subject:
         if devices % tensor:
             raise MemGuardError(f"{devices} devices do not divide into groups of {tensor}.")
-        other = on_ranks(subject, kind(devices * nodes // tensor, tensor), devices, nodes)
-        return replace(other, changes=(checkpoint_blocks(blocks.paths),)) if blocks else other
+        return on_ranks(subject, kind(devices * nodes // tensor, tensor), devices, nodes)
 
     return on
+
+
+def _stages(subject: Subject, device: str) -> Iterator[Way]:
+    """DeepSpeed's, by Lightning's names; a configuration of one's own is not carried over."""
+    blocks = _largest_blocks(subject, device)
+    ways = [("deepspeed_stage_1", None), ("deepspeed_stage_2", None), ("deepspeed_stage_3", None)]
+    if blocks:
+        ways.append(("deepspeed_stage_3", blocks))
+    for name, checkpointed in (*ways, ("deepspeed_stage_3_offload", blocks)):
+        what = name + _WITH_CHECKPOINTING * bool(checkpointed)
+        yield Way(what, f'Trainer(strategy="{name}")', _named(_with(subject, checkpointed), name))
+
+
+def _named(subject: Subject, strategy: str) -> Callable[[int, int], Subject]:
+    return lambda devices, nodes: on_ranks(subject, strategy, devices, nodes)
+
+
+def _with(subject: Subject, checkpointed: Blocks | None) -> Subject:
+    return replace(subject, changes=(checkpoint_blocks(checkpointed.paths),)) if checkpointed else subject
 
 
 def _shardings(subject: Subject, device: str) -> Iterator[Way]:
     """What needs no other code than a Trainer's strategy."""
     strategies = lightning_of(subject.model).strategies
     subject = replace(subject, strategy=None)
-    yield Way("DDP", 'Trainer(strategy="ddp")', lambda devices, nodes: on_ranks(subject, "ddp", devices, nodes))
+    yield Way("DDP", 'Trainer(strategy="ddp")', _named(subject, "ddp"))
     blocks = _largest_blocks(subject, device)
     try:
         kind = type(subject.model.get_submodule(blocks.paths[0])) if blocks else None

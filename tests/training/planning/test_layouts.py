@@ -10,6 +10,7 @@ from torch import nn
 from lightning_memguard.core.decision.decision import Limits
 from lightning_memguard.training.planning import layouts
 from lightning_memguard.training.planning.layouts import Fit, Way, fitting_layouts, ways_to_train
+from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.subject import Subject, subject_of
 from tests.training.planning.test_on_ranks import Deep
 
@@ -61,6 +62,21 @@ def test_ways_of_a_module_that_shards_itself_are_meshes(here: None) -> None:
     split = ways[2].subject(4, 2)
     assert (split.ranks, len(split.changes)) == (4, 0)
     assert len(ways[3].subject(4, 2).changes) == 1
+
+
+def test_ways_of_deepspeed_are_its_stages(here: None) -> None:
+    ways = {way.name: way for way in ways_to_train(on_eight("deepspeed_stage_2"), "T4")}
+    assert [*ways] == [
+        *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3 with checkpointing"),
+        "deepspeed_stage_3_offload with checkpointing",
+    ]
+    first = next(fitting_layouts(on_eight("deepspeed_stage_2"), "T4", Limits(max_batch_size=16)))
+    assert (first.ranks, first.name, first.batch_size, first.in_all) == (8, "deepspeed_stage_1", 16, 128)
+    plans = [plan_on(ways[name].subject(4, 2), "T4", Limits(max_batch_size=16)) for name in [*ways][1::2]]
+    second, third = (plan.largest.footprint for plan in plans if plan.largest)
+    assert second
+    assert third
+    assert third.most_device_bytes < second.most_device_bytes
 
 
 def test_fewer_devices_start_with_the_way_that_more_needed(monkeypatch: pytest.MonkeyPatch) -> None:
