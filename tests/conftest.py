@@ -116,7 +116,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_memguard.core.isolation.pool.can_fork", lambda: False)
 
 
-def pytest_collection_finish() -> None:
-    """What the imports have made is not searched for garbage by each collection from now on."""
+@pytest.fixture(scope="module", autouse=True)
+def _not_searched() -> None:
+    """What earlier tests and all imports have left is not searched for garbage by each collection from now on."""
     gc.collect()
     gc.freeze()

@@ -148,10 +148,10 @@ def _on_mesh(subject: Subject, kind: Any, tensor: int) -> Callable[[int, int], S
 def _stages(subject: Subject, device: str) -> Iterator[Way]:
     """DeepSpeed's, by Lightning's names; a configuration of one's own is not carried over."""
     blocks = _largest_blocks(subject, device)
-    ways = [("deepspeed_stage_1", None), ("deepspeed_stage_2", None), ("deepspeed_stage_3", None)]
+    ways = [*((f"deepspeed_stage_{stage}", None) for stage in (1, 2, 3)), ("deepspeed_stage_3_offload", blocks)]
     if blocks:
-        ways.append(("deepspeed_stage_3", blocks))
-    for name, checkpointed in (*ways, ("deepspeed_stage_3_offload", blocks)):
+        ways.insert(3, ("deepspeed_stage_3", blocks))
+    for name, checkpointed in ways:
         what = name + _WITH_CHECKPOINTING * bool(checkpointed)
         yield Way(what, f'Trainer(strategy="{name}")', _named(_with(subject, checkpointed), name))
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_memguard.core.capture.batch import batch_bytes, batch_size_of, batches_from_one, map_tensors, shapes_of
+from lightning_memguard.core.capture.fake import run_on_one_thread
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.decision.record import Measured
@@ -109,7 +110,7 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
     def find(_: int) -> int | None:
         return would_fit(watch, watch.profile.budget, _ratio(measured, decided.most_device_bytes))
 
-    with Pool[int, "int | None"](find, most=1, trusted=True) as pool:
+    with Pool[int, "int | None"](find, most=1, begin=run_on_one_thread, trusted=True) as pool:
         return pool.result(0).value
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.capture.capture import Captures
+from lightning_memguard.core.capture.fake import run_on_one_thread
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
 from lightning_memguard.core.isolation.pool import Pool
@@ -80,7 +81,7 @@ class Planner:
         self._captures: Captures | None = None
         self._open = ExitStack()
         self._pool = Pool[_Asked | None, "Attempt[RunProfile] | Attempt[Chosen]"](
-            self._work, most=1, trusted=True, while_waiting=while_waiting
+            self._work, most=1, begin=run_on_one_thread, trusted=True, while_waiting=while_waiting
         )
 
     def __enter__(self) -> Self:

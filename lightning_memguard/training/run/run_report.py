@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.capture.capture import isolated
+from lightning_memguard.core.capture.fake import run_on_one_thread
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.isolation.pool import Pool
@@ -53,8 +54,9 @@ def page_of(title: str, profile: RunProfile, decision: Decision) -> Page | None:
     folder = folder_of(profile.facts)
     if folder is None:
         return None
-    with Pool[int, Report](lambda _: _report(title, profile, decision), most=1, trusted=True) as pool:
-        report = pool.result(0).value or _report(title, profile, decision)
+    make = functools.partial(_report, title, profile, decision)
+    with Pool[int, Report](lambda _: make(), most=1, begin=run_on_one_thread, trusted=True) as pool:
+        report = pool.result(0).value or make()
     return Page(folder, report, profile.facts.stage)
 
 

@@ -94,12 +94,14 @@ def test_an_endless_loop_is_given_up() -> None:
 
 
 @pytest.mark.usefixtures("short_limits")
-def test_an_endless_loop_with_signs_of_life_has_more_time() -> None:
+def test_an_endless_loop_with_signs_of_life_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "MOST_SECONDS", 3.0)
+
     def loop() -> None:
         while True:
             beat()
 
-    assert run(loop) == Answer(lost="it had not ended after 10 s")
+    assert run(loop) == Answer(lost="it had not ended after 3 s")
 
 
 @pytest.mark.usefixtures("short_limits")

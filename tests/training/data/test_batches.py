@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_memguard import MemGuard
+from lightning_memguard.core.isolation.pool import Pool
 
 FEATURES, WIDTH, CLASSES, STEPS, NODES = 32, 64, 4, 6, 5
 SAMPLES, CHOSEN = 48, 24
@@ -453,6 +454,20 @@ def test_the_size_is_chosen_and_trained(name):
     assert (decision.outcome, decision.batch_size) == ("tuned", CHOSEN), decision.reason
     assert collate.counts[-2:] == [CHOSEN, CHOSEN]
     assert decision.footprint.method == KINDS[name].method, decision.footprint.notes
+
+
+def test_operators_that_collate_on_many_threads_do_not_stop_a_child(monkeypatch):
+    """Python's fork takes none of OpenMP's threads along, and OpenMP waits for them."""
+    answers, result = [], Pool.result
+    monkeypatch.setattr(Pool, "result", lambda *asked: answers.append(result(*asked)) or answers[-1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        guarded(KINDS["graphs"])
+    finally:
+        torch.set_num_threads(before)
+    assert answers
+    assert not any(answer.lost for answer in answers)
 
 
 # Predicted and measured
