@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,15 +21,12 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_memguard.core.capture import cudnn_rnn, sdpa
+from lightning_memguard.core.capture import cudnn_rnn, sdpa, streams
 from lightning_memguard.core.capture.constants import KnownFakeMode
 from lightning_memguard.core.capture.fake import Function
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.errors import CannotTraceError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _aten = torch.ops.aten
 
@@ -110,7 +106,7 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         for name, answer in _torch_cuda_of(gpu).items():
             exits.enter_context(mock.patch.object(torch.cuda, name, answer))
         exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
-        exits.enter_context(mock.patch.object(torch.Tensor, "record_stream", _nothing))
+        exits.enter_context(mock.patch.object(torch.Tensor, "record_stream", streams.record_stream))
         exits.enter_context(mock.patch.object(torch.Tensor, "pin_memory", _pinned(torch.Tensor.pin_memory)))
         for home, name, _ in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
             exits.enter_context(mock.patch.object(home, name, _overriding(getattr(home, name))))
@@ -135,7 +131,7 @@ def _pinned(pin: Function) -> Function:
 def leave_driver_alone() -> None:
     """Have what users call of `torch.cuda` do nothing, for good: in a child the driver cannot be used."""
     if torch.version.cuda is not None or torch.version.hip is not None:
-        for name in (*_COMMANDS, *_RESETS):
+        for name in (*_COMMANDS, *_RESETS, "synchronize"):
             setattr(torch.cuda, name, lambda *_, **__: None)
         for name in _COUNTERS:
             setattr(torch.cuda, name, lambda *_, **__: 0)
@@ -165,89 +161,10 @@ def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
         "mem_get_info": lambda *_: (gpu.memory_bytes, gpu.memory_bytes),
         "is_initialized": lambda: True,
         "device": _no_change,
-        "Stream": FakeStream,
-        "Event": FakeEvent,
-        "stream": on_stream,
-        "StreamContext": on_stream,
-        "current_stream": lambda *_: _streams[-1],
-        "default_stream": lambda *_: _streams[0],
-        "set_stream": _set_stream,
+        **streams.functions(),
         **dict.fromkeys(_COMMANDS, lambda *_: None),
         **dict.fromkeys((*_COUNTERS, *_RESETS), lambda *_, **__: 0),
     }
-
-
-# -- streams, on which nothing runs: each has memory of its own
-
-_FIRST_STREAM = 16  # lower numbers are those of `Recorder.on_stream`
-_stream_numbers = itertools.count(_FIRST_STREAM)
-
-
-class FakeStream:
-    """A ``torch.cuda.Stream`` of the simulated GPU."""
-
-    def __init__(self, _: object = None, priority: int = 0, number: int | None = None, **__: object) -> None:
-        self.device, self.priority = FAKE_DEVICE, priority
-        self.device_index, self.device_type = 0, _CUDA
-        self.cuda_stream = self.stream_id = next(_stream_numbers) if number is None else number
-
-    def wait_stream(self, _: object) -> None:  # noqa: D102 - as torch's
-        pass
-
-    wait_event = wait_stream
-
-    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:  # noqa: D102
-        return event or FakeEvent()
-
-    def synchronize(self) -> None:  # noqa: D102
-        pass
-
-    def query(self) -> bool:  # noqa: D102
-        return True
-
-    def __enter__(self) -> Self:
-        _streams.append(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _streams.pop()
-
-
-class FakeEvent:
-    """A ``torch.cuda.Event`` of the simulated GPU."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def record(self, *_: object) -> None:  # noqa: D102 - as torch's
-        pass
-
-    wait = synchronize = record
-
-    def query(self) -> bool:  # noqa: D102
-        return True
-
-    def elapsed_time(self, _: FakeEvent) -> float:  # noqa: D102
-        return 0.0
-
-
-_streams = [FakeStream(number=0)]  # the one in use last
-
-
-def stream_in_use() -> int:
-    """The number of the stream whose memory is allocated now; 0 for the default one."""
-    return _streams[-1].cuda_stream
-
-
-@contextmanager
-def on_stream(stream: FakeStream | None) -> Iterator[None]:
-    """``torch.cuda.stream``."""
-    with stream if isinstance(stream, FakeStream) else nullcontext():
-        yield
-
-
-def _set_stream(stream: FakeStream) -> None:
-    _streams[-1] = stream
 
 
 @contextmanager
@@ -256,7 +173,7 @@ def _no_change(_: object) -> Iterator[None]:
     yield
 
 
-_COMMANDS = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all")
+_COMMANDS = ("set_device", "empty_cache", "manual_seed", "manual_seed_all")
 _COUNTERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 _RESETS = ("reset_peak_memory_stats", "reset_max_memory_allocated")
 _OF_ALL_GPUS = {"warp_size": 32, "gcnArchName": "", "is_integrated": 0, "is_multi_gpu_board": 0}

@@ -39,6 +39,7 @@ from lightning_memguard.core.capture import (
     mkldnn_lstm,
     one_rank,
     sdpa,
+    streams,
 )
 from lightning_memguard.core.capture.backward import graph_task, in_place, walking
 from lightning_memguard.core.capture.batch import batch_bytes, is_dense, shapes_of, tensors_in
@@ -49,7 +50,16 @@ from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
-from lightning_memguard.core.trace.trace import CASES, Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
+from lightning_memguard.core.trace.trace import (
+    CASES,
+    WAITS,
+    Event,
+    Kernel,
+    ScratchSpan,
+    Trace,
+    moments_of,
+    scratch_events,
+)
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 if TYPE_CHECKING:
@@ -119,6 +129,8 @@ class Recorder(TorchDispatchMode):
         self._kept_bytes = 0
         self._expected: list[tuple[str, str, int]] = []
         self._stream = 0
+        self._streams: dict[int, int] = {}  # by block, where it is not the default one
+        self.waiting = streams.Waiting(self)
         self._scratch_blocks = 0  # numbered below zero: how many there are may change with the batch size
         self._kernels: list[Kernel] = []
         self._scratch_spans: list[ScratchSpan] = []
@@ -149,7 +161,9 @@ class Recorder(TorchDispatchMode):
         if isinstance(self._on, CudaTarget):
             self._on = _with_flags(self._on)
         self.module, self.source = "", None
-        self.step = self.step if step is None else step
+        if step is not None:
+            self.step = step
+            self.waiting.begin_step(step)
 
     def paused(self) -> AbstractContextManager[Any]:
         """Record nothing while something is made that is not part of the step, such as its example batch."""
@@ -205,6 +219,22 @@ class Recorder(TorchDispatchMode):
         if block is None and nbytes:
             self._hold(storage, self._take(nbytes, "storage.resize_", "gathered"), nbytes)
 
+    def block_of(self, tensor: Tensor) -> int | None:
+        """The block behind a tensor that is recorded."""
+        return self._live.get(tensor.untyped_storage()._cdata)
+
+    def wait(self, block: int) -> int:
+        """A block that was freed waits, at most, for another stream; returns one that waits in its place."""
+        waiting = len(self._bytes)
+        self._bytes.append(self._bytes[block])
+        self._parts[waiting] = self._parts.get(block, "temporaries")
+        self._add_row("alloc", waiting, WAITS, self._streams.get(block, 0), case="high")
+        return waiting
+
+    def come_back(self, waiting: int) -> None:
+        """What waits in a block's place does so no longer."""
+        self._add_row("free", waiting, WAITS, case="high")
+
     def mark_held(self) -> None:
         """Whatever else the run has on its device throughout was there before what is recorded from now on."""
         self._held_at = len(self._rows)
@@ -236,7 +266,7 @@ class Recorder(TorchDispatchMode):
     def newly_allocated_bytes(self, phase: str) -> int:
         """What operators allocated in one phase since this was last asked, whether or not it was freed."""
         rows, self._asked_until = self._rows[self._asked_until :], len(self._rows)
-        new = (row for row in rows if row.action == "alloc" and row.phase == phase)
+        new = (row for row in rows if row.action == "alloc" and row.phase == phase and row.operator != WAITS)
         return sum(row.nbytes for row in new if self._parts.get(row.block) != "communication")
 
     @property
@@ -444,20 +474,26 @@ class Recorder(TorchDispatchMode):
         self._bytes.append(nbytes)
         if part:
             self._parts[block] = part
-        self._add_row("alloc", block, operator, self._stream_in_use(), self.line())
+        stream = self._stream_in_use()
+        if stream:
+            self._streams[block] = stream
+        self._add_row("alloc", block, operator, stream, self.line())
         return block
 
     def _stream_in_use(self) -> int:
-        return self._stream or fake_cuda.stream_in_use()
+        return self._stream or streams.in_use()
 
-    def _add_row(self, action: Action, block: int, operator: str, stream: int = 0, source: str = "") -> None:
+    def _add_row(
+        self, action: Action, block: int, operator: str, stream: int = 0, source: str = "", case: str = ""
+    ) -> None:
         where = self._where(), self.step, self.module, operator
-        self._rows.append(Event(action, block, self._bytes[block], "", *where, stream, source=source))
+        self._rows.append(Event(action, block, self._bytes[block], "", *where, stream, case, source))
 
     def _forget(self, address: int, block: int) -> None:
         if self._live.get(address) == block:
             del self._live[address]
             self._add_row("free", block, "")
+            self.waiting.free(block, self._streams.get(block, 0), self.step)
 
     def _open_cublas(self, operator: str, kernel_target: CudaTarget) -> None:
         """Forward and backward pass run in different threads, each with a cuBLAS handle and its workspace."""
@@ -735,6 +771,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             recorder.label(_unregistered(module), "buffers")
         # Under a dispatch mode the engine adds gradients out of place, without one in place: the walk does the latter.
         walked = fake_cuda.simulated_gpu() is not None or (on_cpu and fake_cuda.can_simulate_cuda())
+        exits.enter_context(streams.watched(recorder.waiting))
         paths_mode = _ModulePaths(recorder, walked=walked)
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_memguard.core.replay.replay import Replay, within_capacity
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import save_snapshot
-from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, Method, Trace
+from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, WAITS, Event, Method, Trace
 from lightning_memguard.errors import MemGuardError
 
 
@@ -186,13 +186,18 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
 
 
 def _firm_bytes(trace: Trace, likely: Replay, largest: Replay, settings: AllocatorSettings) -> int:
-    """The reserved peak if what is not known is as large as possible, but for blocks that have other sizes."""
-    yields = {bool(event.otherwise) for event in trace.events if event.case}
+    """The reserved peak if what is not known is as large as possible, but for blocks that give way."""
+    yields = {_gives_way(event) for event in trace.events if event.case}
     if yields == {True, False}:
-        events = tuple(e for e in trace.events if e.case in ("", "point" if e.otherwise else "high"))
+        events = tuple(e for e in trace.events if e.case in ("", "point" if _gives_way(e) else "high"))
         firm = replace(trace, events=events, kernels=(), scratch_spans=())
         return within_capacity(firm, settings, Replay.of).peak_reserved_bytes
     return (likely if yields == {True} else largest).peak_reserved_bytes
+
+
+def _gives_way(event: Event) -> bool:
+    """Whether a block is of another size, or not there, where memory is short."""
+    return bool(event.otherwise) or event.operator == WAITS
 
 
 # The share of the cached memory at the peak by which runs differ from the replay, either way, where not all blocks are

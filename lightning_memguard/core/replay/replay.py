@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from lightning_memguard.core.replay.allocator import Allocator, Block
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.trace.trace import Event, Trace
+from lightning_memguard.core.trace.trace import WAITS, Event, Trace
 
 _Result = TypeVar("_Result")
 
@@ -85,11 +85,27 @@ class Steps:
                 return block
         return None
 
+    def _wait(self, allocator: Allocator, event: Event, waiting: dict[int, Block]) -> None:
+        """A block that was freed stays with its stream, or comes back to it; it gives way to what would not fit."""
+        block = allocator.alloc(event.nbytes, event.stream) if event.action == "alloc" else None
+        if block is not None:
+            waiting[event.block] = block
+        elif event.block in waiting:
+            allocator.free(waiting.pop(event.block))
+
     def _cached(self, allocator: Allocator) -> Iterator[int]:
         blocks: dict[int, Block] = {}
+        waiting: dict[int, Block] = {}
         for event in self.trace.events:
-            if event.action == "alloc":
+            if event.operator == WAITS:
+                self._wait(allocator, event, waiting)
+                yield 0
+            elif event.action == "alloc":
                 self.block = block = self._alloc(allocator, event)
+                if block is None and waiting:
+                    while waiting:
+                        allocator.free(waiting.popitem()[1])
+                    self.block = block = self._alloc(allocator, event)
                 if block is None:
                     self.out_of_memory_event = event
                     return

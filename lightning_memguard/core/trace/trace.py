@@ -39,6 +39,11 @@ Shares = tuple[tuple[tuple[str, str], tuple[Share, ...]], ...]
 CASES = ("low", "point", "high")
 """At least, most likely, at most: the sizes of a block that is not known exactly, such as a convolution's workspace."""
 
+WAITS = "record_stream"
+"""The operator of what stands for a block that is free, and whose memory waits for another stream (``record_stream``).
+
+It counts as reserved, not as allocated, and gives way where memory is short: PyTorch then waits for the stream."""
+
 
 class Event(NamedTuple):
     """One block of memory allocated or freed; a tuple, since a trace at another batch size makes tens of thousands.

@@ -1,0 +1,200 @@
+"""CUDA streams of a simulated GPU, on which nothing runs: each has memory of its own.
+
+A block that another stream uses too (``record_stream``) comes back to its own when the host finds that the other one is
+done with it, not when it is freed (``insert_events`` and ``process_events`` in CUDACachingAllocator.cpp). How far the
+host is ahead of the GPU is not known: at least, such a block is back at once; at most, when the host has waited.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_FIRST_STREAM = 16  # lower numbers are those of `Recorder.on_stream`
+_stream_numbers = itertools.count(_FIRST_STREAM)
+_clock = itertools.count()
+
+
+class FakeStream:
+    """A ``torch.cuda.Stream`` of the simulated GPU."""
+
+    def __init__(self, _: object = None, priority: int = 0, number: int | None = None, **__: object) -> None:
+        self.device, self.priority = torch.device("cuda", 0), priority
+        self.device_index, self.device_type = 0, 1  # c10::DeviceType (torch/headeronly/core/DeviceType.h)
+        self.cuda_stream = self.stream_id = next(_stream_numbers) if number is None else number
+
+    def wait_stream(self, _: object) -> None:  # noqa: D102 - as torch's
+        pass
+
+    wait_event = wait_stream
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:  # noqa: D102
+        event = event or FakeEvent()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:  # noqa: D102
+        self.record_event().synchronize()
+
+    def query(self) -> bool:  # noqa: D102
+        return True
+
+    def __enter__(self) -> Self:
+        _streams.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _streams.pop()
+
+
+class FakeEvent:
+    """A ``torch.cuda.Event`` of the simulated GPU."""
+
+    _last = -1  # when any event was recorded last
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._stream = self._at = self._before = -1
+
+    def record(self, stream: FakeStream | None = None) -> None:  # noqa: D102 - as torch's
+        self._stream = (stream or _streams[-1]).cuda_stream
+        self._before, self._at = FakeEvent._last, next(_clock)
+        FakeEvent._last = self._at
+
+    def wait(self, *_: object) -> None:  # noqa: D102
+        pass
+
+    def synchronize(self) -> None:  # noqa: D102
+        for waiting in _watched:
+            waiting.end(self._is_done)
+
+    def query(self) -> bool:  # noqa: D102
+        return True
+
+    def elapsed_time(self, _: FakeEvent) -> float:  # noqa: D102
+        return 0.0
+
+    def _is_done(self, late: _Late) -> bool:
+        """Whether a stream is done with a block when this event is over.
+
+        Of its own stream that is what was freed before it. Of other streams, what was freed before the event before it:
+        FSDP records one with each parameter that it frees, and a layer's gather, which that layer's event comes after,
+        comes after the reductions of layers before it on the one stream of the communicator.
+        """
+        return late.freed_at < (self._at if late.user == self._stream else self._before)
+
+
+_streams = [FakeStream(number=0)]  # the one in use last
+
+
+def in_use() -> int:
+    """The number of the stream whose memory is allocated now; 0 for the default one."""
+    return _streams[-1].cuda_stream
+
+
+@contextmanager
+def _on_stream(stream: FakeStream | None) -> Iterator[None]:
+    with stream if isinstance(stream, FakeStream) else nullcontext():
+        yield
+
+
+def _set_stream(stream: FakeStream) -> None:
+    _streams[-1] = stream
+
+
+def _synchronize(*_: object) -> None:
+    for waiting in _watched:
+        waiting.end(lambda _: True)
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """What `torch.cuda` has for streams, by name."""
+    return {
+        "Stream": FakeStream,
+        "Event": FakeEvent,
+        "stream": _on_stream,
+        "StreamContext": _on_stream,
+        "current_stream": lambda *_: _streams[-1],
+        "default_stream": lambda *_: _streams[0],
+        "set_stream": _set_stream,
+        "synchronize": _synchronize,
+    }
+
+
+# -- blocks that another stream uses
+
+
+class Watcher(Protocol):
+    """Records blocks."""
+
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        """The block behind a tensor."""
+
+    def wait(self, block: int) -> int:
+        """A block that is freed waits, at most, for its memory to come back; returns what waits in its place."""
+
+    def come_back(self, waiting: int) -> None:
+        """What waited in a block's place waits no longer."""
+
+
+class _Late(NamedTuple):
+    waiting: int
+    user: int  # a stream
+    freed_at: int
+    step: int
+
+
+class Waiting:
+    """Blocks that another stream uses, and those that were freed and wait for it."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._users: dict[int, int] = {}  # block -> the stream
+        self._late: list[_Late] = []
+
+    def use(self, tensor: torch.Tensor, user: int) -> None:
+        """A stream uses a tensor."""
+        block = self._watcher.block_of(tensor)
+        if block is not None:
+            self._users[block] = user
+
+    def free(self, block: int, stream: int, step: int) -> None:
+        """A block of a stream is freed."""
+        user = self._users.pop(block, stream)
+        if user != stream:
+            self._late.append(_Late(self._watcher.wait(block), user, next(_clock), step))
+
+    def end(self, is_done: Callable[[_Late], bool]) -> None:
+        """The host knows that streams are done with some of them."""
+        for late in [each for each in self._late if is_done(each)]:
+            self._late.remove(late)
+            self._watcher.come_back(late.waiting)
+
+    def begin_step(self, step: int) -> None:
+        """The host is less than a step ahead of the GPU: a stream of commands holds about a thousand."""
+        self.end(lambda late: late.step < step - 1)
+
+
+_watched: list[Waiting] = []  # the innermost last
+
+
+@contextmanager
+def watched(waiting: Waiting) -> Iterator[None]:
+    """Tell of blocks that another stream uses, and of what the host waits for."""
+    _watched.append(waiting)
+    try:
+        yield
+    finally:
+        _watched.pop()
+
+
+def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
+    """``torch.Tensor.record_stream``."""
+    if _watched:
+        _watched[-1].use(tensor, stream.cuda_stream)
