@@ -136,7 +136,7 @@ class _Step:
         """The requests from one entry on."""
         table = history.stacks
         found = [
-            Request(block.nbytes, table[block.stack] if block.stack >= 0 else (), -1)
+            Request(block.requested_bytes, table[block.stack] if block.stack >= 0 else (), -1)
             for segment in history.start
             for block in segment.blocks
         ]

@@ -47,6 +47,7 @@ class HeldBlock(NamedTuple):
 
     address: int
     nbytes: int
+    requested_bytes: int
     stack: int = -1
 
 
@@ -223,7 +224,8 @@ def _segment(segment: Mapping[str, Any], stacks: _Stacks) -> HeldSegment:
     for block in segment["blocks"]:
         if block["state"] in ("active_allocated", "active_pending_free", "active_awaiting_free"):
             frames = block["frames"] if "frames" in block else _frames_of_old(block)
-            held.append(HeldBlock(address, block["size"], stacks.number(frames)))
+            requested = block.get("requested_size", block["size"])
+            held.append(HeldBlock(address, block["size"], requested, stacks.number(frames)))
         address += block["size"]
     small, expandable = segment["segment_type"] == "small", bool(segment.get("is_expandable"))
     where = segment["address"], segment["total_size"], segment["stream"]
@@ -297,7 +299,7 @@ def _undone(end: Sequence[HeldSegment], entries: Sequence[Entry], allocator: All
                 before = addresses[at - 1]
                 live[before] = live[before]._replace(nbytes=address - before)
         elif action == "free_completed" and nbytes:
-            live[address] = HeldBlock(address, allocator.rounded(nbytes))
+            live[address] = HeldBlock(address, allocator.rounded(nbytes), nbytes)
             insort(addresses, address)
         elif action == "segment_alloc":
             segments.pop(address, None)

@@ -71,6 +71,19 @@ def test_what_one_of_them_holds_for_longer_is_named() -> None:
     assert (difference.kind, difference.nbytes, difference.peak_bytes) == ("held at the peak", MORE[0], MORE[0])
 
 
+def test_what_was_there_before_counts_as_requested_in_both() -> None:
+    large = 40_960_000  # takes 41,943,040 bytes of a segment: less than 1 MiB is not split off
+    whole = snapshot(Trace(8, "cuda", "fake", (Event("alloc", 0, large), Event("alloc", 1, KIB))), AllocatorSettings())
+    (predicted,) = histories_of(whole)
+    trace = whole["device_traces"][0]
+    first = next(place for place, entry in enumerate(trace) if entry["action"] == "alloc")
+    (actual,) = histories_of({**whole, "device_traces": [trace[first + 1 :]]})
+    assert actual.start_bytes > large
+    found = compare(predicted, actual)
+    assert found.actual_before_bytes == large
+    assert found.actual_peak_bytes == found.predicted_peak_bytes == large + KIB
+
+
 def test_the_report_has_code_only_where_it_is_asked_for() -> None:
     secret = "/home/someone/secret.py:3:forward"
     found = compare(history(STEP, [*STEP, MORE], code=secret), recorded(history(STEP, code=secret)))
