@@ -355,7 +355,9 @@ def test_two_snapshots_are_compared(capsys, project: Path) -> None:
     assert found["actual_requests"] > found["predicted_requests"]
     assert not any(each["line"] for each in found["differences"])
     assert "Wrote report.txt" in shown(capsys, "compare", "step.pickle", "deeper.pickle", "--lines", "-o", "report.txt")
-    assert "net.py:" in (project / "report.txt").read_text(encoding="utf-8")
+    text = (project / "report.txt").read_text(encoding="utf-8")
+    assert "net.py:" in text
+    assert text.endswith("\n")
 
 
 @pytest.mark.parametrize("command", ["replay", "compare"])
