@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lightning_memguard import __version__
 from lightning_memguard.core.replay.compare import Comparison, Difference
+from lightning_memguard.core.replay.history import without_folders
 from lightning_memguard.units import MIB, format_bytes
 
 _MOST_ROWS, _MOST_WITHOUT_EFFECT = 30, 10
@@ -98,7 +99,6 @@ def _row(each: Difference) -> str:
     which = f"{each.kind.removeprefix('only ')} only"
     if each.kind == "held at the peak":
         which = f"both; at {'actual' if each.count > 0 else 'predicted'} peak only"
-    line = each.line.replace("\\", "/").rpartition("/")[2]  # no folders
-    where = ", ".join(filter(None, (each.operator or "operator not recorded", line)))
+    where = ", ".join(filter(None, (each.operator or "operator not recorded", without_folders(each.line))))
     effect = _signed(each.peak_bytes) if each.peak_bytes else "none"
     return f"{effect:>20}{abs(each.count):>8,}{each.nbytes:>16,}  {which:30}  {where}"

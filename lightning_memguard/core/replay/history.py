@@ -107,6 +107,13 @@ class History:
         changes = (_RESERVED.get(entry.action, 0) * entry.nbytes for entry in self.entries)
         return tuple(accumulate(changes, initial=self.start_reserved_bytes))
 
+    @property
+    def ran_short_at_bytes(self) -> int | None:
+        """The least that could not be reserved, so that the cache was released instead; None if that never happened."""
+        reserved = self.reserved_bytes
+        short = (each for each in _releases(self) if each[1].under_pressure)
+        return min((reserved[place] + self.entries[release.end].nbytes for place, release in short), default=None)
+
 
 # -- reading
 
@@ -147,6 +154,8 @@ def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
     except MemGuardError as error:
         raise MemGuardError(f"{source} was not read: {error}") from None
     except Exception as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise MemGuardError(f"{source} cannot be read ({error.strerror}).") from error
         raise MemGuardError(
             f"{source} cannot be read as a memory snapshot ({type(error).__name__}: {error})."
         ) from error
@@ -270,6 +279,11 @@ def line_of(stack: Stack) -> str:
         if rest and not _TORCH.search(file) and not rest.endswith(_INSIDE_TORCH):
             return frame
     return ""
+
+
+def without_folders(line: str) -> str:
+    """A line of `line_of` by its file's name alone, to show to others."""
+    return line.replace("\\", "/").rpartition("/")[2]
 
 
 # As `at::_ops::addmm::call` in recorded stacks, and as `aten.addmm.default` in predicted ones.
@@ -619,7 +633,7 @@ def _releases(history: History) -> Iterator[tuple[int, _Release]]:
     """The runs of releases by their first entry.
 
     ``torch.cuda.empty_cache`` leaves the same entries as an allocator that makes room for a request. It was the latter
-    if a reservation follows at once that was more than the process ever had without releasing.
+    if a reservation follows at once that was more than the process ever had without releasing, unless the stack says.
     """
     entries, settings, reserved = history.entries, history.settings, history.reserved_bytes
     most = max(reserved)
@@ -633,7 +647,9 @@ def _releases(history: History) -> Iterator[tuple[int, _Release]]:
         while end < len(entries) and entries[end].action in _RELEASING:
             end += 1
         after = entries[end] if end < len(entries) else None
-        short = after is not None and (
+        stack = entries[place].stack
+        asked_for = stack >= 0 and any(frame.endswith(":empty_cache") for frame in history.stacks[stack])
+        short = (not asked_for and after is not None) and (
             after.action == "oom" or (after.action in _RESERVING and reserved[place] + after.nbytes > most)
         )
         yield place, _Release(end, short, is_whole=place > 0 and not partly)
