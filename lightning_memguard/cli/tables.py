@@ -15,7 +15,7 @@ from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.textbook import ratio_to_peak
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.history import line_of, operator_of
+from lightning_memguard.core.replay.history import line_of, operator_of, without_folders
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data
 from lightning_memguard.report.table import new_table, print_decision
 from lightning_memguard.report.words import peak_range
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_memguard.core.layers.layers import Layer, LayerTable
     from lightning_memguard.core.layers.textbook import TextbookSum, WeightMemory
     from lightning_memguard.core.replay.alternatives import Alternative
-    from lightning_memguard.core.replay.history import History
+    from lightning_memguard.core.replay.history import History, Holder
     from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
@@ -188,26 +188,49 @@ def print_alternatives(
         figures = [format_bytes(found.peak_reserved_bytes), f"{change:+.1%}" if row.setting else ""]
         figures += [format_bytes(found.cached_bytes), format_bytes(found.pinned_bytes)]
         figures += [
-            ("yes" if row.fits else "NO") + (f", after releasing its cache {found.retries} x" if found.retries else "")
+            ("yes" if row.fits else "NO")
+            + (f", after releasing its cache {_times(found.retries)}" if found.retries else "")
         ]
         table.add_row(row.setting or "as it was", *figures[: len(columns) - 1])
     console.print(table)
+    short = history.ran_short_at_bytes
+    if short and capacity_bytes and capacity_bytes >= short:
+        most = format_bytes(max(history.reserved_bytes))
+        console.print(
+            f"Note: when recorded, at most {most} were reserved; {format_bytes(short)} seem not to have fit, as the "
+            'cache was released. For "as it was" to be what happened, pass a --capacity below that.',
+            soft_wrap=True,
+        )
     console.print(
-        f"Allocated at most: {format_bytes(recorded.peak_allocated_bytes)}. Cached: in segments without a block, given "
-        "back when memory is short. Fragmented: free within segments that hold a block. A setting is given as "
-        "PYTORCH_ALLOC_CONF=KEY:VALUE (PYTORCH_CUDA_ALLOC_CONF before torch 2.9); garbage collection works only with "
-        "torch.cuda.set_per_process_memory_fraction below 1.",
+        f"Allocated at most: {format_bytes(recorded.peak_allocated_bytes)}.\n"
+        "Cached: in segments without a block, given back when memory is short.\n"
+        "Fragmented: free within segments that hold a block.\n"
+        "A setting is given as PYTORCH_ALLOC_CONF=KEY:VALUE (PYTORCH_CUDA_ALLOC_CONF before torch 2.9); garbage "
+        "collection works only with torch.cuda.set_per_process_memory_fraction below 1.",
         soft_wrap=True,
     )
     if recorded.holders:
         console.print("Blocks that kept most of the fragmented memory at the peak:")
-    for holder in recorded.holders[:MOST_HOLDERS]:
-        where = (
-            " at ".join(filter(None, (operator_of(holder.stack), line_of(holder.stack))))
-            or "requested before the history, or by no operator"
-        )
-        kept, held = format_bytes(holder.free_bytes), format_bytes(holder.allocated_bytes)
-        console.print(f"  {kept} by {holder.blocks:,} blocks of {held} in all: {where}", soft_wrap=True)
+    for where, blocks, held, kept in _by_place(recorded.holders)[:MOST_HOLDERS]:
+        text = f"{format_bytes(kept)} by {blocks:,} block{'s' if blocks > 1 else ''} of {format_bytes(held)} in total"
+        console.print(f"  {text}: {where}", soft_wrap=True)
+
+
+def _by_place(holders: Sequence[Holder]) -> list[tuple[str, int, int, int]]:
+    """Where blocks were requested, how many, their bytes, and the free bytes they keep; the most of these first."""
+    places: dict[str, list[Holder]] = {}
+    for each in holders:
+        where = " at ".join(filter(None, (operator_of(each.stack), without_folders(line_of(each.stack)))))
+        places.setdefault(where or "allocated before the history, or operator not recorded", []).append(each)
+    rows = [
+        (where, sum(e.blocks for e in these), sum(e.allocated_bytes for e in these), sum(e.free_bytes for e in these))
+        for where, these in places.items()
+    ]
+    return sorted(rows, key=lambda row: -row[3])
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
 
 
 def print_layers(table: LayerTable, console: Console, depth: int | None = None) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from lightning_memguard.cli.main import BAD_USE, DOES_NOT_FIT, FITS, main
 from lightning_memguard.core.device.process import process_bytes
+from lightning_memguard.core.gpus import find
 from lightning_memguard.units import MIB
 
 NET = ["net:Net", "--args", "width=64"]
@@ -337,14 +338,36 @@ def test_a_snapshot_is_replayed_under_other_settings(capsys, project: Path) -> N
     text = shown(capsys, "replay", "step.pickle")
     assert "Predicted history of" in text
     assert "expandable_segments:True" in text
+    places = [line.partition(" in total: ")[2] for line in text.splitlines() if " in total: " in line]
+    assert any("net.py:" in place for place in places)
+    assert len(set(places)) == len(places)
+    assert str(project) not in text
     (history,) = answered(capsys, "replay", "step.pickle", "--setting", "max_split_size_mb:64", "--capacity", "T4")
     assert [row["setting"] for row in history["settings"]] == [None, "max_split_size_mb:64"]
     assert all(row["fits"] for row in history["settings"])
+    assert history["capacity_bytes"] == find("T4").memory_bytes - 300_000_000
+    for typo in ("expandable_segment:True", "PYTORCH_ALLOC_CONF=expandable_segments:True"):
+        assert "is not a setting that is replayed" in refused(capsys, "replay", "step.pickle", "--setting", typo)
+    assert "none.pickle cannot be read (No such file or directory)." in refused(capsys, "replay", "none.pickle")
     assert main(["replay", "step.pickle", "--capacity", "1MiB"]) == DOES_NOT_FIT
     assert "NO" in capsys.readouterr().out
     assert "PYTORCH_ALLOC_CONF sets max_split_size_mb:1" in refused(
         capsys, "replay", "step.pickle", "--setting", "max_split_size_mb:1"
     )
+
+
+def test_a_capacity_that_the_process_did_not_have_is_noted(capsys, project: Path) -> None:
+    first, second, small, large = 1 << 32, 2 << 32, 40 * MIB, 44 * MIB
+    released = ["alloc", "free_requested", "free_completed", "segment_free"]
+    entries = [[action, first, small, 0, -1] for action in ["segment_alloc", *released]]
+    entries += [[action, second, large, 0, -1] for action in ("segment_alloc", "alloc")]
+    block = {"size": large, "state": "active_allocated", "frames": []}
+    segment = {"address": second, "total_size": large, "stream": 0, "segment_type": "large", "blocks": [block]}
+    content = {"segments": [segment], "device_traces": [entries], "frames": []}
+    (project / "step.json").write_text(json.dumps(content), encoding="utf-8")
+    note = "at most 44.0 MiB were reserved; 84.0 MiB seem not to have fit"
+    assert note in shown(capsys, "replay", "step.json", "--capacity", "100MiB")
+    assert note not in shown(capsys, "replay", "step.json", "--capacity", "80MiB")
 
 
 def test_two_snapshots_are_compared(capsys, project: Path) -> None:
@@ -355,7 +378,9 @@ def test_two_snapshots_are_compared(capsys, project: Path) -> None:
     assert found["actual_requests"] > found["predicted_requests"]
     assert not any(each["line"] for each in found["differences"])
     assert "Wrote report.txt" in shown(capsys, "compare", "step.pickle", "deeper.pickle", "--lines", "-o", "report.txt")
-    assert "net.py:" in (project / "report.txt").read_text(encoding="utf-8")
+    text = (project / "report.txt").read_text(encoding="utf-8")
+    assert "net.py:" in text
+    assert text.endswith("\n")
 
 
 @pytest.mark.parametrize("command", ["replay", "compare"])

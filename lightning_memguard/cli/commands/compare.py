@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> bool:
     if options.output:
         target = Path(options.output)
         try:
-            target.write_text(report, encoding="utf-8")
+            target.write_text(f"{report}\n", encoding="utf-8")
         except OSError as error:
             raise MemGuardError(f"-o {target}: cannot be written ({error.strerror}).") from error
         tables.terminal().print(f"Wrote {target}.", soft_wrap=True)

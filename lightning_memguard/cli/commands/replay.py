@@ -10,6 +10,7 @@ from lightning_memguard.cli.progress import progress
 from lightning_memguard.core.gpus import find
 from lightning_memguard.core.replay.alternatives import SETTINGS, Alternative, alternatives
 from lightning_memguard.core.replay.history import History, Holder, line_of, operator_of, read_histories
+from lightning_memguard.core.replay.settings import check_replayed
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import parse_bytes
 
@@ -32,13 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity",
         metavar="SIZE",
-        help="what the process may reserve, such as 22GiB, or a GPU such as 'RTX 4090': would it have been enough?",
+        help="what the process may reserve, such as 22GiB, or a GPU such as 'RTX 4090' (its memory, less 300 MB for "
+        "CUDA's context): would it have been enough?",
     )
 
 
 def run(options: argparse.Namespace) -> bool:
     """Replay, and print a table for each device in the file. False if nothing fits the capacity."""
     capacity = _capacity(options.capacity) if options.capacity else None
+    for setting in options.setting or ():
+        check_replayed(setting)
     with progress() as say:
         say("reading the snapshot")
         histories = read_histories(options.snapshot)
@@ -56,7 +60,9 @@ def _capacity(text: str) -> int:
     try:
         return parse_bytes(text)
     except MemGuardError:
-        return find(text).memory_bytes
+        from lightning_memguard.core.device.context import CONTEXT_BYTES  # here: it imports torch
+
+        return find(text).memory_bytes - CONTEXT_BYTES[1]
 
 
 def _data(history: History, rows: tuple[Alternative, ...], capacity: int | None) -> dict[str, Any]:

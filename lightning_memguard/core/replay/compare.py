@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
 from typing import NamedTuple
 
 from lightning_memguard.core.replay.history import History, Stack, line_of, operator_of, read_histories
+from lightning_memguard.errors import MemGuardError
 
 _NEVER = 1 << 62
 
@@ -59,6 +60,8 @@ class Comparison:
         predicted_peak_bytes, actual_peak_bytes: of what is requested.
         predicted_before_bytes, actual_before_bytes: what was allocated when the step began.
         differences: that explain the rest, the largest effect on the peak first.
+        predicted_left_out, actual_left_out: requests before and after the part that was compared.
+        same_kind: ``"predicted"`` or ``"recorded"`` if both snapshots are; else empty.
     """
 
     predicted_requests: int
@@ -69,6 +72,9 @@ class Comparison:
     predicted_before_bytes: int
     actual_before_bytes: int
     differences: tuple[Difference, ...]
+    predicted_left_out: int = 0
+    actual_left_out: int = 0
+    same_kind: str = ""
 
     @property
     def peak_error(self) -> float:
@@ -82,7 +88,7 @@ class Comparison:
             key = each.kind, each.operator, each.nbytes
             known = added.get(key, replace(each, line="", count=0, peak_bytes=0))
             added[key] = replace(known, count=known.count + each.count, peak_bytes=known.peak_bytes + each.peak_bytes)
-        return replace(self, differences=tuple(each for each in added.values() if each.count))
+        return replace(self, differences=_largest_first(each for each in added.values() if each.count))
 
 
 def compare(predicted: History, actual: History) -> Comparison:
@@ -93,7 +99,8 @@ def compare(predicted: History, actual: History) -> Comparison:
         actual: as recorded.
     """
     ours, theirs = (_Step.of(history, _last_step(history)) for history in (predicted, actual))
-    if len(ours.requests) <= len(theirs.requests):
+    mine, yours = len(ours.requests), len(theirs.requests)
+    if mine <= yours:
         theirs = theirs.only(*_best_stretch(ours.requests, theirs.requests))
     else:
         ours = ours.only(*_best_stretch(theirs.requests, ours.requests))
@@ -107,7 +114,10 @@ def compare(predicted: History, actual: History) -> Comparison:
         actual_peak_bytes=theirs.peak_bytes,
         predicted_before_bytes=ours.before_bytes,
         actual_before_bytes=theirs.before_bytes,
-        differences=tuple(sorted(found, key=lambda each: (-abs(each.peak_bytes), -abs(each.count) * each.nbytes))),
+        differences=_largest_first(found),
+        predicted_left_out=mine - len(ours.requests),
+        actual_left_out=yours - len(theirs.requests),
+        same_kind=("predicted" if actual.predicted else "recorded") if predicted.predicted == actual.predicted else "",
     )
 
 
@@ -115,9 +125,13 @@ def compare_files(predicted: str | os.PathLike[str], actual: str | os.PathLike[s
     """Compare two snapshots; of several devices, the one that did most.
 
     Raises:
-        MemGuardError: see `read_histories`.
+        MemGuardError: the recorded one is given first; see also `read_histories`.
     """
     ours, theirs = (max(read_histories(path), key=lambda each: len(each.entries)) for path in (predicted, actual))
+    if theirs.predicted and not ours.predicted:
+        raise MemGuardError(
+            f"{actual} was predicted and {predicted} was recorded; swap them: the predicted one is first."
+        )
     return compare(ours, theirs)
 
 
@@ -136,7 +150,7 @@ class _Step:
         """The requests from one entry on."""
         table = history.stacks
         found = [
-            Request(block.nbytes, table[block.stack] if block.stack >= 0 else (), -1)
+            Request(block.requested_bytes, table[block.stack] if block.stack >= 0 else (), -1)
             for segment in history.start
             for block in segment.blocks
         ]
@@ -277,6 +291,10 @@ def _walked_back(seen: Sequence[dict[int, int]], mine: int, yours: int) -> list[
 
 
 # -- naming the differences
+
+
+def _largest_first(found: Iterable[Difference]) -> tuple[Difference, ...]:
+    return tuple(sorted(found, key=lambda each: (-abs(each.peak_bytes), -abs(each.count) * each.nbytes)))
 
 
 def _differences(ours: _Step, theirs: _Step, pairs: Sequence[tuple[int, int]]) -> Iterator[Difference]:

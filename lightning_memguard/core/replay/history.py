@@ -47,6 +47,7 @@ class HeldBlock(NamedTuple):
 
     address: int
     nbytes: int
+    requested_bytes: int
     stack: int = -1
 
 
@@ -106,6 +107,13 @@ class History:
         changes = (_RESERVED.get(entry.action, 0) * entry.nbytes for entry in self.entries)
         return tuple(accumulate(changes, initial=self.start_reserved_bytes))
 
+    @property
+    def ran_short_at_bytes(self) -> int | None:
+        """The least that could not be reserved, so that the cache was released instead; None if that never happened."""
+        reserved = self.reserved_bytes
+        short = (each for each in _releases(self) if each[1].under_pressure)
+        return min((reserved[place] + self.entries[release.end].nbytes for place, release in short), default=None)
+
 
 # -- reading
 
@@ -146,6 +154,8 @@ def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
     except MemGuardError as error:
         raise MemGuardError(f"{source} was not read: {error}") from None
     except Exception as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise MemGuardError(f"{source} cannot be read ({error.strerror}).") from error
         raise MemGuardError(
             f"{source} cannot be read as a memory snapshot ({type(error).__name__}: {error})."
         ) from error
@@ -223,7 +233,8 @@ def _segment(segment: Mapping[str, Any], stacks: _Stacks) -> HeldSegment:
     for block in segment["blocks"]:
         if block["state"] in ("active_allocated", "active_pending_free", "active_awaiting_free"):
             frames = block["frames"] if "frames" in block else _frames_of_old(block)
-            held.append(HeldBlock(address, block["size"], stacks.number(frames)))
+            requested = block.get("requested_size", block["size"])
+            held.append(HeldBlock(address, block["size"], requested, stacks.number(frames)))
         address += block["size"]
     small, expandable = segment["segment_type"] == "small", bool(segment.get("is_expandable"))
     where = segment["address"], segment["total_size"], segment["stream"]
@@ -270,6 +281,11 @@ def line_of(stack: Stack) -> str:
     return ""
 
 
+def without_folders(line: str) -> str:
+    """A line of `line_of` by its file's name alone, to show to others."""
+    return line.replace("\\", "/").rpartition("/")[2]
+
+
 # As `at::_ops::addmm::call` in recorded stacks, and as `aten.addmm.default` in predicted ones.
 _OPERATOR = re.compile(r"(?:at::_ops::|:aten\.)(\w+?)(?:_out)?(?:::|\.|$)")
 _ONLY_ALLOCATE = re.compile(
@@ -297,7 +313,7 @@ def _undone(end: Sequence[HeldSegment], entries: Sequence[Entry], allocator: All
                 before = addresses[at - 1]
                 live[before] = live[before]._replace(nbytes=address - before)
         elif action == "free_completed" and nbytes:
-            live[address] = HeldBlock(address, allocator.rounded(nbytes))
+            live[address] = HeldBlock(address, allocator.rounded(nbytes), nbytes)
             insort(addresses, address)
         elif action == "segment_alloc":
             segments.pop(address, None)
@@ -617,7 +633,7 @@ def _releases(history: History) -> Iterator[tuple[int, _Release]]:
     """The runs of releases by their first entry.
 
     ``torch.cuda.empty_cache`` leaves the same entries as an allocator that makes room for a request. It was the latter
-    if a reservation follows at once that was more than the process ever had without releasing.
+    if a reservation follows at once that was more than the process ever had without releasing, unless the stack says.
     """
     entries, settings, reserved = history.entries, history.settings, history.reserved_bytes
     most = max(reserved)
@@ -631,7 +647,9 @@ def _releases(history: History) -> Iterator[tuple[int, _Release]]:
         while end < len(entries) and entries[end].action in _RELEASING:
             end += 1
         after = entries[end] if end < len(entries) else None
-        short = after is not None and (
+        stack = entries[place].stack
+        asked_for = stack >= 0 and any(frame.endswith(":empty_cache") for frame in history.stacks[stack])
+        short = (not asked_for and after is not None) and (
             after.action == "oom" or (after.action in _RESERVING and reserved[place] + after.nbytes > most)
         )
         yield place, _Release(end, short, is_whole=place > 0 and not partly)

@@ -116,6 +116,19 @@ def _settings_from(variable: str, text: str) -> AllocatorSettings:
     )
 
 
+_REPLAYED = (
+    *("expandable_segments", "max_split_size_mb", "max_non_split_rounding_mb", "roundup_power2_divisions"),
+    *("garbage_collection_threshold", "large_segment_size_mb", "per_process_memory_fraction", "backend"),
+)
+
+
+def check_replayed(text: str) -> None:
+    """Refuse settings that a replay would ignore, such as misspelled ones."""
+    for option in _options("the setting", "".join(text.split())):
+        if option.key not in _REPLAYED:
+            raise MemGuardError(f"{option.key!r} is not a setting that is replayed; those are {', '.join(_REPLAYED)}.")
+
+
 def _options(variable: str, text: str) -> Iterator[_Option]:
     at = 0
     while at < len(text):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_memguard.core.replay.compare import aligned, compare
+from lightning_memguard.core.replay.compare import Difference, aligned, compare, compare_files
 from lightning_memguard.core.replay.history import History, histories_of
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import snapshot
 from lightning_memguard.core.trace.trace import Event, Trace
+from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.comparison import comparison_text
-
-KIB = 1024
+from lightning_memguard.units import KIB, MIB
 
 
 def history(*steps: list[tuple[int, str]], start: int = 0, code: str = "model.py:7:forward") -> History:
@@ -71,6 +73,19 @@ def test_what_one_of_them_holds_for_longer_is_named() -> None:
     assert (difference.kind, difference.nbytes, difference.peak_bytes) == ("held at the peak", MORE[0], MORE[0])
 
 
+def test_what_was_there_before_counts_as_requested_in_both() -> None:
+    large = 40_960_000  # takes 41,943,040 bytes of a segment: less than 1 MiB is not split off
+    whole = snapshot(Trace(8, "cuda", "fake", (Event("alloc", 0, large), Event("alloc", 1, KIB))), AllocatorSettings())
+    (predicted,) = histories_of(whole)
+    trace = whole["device_traces"][0]
+    first = next(place for place, entry in enumerate(trace) if entry["action"] == "alloc")
+    (actual,) = histories_of({**whole, "device_traces": [trace[first + 1 :]]})
+    assert actual.start_bytes > large
+    found = compare(predicted, actual)
+    assert found.actual_before_bytes == large
+    assert found.actual_peak_bytes == found.predicted_peak_bytes == large + KIB
+
+
 def test_the_report_has_code_only_where_it_is_asked_for() -> None:
     secret = "/home/someone/secret.py:3:forward"
     found = compare(history(STEP, [*STEP, MORE], code=secret), recorded(history(STEP, code=secret)))
@@ -79,8 +94,57 @@ def test_the_report_has_code_only_where_it_is_asked_for() -> None:
     text = comparison_text(found.without_lines())
     assert "secret" not in text
     effect, unit, count, nbytes, *which, operator = text.splitlines()[-1].split()
-    assert (effect, unit, count, nbytes, operator) == ("-65,536", "B", "1", "65,536", "aten::scatter_")
+    assert (effect, unit, count, nbytes, operator) == ("-64.0", "KiB", "1", "65,536", "aten::scatter_")
     assert which == ["predicted", "only"]
+    assert text.splitlines()[-2].endswith("operator")
+    assert comparison_text(found).splitlines()[-2].endswith("operator, line")
+
+
+def test_the_largest_effect_comes_first_with_and_without_lines() -> None:
+    of_one = Difference("only predicted", "aten::bmm", "a.py:1:f", 3 * KIB, 1, -3 * KIB)
+    of_two = [Difference("only predicted", "aten::mul", f"a.py:{line}:f", 2 * KIB, 1, -2 * KIB) for line in (2, 3)]
+    found = replace(compare(history(STEP), recorded(history(STEP))), differences=(of_one, *of_two))
+    assert [each.peak_bytes for each in found.without_lines().differences] == [-4 * KIB, -3 * KIB]
+
+
+def test_rows_without_an_effect_do_not_fill_the_report() -> None:
+    extra = [Difference("only actual", f"aten::op{number}", "", KIB, 1, 0) for number in range(50)]
+    most = [replace(each, peak_bytes=MIB) for each in extra]
+    found = replace(compare(history(STEP), recorded(history(STEP))), differences=(*most, *extra))
+    assert comparison_text(found).splitlines()[-2:] == [
+        "  ... and 20 more rows with +20.0 MiB in total",
+        "  ... and 40 more rows without an effect",
+    ]
+
+
+def test_the_report_cautions_where_the_two_are_hardly_one_step() -> None:
+    other = [(size * 2 + 8, operator) for size, operator in STEP[:30]] + STEP[30:]
+    text = comparison_text(compare(history(STEP), recorded(history(other))))
+    assert "They are only 50% of all: these may be two different steps." in text
+    found = compare(history(STEP), recorded(history(STEP, STEP)))
+    assert found.actual_left_out == len(STEP)
+    text = comparison_text(found)
+    assert "The actual history is longer: 60 of its allocations, before or after the best match, are left out." in text
+    assert "two different steps" not in text
+    assert "Note: " not in text
+    assert "Note: both snapshots are predicted." in comparison_text(compare(history(STEP), history(STEP)))
+
+
+def test_a_tiny_error_is_not_rounded_to_none() -> None:
+    found = compare(history(STEP), recorded(history(STEP)))
+    found = replace(found, predicted_peak_bytes=1000 * MIB, actual_peak_bytes=1000 * MIB + 4)
+    assert "The predicted peak is less than 0.001% too low." in comparison_text(found)
+
+
+def test_swapped_snapshots_are_refused(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "step.pickle", tmp_path / "step_actual.pickle"
+    whole = snapshot(Trace(8, "cuda", "fake", (Event("alloc", 0, KIB),)), AllocatorSettings())
+    trace = [entry for entry in whole["device_traces"][0] if entry["action"] != "snapshot"]
+    ours.write_bytes(pickle.dumps(whole))
+    theirs.write_bytes(pickle.dumps({**whole, "device_traces": [trace]}))
+    assert compare_files(ours, theirs).differences == ()
+    with pytest.raises(MemGuardError, match=r"step\.pickle was predicted and .*swap them"):
+        compare_files(theirs, ours)
 
 
 def test_the_report_says_what_is_not_of_the_step() -> None:
@@ -88,7 +152,7 @@ def test_the_report_says_what_is_not_of_the_step() -> None:
     peak = found.actual_peak_bytes + more
     text = comparison_text(replace(found, actual_before_bytes=more, actual_peak_bytes=peak))
     assert "too low; what the step adds was predicted to the byte." in text
-    assert "The actual step began with 3.0 MiB more than predicted: not the step's own, " in text
+    assert "The actual step began with 3.0 MiB more than predicted, allocated before the step." in text
     assert "No allocation of the step differs." in text
     assert "The predicted peak is the actual one." in comparison_text(found)
 

@@ -121,6 +121,15 @@ def test_a_cache_that_was_emptied_is_emptied_again() -> None:
     assert replay_as_recorded(history).differences.total == 0  # type: ignore[union-attr]
 
 
+def test_a_cache_that_the_code_emptied_is_no_sign_of_pressure() -> None:
+    content = emptied_after_each_layer()
+    for entry in content["device_traces"][0]:
+        entry["frames"] = [{"filename": "torch/cuda/memory.py", "line": 192, "name": "empty_cache"}]
+    (history,) = histories_of(content)
+    assert history.ran_short_at_bytes is None
+    assert replay_history(history, AllocatorSettings(capacity_bytes=100 * MIB)).peak_reserved_bytes == 36 * MIB
+
+
 def test_memory_is_released_under_pressure_where_a_capacity_is_given() -> None:
     entries = emptied_after_each_layer(2)["device_traces"][0]
     for entry in entries:  # what is released makes room: together they would be more than there ever was
@@ -140,6 +149,7 @@ def test_memory_is_released_under_pressure_where_a_capacity_is_given() -> None:
     small, large = (replay_history(history, AllocatorSettings(capacity_bytes=size * MIB)) for size in (50, 100))
     assert (small.peak_reserved_bytes, small.retries) == (44 * MIB, 1)
     assert (large.peak_reserved_bytes, large.retries) == (84 * MIB, 0)
+    assert history.ran_short_at_bytes == 84 * MIB
 
 
 def test_a_setting_is_tried_and_a_capacity_compared() -> None:
