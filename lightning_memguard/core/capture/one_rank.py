@@ -76,8 +76,13 @@ def one_rank_of(size: int, rank: int = 0) -> Iterator[None]:
 
 
 def _destroy() -> None:
+    from torch.distributed.tensor import debug
+
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget = getattr(debug, "_clear_sharding_prop_cache", None)
+    if forget:  # DTensor remembers groups by name, and the next one has others
+        forget()
 
 
 def _set_aside_real_group() -> None:

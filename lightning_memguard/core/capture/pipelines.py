@@ -7,8 +7,8 @@ pass on, which they would agree on by sending them. Private names of torch were 
 
 from __future__ import annotations
 
-import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,13 +17,16 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 
+from lightning_memguard.core.capture.fake import fake_copy
 from lightning_memguard.core.capture.one_rank import one_rank_of
 from lightning_memguard.core.capture.program import TRUE_DTYPES, LoopProgram, device_to_run_on, tensors
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, states_of, watching
 from lightning_memguard.errors import CannotTraceError
 
 _STEPS = 2  # the first makes the optimizer's state
+_SHARING = ("data_parallel", "tensor_parallel")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class PipelineProgram(LoopProgram):
         schedule: a class of schedule by its name, such as ``"1F1B"``.
         micro_batches: how many a batch is divided into.
         loss: ``(output, targets) -> loss`` of a micro-batch.
+        shard: ``(stage, mesh)``: does to a stage what ``fully_shard`` and ``parallelize_module`` do.
+        mesh: the data and tensor-parallel ranks that share each stage.
+        context: makes what a step runs in, such as ``loss_parallel``.
     """
 
     stages: tuple[nn.Module, ...] = ()
@@ -44,30 +50,36 @@ class PipelineProgram(LoopProgram):
     schedule: str = "1F1B"
     micro_batches: int = 1
     loss: Callable[[Any, Any], Any] | None = None
+    shard: Callable[[nn.Module, Any], object] | None = None
+    mesh: tuple[int, int] = (1, 1)
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         """See `Program.run`."""
-        passed = self._passed_on(batch_size)
-        with self._group(), _given_shapes(), tensors(fake=fake, gpu=self.gpu) as mode:
-            parts = self._module_copy(mode)
-            optimizers = self._optimizers(parts)
-            schedule = self._schedule(parts, passed, device_to_run_on(self, fake=fake))
-            with watching(recorder, parts):
-                recorder.label(states_of(optimizers), "optimizer_state")
-                for index in range(_STEPS):
-                    recorder.mark("zero_grad", step=index)
-                    parts.zero_grad()
-                    given = self._given(recorder, batch_size, fake)
-                    recorder.mark("forward")
-                    schedule.step(*given[0], **given[1])
-                    recorder.label(gradients_of(optimizers, parts), "gradients")
-                    recorder.mark("optimizer")
-                    for optimizer in optimizers:
-                        optimizer.step()
-                        recorder.label(states_of(optimizers), "optimizer_state")
+        with self._group(), _given_shapes():
+            mesh, passed = self._passed_on(batch_size)
+            with tensors(fake=fake, gpu=self.gpu) as mode:
+                parts: Any = self._module_copy(mode)
+                schedule = self._schedule(parts, passed, mesh, device_to_run_on(self, fake=fake))
+                optimizers = self._optimizers(parts)
+                with watching(recorder, parts):
+                    recorder.label(states_of(optimizers), "optimizer_state")
+                    for index in range(_STEPS):
+                        recorder.mark("zero_grad", step=index)
+                        parts.zero_grad()
+                        given = self._given(recorder, batch_size, fake)
+                        recorder.mark("forward")
+                        with self.context():
+                            schedule.step(*given[0], **given[1])
+                        recorder.label(gradients_of(optimizers, parts), "gradients")
+                        recorder.mark("optimizer")
+                        for optimizer in optimizers:
+                            optimizer.step()
+                            recorder.label(states_of(optimizers), "optimizer_state")
 
     def _group(self) -> AbstractContextManager[None]:
-        return one_rank_of(self.ranks, self.rank)
+        sharing = math.prod(self.mesh)
+        return one_rank_of(self.ranks * sharing, self.rank * sharing)
 
     @property
     def _own(self) -> range:
@@ -82,20 +94,27 @@ class PipelineProgram(LoopProgram):
         inputs, targets = self._next_batch(recorder, batch_size, fake)
         return ((inputs,) if first else ()), ({"target": targets} if last else {})
 
-    def _passed_on(self, batch_size: int) -> list[Tensor]:
-        """Without memory: a micro-batch as each stage gets it, and what the last one makes of it."""
-        inputs = self.batches.fake(batch_size, torch.device("meta"))[0]
-        passed = [inputs[: -(-batch_size // self.micro_batches)]]
+    def _passed_on(self, batch_size: int) -> tuple[Any, list[Tensor]]:
+        """The mesh of all ranks; and, fake, a micro-batch as each stage gets it, and what the last one makes of it."""
         dtype = TRUE_DTYPES.get(self.precision)
-        with torch.no_grad():
+        with tensors(fake=True, gpu=self.gpu) as mode, torch.no_grad():
+            assert mode is not None
+            device = device_to_run_on(self, fake=True)
+            shape = self.ranks, *self.mesh
+            mesh = device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", *_SHARING))
+            inputs = self.batches.fake(batch_size, device)[0]
+            passed = [inputs[: -(-batch_size // self.micro_batches)]]
             for stage in self.stages:
-                on_meta = copy.deepcopy(stage).to("meta")
-                passed.append((on_meta.to(dtype) if dtype else on_meta)(passed[-1]))
+                alone = fake_copy(stage, mode, device)
+                alone = alone.to(dtype) if dtype else alone
+                if self.shard:
+                    self.shard(alone, mesh[_SHARING])
+                passed.append(alone(passed[-1]))
         if not all(isinstance(each, Tensor) for each in passed):
             raise CannotTraceError("a stage passes on something else than one tensor")
-        return passed
+        return mesh, passed
 
-    def _schedule(self, parts: Any, passed: list[Tensor], device: torch.device) -> Any:
+    def _schedule(self, parts: Any, passed: list[Tensor], mesh: Any, device: torch.device) -> Any:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -104,6 +123,8 @@ class PipelineProgram(LoopProgram):
 
         made = []
         for index, part in zip(self._own, parts, strict=True):
+            if self.shard:
+                self.shard(part, mesh[_SHARING])
             first, (before, after) = index == 0, passed[index : index + 2]
             shapes: dict[str, Any] = {
                 "input_args": (like(before, grad=not first),),
@@ -113,7 +134,8 @@ class PipelineProgram(LoopProgram):
             }
             known = inspect.signature(PipelineStage).parameters  # gradients' since torch 2.12
             shapes = {name: value for name, value in shapes.items() if name in known}
-            made.append(PipelineStage(part, index, len(self.stages), device, **shapes))
+            group = mesh["pipeline"].get_group()
+            made.append(PipelineStage(part, index, len(self.stages), device, group=group, **shapes))
         kind = get_schedule_class(self.schedule)
         several = issubclass(kind, PipelineScheduleMulti)
         if len(made) > 1 and not several:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +35,10 @@ def estimate_pipeline(
     optimizer: MakeOptimizer | None = None,
     device: str = "cuda",
     precision: str = "32-true",
+    shard: Callable[[nn.Module, Any], object] | None = None,
+    data_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[Footprint, ...]:
     """Predict the memory of one training step on each rank of a pipeline of ``torch.distributed.pipelining``.
 
@@ -46,9 +52,15 @@ def estimate_pipeline(
         optimizer: ``(parameters) -> Optimizer`` (default: none, gradients only).
         device: as for `lightning_memguard.estimate`.
         precision: ``"32-true"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``.
+        shard: ``(stage, mesh)``: shards a copy of a stage by ``fully_shard`` or ``parallelize_module``, over the
+            ``"data_parallel"`` and ``"tensor_parallel"`` dimensions of a mesh; the batch is that of one data-parallel
+            rank.
+        data_parallel_size: how many ranks have a stage and samples of their own.
+        tensor_parallel_size: how many ranks share a stage and its samples.
+        context: makes what a step runs in, such as ``loss_parallel``.
 
     Returns:
-        The footprint of each rank.
+        The footprint of each rank of the pipeline; of those that share a stage, of the first.
 
     Raises:
         MemGuardError: an argument is unknown, or stages or samples cannot be divided so.
@@ -62,15 +74,20 @@ def estimate_pipeline(
         >>> [footprint.parts["parameters"] for footprint in found] == 4 * [4 * (64 * 64 + 64)]
         True
     """
-    size, count = len(batch[0]), ranks or len(stages)
+    samples, count = len(batch[0]), ranks or len(stages)
     check_count("micro_batches", micro_batches)
     if precision not in TRUE_DTYPES:
         raise MemGuardError(f"precision={precision!r}: a pipeline takes {', '.join(TRUE_DTYPES)}.")
-    if size % micro_batches:
-        raise MemGuardError(f"A batch of {size} does not divide into {micro_batches} micro-batches.")
+    if samples % micro_batches:
+        raise MemGuardError(f"A batch of {samples} does not divide into {micro_batches} micro-batches.")
     if len(stages) % count:
         raise MemGuardError(f"{len(stages)} stages do not divide over {count} ranks.")
-    target = target_of(device).talking(1 if count > 1 else 0)
+    mesh = data_parallel_size, tensor_parallel_size
+    check_count("data_parallel_size", data_parallel_size)
+    check_count("tensor_parallel_size", tensor_parallel_size)
+    if math.prod(mesh) > 1 and shard is None:
+        raise MemGuardError("Ranks that share a stage need `shard`, which divides it over them.")
+    target = target_of(device).talking(sum(size > 1 for size in (count, *mesh)))
     settings = AllocatorSettings.for_device(target.device.type, os.environ)
     settings = replace(settings, capacity_bytes=target.capacity_bytes)
     found = []
@@ -89,11 +106,14 @@ def estimate_pipeline(
             schedule=schedule,
             micro_batches=micro_batches,
             loss=loss,
+            shard=shard,
+            mesh=mesh,
+            context=context,
         )
-        prediction = predict(program, size, settings, context_bytes=target.context_bytes, scalable=False)
+        prediction = predict(program, samples, settings, context_bytes=target.context_bytes, scalable=False)
         if prediction.method == "states":
             raise CannotTraceError(f"Rank {rank} cannot be predicted: {'; '.join(prediction.notes)}.")
-        found.append(prediction.footprint_at(size))
+        found.append(prediction.footprint_at(samples))
     return tuple(found)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _init_utils, _runtime_utils, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import _dispatch, _random
+from torch.distributed.tensor import _dispatch, _random, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -143,6 +143,7 @@ def test_private_names_of_torch_are_where_they_were() -> None:
     assert [*inspect.signature(_fsdp_param._chunk_with_empty).parameters] == ["tensor", "num_chunks", "dim"]
     assert callable(_dispatch.is_rng_supported_mesh)
     assert hasattr(_random, "_rng_tracker")
+    assert callable(debug._clear_sharding_prop_cache)
     names = [_runtime_utils._register_post_backward_hook, _runtime_utils._post_backward_hook]
     names += [_init_utils._get_compute_device, _flat_param._data_ptr_allocated, FullyShardedDataParallel.__init__]
     assert all(map(callable, names))

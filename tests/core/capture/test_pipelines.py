@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch._C._profiler import _EventType
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard import MemGuardError
 from lightning_memguard.core.capture.batch import batches_from_one
-from lightning_memguard.core.capture.one_rank import one_rank_of
 from lightning_memguard.core.capture.pipelines import PipelineProgram, _given_shapes
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.training.planning.pipeline import estimate_pipeline
@@ -25,7 +26,17 @@ def stage() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
 
-def program(rank: int, schedule: str, ranks: int = 4, stages: int = 4) -> PipelineProgram:
+def sharded(part: nn.Module, mesh: Any) -> None:
+    """Tensor parallelism, and FSDP2 of each half and of the whole; gathered once for all micro-batches."""
+    if mesh["tensor_parallel"].size() > 1:
+        parallelize_module(part, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if mesh["data_parallel"].size() > 1:
+        for each in (part[0], part[2], part):
+            fully_shard(each, mesh=mesh["data_parallel"], reshard_after_forward=False)
+
+
+def program(rank: int, schedule: str, ranks: int = 4, stages: int = 4, **options: Any) -> PipelineProgram:
+    torch.manual_seed(0)
     made = tuple(stage() for _ in range(stages))
     return PipelineProgram(
         nn.ModuleList(made[rank::ranks]),
@@ -39,6 +50,7 @@ def program(rank: int, schedule: str, ranks: int = 4, stages: int = 4) -> Pipeli
         schedule=schedule,
         micro_batches=MICRO_BATCHES,
         loss=nn.functional.mse_loss,
+        **options,
     )
 
 
@@ -57,11 +69,11 @@ def recorded_peak(program: PipelineProgram) -> int:
 
 def measured_peak(program: PipelineProgram) -> int:
     """The same of real tensors."""
-    passed = program._passed_on(SAMPLES)
-    with one_rank_of(program.ranks, program.rank), _given_shapes():
+    with program._group(), _given_shapes():
         parts: Any = program.model
+        mesh, passed = program._passed_on(SAMPLES)
+        schedule = program._schedule(parts, passed, mesh, torch.device("cpu"))
         optimizers = program._optimizers(parts)
-        schedule = program._schedule(parts, passed, torch.device("cpu"))
         arguments = (BATCH[0],) if 0 in program._own else ()
         targets = {"target": BATCH[1]} if len(program.stages) - 1 in program._own else {}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -89,6 +101,13 @@ def test_a_stage_takes_what_it_takes_on_real_tensors(rank: int, schedule: str) -
     assert recorded_peak(program(rank, schedule)) == pytest.approx(measured_peak(program(rank, schedule)), abs=64)
 
 
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ranks_may_share_a_stage(rank: int, mesh: tuple[int, int]) -> None:
+    found = [each(program(rank, "1F1B", shard=sharded, mesh=mesh)) for each in (recorded_peak, measured_peak)]
+    assert found[0] == pytest.approx(found[1], abs=64)
+
+
 def test_a_rank_may_have_several_stages() -> None:
     interleaved = program(1, "Interleaved1F1B", ranks=4, stages=8)
     assert recorded_peak(interleaved) == pytest.approx(measured_peak(interleaved), abs=64)
@@ -102,6 +121,17 @@ def test_earlier_stages_keep_more_micro_batches(here: None) -> None:
     assert found[1].peak_allocated_bytes - found[2].peak_allocated_bytes == pytest.approx(2 * kept, abs=64)
 
 
+def test_a_plan_of_sharded_stages_has_their_shards(here: None) -> None:
+    made = [stage() for _ in range(2)]
+    options = {"loss": nn.functional.mse_loss, "micro_batches": MICRO_BATCHES, "optimizer": torch.optim.Adam}
+    whole, halves = (
+        estimate_pipeline(made, BATCH, device="cpu", **options, **more)[0]
+        for more in ({}, {"shard": sharded, "data_parallel_size": 2})
+    )
+    assert halves.parts["parameters"] == whole.parts["parameters"] // 2
+    assert halves.parts["gathered"] > 0
+
+
 def test_what_does_not_divide_is_refused() -> None:
     with pytest.raises(MemGuardError, match="A batch of 32 does not divide into 5"):
         estimate_pipeline([stage()], BATCH, loss=nn.functional.mse_loss, micro_batches=5)
@@ -109,3 +139,5 @@ def test_what_does_not_divide_is_refused() -> None:
         estimate_pipeline([stage() for _ in range(3)], BATCH, loss=nn.functional.mse_loss, micro_batches=4, ranks=2)
     with pytest.raises(MemGuardError, match="a pipeline takes 32-true"):
         estimate_pipeline([stage()], BATCH, loss=nn.functional.mse_loss, micro_batches=4, precision="bf16-mixed")
+    with pytest.raises(MemGuardError, match="need `shard`"):
+        estimate_pipeline([stage()], BATCH, loss=nn.functional.mse_loss, micro_batches=4, data_parallel_size=2)
