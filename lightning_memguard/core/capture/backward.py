@@ -129,6 +129,7 @@ class _Saved:
         # By sequence number: usually the node that saves is the last one made.
         self.handles: dict[int, list[weakref.ref[_Handle]]] = defaultdict(list)
         self.count = 0
+        self.made_by_node = True
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -149,6 +150,7 @@ class _Saved:
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
             mock.patch.object(autograd, "_push_saved_tensors_default_hooks", push_users),
             mock.patch.object(autograd, "_pop_saved_tensors_default_hooks", pop_users),
+            mock.patch.object(torch.utils.checkpoint, "_make_saved_tensor", self._of_no_node, create=True),
             mock.patch.object(autograd, "_saved_tensors_hooks_disable"),  # torch.func refuses hooks, which do no harm
             mock.patch.object(autograd, "_saved_tensors_hooks_enable"),
         ):
@@ -161,8 +163,14 @@ class _Saved:
     def handle(self, content: object, hooks: _Hooks | None, number: int) -> _Handle:
         self.count += 1
         handle = _Handle(content, hooks, self.count)
-        self.handles[number].append(weakref.ref(handle))
+        if self.made_by_node:
+            self.handles[number].append(weakref.ref(handle))
         return handle
+
+    def _of_no_node(self, tensor: Tensor, *, is_output: bool) -> Any:
+        """A checkpoint keeps what it is given by itself (``save_inputs``, torch 2.13): no node frees it."""
+        with mock.patch.object(self, "made_by_node", False):
+            return torch._C._autograd._make_saved_tensor(tensor, is_output=is_output)
 
     def _unpack(self, handle: _Handle) -> Any:
         if handle.content is None:

@@ -954,6 +954,16 @@ def nested_checkpoints_without_early_stop() -> Any:
 
 
 @scenario
+def checkpoints_of_leaves_one_after_the_other() -> Any:
+    """What the second is given is saved when the last node is the first one's."""
+    layer, first, second = block(), leaf(3, 4), leaf(3, 4)
+    losses = [mixed(checkpoint(layer, x, use_reentrant=False)) for x in (first, second)]
+    for loss in losses:
+        loss.backward()
+    return grads(first, second, *layer.parameters())
+
+
+@scenario
 def a_checkpoint_of_a_retained_graph() -> Any:
     layer, x = block(), leaf(3, 4)
     out = mixed(checkpoint(layer, x, use_reentrant=False))
