@@ -3,7 +3,8 @@
 Truth: ``benchmarks/llama3_h100_202412_torchtitan.md`` of pytorch/torchtitan @b5bcd76c6: max reserved over ranks, on
 H100 with 96 GB; here H200, which has the same kernels and does not run short either. The rows of 70B and 405B were
 measured with torch.compile and float8, which are not predicted: they are compared with the same training without them.
-Which layers the pipelines' stages had is not published: here they are divided evenly, and a micro-batch is one text.
+The pipelines are divided as torchtitan did by default (its commit 9dec370): first and last stage have fewer layers, and
+there are as many micro-batches as ranks.
 
     python benchmarks/torchtitan.py                 # all rows; those of 405B take minutes each
     python benchmarks/torchtitan.py 8B ranks
@@ -18,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -90,7 +90,8 @@ def shard(stage: Any, mesh: Any) -> None:
 
 def pipeline(schedule: str, on_rank: int) -> Sequence[Footprint]:
     count, llama = RANKS * on_rank, example()
-    layers = [*map(len, np.array_split(range(llama.SHAPES["405B"].layers), count))]
+    fewest, more = divmod(llama.SHAPES["405B"].layers, count)
+    layers = [fewest, *(fewest + (index < more) for index in range(count - 1))]
     with torch.device("meta"):
         stages = [Stage(llama, each, first=not index, last=index == count - 1) for index, each in enumerate(layers)]
         tokens = torch.empty(TEXTS, TOKENS, dtype=torch.int64)
@@ -98,7 +99,7 @@ def pipeline(schedule: str, on_rank: int) -> Sequence[Footprint]:
         stages,
         (tokens, tokens.clone()),
         loss=lambda found, wanted: F.cross_entropy(found.flatten(0, 1).float(), wanted.flatten()),
-        micro_batches=TEXTS,
+        micro_batches=RANKS,
         schedule=schedule,
         ranks=RANKS,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4, fused=True),

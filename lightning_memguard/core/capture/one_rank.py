@@ -250,6 +250,18 @@ def any_wrapped(types: Any) -> bool:
     return any(issubclass(kind, _wrapper_types()) for kind in types)
 
 
+def unsharded_gradients(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What FSDP2 accumulates before it reduces it (``FSDPParam.unsharded_accumulated_grad``)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for each in module.modules():
+        state: Any = each._get_fsdp_state() if isinstance(each, FSDPModule) else None
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for parameter in (parameter for group in groups if group for parameter in group.fsdp_params):
+            if parameter.unsharded_accumulated_grad is not None:
+                yield parameter.unsharded_accumulated_grad
+
+
 def _fsdp1() -> Iterator[AbstractContextManager[Any]]:
     """Have FSDP1 hook its flat parameters instead of the nodes that accumulate their gradients (`_runtime_utils`).
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.distributed import device_mesh
+from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.fake import fake_copy
-from lightning_memguard.core.capture.one_rank import one_rank_of
+from lightning_memguard.core.capture.one_rank import one_rank_of, unsharded_gradients
 from lightning_memguard.core.capture.program import TRUE_DTYPES, LoopProgram, device_to_run_on, tensors
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, states_of, watching
 from lightning_memguard.errors import CannotTraceError
@@ -62,7 +63,7 @@ class PipelineProgram(LoopProgram):
                 parts: Any = self._module_copy(mode)
                 schedule = self._schedule(parts, passed, mesh, device_to_run_on(self, fake=fake))
                 optimizers = self._optimizers(parts)
-                with watching(recorder, parts):
+                with watching(recorder, parts), _labeling(schedule, recorder, optimizers, parts):
                     recorder.label(states_of(optimizers), "optimizer_state")
                     for index in range(_STEPS):
                         recorder.mark("zero_grad", step=index)
@@ -141,6 +142,21 @@ class PipelineProgram(LoopProgram):
         if len(made) > 1 and not several:
             raise CannotTraceError(f"the schedule {self.schedule} runs one stage on each rank, not {len(made)}")
         return kind(made if several else made[0], self.micro_batches, loss_fn=self.loss)
+
+
+@contextmanager
+def _labeling(schedule: Any, recorder: Recorder, optimizers: Sequence[Optimizer], parts: nn.Module) -> Iterator[None]:
+    """Label the gradients of each micro-batch: the next one would take them for activations."""
+    with ExitStack() as exits:
+        for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+
+            def backward(*args: Any, own: Any = stage.backward_one_chunk, **kwargs: Any) -> Any:
+                result = own(*args, **kwargs)
+                recorder.label((*gradients_of(optimizers, parts), *unsharded_gradients(parts)), "gradients")
+                return result
+
+            exits.enter_context(mock.patch.object(stage, "backward_one_chunk", backward))
+        yield
 
 
 @contextmanager

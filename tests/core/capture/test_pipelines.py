@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -119,6 +120,15 @@ def test_earlier_stages_keep_more_micro_batches(here: None) -> None:
     found = estimate_pipeline(made, BATCH, loss=nn.functional.mse_loss, micro_batches=MICRO_BATCHES, device="cpu")
     kept = 4 * (SAMPLES // MICRO_BATCHES) * WIDTH  # a tensor of a micro-batch
     assert found[1].peak_allocated_bytes - found[2].peak_allocated_bytes == pytest.approx(2 * kept, abs=64)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": sharded, "mesh": (2, 1)}])
+def test_gradients_of_a_micro_batch_are_gradients_in_the_next(options: dict[str, Any]) -> None:
+    recorder = Recorder("cpu")
+    program(0, "1F1B", **options).run(recorder, SAMPLES, fake=True)
+    made = Counter(event.part for event in recorder.trace(SAMPLES, "fake") if event.nbytes == 4 * WIDTH * WIDTH)
+    assert made["activations"] == 0
+    assert made["gradients"] > 0
 
 
 def test_a_plan_of_sharded_stages_has_their_shards(here: None) -> None:
