@@ -75,6 +75,7 @@ class EvaluationGuard:
             if not self._takes(error, batch, *rest):
                 raise
         self._state.put_back(noted)
+        self._buffers_were_sent()
         free(self._trainer.strategy.root_device)
         self._too_large_bytes = min(self._too_large_bytes, batch_bytes(batch))
         return self._in_parts(own, batch, *rest)
@@ -104,9 +105,6 @@ class EvaluationGuard:
 
     def _in_parts(self, own: Callable[..., Any], batch: Any, *rest: Any) -> Any:
         same, trainer = self._policy.same(), self._trainer
-        wrapper = wrapper_of(trainer)
-        if wrapper is not None:
-            wrapper.require_forward_param_sync = False  # the failed attempt has sent the buffers
         samples, cut = samples_in(batch, same.cut)
         journal, outputs, counts = Journal(trainer._results), [], []
 
@@ -124,6 +122,7 @@ class EvaluationGuard:
                     release(error)
                 else:
                     continue
+                self._buffers_were_sent()
                 free(trainer.strategy.root_device, again=True)
                 run(first, last, math.ceil((last - first) / 2))
 
@@ -135,6 +134,12 @@ class EvaluationGuard:
         self._fitting = max(counts) / samples
         self._policy.rescued(samples, max(counts))
         return join(outputs, counts, same.rules, "output")
+
+    def _buffers_were_sent(self) -> None:
+        """By an attempt that failed: the other ranks expect them once for a batch."""
+        wrapper = wrapper_of(self._trainer)
+        if wrapper is not None:
+            wrapper.require_forward_param_sync = False
 
     def _undo(self, journal: Journal, noted: Noted) -> None:
         journal.drop()

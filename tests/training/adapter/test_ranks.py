@@ -182,3 +182,12 @@ def test_ranks_take_smaller_batches_together(seen: dict[str, tuple[Seen, Seen]])
         assert (rank["error"], rank["step"], rank["rescued"]) == ("", 40, [20, 0])
         assert (rank["size"], rank["accumulate"]) == (2, 2)
         torch.testing.assert_close(rank["parameters"], whole["parameters"], rtol=0, atol=1e-6)
+
+
+def test_a_rank_that_validates_in_parts_sends_the_buffers_as_often_as_the_other(
+    seen: dict[str, tuple[Seen, Seen]],
+) -> None:
+    """In the second epoch its first batch is taken in parts from the start; else both would wait forever."""
+    for whole, parts in zip(seen["validated"], seen["validated in parts"], strict=True):
+        assert (parts["error"], parts["step"]) == ("", 16)
+        assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-6)
