@@ -77,6 +77,7 @@ RULES.of("native_group_norm_backward")(lambda call: Scratch(after=(2 * call["N"]
 # -- losses and softmax
 
 _MEAN = 1  # `at::Reduction::Mean`
+_BAG_MEAN, _BAG_MAX = 1, 2  # `EmbeddingBagMode`
 
 
 def _divisor(x: Tensor) -> int:
@@ -105,6 +106,22 @@ def _huber_loss(call: CpuCall) -> Scratch:
     """`huber_loss` (Loss.cpp): all losses, if they are reduced."""
     x = call["self"]
     return after((nbytes(x), _divisor(x) if call["reduction"] == _MEAN else 0)) if call["reduction"] else NONE
+
+
+@RULES.of("_embedding_bag", "_embedding_bag_forward_only")
+def _embedding_bag(call: CpuCall) -> Scratch:
+    """`make_offset2bag` and `apply_bag_size` (EmbeddingBag.cpp).
+
+    Where bags begin is marked, with one entry too many, and summed up in a block of its own. Means are divided by the
+    size of each bag, at least one, in the type of the weights; of maxima, the places are first as many as bags.
+    """
+    out, bag_of, sizes = call.results[:3]
+    if not bag_of.numel():
+        return NONE
+    marks = nbytes(bag_of) + bag_of.element_size()
+    of_mean = nbytes(sizes), nbytes(sizes), len(sizes) * out.element_size()
+    taken = {_BAG_MEAN: of_mean, _BAG_MAX: (nbytes(sizes),)}.get(call["mode"], ())
+    return Scratch(between={1: moments(((marks,),))}, after=moments((taken,)), kept=bag_of.element_size())
 
 
 @RULES.of("binary_cross_entropy_with_logits")

@@ -256,6 +256,14 @@ OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
         f"gelu, {names}": lambda names=names: (aten.gelu_backward.default, *(LAYOUTS[name] for name in names))
         for names in itertools.product(("in order", "turned", "with gaps"), repeat=2)
     },
+    **{
+        f"a bag of embeddings, mode {mode}, {dtype}": lambda mode=mode, dtype=dtype: (  # type: ignore[misc]
+            aten._embedding_bag.default,
+            *(torch.rand(50, 40).to(dtype), torch.randint(50, (600,)), torch.arange(0, 600, 5), False, mode),
+        )
+        for mode in (0, 1, 2)
+        for dtype in (torch.float32, F64)
+    },
     "matrices with gaps": lambda: (aten.bmm.default, torch.rand(3, 16, 80)[..., ::2], torch.rand(3, 40, 90)[..., ::2]),
 }
 
