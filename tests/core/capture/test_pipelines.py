@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._C._profiler import _EventType
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,13 +28,16 @@ def stage() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
 
-def sharded(part: nn.Module, mesh: Any) -> None:
+IN_FLOAT = MixedPrecisionPolicy()
+
+
+def sharded(part: nn.Module, mesh: Any, policy: MixedPrecisionPolicy = IN_FLOAT) -> None:
     """Tensor parallelism, and FSDP2 of each half and of the whole; gathered once for all micro-batches."""
     if mesh["tensor_parallel"].size() > 1:
         parallelize_module(part, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     if mesh["data_parallel"].size() > 1:
         for each in (part[0], part[2], part):
-            fully_shard(each, mesh=mesh["data_parallel"], reshard_after_forward=False)
+            fully_shard(each, mesh=mesh["data_parallel"], reshard_after_forward=False, mp_policy=policy)
 
 
 def program(rank: int, schedule: str, ranks: int = 4, stages: int = 4, **options: Any) -> PipelineProgram:
@@ -122,10 +126,13 @@ def test_earlier_stages_keep_more_micro_batches(here: None) -> None:
     assert found[1].peak_allocated_bytes - found[2].peak_allocated_bytes == pytest.approx(2 * kept, abs=64)
 
 
-@pytest.mark.parametrize("options", [{}, {"shard": sharded, "mesh": (2, 1)}])
-def test_gradients_of_a_micro_batch_are_gradients_in_the_next(options: dict[str, Any]) -> None:
+IN_HALF = partial(sharded, policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("shard", [None, sharded, IN_HALF])
+def test_gradients_of_a_micro_batch_are_gradients_in_the_next(shard: Any) -> None:
     recorder = Recorder("cpu")
-    program(0, "1F1B", **options).run(recorder, SAMPLES, fake=True)
+    program(0, "1F1B", shard=shard, mesh=(2, 1) if shard else (1, 1)).run(recorder, SAMPLES, fake=True)
     made = Counter(event.part for event in recorder.trace(SAMPLES, "fake") if event.nbytes == 4 * WIDTH * WIDTH)
     assert made["activations"] == 0
     assert made["gradients"] > 0
