@@ -480,8 +480,10 @@ def main() -> None:
     rows, aside = (published(name, arguments.only) for name in ("published_runs", "published_runs_aside"))
     with Pool(arguments.jobs) as pool:
         runs = pool.map(predict, rows + aside, chunksize=4)
-        show_all(runs[: len(rows)])
-        show_aside(runs[len(rows) :])
+        if rows:
+            show_all(runs[: len(rows)])
+        if aside:
+            show_aside(runs[len(rows) :])
         for path in recordings():
             show_recording(path, pool)
     if arguments.json:
@@ -511,8 +513,6 @@ def show_all(runs: list[Run]) -> None:
 
 def show_aside(runs: list[Run]) -> None:
     """The runs that nothing was chosen on, one by one and by group."""
-    if not runs:
-        return
     runs.sort(key=lambda run: (run.model, run.gpu, run.batch))
     print("\nKept aside")
     show(runs)

@@ -16,6 +16,7 @@ caching allocator gave it. For each file in a folder (``*.pickle``, ``*.json.gz`
 """
 
 import argparse
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,12 +124,24 @@ def main() -> None:
         sys.exit(f"no histories in {arguments.folder}")
     print_replays([replayed(name, history) for name, history in found])
     if arguments.predict:
-        from shared.known_programs import predicted  # here: it imports torch
+        print_predictions(found, events=arguments.events, save=arguments.save)
 
-        print()
-        for name, history in found:
-            for line in predicted(name, history, events=arguments.events, save=arguments.save):
-                print(line)
+
+def print_predictions(histories: list[tuple[str, History]], *, events: bool, save: Path | None) -> None:
+    from shared.known_programs import PROGRAMS, predicted  # here: it imports torch
+
+    steps = []
+    for name, history in histories:
+        if name in PROGRAMS:
+            steps.append(predicted(name, history, events=events, save=save))
+            print("", *steps[-1].lines, sep="\n")
+    if not steps:
+        return
+    print()
+    for place, label in enumerate(("allocated", "reserved")):
+        held = sum(step.within[place] for step in steps)
+        width = statistics.median(step.widths[place] for step in steps)
+        print(f"recorded peaks of {label} memory within the bounds: {held} of {len(steps)}; median width {width:.2%}")
 
 
 if __name__ == "__main__":
