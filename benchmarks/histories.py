@@ -6,7 +6,8 @@ caching allocator gave it. For each file in a folder (``*.pickle``, ``*.json.gz`
 - replayed at the recorded addresses of new segments: how many allocations are at another address than recorded, how
   many segments are reserved that were not, how many are released that were not;
 - replayed with addresses of its own: the peak reserved, compared with the recorded one;
-- where the program is known (`shared/known_programs.py`): its step predicted blind, and the peaks compared.
+- where the program is known (`shared/known_programs.py`): its step predicted blind, the peaks compared, and how many of
+  the recorded ones lie within the predicted bounds.
 
 `data/histories.csv` lists the histories: repository, commit, path, GPU, torch, and these figures.
 
@@ -139,9 +140,12 @@ def print_predictions(histories: list[tuple[str, History]], *, events: bool, sav
         return
     print()
     for place, label in enumerate(("allocated", "reserved")):
-        held = sum(step.within[place] for step in steps)
+        outside = [step.outside[place] for step in steps]
         width = statistics.median(step.widths[place] for step in steps)
-        print(f"recorded peaks of {label} memory within the bounds: {held} of {len(steps)}; median width {width:.2%}")
+        print(
+            f"recorded peaks of {label} memory within the bounds: {outside.count(0)} of {len(steps)}; "
+            f"at most {max(outside):.2%} outside; median width {width:.2%}"
+        )
 
 
 if __name__ == "__main__":
