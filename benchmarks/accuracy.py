@@ -192,23 +192,32 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def predict(row: dict[str, str]) -> Run:
-    """Predict one published run."""
+@dataclass(frozen=True)
+class Captured:
+    """The loop of a published run on fake tensors, and what is added to its replay."""
+
+    trace: Any
+    settings: Any
+    capacity: int
+    late: tuple[int, int, int]  # what CUDA loads after the first sample: at least, likely, at most
+    setup: int  # reserved before the first step, which the first sample may have included
+
+
+def captured(row: dict[str, str]) -> Captured:
+    """Capture one published run."""
     from lightning_memguard.core import gpus
     from lightning_memguard.core.capture import sdpa
     from lightning_memguard.core.capture.batch import batches_from_one
     from lightning_memguard.core.capture.predict import capture
     from lightning_memguard.core.capture.program import LoopProgram
     from lightning_memguard.core.device.context import CONTEXT_BYTES
-    from lightning_memguard.core.replay.footprint import footprint
     from lightning_memguard.core.replay.replay import replay
     from lightning_memguard.core.replay.settings import AllocatorSettings
 
     quieten()
     sdpa.cudnn_version = lambda: OLD_CUDNN  # type: ignore[assignment]
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0" if row["version"] == "2025-05" else ""
-    started = time.perf_counter()
-    model, batch, step = (image_loop if row["input"].startswith("86") else text_loop)(row)
+    model, batch, step = (image_loop if is_image(row) else text_loop)(row)
     chosen = getattr(torch.optim, row["optimizer"])
     program = LoopProgram(
         model,
@@ -218,17 +227,34 @@ def predict(row: dict[str, str]) -> Run:
         torch.device("cuda"),
         gpu=gpus.find(row["gpu"]),
     )
-    capacity = int(row["gpu_total_bytes"]) - CONTEXT_BYTES[1]
     settings = AllocatorSettings.for_device("cuda", {})
     trace = capture(program, int(row["batch"]), "fake")
-    recent, image = row["version"].startswith("2025"), row["input"].startswith("86")
-    late = (0, LAZY_KERNELS, MOST_LAZY_KERNELS) if recent else (0, *CONTEXT_BYTES[1:])
-    found = footprint(trace, replace(settings, capacity_bytes=capacity), late)
-    seconds = time.perf_counter() - started
+    recent = row["version"].startswith("2025")
     setup = tuple(event for event in trace.events if event.phase == "setup")
     before = replay(replace(trace, events=setup), settings).peak_reserved_bytes
-    included = before if recent and image else 0
-    adjustment = (LAZY_KERNELS if recent else 0) - included
+    return Captured(
+        trace,
+        settings,
+        int(row["gpu_total_bytes"]) - CONTEXT_BYTES[1],
+        (0, LAZY_KERNELS, MOST_LAZY_KERNELS) if recent else (0, *CONTEXT_BYTES[1:]),
+        before if recent and is_image(row) else 0,
+    )
+
+
+def is_image(row: dict[str, str]) -> bool:
+    """Whether images were trained on, rather than text."""
+    return row["input"].startswith("86")
+
+
+def predict(row: dict[str, str]) -> Run:
+    """Predict one published run."""
+    from lightning_memguard.core.replay.footprint import footprint
+
+    started = time.perf_counter()
+    loop = captured(row)
+    found = footprint(loop.trace, replace(loop.settings, capacity_bytes=loop.capacity), loop.late)
+    seconds = time.perf_counter() - started
+    adjustment = (LAZY_KERNELS if row["version"].startswith("2025") else 0) - loop.setup
     assert found.low is not None
     assert found.high is not None
     return Run(
@@ -244,12 +270,12 @@ def predict(row: dict[str, str]) -> Run:
         predicted=found.peak_reserved_bytes + adjustment,
         low=found.low.device_bytes,
         high=found.high.device_bytes,
-        setup=included,
+        setup=loop.setup,
         allocated=found.peak_allocated_bytes,
-        slack=found.peak_reserved_bytes - least_capacity(trace, settings, found.peak_reserved_bytes),
+        slack=found.peak_reserved_bytes - least_capacity(loop.trace, loop.settings, found.peak_reserved_bytes),
         other_failed={name: row[f"{name}_cap_failed"] == "True" for name in OTHERS if row[f"{name}_cap_failed"]},
         seconds=seconds,
-        is_image=image,
+        is_image=is_image(row),
     )
 
 
