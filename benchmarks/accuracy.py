@@ -56,6 +56,8 @@ CAUSES = {
     "RegNetX400MF": "a cuDNN workspace of grouped convolutions, on the RTX 4060 up to some 300 images",
 }
 
+TOKENS = 128  # of a text
+
 OTHERS = ("xmem", "dnnmem", "schedtune")
 NEW_MODELS = {"ConvNeXtBase", "MobeNetV3Large", "MobeNetV3Small", "RegNetY400MF", "ResNet152", "VGG19"}
 
@@ -152,15 +154,21 @@ def image_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any]
     return model, batch, step
 
 
-def text_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any], Any]]:
-    """A language model of transformers on 128 tokens of wikitext-2; the lengths of the real batches are unknown."""
+def text_loop(row: dict[str, str], first: int = TOKENS) -> tuple[nn.Module, Any, Callable[[Any, Any], Any]]:
+    """A language model of transformers on 128 tokens of wikitext-2; the lengths of the real batches are unknown.
+
+    ``first`` is how many tokens the first batch has.
+    """
     model = on_meta(lambda: language_model(row["constructor"]))
-    tokens = torch.empty(int(row["batch"]), 128, dtype=torch.long, device="meta")
+    tokens = torch.empty(int(row["batch"]), TOKENS, dtype=torch.long, device="meta")
     mask = torch.empty_like(tokens)
     outputs = []
+    shorter = [first] if first < TOKENS else []
 
     def step(model: Any, batch: Any) -> Any:
-        outputs[:] = [model(input_ids=batch[0], attention_mask=batch[1], labels=batch[0])]
+        tokens, mask = (each[:, : shorter[0]].contiguous() for each in batch) if shorter else batch
+        shorter.clear()
+        outputs[:] = [model(input_ids=tokens, attention_mask=mask, labels=tokens)]
         return outputs[0].loss
 
     return model.train(), (tokens, mask), step
@@ -203,8 +211,8 @@ class Captured:
     setup: int  # reserved before the first step, which the first sample may have included
 
 
-def captured(row: dict[str, str]) -> Captured:
-    """Capture one published run."""
+def captured(row: dict[str, str], first: int = TOKENS) -> Captured:
+    """Capture one published run; of text, with a first batch of this many tokens."""
     from lightning_memguard.core import gpus
     from lightning_memguard.core.capture import sdpa
     from lightning_memguard.core.capture.batch import batches_from_one
@@ -217,7 +225,7 @@ def captured(row: dict[str, str]) -> Captured:
     quieten()
     sdpa.cudnn_version = lambda: OLD_CUDNN  # type: ignore[assignment]
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0" if row["version"] == "2025-05" else ""
-    model, batch, step = (image_loop if is_image(row) else text_loop)(row)
+    model, batch, step = image_loop(row) if is_image(row) else text_loop(row, first)
     chosen = getattr(torch.optim, row["optimizer"])
     program = LoopProgram(
         model,

@@ -12,6 +12,9 @@ chosen on the runs kept aside.
 - roots: the three parts as if they were independent: the root of the sum of their squares.
 - constant: as many percent to each side of the likely figure.
 
+Then the language models that today's bounds do not hold, with a first batch of fewer tokens, which leaves blocks that
+are too small for the next batch.
+
     python benchmarks/bounds.py                # all, 10 to 20 minutes on one core
     python benchmarks/bounds.py --only RegNet  # some models
 """
@@ -25,7 +28,7 @@ from math import hypot
 from multiprocessing import Pool
 from typing import Any
 
-from accuracy import captured, is_image, published
+from accuracy import TOKENS, captured, is_image, published
 from lightning_memguard.core.replay.footprint import _FRAGMENTATION
 from lightning_memguard.core.replay.replay import Replay, within_capacity
 from lightning_memguard.core.trace.trace import CASES, Event
@@ -33,6 +36,7 @@ from lightning_memguard.core.trace.trace import CASES, Event
 AGREEING = 0.89  # of 4,520 first choices of cuDNN 9.8 and 9.19
 DRAWS = 24
 PLANS = 4
+LENGTHS = (TOKENS, 127, 120, 110, 96, 64)
 
 Question = tuple[str, int, int, int, tuple[int, ...]]  # operator, three cases, the plans' workspaces in order
 Bounds = tuple[int, int]
@@ -110,13 +114,16 @@ def replays(row: dict[str, str]) -> Replays:
         events = with_workspaces(loop.trace.events, size_of)
         return within_capacity(replace(loop.trace, events=events, scratch_spans=()), settings, Replay.of)
 
-    def reserved(*chosen: Callable[[Question], int]) -> Bounds:
-        found = [point.peak_reserved_bytes, *(replayed(size_of).peak_reserved_bytes for size_of in chosen)]
-        return min(found), max(found)
+    def reserved(size_of: Callable[[Question], int]) -> int:
+        return replayed(size_of).peak_reserved_bytes
+
+    def between(least: int, most: int) -> Bounds:
+        return min(point.peak_reserved_bytes, least), max(point.peak_reserved_bytes, most)
 
     point = replayed(lambda question: question[2])
     generators = [random.Random(seed) for seed in range(DRAWS)]
-    cases = reserved(lambda question: question[1], lambda question: question[3])
+    draws = [reserved(lambda question, each=each: drawn(question, each)) for each in generators]
+    cases = between(reserved(lambda question: question[1]), reserved(lambda question: question[3]))
     return Replays(
         is_image=is_image(row),
         measured=int(row["measured_bytes"]),
@@ -126,8 +133,8 @@ def replays(row: dict[str, str]) -> Replays:
         room=max(0, loop.capacity - cases[1]),
         point=point.peak_reserved_bytes,
         cases=cases,
-        plans=reserved(lambda question: min(plans(question)), lambda question: max(plans(question))),
-        drawn=reserved(*(lambda question, each=each: drawn(question, each) for each in generators)),
+        plans=between(reserved(lambda question: min(plans(question))), reserved(lambda question: max(plans(question)))),
+        drawn=between(min(draws), max(draws)),
     )
 
 
@@ -157,6 +164,8 @@ WAYS: dict[str, Callable[[Replays], Bounds]] = {
     **{f"constant, {percent} %": lambda run, percent=percent: constant(run, percent) for percent in (4, 6, 8)},
 }
 
+TODAY = WAYS["today"]
+
 
 def show(title: str, runs: list[Replays]) -> None:
     print(f"\n{title}: {len(runs)} runs")
@@ -167,6 +176,24 @@ def show(title: str, runs: list[Replays]) -> None:
         print(f"  {name:<24}{held:>4} held ({held / len(runs):4.0%}), median width {width:5.1f} %")
 
 
+def reserved_after(task: tuple[dict[str, str], int]) -> int:
+    """What a run reserves after a first batch of so many tokens."""
+    row, first = task
+    loop = captured(row, first)
+    settings = replace(loop.settings, capacity_bytes=loop.capacity)
+    return within_capacity(loop.trace.only("point"), settings, Replay.of).peak_reserved_bytes
+
+
+def show_lengths(rows: list[dict[str, str]], pool: Any) -> None:
+    print("\nReserved after a first batch of as many tokens, MiB")
+    print(f"{'model':<26}{'batch':>5}{'measured':>10}{''.join(f'{length:>8}' for length in LENGTHS)}")
+    found = pool.map(reserved_after, [(row, length) for row in rows for length in LENGTHS])
+    for place, row in enumerate(rows):
+        figures = found[place * len(LENGTHS) :][: len(LENGTHS)]
+        cells = "".join(f"{figure >> 20:>8}" for figure in figures)
+        print(f"{row['model']:<26}{row['batch']:>5}{int(row['measured_bytes']) >> 20:>10}{cells}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="models whose name contains this")
@@ -174,10 +201,14 @@ def main() -> None:
     arguments = parser.parse_args()
     with Pool(arguments.jobs) as pool:
         for title, name in (("Published", "published_runs"), ("Kept aside", "published_runs_aside")):
-            runs = pool.map(replays, published(name, arguments.only), chunksize=4)
+            rows = published(name, arguments.only)
+            runs = pool.map(replays, rows, chunksize=4)
             for kind, chosen in (("all", runs), ("CNNs", [run for run in runs if run.is_image])):
                 if chosen:
                     show(f"{title}, {kind}", chosen)
+            short = [r for r, run in zip(rows, runs, strict=True) if not is_image(r) and not run.is_held(TODAY(run))]
+            if short:
+                show_lengths(short, pool)
 
 
 if __name__ == "__main__":
