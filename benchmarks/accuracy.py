@@ -16,6 +16,9 @@ show what is reserved from the first step on for these runs (for the text runs a
 with the kernels that CUDA loads late. That reading was found on these runs; on others of the same authors that were
 kept aside it is no better than the plain one.
 
+`data/published_runs_aside.csv` holds more runs of the same authors, which nothing here was chosen on: all 2025 runs of
+two of their folders, and the first of a third by name, that are not in the other file and did not run out of memory.
+
 The bounds are those of the footprint, with what CUDA loads late: in 2025 0 to 160 MiB (the transformers measured up to
 168 MiB more at their smallest batches), in 2024 0 to 555 MB, the whole context. A run is within them if its figure is,
 as it stands or with the model that the first sample may have included.
@@ -53,7 +56,10 @@ CAUSES = {
     "RegNetX400MF": "a cuDNN workspace of grouped convolutions, on the RTX 4060 up to some 300 images",
 }
 
+TOKENS = 128  # of a text
+
 OTHERS = ("xmem", "dnnmem", "schedtune")
+NEW_MODELS = {"ConvNeXtBase", "MobeNetV3Large", "MobeNetV3Small", "RegNetY400MF", "ResNet152", "VGG19"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class Run:
     slack: int  # how far below its reserved peak the replay still runs, by giving the cache back
     other_failed: dict[str, bool]  # whether a second run, with their prediction as a hard cap, failed
     seconds: float
+    is_image: bool
 
     @property
     def error(self) -> float:
@@ -99,6 +106,11 @@ class Run:
         return 100 * (self.high - self.low) / self.measured
 
     @property
+    def is_new(self) -> bool:
+        """Whether no run of this architecture was looked at while rules were chosen."""
+        return self.model in NEW_MODELS
+
+    @property
     def reserved_error(self) -> float:
         """The same for the whole reserved peak, in percent."""
         return 100 * (self.reserved / self.measured - 1)
@@ -110,6 +122,16 @@ class Run:
 
 # T5-small, whose other settings are the default. In 2025 its attention had no fused kernel in transformers.
 T5 = {"decoder_start_token_id": 0, "pad_token_id": 0, "attn_implementation": "eager"}
+
+CEREBRAS = {
+    "n_layer": 10,
+    "n_inner": 3072,
+    "n_positions": 2048,
+    "activation_function": "gelu",
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
 
 
 # The published loops --------------------------------------------------------------------------------------------------
@@ -132,28 +154,41 @@ def image_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any]
     return model, batch, step
 
 
-def text_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any], Any]]:
-    """A language model of transformers on 128 tokens of wikitext-2; the lengths of the real batches are unknown."""
-    import transformers
+def text_loop(row: dict[str, str], first: int = TOKENS) -> tuple[nn.Module, Any, Callable[[Any, Any], Any]]:
+    """A language model of transformers on 128 tokens of wikitext-2; the lengths of the real batches are unknown.
 
-    if "T5" in row["constructor"]:
-        model = on_meta(lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)))
-    elif "neo" in row["constructor"]:
-        config = transformers.GPTNeoConfig(
-            hidden_size=768, num_layers=12, num_heads=12, attention_types=[[["global", "local"], 6]]
-        )
-        model = on_meta(lambda: transformers.GPTNeoForCausalLM(config))
-    else:
-        model = on_meta(lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=6)))
-    tokens = torch.empty(int(row["batch"]), 128, dtype=torch.long, device="meta")
+    ``first`` is how many tokens the first batch has.
+    """
+    model = on_meta(lambda: language_model(row["constructor"]))
+    tokens = torch.empty(int(row["batch"]), TOKENS, dtype=torch.long, device="meta")
     mask = torch.empty_like(tokens)
     outputs = []
+    shorter = [first] if first < TOKENS else []
 
     def step(model: Any, batch: Any) -> Any:
-        outputs[:] = [model(input_ids=batch[0], attention_mask=batch[1], labels=batch[0])]
+        tokens, mask = (each[:, : shorter[0]].contiguous() for each in batch) if shorter else batch
+        shorter.clear()
+        outputs[:] = [model(input_ids=tokens, attention_mask=mask, labels=tokens)]
         return outputs[0].loss
 
     return model.train(), (tokens, mask), step
+
+
+def language_model(name: str) -> nn.Module:
+    """One of the language models, by its name on the Hugging Face hub."""
+    import transformers
+
+    if "T5" in name:
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))
+    if "neo" in name:
+        config = transformers.GPTNeoConfig(
+            hidden_size=768, num_layers=12, num_heads=12, attention_types=[[["global", "local"], 6]]
+        )
+        return transformers.GPTNeoForCausalLM(config)
+    if "opt-125m" in name:
+        return transformers.OPTForCausalLM(transformers.OPTConfig())
+    settings = CEREBRAS if "Cerebras" in name else {"n_layer": 6 if "distil" in name else 12}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -165,23 +200,32 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def predict(row: dict[str, str]) -> Run:
-    """Predict one published run."""
+@dataclass(frozen=True)
+class Captured:
+    """The loop of a published run on fake tensors, and what is added to its replay."""
+
+    trace: Any
+    settings: Any
+    capacity: int
+    late: tuple[int, int, int]  # what CUDA loads after the first sample: at least, likely, at most
+    setup: int  # reserved before the first step, which the first sample may have included
+
+
+def captured(row: dict[str, str], first: int = TOKENS) -> Captured:
+    """Capture one published run; of text, with a first batch of this many tokens."""
     from lightning_memguard.core import gpus
     from lightning_memguard.core.capture import sdpa
     from lightning_memguard.core.capture.batch import batches_from_one
     from lightning_memguard.core.capture.predict import capture
     from lightning_memguard.core.capture.program import LoopProgram
     from lightning_memguard.core.device.context import CONTEXT_BYTES
-    from lightning_memguard.core.replay.footprint import footprint
     from lightning_memguard.core.replay.replay import replay
     from lightning_memguard.core.replay.settings import AllocatorSettings
 
     quieten()
     sdpa.cudnn_version = lambda: OLD_CUDNN  # type: ignore[assignment]
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0" if row["version"] == "2025-05" else ""
-    started = time.perf_counter()
-    model, batch, step = (image_loop if row["input"].startswith("86") else text_loop)(row)
+    model, batch, step = image_loop(row) if is_image(row) else text_loop(row, first)
     chosen = getattr(torch.optim, row["optimizer"])
     program = LoopProgram(
         model,
@@ -191,17 +235,34 @@ def predict(row: dict[str, str]) -> Run:
         torch.device("cuda"),
         gpu=gpus.find(row["gpu"]),
     )
-    capacity = int(row["gpu_total_bytes"]) - CONTEXT_BYTES[1]
     settings = AllocatorSettings.for_device("cuda", {})
     trace = capture(program, int(row["batch"]), "fake")
-    recent, image = row["version"].startswith("2025"), row["input"].startswith("86")
-    late = (0, LAZY_KERNELS, MOST_LAZY_KERNELS) if recent else (0, *CONTEXT_BYTES[1:])
-    found = footprint(trace, replace(settings, capacity_bytes=capacity), late)
-    seconds = time.perf_counter() - started
+    recent = row["version"].startswith("2025")
     setup = tuple(event for event in trace.events if event.phase == "setup")
     before = replay(replace(trace, events=setup), settings).peak_reserved_bytes
-    included = before if recent and image else 0
-    adjustment = (LAZY_KERNELS if recent else 0) - included
+    return Captured(
+        trace,
+        settings,
+        int(row["gpu_total_bytes"]) - CONTEXT_BYTES[1],
+        (0, LAZY_KERNELS, MOST_LAZY_KERNELS) if recent else (0, *CONTEXT_BYTES[1:]),
+        before if recent and is_image(row) else 0,
+    )
+
+
+def is_image(row: dict[str, str]) -> bool:
+    """Whether images were trained on, rather than text."""
+    return row["input"].startswith("86")
+
+
+def predict(row: dict[str, str]) -> Run:
+    """Predict one published run."""
+    from lightning_memguard.core.replay.footprint import footprint
+
+    started = time.perf_counter()
+    loop = captured(row)
+    found = footprint(loop.trace, replace(loop.settings, capacity_bytes=loop.capacity), loop.late)
+    seconds = time.perf_counter() - started
+    adjustment = (LAZY_KERNELS if row["version"].startswith("2025") else 0) - loop.setup
     assert found.low is not None
     assert found.high is not None
     return Run(
@@ -217,11 +278,12 @@ def predict(row: dict[str, str]) -> Run:
         predicted=found.peak_reserved_bytes + adjustment,
         low=found.low.device_bytes,
         high=found.high.device_bytes,
-        setup=included,
+        setup=loop.setup,
         allocated=found.peak_allocated_bytes,
-        slack=found.peak_reserved_bytes - least_capacity(trace, settings, found.peak_reserved_bytes),
+        slack=found.peak_reserved_bytes - least_capacity(loop.trace, loop.settings, found.peak_reserved_bytes),
         other_failed={name: row[f"{name}_cap_failed"] == "True" for name in OTHERS if row[f"{name}_cap_failed"]},
         seconds=seconds,
+        is_image=is_image(row),
     )
 
 
@@ -449,11 +511,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="predictions at a time (default: all cores)")
     parser.add_argument("--json", type=Path, help="write every run here")
     arguments = parser.parse_args()
-    with (HERE / "data" / "published_runs.csv").open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if arguments.only.lower() in row["model"].lower()]
+    rows, aside = (published(name, arguments.only) for name in ("published_runs", "published_runs_aside"))
     with Pool(arguments.jobs) as pool:
-        runs = pool.map(predict, rows, chunksize=4)
-        show_all(runs, rows)
+        runs = pool.map(predict, rows + aside, chunksize=4)
+        if rows:
+            show_all(runs[: len(rows)])
+        if aside:
+            show_aside(runs[len(rows) :])
         for path in recordings():
             show_recording(path, pool)
     if arguments.json:
@@ -462,18 +526,37 @@ def main() -> None:
         print("\nNo recordings: `benchmarks/record.py` has not run on a GPU yet.")
 
 
-def show_all(runs: list[Run], rows: Sequence[dict[str, str]]) -> None:
+def published(name: str, only: str) -> list[dict[str, str]]:
+    """The rows of one file of published runs, of models whose name contains ``only``."""
+    with (HERE / "data" / f"{name}.csv").open(encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if only.lower() in row["model"].lower()]
+
+
+def show_all(runs: list[Run]) -> None:
     """The published runs, one by one and by group."""
     runs.sort(key=lambda run: (run.version, run.model, run.gpu, run.batch))
     show(runs)
-    texts = [run for run in runs if run.model in {row["model"] for row in rows if row["input"].startswith("tokens")}]
-    images = [run for run in runs if run not in texts]
+    images, texts = [run for run in runs if run.is_image], [run for run in runs if not run.is_image]
     summarise("CNNs, 2025", [run for run in images if run.version.startswith("2025")])
     summarise("CNNs, 2024 (context included, torch 2.3)", [run for run in images if run.version.startswith("2024")])
     summarise("Transformers (lengths and attention of the real runs unknown)", texts)
     print(f"\nAll {len(runs)} runs")
     bounds(runs)
     large_errors([run for run in images if run.version.startswith("2025")])
+
+
+def show_aside(runs: list[Run]) -> None:
+    """The runs that nothing was chosen on, one by one and by group."""
+    runs.sort(key=lambda run: (run.model, run.gpu, run.batch))
+    print("\nKept aside")
+    show(runs)
+    images = [run for run in runs if run.is_image]
+    summarise("Kept aside, CNNs", images)
+    summarise("Kept aside, CNNs of architectures in the other file", [run for run in images if not run.is_new])
+    summarise("Kept aside, CNNs of other architectures", [run for run in images if run.is_new])
+    summarise("Kept aside, transformers", [run for run in runs if not run.is_image])
+    print(f"\nAll {len(runs)} runs kept aside")
+    bounds(runs)
 
 
 if __name__ == "__main__":

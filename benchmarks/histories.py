@@ -6,7 +6,8 @@ caching allocator gave it. For each file in a folder (``*.pickle``, ``*.json.gz`
 - replayed at the recorded addresses of new segments: how many allocations are at another address than recorded, how
   many segments are reserved that were not, how many are released that were not;
 - replayed with addresses of its own: the peak reserved, compared with the recorded one;
-- where the program is known (`shared/known_programs.py`): its step predicted blind, and the peaks compared.
+- where the program is known (`shared/known_programs.py`): its step predicted blind, the peaks compared, and how many of
+  the recorded ones lie within the predicted bounds.
 
 `data/histories.csv` lists the histories: repository, commit, path, GPU, torch, and these figures.
 
@@ -16,6 +17,7 @@ caching allocator gave it. For each file in a folder (``*.pickle``, ``*.json.gz`
 """
 
 import argparse
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,12 +125,27 @@ def main() -> None:
         sys.exit(f"no histories in {arguments.folder}")
     print_replays([replayed(name, history) for name, history in found])
     if arguments.predict:
-        from shared.known_programs import predicted  # here: it imports torch
+        print_predictions(found, events=arguments.events, save=arguments.save)
 
-        print()
-        for name, history in found:
-            for line in predicted(name, history, events=arguments.events, save=arguments.save):
-                print(line)
+
+def print_predictions(histories: list[tuple[str, History]], *, events: bool, save: Path | None) -> None:
+    from shared.known_programs import PROGRAMS, predicted  # here: it imports torch
+
+    steps = []
+    for name, history in histories:
+        if name in PROGRAMS:
+            steps.append(predicted(name, history, events=events, save=save))
+            print("", *steps[-1].lines, sep="\n")
+    if not steps:
+        return
+    print()
+    for place, label in enumerate(("allocated", "reserved")):
+        outside = [step.outside[place] for step in steps]
+        width = statistics.median(step.widths[place] for step in steps)
+        print(
+            f"recorded peaks of {label} memory within the bounds: {outside.count(0)} of {len(steps)}; "
+            f"at most {max(outside):.2%} outside; median width {width:.2%}"
+        )
 
 
 if __name__ == "__main__":

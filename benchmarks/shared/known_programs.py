@@ -3,11 +3,18 @@
 The course transformer: tokens are looked up by indexing, each block is a norm, attention with rotary positions and a
 mask that is made again in each, a norm and a gated feed-forward layer; matrix products are ``einsum``, without biases;
 softmax and cross entropy are written out; the optimizer is an AdamW that makes new tensors for its states.
+
+The regressor: convolutions and linear layers that do not learn; Adam changes the image, under anomaly detection.
+
+The cellular automaton: 40 steps at a quarter of the resolution, 20 at the full one, which fills the GPU, so that the
+allocator gives back what it has cached. The torch that was recorded resized volumes to contiguous ones; today's keep
+channels last, and take two copies more on the way.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -17,8 +24,10 @@ from lightning_memguard.core.capture.fake import fake_copy
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE
 from lightning_memguard.core.capture.program import tensors
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, states_of, watching
+from lightning_memguard.core.device.context import CONTEXT_BYTES
 from lightning_memguard.core.gpus import find
 from lightning_memguard.core.replay.compare import compare
+from lightning_memguard.core.replay.footprint import Peak, footprint
 from lightning_memguard.core.replay.history import History, histories_of, replay_as_recorded
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -179,6 +188,105 @@ class NewStates(torch.optim.Optimizer):
             state["first"], state["second"] = new_first, new_second
 
 
+# -- a regressor on a stack of images, whose input is trained
+
+
+class Regressor(nn.Module):
+    def __init__(self, channels: tuple[int, ...], widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(a, b, 3, padding="same") for a, b in pairwise(channels))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(each) for each in channels[1:])
+        self.linears = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((channels[-1], *widths)))
+        self.out = nn.Linear(widths[-1], 1)
+        self.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = norm(convolution(x).relu())
+            x = nn.functional.max_pool2d(x, 2)
+        x = nn.functional.max_pool2d(x, x.shape[-1])
+        x = x.flatten(1)
+        for linear in self.linears:
+            x = linear(nn.functional.dropout(x, 0.2)).relu()
+        return self.out(x)
+
+
+def trains_its_input(recorder: Recorder, model: nn.Module) -> None:
+    """Two steps of Adam on the image itself, with anomaly detection."""
+    image = torch.empty(1, 30, 256, 256)
+    known = model(image.to("cuda"))
+    there, changed = image.to("cuda"), image.to("cuda").requires_grad_()
+    optimizer = torch.optim.Adam([changed], lr=0.005)
+    with torch.autograd.set_detect_anomaly(True):
+        for step in range(2):
+            recorder.mark("forward", step=step)
+            found = model(changed)
+            loss = ((changed - there) ** 2).mean() - (found - known) ** 2
+            images = ((changed - there) ** 2).mean().detach()
+            labels = -((found - known) ** 2).detach()
+            recorder.mark("backward")
+            loss.backward()
+            recorder.mark("optimizer")
+            optimizer.step()
+            recorder.label(states_of([optimizer]), "optimizer_state")
+            optimizer.zero_grad()
+    del images, labels
+
+
+# -- a cellular automaton on a volume, at a low and at the full resolution
+
+
+class Cells(nn.Module):
+    """What each cell becomes from itself and its neighborhood; the first three channels stay as they are."""
+
+    def __init__(self, kernel: int, channels: int = 16, hidden: int = 64) -> None:
+        super().__init__()
+        around = {"padding": kernel // 2, "padding_mode": "reflect", "groups": channels}
+        self.look = nn.Conv3d(channels, channels, kernel, **around)
+        self.into, self.out = nn.Linear(2 * channels, hidden), nn.Linear(hidden, channels, bias=False)
+        self.norm = nn.BatchNorm3d(hidden, track_running_stats=False)
+
+    def around(self, x: Tensor) -> Tensor:
+        seen = self.look(x)
+        return torch.cat((x, seen), 1)
+
+    def update(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 4)
+        change = self.around(x)
+        change = change.transpose(1, 4)
+        change = self.into(change)
+        change = change.transpose(1, 4)
+        change = self.norm(change)
+        change = change.transpose(1, 4)
+        change = nn.functional.relu(change, inplace=True)
+        change = self.out(change)
+        awake = torch.rand(*change.shape[:-1], 1) > 0.5
+        awake = awake.float().to("cuda")
+        change = change * awake
+        x = x + change.transpose(1, 4)
+        return x.transpose(1, 4)
+
+    def forward(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            new = self.update(x).clone()
+            x = torch.cat((x[..., :3], new[..., 3:]), 4)
+        return x
+
+
+def grows(recorder: Recorder, model: nn.Module) -> None:
+    """40 steps at a quarter of the resolution, then 20 at the full one, without gradients."""
+    low, full = (60, 106, 50), (240, 424, 200)
+    with torch.no_grad():
+        seed = torch.zeros(1, *low, 16, device="cuda")
+        recorder.mark("prediction")
+        state = model["low"](seed, 40)
+        state = state.permute(0, 4, 1, 2, 3)
+        state = nn.functional.interpolate(state, size=full)
+        state[0, :3] = torch.empty(3, *full)
+        state = state.permute(0, 2, 3, 4, 1)
+        state = model["full"](state, 20)
+
+
 # -- what ran
 
 
@@ -192,6 +300,7 @@ class KnownProgram:
     build: Callable[[], nn.Module]
     run: Loop
     gpu: str = "RTX 4090"  # compute capability 8.x: as the records' cuBLAS workspaces
+    fills: bool = False  # whether it needs so much that the allocator gives back what it has cached
 
 
 SMALL, MEDIUM = (768, 3072, 12, 12), (1024, 4096, 24, 16)
@@ -253,6 +362,12 @@ PROGRAMS = {
     "cs336_medium_512_inference_bf16": program_of(MEDIUM, 512, infers(4, 512, autocast=True)),
     "windows_cs336_forward_backward": program_of(SMALL, 256, trains(32, 256, optimizer=False)),
     "cs336_small_cold_no_grad": program_of(SMALL, 512, infers(4, 512, times=2, mode=torch.no_grad)),
+    "turing_cnn_anomaly": KnownProgram(
+        lambda: Regressor((30, 16, 32, 64), (200, 100, 20)), trains_its_input, gpu="Quadro RTX 6000"
+    ),
+    "octree_nca_a": KnownProgram(
+        lambda: nn.ModuleDict({"low": Cells(7), "full": Cells(3)}), grows, gpu="RTX 3090", fills=True
+    ),
 }
 
 
@@ -267,11 +382,27 @@ def captured(program: KnownProgram) -> Trace:
     return recorder.trace(1, "fake")
 
 
-def predicted(name: str, history: History, *, events: bool = False, save: Path | None = None) -> Iterator[str]:
-    """The peaks of a known program's step, predicted and recorded, as lines of text."""
-    if name not in PROGRAMS:
-        return
-    trace, settings = captured(PROGRAMS[name]), AllocatorSettings()
+@dataclass(frozen=True)
+class Predicted:
+    """A known program's step, predicted and recorded.
+
+    Attributes:
+        lines: the peaks, and where the events differ, as text.
+        outside: how far the recorded peaks, of allocated and of reserved, are outside the bounds, as shares of them.
+        widths: of the bounds, as shares of the recorded peaks.
+    """
+
+    lines: tuple[str, ...]
+    outside: tuple[float, ...]
+    widths: tuple[float, ...]
+
+
+def predicted(name: str, history: History, *, events: bool = False, save: Path | None = None) -> Predicted:
+    """Predict the step of one of `PROGRAMS` blind, and compare it with its history."""
+    program, settings = PROGRAMS[name], AllocatorSettings()
+    if program.fills:
+        settings = replace(settings, capacity_bytes=find(program.gpu).memory_bytes - CONTEXT_BYTES[1])
+    trace = captured(program)
     content = snapshot(trace, settings)
     if save:
         save_snapshot(trace, settings, save / f"{name}.pickle")
@@ -280,13 +411,30 @@ def predicted(name: str, history: History, *, events: bool = False, save: Path |
     added = found.predicted_peak_bytes - found.predicted_before_bytes
     really = found.actual_peak_bytes - found.actual_before_bytes
     reserved = max(history.reserved_bytes)
-    yield (
-        f"{name}: peak allocated {here.peak_allocated_bytes:,} predicted, {there.peak_allocated_bytes:,} recorded "
-        f"({here.peak_allocated_bytes / there.peak_allocated_bytes - 1:+.4%}); "
-        f"reserved {here.peak_reserved_bytes:,} and {reserved:,} ({here.peak_reserved_bytes / reserved - 1:+.2%}); "
-        f"requested by the step above what was there {added:,} and {really:,} ({added - really:+,}); "
-        f"{found.equal_requests:,} requests equal of {found.predicted_requests:,} and {found.actual_requests:,}"
-    )
+    lines = [
+        (
+            f"{name}: peak allocated {here.peak_allocated_bytes:,} predicted, {there.peak_allocated_bytes:,} recorded "
+            f"({here.peak_allocated_bytes / there.peak_allocated_bytes - 1:+.4%}); "
+            f"reserved {here.peak_reserved_bytes:,} and {reserved:,} ({here.peak_reserved_bytes / reserved - 1:+.2%}); "
+            f"requested by the step above what was there {added:,} and {really:,} ({added - really:+,}); "
+            f"{found.equal_requests:,} requests equal of {found.predicted_requests:,} and {found.actual_requests:,}"
+        )
+    ]
     for each in found.differences if events else ():
         where = f"{each.operator} {each.line.rpartition('/')[2]}"
-        yield f"    {each.kind:16} {each.count:>5} x {each.nbytes:>12,}  peak {each.peak_bytes:>+14,}  {where}"
+        lines.append(f"    {each.kind:16} {each.count:>5} x {each.nbytes:>12,}  peak {each.peak_bytes:>+14,}  {where}")
+    allocated, reserved_bounds = bounds(trace, settings)
+    spans = (*allocated, there.peak_allocated_bytes), (*reserved_bounds, reserved)
+    for label, (low, high, truth) in zip(("allocated", "reserved"), spans, strict=True):
+        held = "holds the recorded peak" if low <= truth <= high else "does not hold it"
+        lines.append(f"    {label}: {low:,} to {high:,} {held}")
+    outside = tuple(max(low - truth, truth - high, 0) / truth for low, high, truth in spans)
+    return Predicted(tuple(lines), outside, tuple((high - low) / truth for low, high, truth in spans))
+
+
+def bounds(trace: Trace, settings: AllocatorSettings) -> tuple[tuple[int, int], tuple[int, int]]:
+    """At least and at most, of allocated and of reserved; the same figure twice where all is known."""
+    found = footprint(trace, settings)
+    known = Peak(found.peak_allocated_bytes, found.peak_reserved_bytes, found.peak_device_bytes)
+    low, high = found.low or known, found.high or known
+    return (low.allocated_bytes, high.allocated_bytes), (low.reserved_bytes, high.reserved_bytes)

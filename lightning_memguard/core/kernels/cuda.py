@@ -21,7 +21,7 @@ RULES.of("_adaptive_avg_pool2d_backward")(copies_of("grad_output", like="self"))
 RULES.of("roll", "im2col", "col2im")(copies_of("self"))
 RULES.of("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")(copies_of("self"))
 RULES.of("max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool3d")(copies_of("self"))
-RULES.of("adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d", "upsample_nearest3d")(copies_of("self"))
+RULES.of("adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d")(copies_of("self"))
 RULES.of("max_pool3d_with_indices_backward", "avg_pool3d_backward")(copies_of("grad_output"))
 RULES.of("_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward")(copies_of("grad_output"))
 RULES.of("adaptive_max_pool3d_backward", "upsample_nearest1d_backward")(copies_of("grad_output"))
@@ -41,6 +41,12 @@ def _resized(call: CudaCall) -> Scratch:
     if is_channels_last(x) and is_channels_last(y) and x.shape[1] >= 4:
         return NONE
     return after((copy_bytes(x), copy_bytes(y)))
+
+
+@RULES.of("upsample_nearest3d", "_upsample_nearest_exact3d")
+def _resized_volume(call: CudaCall) -> Scratch:
+    """`upsample_nearest3d_out_cuda_template` (UpSampleNearest3d.cu): both sides are made contiguous."""
+    return after((copy_bytes(call.result), copy_bytes(call["self"])))
 
 
 # -- lists of tensors

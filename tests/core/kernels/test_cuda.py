@@ -632,6 +632,13 @@ def test_resizing_few_channels_in_channels_last_copies_both_sides():
     assert rule("upsample_nearest2d", (x, None, [2.0, 2.0]), y) == NONE
 
 
+def test_resizing_volumes_in_channels_last_copies_both_sides():
+    x, y = (tensor(2, 4, size, size, size).to(memory_format=torch.channels_last_3d) for size in (6, 12))
+    for name in ("upsample_nearest3d", "_upsample_nearest_exact3d"):
+        assert blocks(rule(name, (x, [12] * 3), y)) == [2 * 4 * 12**3 * 4, 2 * 4 * 6**3 * 4]
+        assert rule(name, (x.contiguous(), [12] * 3), y.contiguous()) == NONE
+
+
 # -- lists, transforms, copies
 
 
