@@ -36,7 +36,7 @@ demo-sharded: $(STAMP) ## train a small Llama on two processes under FSDP2 (exam
 	$(BIN)/python examples/fsdp.py
 
 test: $(STAMP) ## run the tests, and the examples in docstrings
-	$(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4  # a worker for each processor
 
 lint: $(STAMP) ## check rules, formatting and types
 	$(BIN)/ruff check .

@@ -46,7 +46,7 @@ def _resized(call: CudaCall) -> Scratch:
 @RULES.of("upsample_nearest3d", "_upsample_nearest_exact3d")
 def _resized_volume(call: CudaCall) -> Scratch:
     """`upsample_nearest3d_out_cuda_template` (UpSampleNearest3d.cu): both sides are made contiguous."""
-    return after((copy_bytes(call.result), copy_bytes(call["self"])))
+    return after((copy_bytes(call.result), copy_bytes(call.first)))
 
 
 # -- lists of tensors
