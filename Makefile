@@ -23,8 +23,11 @@ CUDA_STAMP := $(CUDA_VENV)/.installed
 FIELD_BIN := $(FIELD_VENV)/bin
 FIELD_STAMP := $(FIELD_VENV)/.installed
 
+# A worker for each processor, on one thread: with two, workers wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
+
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test lint bench compiled field histories suite effects deciding accuracy builds matrix nohang clean
+.PHONY: help demo demo-sharded test long lint bench compiled field histories suite effects deciding accuracy builds matrix nohang clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -36,7 +39,10 @@ demo-sharded: $(STAMP) ## train a small Llama on two processes under FSDP2 (exam
 	$(BIN)/python examples/fsdp.py
 
 test: $(STAMP) ## run the tests, and the examples in docstrings
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4  # a worker for each processor
+	$(PYTEST) -m "not long"
+
+long: $(STAMP) ## run the tests that take long and show what a benchmark shows too
+	$(PYTEST) -m long
 
 lint: $(STAMP) ## check rules, formatting and types
 	$(BIN)/ruff check .

@@ -30,8 +30,6 @@ KEYS = {
     *(f"memguard/parts/{part}_gib" for part in PARTS),
 }
 
-pytestmark = pytest.mark.slow
-
 
 @dataclass(frozen=True)
 class Run:
@@ -131,6 +129,7 @@ def test_long_tail_is_rescued_where_it_would_run_out_of_memory(tmp_path: Path) -
     assert 0 < sum(rescued) < 60
 
 
+@pytest.mark.long  # `make demo-sharded`
 @pytest.mark.skipif(sys.platform != "linux", reason="two processes of gloo")
 def test_a_sharded_llama_trains_on_two_processes_at_a_size_of_memguards(tmp_path: Path) -> None:
     done = run("fsdp.py", tmp_path, "--steps", "2", "--budget", "120MiB")

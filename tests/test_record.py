@@ -75,7 +75,6 @@ def recorder(benchmarks, monkeypatch, tmp_path):
 TRAINS = 'print(input() and \'{"max_reserved": null, "seconds": 0.1}\')'
 
 
-@pytest.mark.slow
 def test_a_recording_is_written_and_continued(benchmarks, tmp_path, capsys):
     out = tmp_path / "cpu.json"
     printed = run("--only", "gan_adam", "probes", "--probe-seconds", "0.5", "--out", str(out), "--jobs-ahead", "1")

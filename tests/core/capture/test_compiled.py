@@ -169,6 +169,7 @@ print(held + peak_of(memory_events(profiler))[1])
 """
 
 
+@pytest.mark.long  # `make compiled`
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on the CPU")
 def test_a_compiled_step_is_as_large_as_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -50,7 +50,7 @@ def estimated(strategy: Any, ranks: int, **options: Any) -> Footprint:
     return estimate(model, batch, strategy=strategy, devices=ranks, **given)
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("fsdp2", 2), ("both", 4), ("ddp", 2)])
+@pytest.mark.parametrize(("case", "ranks"), [("fsdp2", 2), pytest.param("both", 4, marks=pytest.mark.long), ("ddp", 2)])
 def test_a_rank_takes_what_the_profiler_sees_of_it(case: str, ranks: int) -> None:
     command = [sys.executable, fabric_truth.__file__, case, str(ranks)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
