@@ -317,6 +317,7 @@ def reported():
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("library", "recorded"), [("thop", THOP), ("torchstat", TORCHSTAT), ("torchinfo", TORCHINFO)])
 def test_the_libraries_still_report_this(library, recorded, request):
     pytest.importorskip(library)
