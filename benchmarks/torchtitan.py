@@ -88,8 +88,9 @@ def shard(stage: Any, mesh: Any) -> None:
         fully_shard(each, mesh=mesh["data_parallel"], mp_policy=policy, reshard_after_forward=False)
 
 
-def pipeline(schedule: str, on_rank: int) -> Sequence[Footprint]:
-    count, llama = RANKS * on_rank, example()
+def pipeline(llama: Any, schedule: str, on_rank: int) -> Sequence[Footprint]:
+    """The footprint of each rank of the 405B pipeline."""
+    count = RANKS * on_rank
     fewest, more = divmod(llama.SHAPES["405B"].layers, count)
     layers = [fewest, *(fewest + (index < more) for index in range(count - 1))]
     with torch.device("meta"):
@@ -112,18 +113,18 @@ def pipeline(schedule: str, on_rank: int) -> Sequence[Footprint]:
 
 
 def main(names: list[str]) -> None:
-    llama = example().Llama
+    llama = example()
     for name in names or (*ROWS, *PIPELINES):
         if name in PIPELINES:
             schedule, on_rank, published = PIPELINES[name]
-            reserved = [found.peak_reserved_bytes / MIB for found in pipeline(schedule, on_rank)]
+            reserved = [found.peak_reserved_bytes / MIB for found in pipeline(llama, schedule, on_rank)]
             off = max(reserved) / published - 1
             each = ", ".join(f"{rank:,.0f}" for rank in reserved)
             print(f"405B, {schedule}: reserved {each} MiB; published at most {published:,} ({off:+.1%})", flush=True)
             continue
         size, checkpointing, batch, (data, tensor), (devices, nodes), published = ROWS[name]
         with torch.device("meta"):
-            model = llama(size, checkpointing=checkpointing)
+            model = llama.Llama(size, checkpointing=checkpointing)
         tokens = torch.empty(batch, 8192, dtype=torch.int64, device="meta")
         started, strategy = time.monotonic(), ModelParallelStrategy(data, tensor)
         found = estimate(model, tokens, strategy=strategy, devices=devices, num_nodes=nodes, device="H200")

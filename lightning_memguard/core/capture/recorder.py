@@ -219,9 +219,10 @@ class Recorder(TorchDispatchMode):
         if block is None and nbytes:
             self._hold(storage, self._take(nbytes, "storage.resize_", "gathered"), nbytes)
 
-    def block_of(self, tensor: Tensor) -> int | None:
-        """The block behind a tensor that is recorded."""
-        return self._live.get(tensor.untyped_storage()._cdata)
+    def block_of_another(self, tensor: Tensor, stream: int) -> int | None:
+        """The block behind a tensor that is recorded, where it is not this stream's."""
+        block = self._live.get(tensor.untyped_storage()._cdata)
+        return None if block is None or self._streams.get(block, 0) == stream else block
 
     def wait(self, block: int) -> int:
         """A block that was freed waits, at most, for another stream; returns one that waits in its place."""
@@ -493,7 +494,7 @@ class Recorder(TorchDispatchMode):
         if self._live.get(address) == block:
             del self._live[address]
             self._add_row("free", block, "")
-            self.waiting.free(block, self._streams.get(block, 0), self.step)
+            self.waiting.free(block)
 
     def _open_cublas(self, operator: str, kernel_target: CudaTarget) -> None:
         """Forward and backward pass run in different threads, each with a cuBLAS handle and its workspace."""

@@ -133,8 +133,8 @@ def functions() -> dict[str, Callable[..., Any]]:
 class Watcher(Protocol):
     """Records blocks."""
 
-    def block_of(self, tensor: torch.Tensor) -> int | None:
-        """The block behind a tensor."""
+    def block_of_another(self, tensor: torch.Tensor, stream: int) -> int | None:
+        """The block behind a tensor, where it is not this stream's."""
 
     def wait(self, block: int) -> int:
         """A block that is freed waits, at most, for its memory to come back; returns what waits in its place."""
@@ -157,18 +157,19 @@ class Waiting:
         self._watcher = watcher
         self._users: dict[int, int] = {}  # block -> the stream
         self._late: list[_Late] = []
+        self._step = 0
 
     def use(self, tensor: torch.Tensor, user: int) -> None:
         """A stream uses a tensor."""
-        block = self._watcher.block_of(tensor)
+        block = self._watcher.block_of_another(tensor, user)
         if block is not None:
             self._users[block] = user
 
-    def free(self, block: int, stream: int, step: int) -> None:
-        """A block of a stream is freed."""
-        user = self._users.pop(block, stream)
-        if user != stream:
-            self._late.append(_Late(self._watcher.wait(block), user, next(_clock), step))
+    def free(self, block: int) -> None:
+        """A block is freed."""
+        user = self._users.pop(block, None)
+        if user is not None:
+            self._late.append(_Late(self._watcher.wait(block), user, next(_clock), self._step))
 
     def end(self, is_done: Callable[[_Late], bool]) -> None:
         """The host knows that streams are done with some of them."""
@@ -178,6 +179,7 @@ class Waiting:
 
     def begin_step(self, step: int) -> None:
         """The host is less than a step ahead of the GPU: a stream of commands holds about a thousand."""
+        self._step = step
         self.end(lambda late: late.step < step - 1)
 
 

@@ -235,8 +235,7 @@ class StepGuard:
         """
         noted, gradients = attempted
         self._state.put_back(noted)
-        if self._ddp is not None:
-            self._ddp.require_forward_param_sync = False  # the failed attempt has sent the buffers
+        buffers_were_sent(self._ddp)
         batch = closure.step[0]["batch"]
         samples, _ = self._samples(batch)
         had_backward, written = self._in_backward, self._written(gradients)
@@ -615,6 +614,12 @@ def wrapper_of(trainer: Any) -> DistributedDataParallel | None:
     """What the ranks talk to each other through; None where that is nothing, or something else."""
     model = trainer.strategy.model
     return model if type(model) is DistributedDataParallel else None
+
+
+def buffers_were_sent(wrapper: DistributedDataParallel | None) -> None:
+    """By an attempt that failed: the other ranks expect them once for a batch."""
+    if wrapper is not None:
+        wrapper.require_forward_param_sync = False
 
 
 def _collectives() -> int:

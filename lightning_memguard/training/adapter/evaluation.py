@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.core.capture.batch import batch_bytes
 from lightning_memguard.core.capture.split import even_parts, join, part_of
-from lightning_memguard.training.adapter.closure import free, release, samples_in, wrapper_of
+from lightning_memguard.training.adapter.closure import buffers_were_sent, free, release, samples_in, wrapper_of
 from lightning_memguard.training.adapter.logged import Journal, Noted, StepState
 from lightning_memguard.training.adapter.same_step import SameStep
 
@@ -75,7 +75,7 @@ class EvaluationGuard:
             if not self._takes(error, batch, *rest):
                 raise
         self._state.put_back(noted)
-        self._buffers_were_sent()
+        buffers_were_sent(wrapper_of(self._trainer))
         free(self._trainer.strategy.root_device)
         self._too_large_bytes = min(self._too_large_bytes, batch_bytes(batch))
         return self._in_parts(own, batch, *rest)
@@ -122,7 +122,7 @@ class EvaluationGuard:
                     release(error)
                 else:
                     continue
-                self._buffers_were_sent()
+                buffers_were_sent(wrapper_of(trainer))
                 free(trainer.strategy.root_device, again=True)
                 run(first, last, math.ceil((last - first) / 2))
 
@@ -134,12 +134,6 @@ class EvaluationGuard:
         self._fitting = max(counts) / samples
         self._policy.rescued(samples, max(counts))
         return join(outputs, counts, same.rules, "output")
-
-    def _buffers_were_sent(self) -> None:
-        """By an attempt that failed: the other ranks expect them once for a batch."""
-        wrapper = wrapper_of(self._trainer)
-        if wrapper is not None:
-            wrapper.require_forward_param_sync = False
 
     def _undo(self, journal: Journal, noted: Noted) -> None:
         journal.drop()

@@ -167,7 +167,7 @@ def test_pairs_save_more_than_either_and_are_never_two_of_a_kind(stacked: Advise
 
 
 def test_side_by_side_remedies_give_what_they_give_one_by_one() -> None:
-    options: dict[str, Any] = {"share": 0.4, "only": ("SGD", "accumulation")}
+    options: dict[str, Any] = {"share": 0.4, "only": ("SGD", "bf16-mixed", "accumulation")}
     together = tried(program_of(Stacked()), **options)
     with (
         mock.patch.object(Isolated, "start"),
