@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "lightning_memguard"
 # nor Lightning. report/ comes before training/ because the callback prints its table; a report knows no trainer.
 ROOMS = {
     "": ["errors", "units"],
-    "core": ["__init__"],
+    "core": ["__init__", "foreign"],
     "core/trace": ["__init__", "scratch", "trace", "growth", "packed"],
     "core/replay": [
         "__init__",
@@ -146,6 +146,7 @@ ROOMS = {
     ],
     "training/run": [
         "__init__",
+        "settings",
         "profile",
         "choose",
         "tune",

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_memguard.core import foreign
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError
 
@@ -35,7 +36,7 @@ _LISTS = (list, tuple, UserList, deque)
 _LEAVES = (str, bytes, int, float, complex, type, FunctionType, nn.Module, np.ndarray, type(None))
 _FACTORY_NAMES = ("arange", "empty", "eye", "full", "ones", "rand", "randn", "randperm", "zeros")
 _FACTORIES = frozenset(getattr(torch, name) for name in _FACTORY_NAMES)  # their numbers are sizes: the result is fake
-_pad_packed = torch._VF._pad_packed_sequence  # what `pad_packed_sequence` calls, in torch 2.9 to 2.13
+_pad_packed = foreign.find("torch._VF._pad_packed_sequence")  # what `pad_packed_sequence` calls, in torch 2.9 to 2.13
 
 
 def map_tensors(tree: object, function: Callable[[torch.Tensor], object]) -> Any:

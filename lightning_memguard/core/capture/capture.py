@@ -23,6 +23,7 @@ from lightning_memguard.core.capture.fake_cuda import leave_driver_alone
 from lightning_memguard.core.capture.leftovers import without_collections
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder, line_behind
+from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import Pool, in_child
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.trace.trace import Method, Shares, Trace
@@ -83,7 +84,7 @@ class _Raised:
         lines, place = str(error).strip().splitlines() or ["no message"], line_behind(error)
         first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         ours = isinstance(error, MemGuardError)
-        reason = first.removesuffix(".") if ours else f"{type(error).__name__}: {first[:200]}"
+        reason = first.removesuffix(".") if ours else reason_of(error, first[:200])
         return cls(f"{reason}, at {place}" if place else reason, reason, _needs_value(error))
 
 

@@ -23,8 +23,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
 
 from lightning_memguard.core.capture.repeated import RepeatingFakeMode
-
-_aten = torch.ops.aten
+from lightning_memguard.core.foreign import aten as _aten
 
 MOST_ELEMENTS = 2**22  # that one operator reads and makes: a mask of 2,000 x 2,000
 MOST_BYTES = 2**27  # of all values at a time

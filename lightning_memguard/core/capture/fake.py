@@ -28,9 +28,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memguard.core.capture.batch import KnownValues
 from lightning_memguard.core.capture.constants import KnownFakeMode, known_value
+from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.foreign import find
 from lightning_memguard.errors import CannotTraceError
 
-_aten = torch.ops.aten
 Function = Callable[..., Any]  # one of torch
 
 
@@ -390,7 +391,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     return func(*args, **kwargs)
 
 
-_PACK_PADDED = torch._VF._pack_padded_sequence
+_PACK_PADDED = find("torch._VF._pack_padded_sequence")
 _READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
 _READS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
 

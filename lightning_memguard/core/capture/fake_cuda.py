@@ -24,11 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_memguard.core.capture import cudnn_rnn, sdpa, streams
 from lightning_memguard.core.capture.constants import KnownFakeMode
 from lightning_memguard.core.capture.fake import Function
+from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.foreign import find, gaps
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.errors import CannotTraceError
-
-_aten = torch.ops.aten
 
 FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
 
@@ -47,8 +47,8 @@ class FakeCudaMode(KnownFakeMode):
 
 
 def can_simulate_cuda() -> bool:
-    """Whether this torch exposes device guards and what autograd saved (2.11 and 2.13 do)."""
-    return hasattr(torch._C, "_ensureCUDADeviceGuardSet") and hasattr(torch._C._autograd.SavedTensor, "data")
+    """Whether this torch exposes device guards and what autograd saved (2.11 to 2.15 do)."""
+    return not gaps("cuda")
 
 
 @functools.cache
@@ -63,9 +63,7 @@ def _guard_cuda() -> None:
     process: fake tensors may outlive the capture, and nothing else in a build without CUDA uses it.
     """
     if not can_simulate_cuda():
-        raise CannotTraceError(
-            f"torch {torch.__version__} cannot simulate CUDA: install 2.11 or newer, or predict for device='cpu'."
-        )
+        raise CannotTraceError(f"{gaps('cuda')}. Install torch 2.11 or newer, or predict for device='cpu'.")
     has_own = torch.version.cuda is not None or torch.version.hip is not None
     if has_own and not in_child():
         return
@@ -109,7 +107,8 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
         exits.enter_context(mock.patch.object(torch.Tensor, "record_stream", streams.record_stream))
         exits.enter_context(mock.patch.object(torch.Tensor, "pin_memory", _pinned(torch.Tensor.pin_memory)))
         for home, name, _ in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
-            exits.enter_context(mock.patch.object(home, name, _overriding(getattr(home, name))))
+            if hasattr(home, name):
+                exits.enter_context(mock.patch.object(home, name, _overriding(getattr(home, name))))
         _simulated.append(gpu)
         exits.callback(_simulated.pop)
         yield
@@ -275,9 +274,9 @@ _PATCHED: tuple[tuple[ModuleType, str, Function], ...] = (
     (torch, "batch_norm", _batch_norm),
     (torch.nn.functional, "scaled_dot_product_attention", _attention),
     (torch, "rms_norm", _rms_norm),
-    *((torch._VF, name, _rnn) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+    *((find("torch._VF"), name, _rnn) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
 )
-_OVERRIDES = {getattr(home, name): override for home, name, override in _PATCHED}
+_OVERRIDES = {getattr(home, name): override for home, name, override in _PATCHED if hasattr(home, name)}
 
 
 def _overriding(func: Function) -> Function:

@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from lightning_memguard.core.capture import fake_cuda, sdpa
-
-_aten = torch.ops.aten
+from lightning_memguard.core.foreign import aten as _aten
 
 
 def implementation(func: object) -> Callable[..., Any] | None:

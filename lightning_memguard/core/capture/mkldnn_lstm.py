@@ -20,11 +20,11 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memguard.core.capture.fake import by_name, training_threads
+from lightning_memguard.core.foreign import aten
 from lightning_memguard.core.kernels.layout import copy_bytes
 from lightning_memguard.core.trace.scratch import nbytes, up
 
-_FORWARD = torch.ops.aten.mkldnn_rnn_layer.default
-_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+_FORWARD, _BACKWARD = aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default
 _Arguments = Mapping[str, Any]
 
 _PAGE = 4096  # `set_offsets` in oneDNN, src/cpu/rnn/rnn_utils.cpp

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_memguard.core.capture.constants import known_value
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, simulated_gpu
+from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.errors import CannotTraceError
 
@@ -63,7 +64,7 @@ def one_rank_of(size: int, rank: int = 0) -> Iterator[None]:
         _set_aside_real_group()
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
-        raise CannotTraceError(f"this torch ({torch.__version__}) cannot pretend to be one of {size} ranks") from error
+        raise CannotTraceError(f"no step of one of {size} ranks can run here: {reason_of(error)}") from error
     with ExitStack() as exits:
         for patch in _patches():
             exits.enter_context(patch)

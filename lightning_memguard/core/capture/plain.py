@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-_aten = torch.ops.aten
+from lightning_memguard.core.foreign import aten as _aten
 
 # A formula that calls one of these on a tensor of zeros that it has just made does so in place on plain tensors.
 _IN_PLACE: dict[OpOverload, OpOverload] = {

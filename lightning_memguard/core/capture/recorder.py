@@ -46,6 +46,8 @@ from lightning_memguard.core.capture.batch import batch_bytes, is_dense, shapes_
 from lightning_memguard.core.capture.constants import forget_written
 from lightning_memguard.core.capture.fake import Function, by_name, training_threads
 from lightning_memguard.core.capture.value_sizes import ValueSizes
+from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.foreign import find
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
@@ -65,7 +67,6 @@ from lightning_memguard.errors import CannotTraceError, MemGuardError
 if TYPE_CHECKING:
     from lightning_memguard.core.trace.trace import Action, Method, Shapes, Shares
 
-_aten = torch.ops.aten
 _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -691,7 +692,7 @@ def call_with_overrides(func: Function, args: tuple[Any, ...], kwargs: dict[str,
     return (fake_cuda if fake_cuda.is_overridden(func, args) else fake).call(func, args, kwargs)
 
 
-_RNNS = (torch._VF.gru, torch._VF.lstm, torch._VF.rnn_tanh, torch._VF.rnn_relu)
+_RNNS = tuple(find(f"torch._VF.{name}") for name in ("gru", "lstm", "rnn_tanh", "rnn_relu"))
 _WITH_LINEAR = frozenset((F.linear, F.multi_head_attention_forward, *_RNNS))
 _BATCHED = 3  # dimensions: a Linear adds its bias to rows within their product
 

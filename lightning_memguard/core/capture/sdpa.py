@@ -20,10 +20,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.kernels.attention import is_strictly_deterministic
 from lightning_memguard.errors import CannotTraceError
-
-_aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
 _NEWEST = (12, 1)  # `check_sm_version` in cuda/sdp_utils.cpp: no fused kernel takes a newer GPU

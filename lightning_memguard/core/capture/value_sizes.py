@@ -16,9 +16,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_memguard.core.capture import fake
+from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.trace.trace import Share, Shares
-
-_aten = torch.ops.aten
 
 
 class ValueSizes:

@@ -26,6 +26,7 @@ from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng
 from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.decision.decision import check_count
+from lightning_memguard.core.foreign import aten
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -434,7 +435,7 @@ _FFN_WEIGHT = 12  # place of the first Linear's weight after the width, see `_tr
 # keys than of queries. Each rule gets shapes in place of tensors.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/flop_counter.py (`flop_registry`)
 _FLOPS: dict[Any, Callable[..., int]] = {
-    getattr(torch.ops.aten, name): rule
+    getattr(aten, name): rule
     for name, rule in (
         ("_scaled_dot_product_cudnn_attention", _attention),
         ("_scaled_dot_product_efficient_attention", _attention),

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter.run_facts import RunFacts
 
@@ -51,7 +52,7 @@ def attempt(work: Callable[[], T]) -> Attempt[T]:
     except MemGuardError as error:
         return Attempt(reason=str(error))
     except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training
-        return Attempt(reason=f"{type(error).__name__}: {error}")
+        return Attempt(reason=reason_of(error))
 
 
 def warn(text: str, stacklevel: int = 2) -> None:

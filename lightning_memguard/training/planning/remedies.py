@@ -11,13 +11,14 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.optim import Optimizer, _adafactor
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard.core.capture.fake import UnknownFloat
 from lightning_memguard.core.capture.predict import Prediction
 from lightning_memguard.core.capture.program import Program, SwapOptimizer
 from lightning_memguard.core.capture.recorder import written_path
+from lightning_memguard.core.foreign import find
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
@@ -192,7 +193,7 @@ _SMALLER_OPTIMIZERS = (
         "torch.optim.Adafactor(parameters, lr=...)",
         "keeps second moments by row and column and no momentum: another learning rate, a slower optimizer step",
         _adafactor_of,
-        during=partial(mock.patch.object, _adafactor, "max", _larger, create=True),
+        during=partial(mock.patch.object, find("torch.optim._adafactor"), "max", _larger, create=True),
     ),
     _optimizer(
         "SGD",

@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.core.foreign import gaps, reason_of
 from lightning_memguard.core.replay.compare import compare_files
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.comparison import comparison_text
-from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.adapter.ranks import attempt, warn
 from lightning_memguard.training.adapter.run_facts import ROLES
-from lightning_memguard.training.run import resume
-from lightning_memguard.training.run.batch_monitor import ran_out_of_memory
-from lightning_memguard.training.run.guarded_run import GuardedRun, actual_path
-from lightning_memguard.training.run.profile import GuardSettings
+from lightning_memguard.training.run.settings import GuardSettings
 from lightning_memguard.units import KIB, parse_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
     from torch.optim import Optimizer
 
+    from lightning_memguard.training.run.guarded_run import GuardedRun
+
+# What predicts. It reads the insides of torch and Lightning, so it is imported when a run is set up, and may fail then.
+_ENGINE = "lightning_memguard.training.run"
 _NOT_USED = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end")
 
 
@@ -196,6 +197,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         Raises:
             MemGuardError: there is no actual snapshot, or one of them cannot be read.
         """
+        from lightning_memguard.training.run.guarded_run import actual_path
+
         actual = actual_path(Path(path))
         if not actual.exists():
             raise MemGuardError(
@@ -220,20 +223,38 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             self.records = []
             self._last_fit = None
         self.evaluations.pop(stage, None)
-        run = GuardedRun(trainer, pl_module, self._settings, stage, self._snapshot_path)
+        engine = attempt(lambda: importlib.import_module(f"{_ENGINE}.guarded_run"))
+        if engine.value is None:
+            self._step_aside(trainer, engine.reason)
+            return
+        run: GuardedRun = engine.value.GuardedRun(trainer, pl_module, self._settings, stage, self._snapshot_path)
         self._run = self._last_run = run
         if run.trains:
             self._last_fit, self.records = run, run.records
         run.apply()
         if run.is_decided:
             run.announce()
+        missing = gaps("every run", "lightning", "operators", trainer=trainer)
+        if missing and trainer.is_global_zero and "does not have" not in run.decision.reason:
+            warn(f"MemGuard does less in this run: {missing}.", stacklevel=3)
+
+    def _step_aside(self, trainer: Trainer, reason: str) -> None:
+        accumulate = trainer.accumulate_grad_batches
+        self._last_run = None
+        self._known_decision = Decision(0, 0, accumulate, "stepped aside", None, None, "request", reason)
+        if trainer.is_global_zero:
+            warn(f"MemGuard did not tune this run: {reason}", stacklevel=4)
 
     def _check(self, trainer: Trainer, stage: str) -> None:
         guards = sum(isinstance(callback, MemGuard) for callback in trainer.callbacks)  # type: ignore[attr-defined]
         if guards > 1:
             raise MemGuardError(f"The Trainer has {guards} MemGuards, which would undo each other's work: keep one.")
         effective = self._settings.keep_effective_batch_size if self._settings.mode == "tune" else None
-        if stage == "fit" and effective and schedules_accumulation(trainer.callbacks):  # type: ignore[attr-defined]
+        if stage != "fit" or not effective:
+            return
+        from lightning_memguard.training.adapter.callbacks import schedules_accumulation
+
+        if schedules_accumulation(trainer.callbacks):  # type: ignore[attr-defined]
             raise MemGuardError(
                 f"keep_effective_batch_size={effective} and a GradientAccumulationScheduler would each set the "
                 "accumulation: remove one."
@@ -244,6 +265,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         """Save the batch size, so that a resumed fit can keep it."""
         run = self._last_fit
         if run and run.tuning.profile is not None:
+            from lightning_memguard.training.run import resume
+
             checkpoint[resume.KEY] = resume.saved_state(run.tuning)
 
     @_guarded
@@ -337,7 +360,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add to an out-of-memory error what was predicted and what would have fit; leave the Trainer as it was."""
         try:
-            if ran_out_of_memory(exception):
+            monitor: Any = sys.modules.get(f"{_ENGINE}.batch_monitor")
+            if monitor and monitor.ran_out_of_memory(exception):
                 run = self._run
                 text = attempt(run.out_of_memory_note).value if run else "MemGuard made no prediction."
                 if text and sys.version_info >= (3, 11):
@@ -362,5 +386,5 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if hook in self._failed or not trainer.is_global_zero:
             return
         self._failed.add(hook)
-        text = f"MemGuard failed in {hook}, and the run goes on without what that does: {type(error).__name__}: {error}"
+        text = f"MemGuard failed in {hook}, and the run goes on without what that does: {reason_of(error)}"
         warn(text, stacklevel=3)

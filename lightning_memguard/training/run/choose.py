@@ -19,7 +19,8 @@ from lightning_memguard.training.adapter.ranks import Attempt, Ranks, attempt
 from lightning_memguard.training.data.loaders import leaves_one
 from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs
-from lightning_memguard.training.run.profile import GuardSettings, Reading, Run, RunProfile, ValidationRun, profile_of
+from lightning_memguard.training.run.profile import Reading, Run, RunProfile, ValidationRun, profile_of
+from lightning_memguard.training.run.settings import GuardSettings
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:

@@ -28,10 +28,11 @@ from lightning_memguard.training.adapter.ranks import attempt, warn
 from lightning_memguard.training.adapter.run_facts import Stage
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
-from lightning_memguard.training.run.profile import GuardSettings, RunProfile
+from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.rescue import Rescuer, guard_evaluation
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of
+from lightning_memguard.training.run.settings import GuardSettings
 from lightning_memguard.training.run.tune import in_parts, recheck, tune, with_steps
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,7 +19,7 @@ from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.fake_cuda import gpu_of
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.recorder import part_bytes
-from lightning_memguard.core.decision.decision import Budget, Limits, Request, decide
+from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.replay.footprint import Footprint
@@ -33,22 +33,10 @@ from lightning_memguard.training.adapter.ranks import Attempt, attempt
 from lightning_memguard.training.adapter.run_facts import RunFacts
 from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
+from lightning_memguard.training.run.settings import GuardSettings
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
-
-
-@dataclass(frozen=True)
-class GuardSettings(Limits):
-    """MemGuard's settings, checked; see there."""
-
-    mode: Literal["tune", "check"] = "tune"
-    on_oom: Literal["split", "raise"] | None = None
-
-    @property
-    def splits(self) -> bool:
-        """Whether a step that runs out of memory may be done in parts; only on request until that is proven the same."""
-        return self.mode == "tune" and self.on_oom == "split"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.planning.search import Context, or_the_smallest
 from lightning_memguard.training.run.choose import Chosen, Planner, choose
-from lightning_memguard.training.run.profile import GuardSettings, Reading, RunProfile, read_run
+from lightning_memguard.training.run.profile import Reading, RunProfile, read_run
+from lightning_memguard.training.run.settings import GuardSettings
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:

@@ -1,0 +1,274 @@
+"""Private names of others: each is where it was, each is in the table, and a run goes on without any one of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning_fabric
+import pytest
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import DataLoader
+
+from lightning_memguard.core import foreign
+from lightning_memguard.core.foreign import TABLE, Absent, find, gaps, reason_of
+from lightning_memguard.errors import CannotTraceError
+
+PROGRAM = Path(__file__).with_name("without_a_name.py")
+PACKAGE = Path(foreign.__file__).parents[1]
+PATHS = [path for part in TABLE.values() for need in part for path in need.paths.split()]
+OF_TORCH = [path for path in PATHS if path.startswith("torch.")]
+FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+
+
+# -- the table
+
+
+def samples() -> dict[str, list[Any]]:
+    """Objects to find the names on that begin at none of torch's modules."""
+    x = torch.ones(2, requires_grad=True)
+    nodes = [x.exp(), x.cumsum(0), x.log(), x.amax(0, keepdim=True), torch.nn.functional.mse_loss(x, torch.ones(2))]
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    module = pl.LightningModule()
+    module.save_hyperparameters({"batch_size": 1})
+    combined = pl.utilities.CombinedLoader([DataLoader([1, 2])], "sequential")
+    fsdp = lightning_fabric.strategies.FSDPStrategy()
+    wrapper = lightning_fabric.wrappers._FabricModule(torch.nn.Linear(2, 2), lightning_fabric.strategies.DDPStrategy())
+    optimizer = torch.optim.SGD([x], lr=0.1)
+    return {
+        "trainer": [trainer],
+        "epoch_loop": [trainer.fit_loop.epoch_loop],
+        "connector": [trainer._logger_connector, trainer._data_connector, pl.trainer.connectors.data_connector],
+        "combined": [combined],
+        "module": [module],
+        "swa": [pl.callbacks.StochasticWeightAveraging(0.1)],
+        "averaging": [pl.callbacks.WeightAveraging()],
+        "finder": [pl.callbacks.LearningRateFinder()],
+        "metric": [torchmetrics.MeanMetric()],
+        "ddp": [pl.strategies.DDPStrategy(find_unused_parameters=True)],
+        "strategy": [fsdp, pl.strategies.ModelParallelStrategy(), pl.strategies.DeepSpeedStrategy],
+        "wrappers": [lightning_fabric.wrappers],
+        "fabric_module": [wrapper],
+        "operator": [torch.ops.aten.add.Tensor],
+        "definition": [torch.library.custom_op("memguard_tests::nothing", nothing, mutates_args=())],
+        "mode": [FakeTensorMode()],
+        "storage": [x.untyped_storage()],
+        "node": [each.grad_fn for each in nodes],
+        "memory": [torch.cuda.memory],
+        "cuda": [torch._C],
+        "optimizer": [optimizer],
+        "schedule": [SimpleNamespace(_stage=None)],  # needs a pipeline; tests/core/capture/test_pipelines.py runs one
+    }
+
+
+def nothing(x: torch.Tensor) -> None:
+    """An operator that does nothing."""
+
+
+@pytest.fixture(scope="module")
+def roots() -> dict[str, list[Any]]:
+    return samples()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_name_is_where_it_was(path: str, roots: dict[str, list[Any]]) -> None:
+    first = path.partition(".")[0]
+    if first == "cuda" and torch.version.cuda is None:
+        pytest.skip("in builds with CUDA alone")
+    found = [find(path, **{first: each}) for each in roots.get(first, [torch])]
+    assert not all(isinstance(each, Absent) for each in found), f"{path} has moved"
+
+
+def test_no_run_has_a_gap() -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert gaps(*TABLE, trainer=trainer) == ""
+
+
+# The rescue is being rebuilt, with a table of its own names.
+NOT_YET = ("closure.py", "same_step.py", "logged.py", "evaluation.py", "rescue.py", "split.py", "averages.py")
+# Of Python itself, and of named tuples; and what is read only if it is there.
+NOT_FOREIGN = {"_replace", "_fields", "_exit", "_getframe"}
+IF_THERE = {
+    *("_compute_coordinate_on_dim", "_warmup_p2p", "_inference_mode", "_fsdp_param_group", "_fsdp_param_groups"),
+    *("_post_backward_hook_state", "_torchdynamo_orig_callable", "_CudaDeviceProperties", "_experiment"),
+}
+
+
+def private_names() -> Iterator[tuple[str, str]]:
+    """Private names that are read of something which is none of ours, with the place."""
+    trees = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py")) if file.name not in NOT_YET}
+    nodes = {file: list(ast.walk(tree)) for file, tree in trees.items()}
+    own = {name for each in nodes.values() for node in each for name in defined(node)}
+    for file, each in nodes.items():
+        for node in each:
+            for name in read(node):
+                if re.fullmatch("_[a-zA-Z].*", name) and name not in own | NOT_FOREIGN | IF_THERE:
+                    yield name, f"{file.relative_to(PACKAGE)}:{node.lineno}"
+
+
+def defined(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+            yield name
+        case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+            yield name
+
+
+def read(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Attribute(attr=name):
+            yield name
+        case ast.ImportFrom(module=module, names=names) if not (module or "").startswith(PACKAGE.name):
+            yield from (part for each in names for part in f"{module}.{each.name}".split("."))
+        case ast.Call(func=ast.Attribute(attr="object"), args=[_, ast.Constant(value=str(name)), *_]):
+            yield name
+
+
+def test_each_private_name_is_in_the_table() -> None:
+    listed = {part for path in PATHS for part in path.split(".")}
+    assert {place: name for name, place in private_names() if name not in listed} == {}
+
+
+# -- without a name
+
+
+def test_an_absent_name_is_a_key_that_nothing_is_equal_to() -> None:
+    missing = foreign.aten._no_such_operator
+    table = {missing.default: 1, foreign.aten.add.Tensor: 2}
+    assert table[torch.ops.aten.add.Tensor] == 2
+    assert missing.default not in {missing.default.other: 1}
+    assert {"default", "Tensor"}.intersection(missing.overloads()) == set()
+    with pytest.raises(CannotTraceError, match=r"^torch \S+ does not have torch\.ops\.aten\._no_such_operator$"):
+        missing(1)
+
+
+def test_a_gap_names_the_version_the_purpose_and_what_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.library, "_impls")
+    assert gaps("every run") == (
+        f"torch {torch.__version__} does not have torch.library._impls, which MemGuard needs to see each operator of a "
+        "step: some steps are run on a copy instead of simulated, or not predicted"
+    )
+    monkeypatch.delattr(torch._C, "_parse_dispatch_key")
+    assert gaps("every run").endswith("or not predicted (and 1 more)")
+
+
+def test_an_error_is_explained_if_a_name_of_the_table_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reason_of(error_of(lambda: SimpleNamespace()._impls)).startswith("AttributeError: 'types.SimpleNamespace'")
+    monkeypatch.delattr(torch.library, "_impls")
+    needed = f"torch {torch.__version__} does not have torch.library._impls, which MemGuard needs to see each operator"
+    assert reason_of(error_of(lambda: torch.library._impls)).startswith(needed)
+    assert reason_of(ValueError("torch.library._impls")) == "ValueError: torch.library._impls"
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    del trainer.fit_loop._data_source
+    assert reason_of(error_of(lambda: trainer.fit_loop._data_source)) == (
+        f"Lightning {pl.__version__} does not have trainer.fit_loop._data_source, which MemGuard needs to find a run's "
+        "loaders"
+    )
+
+
+def error_of(read: Any) -> BaseException:
+    try:
+        read()
+    except AttributeError as error:
+        return error
+    raise AssertionError("it is there")
+
+
+# By what becomes of a run that needs the name; `without_a_name.py` says how it is made to.
+SAMPLE = {
+    "torch._subclasses.fake_tensor.FakeTensor": "stepped aside",
+    "torch._ops.OpOverload": "stepped aside",
+    "torch.utils._pytree.tree_map": "stepped aside",
+    "torch._C._current_graph_task_id": "stepped aside",
+    "torch._C._FunctionBase": "kept",
+    "torch._C._dispatch_has_kernel_for_dispatch_key": "tuned with less",
+    "torch.optim._adafactor": "tuned with less",
+    "torch.ops.aten._fused_adagrad_": "tuned with less",
+    "torch.ops.aten._euclidean_dist": "tuned with less",
+    "torch._VF.lstm": "tuned with less",
+    "torch._C._ensureCUDADeviceGuardSet": "estimated with less",
+    "torch.distributed.fsdp._runtime_utils._post_backward_hook": "refused",
+}
+
+
+@FORKS
+def test_a_run_goes_on_without_a_name_and_says_so() -> None:
+    found = outcomes(*SAMPLE)
+    assert {path: outcome for path, (outcome, _) in found.items()} == SAMPLE
+    for path, (_, words) in found.items():
+        assert re.search(rf"torch \S+ does not have {re.escape(path)}, which MemGuard needs to \w+", words)
+
+
+@pytest.mark.long
+@FORKS
+@pytest.mark.parametrize("part", ["every run", "operators", "compile", "cuda", "strategies"])
+def test_no_name_of_torch_stops_a_run(part: str) -> None:
+    """Types of C++ keep their attributes, so a few cannot be removed. Others are not needed by a run this small."""
+    found = outcomes(*(path for need in TABLE[part] for path in need.paths.split() if path in OF_TORCH))
+    assert not {path: words for path, (outcome, words) in found.items() if outcome in ("raised", "another peak")}
+    silent = {path: outcome for path, (outcome, words) in found.items() if last(path) not in words}
+    assert {*silent.values()} <= {"cannot be removed", "tuned"}
+    assert {path for path, outcome in silent.items() if outcome == "tuned"} <= NOT_NEEDED
+
+
+NOT_NEEDED = {
+    "torch._C._get_sdp_priority_order",
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    "torch.distributed.pipelining.schedules._PipelineSchedule",
+}
+
+
+def last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def outcomes(*paths: str) -> dict[str, tuple[str, str]]:
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
+    lines = output_of(PROGRAM, *paths, env=environment).splitlines()
+    return {path: (outcome, words) for path, outcome, words in map(json.loads, lines)}
+
+
+def output_of(*arguments: object, **how: Any) -> str:
+    command = [sys.executable, *map(str, arguments)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, **how)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    return answer.stdout
+
+
+# -- a Lightning that renamed one
+
+RENAMED = {
+    "_data_source": "did not tune this run: Lightning 2.* does not have trainer.fit_loop._data_source, which MemGuard",
+    "_detect_anomaly": "Lightning 2.* does not have trainer._detect_anomaly, which MemGuard needs to read",
+    "_batches_that_stepped": "does less in this run: Lightning 2.* does not have .*_batches_that_stepped, ",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if i else []) for i, name in enumerate(RENAMED)]
+)
+def test_a_lightning_that_renamed_a_name_still_trains(name: str, tmp_path: Path) -> None:
+    original = Path(importlib.util.find_spec("pytorch_lightning").origin).parent  # type: ignore[union-attr, arg-type]
+    copied = shutil.copytree(original, tmp_path / original.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in copied.rglob("*.py"):
+        text = file.read_text()
+        if name in text:
+            file.write_text(re.sub(rf"\b{name}\b", f"{name}_renamed", text))
+    code = "import without_a_name as w; from lightning_memguard import MemGuard; print(*w.fit(MemGuard(budget='1GiB')))"
+    paths = os.pathsep.join(map(str, (tmp_path, PACKAGE.parent, PROGRAM.parent)))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    said = output_of("-c", code, cwd=tmp_path, env=environment)
+    assert re.search(RENAMED[name], said), said
