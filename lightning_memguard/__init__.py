@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning_memguard.core.decision.decision import Budget, Decision
     from lightning_memguard.core.decision.record import EpochRecord
     from lightning_memguard.core.replay.footprint import Footprint
@@ -50,9 +52,27 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspe
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_HOMES[name]), name)
+        try:
+            value = getattr(import_module(_HOMES[name]), name)
+        except (AttributeError, ImportError) as error:
+            value = _unavailable(error)
+            if name != "estimate" or value is None:
+                raise
         globals()[name] = value  # from now on the name is found without asking here
         return value
+
+
+def _unavailable(error: Exception) -> Callable[..., object] | None:
+    """In place of a function that this torch lacks a name for: it can be imported, and says so where it is called."""
+    from lightning_memguard.core.foreign import missing_in
+    from lightning_memguard.errors import CannotTraceError
+
+    reason = missing_in(error)
+
+    def refuse(*_: object, **__: object) -> object:
+        raise CannotTraceError(f"{reason}: nothing can be estimated.")
+
+    return refuse if reason else None
 
 
 def __dir__() -> list[str]:

@@ -119,9 +119,13 @@ TABLE: dict[str, tuple[Need, ...]] = {
         Need("try Adafactor", "it is not advised", "torch.optim._adafactor"),
     ),
     "lightning": (
-        Need("read a run's settings", _NOT_TUNED, "trainer._detect_anomaly trainer._accelerator_connector"),
+        Need(
+            "read a run's settings",
+            _NOT_TUNED,
+            "trainer._detect_anomaly trainer._accelerator_connector.use_distributed_sampler",
+        ),
         Need("find a run's loaders", _NOT_TUNED, "trainer.fit_loop._data_source trainer._data_connector"),
-        Need("hide its copy of a run from loggers", _MEASURED, "trainer._logger_connector"),
+        Need("hide its copy of a run from loggers", _MEASURED, "trainer._logger_connector.update_eval_epoch_metrics"),
         Need("know what a run logs", _MEASURED, "trainer.fit_loop.epoch_loop._results"),
         Need("know when a step ends", _MEASURED, "trainer.fit_loop._should_accumulate"),
         Need("log at Lightning's step", "nothing is logged", "trainer.fit_loop.epoch_loop._batches_that_stepped"),
@@ -297,6 +301,11 @@ def gaps(*parts: str, **roots: object) -> str:
 
 def reason_of(error: BaseException, text: str = "") -> str:
     """Why something failed: in the table's words if a name of it is missing, else in ``text``, or the error's own."""
+    return missing_in(error) or f"{type(error).__name__}: {text or error}"
+
+
+def missing_in(error: BaseException) -> str:
+    """Say which name of the table an error is about, and what it is for; empty if it is about another."""
     if isinstance(error, (AttributeError, ImportError)):
         words, owner = set(re.findall(r"\w+", str(error))), getattr(error, "obj", None)
         home = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", "")).partition(".")[0]
@@ -305,7 +314,7 @@ def reason_of(error: BaseException, text: str = "") -> str:
             missing = isinstance(find(path), Absent) if named and path.startswith("torch.") else home in _THEIRS
             if named and missing:
                 return need.lacks(path)
-    return f"{type(error).__name__}: {text or error}"
+    return ""
 
 
 def _rows(*parts: str) -> Iterator[tuple[Need, str]]:

@@ -162,6 +162,7 @@ ESTIMATED = {
     "torch.distributed": ("H200", "fsdp"),
     "torch.testing": ("H200", "fsdp"),
     "torch._C._get_accelerator": ("H200", "fsdp"),
+    "torch.utils._mode_utils": ("H200", "auto"),
     "torch._C._ensureCUDA": ("H200", "auto"),
     "torch._C._autograd.SavedTensor": ("H200", "auto"),
     "torch._subclasses.fake_tensor.init_gpu_context": ("H200", "auto"),

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import BackwardCFunction
 
 from lightning_memguard import estimate
 from lightning_memguard.core.capture import compiled
@@ -51,18 +50,9 @@ def test_the_compilers_of_kernels_are_known():
     assert list(inspect.signature(AsyncCompile.wait).parameters) == ["self", "scope"]
 
 
-def test_the_names_that_are_patched_exist():
-    from torch._inductor import codecache, cpu_vec_isa, output_code
+def test_what_is_patched_takes_what_it_took():
+    from torch._inductor import codecache, output_code
 
-    guards = torch._C._dynamo.guards
-    names = (
-        "_empty_strided_cpu",
-        "_empty_strided_cuda",
-        "_reinterpret_tensor",
-        "assert_size_stride",
-        "assert_alignment",
-    )
-    assert all(hasattr(guards, name) for name in names)
     assert list(inspect.signature(codecache.write).parameters)[:3] == ["content", "extension", "extra"]
     assert list(inspect.signature(codecache.PyCodeCache.load_by_key_path).parameters)[:4] == [
         "key",
@@ -72,9 +62,6 @@ def test_the_names_that_are_patched_exist():
     ]
     assert "return write(source_code" in inspect.getsource(codecache.PyCodeCache.write)
     assert "open(graph.cache_path)" in inspect.getsource(output_code)
-    assert hasattr(cpu_vec_isa.VecISA, "check_build")
-    assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
-    assert hasattr(BackwardCFunction, "maybe_clear_saved_tensors")
 
 
 def test_the_stance_is_asked_whenever_something_compiled_is_called():

@@ -396,29 +396,3 @@ def test_a_stream_is_prefetched_unless_its_batches_are_counted(
     first = next(i for i, event in enumerate(trace.events) if event.phase == "forward" and event.part != "batch")
     batches = [event for event in trace.events[:first] if event.part == "batch" and event.nbytes == 10 * 16 * 4]
     assert len(batches) == at_a_time
-
-
-def test_the_private_names_of_lightning_are_still_there(trainer: Any) -> None:
-    """A canary: the private names that training/adapter reads, so that a rename is noticed here first."""
-    fit = trainer()
-    assert hasattr(fit.fit_loop, "_data_source")
-    assert hasattr(fit.fit_loop._data_source, "dataloader")
-    assert hasattr(fit.fit_loop.epoch_loop, "_batches_that_stepped")
-    assert hasattr(fit._data_connector, "attach_data")
-    assert hasattr(pl.trainer.connectors.data_connector, "_replace_dunder_methods")
-    assert hasattr(fit, "_detect_anomaly")
-    assert hasattr(fit.predict_loop, "inference_mode")
-    assert hasattr(fit._logger_connector, "update_eval_epoch_metrics")
-    assert hasattr(fit.fit_loop, "_should_accumulate")
-    assert hasattr(fit._data_connector, "_datahook_selector")
-    assert hasattr(fit._accelerator_connector, "use_distributed_sampler")
-    combined = pl.utilities.CombinedLoader([DataLoader([1, 2])], "sequential")
-    assert {"_mode", "_spec"} <= vars(combined).keys()
-    ddp = pl.strategies.DDPStrategy(find_unused_parameters=True)
-    assert {"_ddp_kwargs", "_ddp_comm_hook", "_ddp_comm_wrapper", "_layer_sync"} <= vars(ddp).keys()
-    module = pl.LightningModule()
-    module.save_hyperparameters({"batch_size": 1})
-    assert {"_hparams", "_hparams_initial"} <= vars(module).keys()
-    assert {"_device", "_avg_fn"} <= vars(pl.callbacks.StochasticWeightAveraging(0.1)).keys()
-    if hasattr(pl.callbacks, "WeightAveraging"):
-        assert {"_device", "_use_buffers", "_kwargs"} <= vars(pl.callbacks.WeightAveraging()).keys()
