@@ -26,22 +26,27 @@ class Need:
 
     Attributes:
         purpose: completes "which MemGuard needs to".
+        names: "home: name name; home: name", a home from a module, or from an object at hand such as ``trainer``.
         without: what becomes of a run that would need them.
-        paths: each from a library, or from an object that the caller has, such as ``trainer``.
         checked: on which versions, if not on those of the whole table.
     """
 
     purpose: str
-    without: str
-    paths: str
+    names: str
+    without: str = "some steps are run on a copy instead of simulated, or not predicted"
     checked: str = ""
+
+    @property
+    def paths(self) -> list[str]:
+        """The full path of each."""
+        homes = (group.split(": ") for group in self.names.split("; "))
+        return [f"{home}.{name}" for home, names in homes for name in names.split()]
 
     def lacks(self, path: str) -> str:
         """Say that a name is missing, and what it is for."""
         return f"{_version_of(path)} does not have {path}, which MemGuard needs to {self.purpose}"
 
 
-_MEASURED = "some steps are run on a copy instead of simulated, or not predicted"
 _NOT_TUNED = "runs are not tuned"
 _NOT_SUCH = "such runs are not tuned"
 _UNKNOWN = "a step that calls what replaced it may take more than predicted"
@@ -50,190 +55,154 @@ TABLE: dict[str, tuple[Need, ...]] = {
     "every run": (
         Need(
             "run a step without memory",
-            _MEASURED,
-            """
-            torch._subclasses.fake_tensor.FakeTensor torch._subclasses.fake_tensor.FakeTensorMode
-            torch._subclasses.fake_tensor.unset_fake_temporarily torch._subclasses.FakeTensor
-            torch._subclasses.fake_tensor.DataDependentOutputException
-            torch._subclasses.fake_tensor.DynamicOutputShapeException
-            torch._subclasses.fake_tensor.init_gpu_context mode._allow_unsafe_data_ptr_access
-            """,
+            "torch._subclasses.fake_tensor: FakeTensor FakeTensorMode unset_fake_temporarily "
+            "DataDependentOutputException DynamicOutputShapeException init_gpu_context; "
+            "torch._subclasses: FakeTensor; mode: _allow_unsafe_data_ptr_access",
         ),
         Need(
             "see each operator of a step",
-            _MEASURED,
-            """
-            torch._ops.OpOverload torch.utils._python_dispatch.TorchDispatchMode torch.utils._mode_utils.no_dispatch
-            torch._C._AutoDispatchBelowAutograd torch._C.DisableTorchFunction torch._C.DispatchKey
-            torch._C.DisableTorchFunctionSubclass torch._C._dispatch_has_kernel_for_dispatch_key
-            torch._C._parse_dispatch_key torch._library.custom_ops.OPDEFS torch.library._impls
-            operator._schema operator._op_dk operator.overloadpacket._qualified_op_name definition._backend_fns
-            """,
+            "torch._ops: OpOverload; torch.utils._python_dispatch: TorchDispatchMode; "
+            "torch.utils._mode_utils: no_dispatch; "
+            "torch._C: _AutoDispatchBelowAutograd DisableTorchFunction DispatchKey DisableTorchFunctionSubclass "
+            "_dispatch_has_kernel_for_dispatch_key _parse_dispatch_key; torch._library.custom_ops: OPDEFS; "
+            "torch.library: _impls; operator: _schema _op_dk; operator.overloadpacket: _qualified_op_name; "
+            "definition: _backend_fns",
         ),
         Need(
             "copy a module and its batches",
-            _MEASURED,
-            """
-            torch.utils._pytree.tree_leaves torch.utils._pytree.tree_map
-            torch.utils._pytree.tree_flatten torch.utils._pytree.tree_unflatten
-            torch._C.TensorBase.clone torch.nn.Module._apply torch.nn.Module._call_impl
-            torch.nn.Module._compiled_call_impl module._parameters module._buffers torch.nn.modules.batchnorm._BatchNorm
-            torch._dynamo.OptimizedModule torch._dynamo.eval_frame._TorchDynamoContext
-            torch._dynamo.eval_frame.innermost_fn torch._dynamo.eval_frame._callback_from_stance
-            """,
+            "torch.utils._pytree: tree_leaves tree_map tree_flatten tree_unflatten; torch._C.TensorBase: clone; "
+            "torch.nn.Module: _apply _call_impl _compiled_call_impl; module: _parameters _buffers; "
+            "torch.nn.modules.batchnorm: _BatchNorm; torch._dynamo: OptimizedModule; "
+            "torch._dynamo.eval_frame: _TorchDynamoContext innermost_fn _callback_from_stance",
         ),
         Need(
             "know which tensors share memory",
-            _MEASURED,
-            "storage._cdata torch.Tensor._is_view torch.Tensor._use_count torch._C._storage_Use_Count",
+            "storage: _cdata; torch.Tensor: _is_view _use_count; torch._C: _storage_Use_Count",
         ),
         Need(
             "make the results of operators",
-            _MEASURED,
-            """
-            torch._C._set_warn_deprecated_on_mutable_data_ptr torch._C._set_throw_on_mutable_data_ptr
-            torch.Tensor._make_subclass torch._prims_common.suggest_memory_format
-            torch.autograd.forward_ad._current_level torch.optim.optimizer._foreach_supported_types
-            torch.utils._foreach_utils._foreach_supported_types torch.amp.GradScaler._maybe_opt_step
-            """,
+            "torch._C: _set_warn_deprecated_on_mutable_data_ptr _set_throw_on_mutable_data_ptr; "
+            "torch.Tensor: _make_subclass; torch._prims_common: suggest_memory_format; "
+            "torch.autograd.forward_ad: _current_level; torch.optim.optimizer: _foreach_supported_types; "
+            "torch.utils._foreach_utils: _foreach_supported_types; torch.amp.GradScaler: _maybe_opt_step",
         ),
         Need(
             "walk the backward pass",
-            _MEASURED,
-            """
-            torch._C._current_graph_task_id torch._C._FunctionBase torch._C._functorch.is_gradtrackingtensor
-            torch.autograd.Variable._execution_engine torch.Tensor._backward_hooks
-            torch.Tensor._post_accumulate_grad_hooks node._input_metadata node._sequence_nr
-            """,
+            "torch._C: _current_graph_task_id _FunctionBase; torch._C._functorch: is_gradtrackingtensor; "
+            "torch.autograd.Variable: _execution_engine; torch.Tensor: _backward_hooks _post_accumulate_grad_hooks; "
+            "node: _input_metadata _sequence_nr",
         ),
         Need(
             "see what the backward pass keeps",
-            _MEASURED,
-            """
-            torch._C._autograd._push_saved_tensors_default_hooks torch._C._autograd._pop_saved_tensors_default_hooks
-            torch._C._autograd._saved_tensors_hooks_disable torch._C._autograd._saved_tensors_hooks_enable
-            torch._C._autograd._make_saved_tensor torch._C._autograd._get_sequence_nr
-            node._saved_self node._saved_result node._saved_dim node._saved_keepdim node._saved_reduction
-            """,
+            "torch._C._autograd: _push_saved_tensors_default_hooks _pop_saved_tensors_default_hooks "
+            "_saved_tensors_hooks_disable _saved_tensors_hooks_enable _make_saved_tensor _get_sequence_nr; "
+            "node: _saved_self _saved_result _saved_dim _saved_keepdim _saved_reduction",
         ),
-        Need("try Adafactor", "it is not advised", "torch.optim._adafactor"),
+        Need("try Adafactor", "torch.optim: _adafactor", "it is not advised"),
     ),
     "lightning": (
         Need(
             "read a run's settings",
+            "trainer: _detect_anomaly; trainer._accelerator_connector: use_distributed_sampler",
             _NOT_TUNED,
-            "trainer._detect_anomaly trainer._accelerator_connector.use_distributed_sampler",
         ),
-        Need("find a run's loaders", _NOT_TUNED, "trainer.fit_loop._data_source trainer._data_connector"),
-        Need("hide its copy of a run from loggers", _MEASURED, "trainer._logger_connector.update_eval_epoch_metrics"),
-        Need("know what a run logs", _MEASURED, "trainer.fit_loop.epoch_loop._results"),
-        Need("know when a step ends", _MEASURED, "trainer.fit_loop._should_accumulate"),
-        Need("log at Lightning's step", "nothing is logged", "trainer.fit_loop.epoch_loop._batches_that_stepped"),
+        Need("find a run's loaders", "trainer.fit_loop: _data_source; trainer: _data_connector", _NOT_TUNED),
+        Need("hide its copy of a run from loggers", "trainer._logger_connector: update_eval_epoch_metrics"),
+        Need("know what a run logs", "trainer.fit_loop.epoch_loop: _results"),
+        Need("know when a step ends", "trainer.fit_loop: _should_accumulate"),
+        Need("log at Lightning's step", "trainer.fit_loop.epoch_loop: _batches_that_stepped", "nothing is logged"),
     ),
     "some runs": (
-        Need("show values to callbacks", "nothing is logged", "connector._callback_metrics"),
-        Need("find hooks that move a batch", "validation is not predicted", "connector._datahook_selector"),
-        Need("construct a loader again", _NOT_SUCH, "connector._replace_dunder_methods"),
-        Need("know how loaders are combined", _NOT_SUCH, "combined._mode combined._spec"),
-        Need("change the batch size in hparams", "it stays as it was", "module._hparams module._hparams_initial"),
-        Need(
-            "follow averages of weights", _NOT_SUCH, "swa._avg_fn swa._device averaging._use_buffers averaging._kwargs"
-        ),
-        Need("know how many rates are tried", "a short search is not reported", "finder._num_training_steps"),
-        Need("know what a metric holds", _MEASURED, "metric._defaults metric._forward_cache"),
-        Need("wait for no other rank", _NOT_SUCH, "epoch_loop._broadcast_sigterm_tensor", "Lightning 2.6"),
+        Need("show values to callbacks", "connector: _callback_metrics", "nothing is logged"),
+        Need("find hooks that move a batch", "connector: _datahook_selector", "validation is not predicted"),
+        Need("construct a loader again", "connector: _replace_dunder_methods", _NOT_SUCH),
+        Need("know how loaders are combined", "combined: _mode _spec", _NOT_SUCH),
+        Need("change the batch size in hparams", "module: _hparams _hparams_initial", "it stays as it was"),
+        Need("follow averages of weights", "swa: _avg_fn _device; averaging: _use_buffers _kwargs", _NOT_SUCH),
+        Need("know how many rates are tried", "finder: _num_training_steps", "a short search is not reported"),
+        Need("know what a metric holds", "metric: _defaults _forward_cache"),
+        Need("wait for no other rank", "epoch_loop: _broadcast_sigterm_tensor", _NOT_SUCH, checked="Lightning 2.6"),
     ),
     "operators": (
         Need(
             "know the memory of such operators",
+            "torch.ops.aten: _addmm_activation _cudnn_rnn _cudnn_rnn_backward _efficientzerotensor _euclidean_dist "
+            "_fused_adagrad_ _fused_sgd_ _fused_rms_norm _fused_rms_norm_backward _local_scalar_dense "
+            "_masked_softmax _softmax _native_multi_head_attention _transformer_encoder_layer_fwd "
+            "_pack_padded_sequence _unique2; "
+            "torch._VF: _pack_padded_sequence _pad_packed_sequence gru lstm rnn_relu rnn_tanh",
             _UNKNOWN,
-            """
-            torch.ops.aten._addmm_activation torch.ops.aten._cudnn_rnn torch.ops.aten._cudnn_rnn_backward
-            torch.ops.aten._efficientzerotensor torch.ops.aten._euclidean_dist torch.ops.aten._fused_adagrad_
-            torch.ops.aten._fused_sgd_ torch.ops.aten._fused_rms_norm torch.ops.aten._fused_rms_norm_backward
-            torch.ops.aten._local_scalar_dense torch.ops.aten._masked_softmax torch.ops.aten._softmax
-            torch.ops.aten._native_multi_head_attention torch.ops.aten._transformer_encoder_layer_fwd
-            torch.ops.aten._pack_padded_sequence torch.ops.aten._unique2
-            torch._VF._pack_padded_sequence torch._VF._pad_packed_sequence
-            torch._VF.gru torch._VF.lstm torch._VF.rnn_relu torch._VF.rnn_tanh
-            """,
         ),
-        Need("know what the CPU computes with", _UNKNOWN, "torch.cpu._is_avx512_bf16_supported"),
+        Need("know what the CPU computes with", "torch.cpu: _is_avx512_bf16_supported", _UNKNOWN),
     ),
     "compile": (
         Need(
             "follow torch.compile",
+            "torch._inductor.config: _config; torch._functorch: config; torch._dynamo: reset; "
+            "torch._inductor.async_compile: AsyncCompile; torch._inductor.cpu_vec_isa.VecISA: check_build; "
+            "torch._inductor: compile_fx output_code; torch._inductor.codecache: write; "
+            "torch._inductor.codecache.PyCodeCache: load_by_key_path; "
+            "torch._C._dynamo.guards: _empty_strided_cpu _empty_strided_cuda _reinterpret_tensor assert_size_stride "
+            "assert_alignment; torch._C._FunctionBase: maybe_clear_saved_tensors; "
+            "torch._C._autograd: _get_current_graph_task_keep_graph",
             "a compiled step is predicted as it is written",
-            """
-            torch._inductor.config._config torch._functorch.config torch._dynamo.reset
-            torch._inductor.async_compile.AsyncCompile torch._inductor.cpu_vec_isa.VecISA.check_build
-            torch._inductor.compile_fx torch._inductor.output_code torch._inductor.codecache.write
-            torch._inductor.codecache.PyCodeCache.load_by_key_path
-            torch._C._dynamo.guards._empty_strided_cpu torch._C._dynamo.guards._empty_strided_cuda
-            torch._C._dynamo.guards._reinterpret_tensor torch._C._dynamo.guards.assert_size_stride
-            torch._C._dynamo.guards.assert_alignment torch._C._FunctionBase.maybe_clear_saved_tensors
-            torch._C._autograd._get_current_graph_task_keep_graph
-            """,
         ),
     ),
     "cuda": (
         Need(
             "simulate a GPU",
+            "torch._C: _ensureCUDADeviceGuardSet _get_sdp_priority_order; torch._C._autograd.SavedTensor: data",
             _NOT_SUCH,
-            """
-            torch._C._ensureCUDADeviceGuardSet torch._C._autograd.SavedTensor.data torch._C._get_sdp_priority_order
-            """,
         ),
         Need(
             "record the actual snapshot",
+            "memory: _record_memory_history _dump_snapshot; cuda: _cuda_isHistoryEnabled",
             "it is not written",
-            "memory._record_memory_history memory._dump_snapshot cuda._cuda_isHistoryEnabled",
             checked="torch 2.11 to 2.15, in builds with CUDA",
         ),
-        Need("know whether CUDA has begun", "the GPU is asked", "cuda._cuda_hasPrimaryContext", "builds with CUDA"),
+        Need(
+            "know whether CUDA has begun",
+            "cuda: _cuda_hasPrimaryContext",
+            "the GPU is asked",
+            checked="builds with CUDA",
+        ),
     ),
     "strategies": (
         Need(
             "be one rank of several",
+            "torch.testing._internal.distributed.fake_pg: FakeStore; torch._C: _get_accelerator; "
+            "torch.distributed.distributed_c10d: _pg_map _pg_names _pg_group_ranks _pg_backend_config _group_count "
+            "_tags_to_pg _pg_to_tag _world _unregister_all_process_groups; "
+            "torch.distributed.tensor._dispatch: is_rng_supported_mesh; "
+            "torch.distributed.tensor._random: _rng_tracker; "
+            "torch.distributed._functional_collectives: AsyncCollectiveTensor; "
+            "torch.distributed.tensor._sharding_prop.ShardingPropagator: _propagate_tensor_meta_non_cached; "
+            "torch.distributed.tensor.debug: _clear_sharding_prop_cache; "
+            "torch.distributed.fsdp._fully_shard._fsdp_param: _chunk_with_empty; "
+            "torch.distributed.fsdp.FSDPModule: _get_fsdp_state; "
+            "torch.distributed.fsdp._runtime_utils: _register_post_backward_hook _post_backward_hook; "
+            "torch.distributed.fsdp._init_utils: _get_compute_device; "
+            "torch.distributed.fsdp._flat_param: _data_ptr_allocated",
             _NOT_SUCH,
-            """
-            torch.testing._internal.distributed.fake_pg.FakeStore torch._C._get_accelerator
-            torch.distributed.distributed_c10d._pg_map torch.distributed.distributed_c10d._pg_names
-            torch.distributed.distributed_c10d._pg_group_ranks torch.distributed.distributed_c10d._pg_backend_config
-            torch.distributed.distributed_c10d._group_count torch.distributed.distributed_c10d._tags_to_pg
-            torch.distributed.distributed_c10d._pg_to_tag torch.distributed.distributed_c10d._world
-            torch.distributed.distributed_c10d._unregister_all_process_groups
-            torch.distributed.tensor._dispatch.is_rng_supported_mesh torch.distributed.tensor._random._rng_tracker
-            torch.distributed._functional_collectives.AsyncCollectiveTensor
-            torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached
-            torch.distributed.tensor.debug._clear_sharding_prop_cache
-            torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty
-            torch.distributed.fsdp.FSDPModule._get_fsdp_state
-            torch.distributed.fsdp._runtime_utils._register_post_backward_hook
-            torch.distributed.fsdp._runtime_utils._post_backward_hook
-            torch.distributed.fsdp._init_utils._get_compute_device
-            torch.distributed.fsdp._flat_param._data_ptr_allocated
-            """,
         ),
         Need(
             "follow DistributedDataParallel",
+            "ddp: _ddp_kwargs _layer_sync _ddp_comm_hook _ddp_comm_wrapper; "
+            "torch._C._distributed_c10d: _compute_bucket_assignment_by_size",
             _NOT_SUCH,
-            """
-            ddp._ddp_kwargs ddp._layer_sync ddp._ddp_comm_hook ddp._ddp_comm_wrapper
-            torch._C._distributed_c10d._compute_bucket_assignment_by_size
-            """,
         ),
-        Need("follow sharding", _NOT_SUCH, "strategy._data_parallel_size strategy._tensor_parallel_size"),
+        Need("follow sharding", "strategy: _data_parallel_size _tensor_parallel_size", _NOT_SUCH),
         Need(
             "follow Fabric",
+            "strategy: _fsdp_kwargs; wrappers: _FabricModule; fabric_module: _forward_module _register_backward_hook",
             _NOT_SUCH,
-            """
-            strategy._fsdp_kwargs wrappers._FabricModule
-            fabric_module._forward_module fabric_module._register_backward_hook
-            """,
         ),
-        Need("follow DeepSpeed", _NOT_SUCH, "strategy._create_default_config optimizer._optimizer_step_post_hooks"),
-        Need("follow pipelines", _NOT_SUCH, "torch.distributed.pipelining.schedules._PipelineSchedule schedule._stage"),
+        Need("follow DeepSpeed", "strategy: _create_default_config; optimizer: _optimizer_step_post_hooks", _NOT_SUCH),
+        Need(
+            "follow pipelines",
+            "torch.distributed.pipelining.schedules: _PipelineSchedule; schedule: _stage",
+            _NOT_SUCH,
+        ),
     ),
 }
 
@@ -318,7 +287,7 @@ def missing_in(error: BaseException) -> str:
 
 
 def _rows(*parts: str) -> Iterator[tuple[Need, str]]:
-    return ((need, path) for part in parts for need in TABLE[part] for path in need.paths.split())
+    return ((need, path) for part in parts for need in TABLE[part] for path in need.paths)
 
 
 def _version_of(path: str) -> str:

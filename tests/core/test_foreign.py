@@ -29,7 +29,7 @@ from lightning_memguard.errors import CannotTraceError
 
 PROGRAM = Path(__file__).with_name("without_a_name.py")
 PACKAGE = Path(foreign.__file__).parents[1]
-PATHS = [path for part in TABLE.values() for need in part for path in need.paths.split()]
+PATHS = [path for part in TABLE.values() for need in part for path in need.paths]
 OF_TORCH = [path for path in PATHS if path.startswith("torch.")]
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
@@ -218,7 +218,7 @@ def test_a_run_goes_on_without_a_name_and_says_so() -> None:
 @pytest.mark.parametrize("part", ["every run", "operators", "compile", "cuda", "strategies"])
 def test_no_name_of_torch_stops_a_run(part: str) -> None:
     """Types of C++ keep their attributes, so a few cannot be removed. Others are not needed by a run this small."""
-    found = outcomes(*(path for need in TABLE[part] for path in need.paths.split() if path in OF_TORCH))
+    found = outcomes(*(path for need in TABLE[part] for path in need.paths if path in OF_TORCH))
     assert not {path: words for path, (outcome, words) in found.items() if outcome in ("raised", "another peak")}
     silent = {path: outcome for path, (outcome, words) in found.items() if last(path) not in words}
     assert {*silent.values()} <= {"cannot be removed", "tuned"}

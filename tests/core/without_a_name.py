@@ -79,7 +79,7 @@ def home_of(path: str) -> tuple[Any, str]:
 def take_away(path: str):
     """Remove a name; the result puts it back. Operators are found by a function, in C++."""
     home, name = home_of(path)
-    value = getattr(home, name)
+    value = getattr(home, name) if hasattr(home, name) else importlib.import_module(path)
     if path.startswith(("torch.ops.aten.", "torch._VF.")):
         vars(home).pop(name, None)
         kind, find = type(home), type(home).__getattr__
@@ -109,7 +109,7 @@ def outcome_of(path: str) -> tuple[str, str]:
         return fitted(path)
     try:
         put_back = take_away(path)
-    except (AttributeError, KeyError, TypeError):
+    except (AttributeError, ImportError, KeyError, TypeError):
         return "cannot be removed", ""
     device, strategy = next((how for start, how in ESTIMATED.items() if path.startswith(start)), ("", ""))
     if device:
