@@ -10,7 +10,7 @@ and the weights, buffers, and logged values after it are compared. A result is
 - refused, raised: it was not done again, for a reason; or because the rescue, or a part, raised an error
 - OTHER: it was done again and something differs, or it failed without a reason
 - broken: the undisturbed training differs from its own repetition
-- skipped, too slow: it does not train here, or takes more than 60 s (patterns of `field/`: 40 s)
+- skipped, too slow: it does not train here, or takes more than `--limit`, undisturbed or again
 
     python benchmarks/rescue_zoo.py                             # all; resumable: what the file has is not run again
     python benchmarks/rescue_zoo.py --only timm: hf_bert        # those whose name or library contains one
@@ -268,7 +268,9 @@ def examine(subject: Pattern, truth: bool, double: bool, limit: float) -> dict[s
             return whole
         again = trained("again", plants=not truth)
         if "seconds" not in again:
-            return again if "outcome" in again else {"outcome": "OTHER", "reason": f"then {again['failed']}"}
+            is_slow = "it took more than" in again.get("failed", "")
+            outcome = {"outcome": "too slow" if is_slow else "OTHER", "reason": f"again, {again.get('failed')}"}
+            return again if "outcome" in again else outcome
         found = {**again, "differences": differences("again"), "whole_seconds": whole["seconds"]}
         off = [kind for kind, value in zip(KINDS, found["differences"], strict=True) if value > tolerance]
         outcome = "equal" if not off else "equal gradients" if off == ["weights"] else "OTHER"
@@ -284,7 +286,7 @@ def work(subject: Pattern, arguments: argparse.Namespace, threads: int) -> None:
     """Examine a subject in a fork of this process, which imports what is large once for all forks."""
     if subject.library in ("timm", "transformers", "torchvision"):
         importlib.import_module(subject.library + ".modeling_utils" * (subject.library == "transformers"))
-    limit = 40 if subject.name.startswith("field:") else 60
+    limit = arguments.limit * (2 / 3 if subject.name.startswith("field:") else 1)
     found = field_script.in_fork(
         partial(examine, subject, arguments.truth, arguments.double, limit), threads, 4 * limit
     )
@@ -332,6 +334,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="run nothing, print what the file has")
     parser.add_argument("--truth", action="store_true", help="only train undisturbed, twice")
     parser.add_argument("--double", action="store_true", help="train in double precision: is a difference rounding?")
+    parser.add_argument("--limit", type=float, default=60, help="seconds for a training; two thirds for `field/`")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--verbose", action="store_true", help="show what trainings print to stderr")
     parser.set_defaults(tune=False, threads=1, memory=6 * 2**30)

@@ -321,6 +321,16 @@ def _expand(call: Call) -> Layout:
     return layout.at(layout.dim + call.outs[0].dim() - x.dim())
 
 
+@_rule("as_strided")
+def _as_strided(call: Call) -> Layout:
+    """Other strides for dimensions of size one."""
+    (x, layout), y = call.first, call.outs[0]
+    strides = [a == b for a, b, size in zip(x.stride(), y.stride(), x.shape, strict=False) if size > 1]
+    if x.shape != y.shape or x.storage_offset() != y.storage_offset() or not all(strides):
+        raise refuse("as_strided may cut through the samples")
+    return layout
+
+
 @_rule("unsqueeze")
 def _unsqueeze(call: Call) -> Layout:
     x, layout = call.first
@@ -821,7 +831,7 @@ _VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "
           "ones_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones", "new_full"}  # fmt: skip
 _FILLS = {"bernoulli", "uniform", "normal", "random", "exponential", "cauchy", "log_normal", "geometric"}
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
-_MADE = {"zeros", "ones", "empty", "full", "rand", "randn", "randint", "scalar_tensor"}
+_MADE = {"arange", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "scalar_tensor"}
 _GROWING = {"expand"}
 _MOVES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias",
           "detach", "clone", "_to_copy", "repeat", "lift_fresh"}  # fmt: skip

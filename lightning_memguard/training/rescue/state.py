@@ -4,8 +4,8 @@ Python's state is noted by reference: each mutable container that the module rea
 tensors the version counters are noted; only tensors that steps are known to change in place are copied.
 
 Not seen: state inside of generators, iterators and files; attributes of PyTorch's own layers other than ``training``;
-modules that are not registered; and, inside of containers and arrays too large to copy before every step, changes that
-keep the length. Batch norm's statistics belong to the code that runs the parts.
+modules that are not registered; containers more than eight deep; and changes that keep the length, inside of containers
+and arrays too large to copy before every step. Batch norm's statistics belong to the code that runs the parts.
 
 Private names of Lightning were checked on 2.5.0 to 2.6.6, those of torchmetrics on 1.9.
 """
@@ -35,7 +35,7 @@ from lightning_memguard.training.adapter.lightning_types import lightning_of
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-_MOST_CELLS, _MOST_DEPTH = 5_000, 4
+_MOST_CELLS, _MOST_DEPTH = 5_000, 8
 _WALKED = 256  # entries of a container that may hold further cells; in a longer list, the last ones are looked at
 _COPIED = 10_000  # entries of a container that is copied before every step; of a longer one, the length is noted
 _SMALL_BYTES, _SMALL_TOTAL_BYTES = 64 << 10, 1 << 20  # copied while it is not known which tensors change
@@ -252,11 +252,11 @@ class StepState:
                 continue
             held, grown = self._look(self._saved[count:], is_thorough=is_thorough)
             if not grown:
-                break
+                return held
             for root in grown:
                 self._grow(root)
             self._sort()
-        return held
+        raise RuntimeError("the module's attributes differ each time they are read")
 
     def _look(self, saved: list[Any], *, is_thorough: bool) -> tuple[list[_Held], set[int]]:
         """Return the tensors in what was saved of the lively cells, and the roots of cells that are new."""
@@ -264,21 +264,18 @@ class StepState:
         grown: set[int] = set()
         small, most = _SMALL_TOTAL_BYTES, _COPIED_BYTES
         for cell, values in zip(self._lively, saved, strict=True):
-            for key, value in _last_pairs(cell, values):
-                if value.__class__ in _PLAIN:
-                    continue
-                for each in _flat(value):
-                    if isinstance(each, torch.Tensor):
-                        nbytes, copy = 0, None
-                        if is_thorough or (cell.name, key) in self._changing or each.is_inference():
-                            nbytes = 0 if isinstance(each, nn.Parameter) else each.numel() * each.element_size()
-                        if nbytes and (cell.name, key) in self._changing and nbytes <= most:
-                            most, copy = most - nbytes, _copy(each)
-                        elif nbytes and nbytes <= min(small, _SMALL_BYTES):
-                            small, copy = small - nbytes, _copy(each)
-                        held.append(_Held(each, _version(each), copy, cell, key))
-                    elif _is_below(cell, each, self._known):
-                        grown.add(cell.root)
+            for key, each in _entries(cell, values):
+                if isinstance(each, torch.Tensor):
+                    nbytes, copy = 0, None
+                    if is_thorough or (cell.name, key) in self._changing or each.is_inference():
+                        nbytes = 0 if isinstance(each, nn.Parameter) else each.numel() * each.element_size()
+                    if nbytes and (cell.name, key) in self._changing and nbytes <= most:
+                        most, copy = most - nbytes, _copy(each)
+                    elif nbytes and nbytes <= min(small, _SMALL_BYTES):
+                        small, copy = small - nbytes, _copy(each)
+                    held.append(_Held(each, _version(each), copy, cell, key))
+                elif cell.depth and len(values) <= _WALKED and _is_new(each, self._known):
+                    grown.add(cell.root)
         return held, grown if sum(map(len, self._trees)) < _MOST_CELLS else set()
 
     # -- after it
@@ -300,8 +297,9 @@ class StepState:
         for cell, saved in zip(noted.cells, noted.saved, strict=True):
             if cell.kind is _LARGE and len(cell.container) != saved and not _has_grown(cell.container, saved):
                 return _unknown(f"`{cell.name}`")
-            for key, value in _last_pairs(cell, saved) if len(known) < _MOST_CELLS else ():
-                if any(_is_below(cell, each, known) for each in _flat(value)):
+            is_walked = cell.depth and cell.kind.compares and len(saved) <= _WALKED and len(known) < _MOST_CELLS
+            for key, each in _entries(cell, saved) if is_walked else ():
+                if _is_new(each, known):
                     return f"`{cell.label(key)}` is new, and its contents before the step are not known"
         return ""
 
@@ -456,16 +454,18 @@ def _walk_below(cell: _Cell, cells: list[_Cell], seen: set[int], tensors: list[t
             _walk(value, cell.label(key), cell.depth, cell.root, cells, seen, tensors)
 
 
-def _last_pairs(cell: _Cell, saved: Any) -> Iterable[tuple[Any, Any]]:
+def _entries(cell: _Cell, saved: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what was saved of a cell, by key, but for plain values; of a long list, the last ones."""
     pairs = [*cell.kind.pairs(saved)]
-    return pairs if len(pairs) <= _WALKED else pairs[-_WALKED:]
+    for key, value in pairs if len(pairs) <= _WALKED else pairs[-_WALKED:]:
+        if value.__class__ not in _PLAIN:
+            for each in _flat(value):
+                yield key, each
 
 
-def _is_below(cell: _Cell, value: Any, known: set[int]) -> bool:
-    """Whether a value in a cell is a container that should be a cell, and is not known."""
-    if value.__class__ in _PLAIN or not cell.depth:
-        return False
-    return (found := _container(value)) is not None and id(found[1]) not in known
+def _is_new(value: Any, known: set[int]) -> bool:
+    """Whether a value is a container that is not known."""
+    return value.__class__ not in _PLAIN and (found := _container(value)) is not None and id(found[1]) not in known
 
 
 def _is_calm(cell: _Cell) -> bool:

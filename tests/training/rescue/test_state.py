@@ -377,6 +377,20 @@ def test_outputs_that_grow_over_an_epoch_do_not_have_all_listed_again(
     assert model.outputs[1]["loss"] == 1
 
 
+def test_entries_of_long_containers_are_not_walked(model: Model) -> None:
+    model.samples = [{"x": torch.zeros(1)} for _ in range(300)]
+    model.more = [torch.zeros(1) for _ in range(300)]
+    state = StepState(trainer_stub(), model)
+    noted = state.note(None, None)
+    assert len(noted.cells) < 50
+    model.more[-1] += 1
+    model.samples.pop()
+    assert state.obstacle(noted) == ""
+    state.put_back(noted)
+    assert model.more[-1] == 0
+    assert len(model.samples) == 300
+
+
 # -- random numbers
 
 
