@@ -549,7 +549,7 @@ def direct_guard(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     try:
         from lightning_memguard.training.rescue.rescuer import Rescuer
     except ImportError:
-        from lightning_memguard.training.rescue.again import Rescuer
+        from lightning_memguard.training.rescue.rescuer import Rescuer
     rescuer = Rescuer(trainer, module, by_name=False, announce=lambda text: None)
     rescuer.install()
     return rescuer

@@ -205,7 +205,8 @@ class Flow(TorchDispatchMode):
                 self.drawn.append(None)
             out = func(*args, **kwargs)
         call.outs = [out] if isinstance(out, torch.Tensor) else rules.flat(out)
-        if self.sized is not None and not tracked and all(fits(each, self.sized, self.samples) for each in call.outs):
+        makes = self.sized is not None and (not tracked or info.name.startswith("new_"))
+        if makes and self.sized is not None and all(fits(each, self.sized, self.samples) for each in call.outs):
             found = [self.sized] * len(call.outs)
         elif not tracked:
             found = [CONSTANT] * len(call.outs)

@@ -481,14 +481,16 @@ class Reductions(TorchFunctionMode):
             raise refuse(f"{name} with size_average or reduce")
         if reduction == "none":
             return _NO
-        if reduction == "mean" and (name == "ctc_loss" or (given.get("weight") is not None and name in _WEIGHTED)):
-            raise refuse(f"the mean of {name}")
+        if reduction == "mean" and given.get("weight") is not None and name in _WEIGHTED:
+            raise refuse(f"the weighted mean of {name}")
         losses = self._called(func, (), {**given, "reduction": "none"})
         with self:
             if reduction == "sum":
                 return losses.sum()
             if reduction == "batchmean":
                 return losses.sum() / given["input"].size(0)
+            if name == "ctc_loss":
+                return (losses / given["target_lengths"].clamp(min=1).to(losses)).mean()
             return self._mean_loss(name, losses, given)
 
     def _mean_loss(self, name: str, losses: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:

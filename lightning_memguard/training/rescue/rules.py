@@ -638,9 +638,15 @@ def _nll(call: Call) -> list[Layout]:
 
 @_rule("_ctc_loss")
 def _ctc(call: Call) -> list[Layout]:
-    """Log probabilities are (time, batch, classes), targets (batch, length)."""
-    places = [(call.of(call.get(name)).dim, call.of(call.get(name)).has_samples) for name in ("log_probs", "targets")]
-    if places != [(1, True), (0, True)] or call.get("targets").dim() != 2:
+    """Log probabilities are (time, batch, classes); targets (batch, length), or those of all samples in a row."""
+    probabilities, targets = call.of(call.get("log_probs")), call.of(call.get("targets"))
+    in_a_row = call.get("targets").dim() == 1 and targets.ragged
+    if probabilities.place() != (1, 1, 1) or targets.place() != (0, 1, 1) or not targets.has_samples:
+        call.mixes()
+    if not all(isinstance(call.get(name), torch.Tensor) for name in ("input_lengths", "target_lengths")):
+        call.mixes()
+    lengths = [call.of(call.get(name)) for name in ("input_lengths", "target_lengths")]
+    if not (in_a_row or call.get("targets").dim() == 2) or any(o.place() != (0, 1, 1) for o in lengths):
         call.mixes()
     return [Layout("rows", 0)] * len(call.outs)
 
