@@ -49,6 +49,7 @@ class Step:
         self.batch = batch
         self.place = place
         self.passes: Passes | None = None
+        self.failed = False  # as a whole
         self.noted: Noted | None = None
 
     @abstractmethod
@@ -109,6 +110,9 @@ class Step:
     def left(self) -> Iterable[Left]:  # noqa: D102
         return self.again.state.tensors_left(self.noted)
 
+    def noted_tensors(self) -> list[torch.Tensor] | None:  # noqa: D102
+        return self.again.state.tensors(self.noted) if self.failed else None
+
     def notes_draws(self) -> bool:  # noqa: D102
         return not self.again.state.draws_elsewhere(self.noted)
 
@@ -122,6 +126,7 @@ class Step:
     def smaller(self, start: int, stop: int) -> Iterator[int]:
         """Some samples ran out of memory: release it; how many of them to take at once."""
         free(self.again.device, again=True)
+        self.again.ranks.failed()
         yield self.again.policy.smaller(self.again.part_of(self, start, stop))
 
 
@@ -188,6 +193,7 @@ class TrainingStep(Step):
             around.enter_context(hooks_once(self.again.calls, before=not self.had_backward, after=is_last))
             around.enter_context(without_gradients(self.theirs))
             around.enter_context(self.again.ranks.alone(is_last))
+            around.enter_context(self.again.ranks.sending())
             self.had_backward = self.in_backward = True
             self.ran._backward_fn(result.closure_loss * share)
         result.closure_loss = None
@@ -320,6 +326,7 @@ class Again:
     def _takes(self, step: Step, error: BaseException) -> bool:
         """Whether a step that raised is to be done again; if so, what it made is held no more."""
         try:
+            step.failed = True
             self.policy.failed(step.place)
             self.refused = self._obstacle(step, error)
         except BaseException as failure:  # noqa: BLE001 - the user's error is the one to be raised
@@ -377,16 +384,20 @@ class Again:
             step.noted = self._note(step, draws=True)
             if step.obstacle(None) or self._obstacle_of_batch(step):
                 return False, None
+            self.ranks.send_buffers()
             return True, self._in_parts(step, at_once)
-        except Refused:
-            accumulates = isinstance(step, TrainingStep) and step.gradients is not None
-            if accumulates and step.had_backward:  # type: ignore[attr-defined]
-                raise torch.OutOfMemoryError("a batch that would run out of memory could not be done in parts") from None
-        except KeyboardInterrupt:
-            raise
-        except Exception as error:
-            if not ran_out_of_memory(error):
+        except (Exception, Refused) as error:
+            memory = ran_out_of_memory(error)
+            if not memory and not isinstance(error, Refused):
                 raise
+            accumulates = isinstance(step, TrainingStep) and step.gradients is not None
+            if self.ranks.has_sent or (accumulates and step.had_backward):  # type: ignore[attr-defined]
+                if memory:
+                    raise
+                raise torch.OutOfMemoryError(
+                    "a batch that would run out of memory could not be done in parts"
+                ) from None
+            release(error)
         self._quietly(lambda: self._leave(step), None)
         return False, None
 

@@ -53,6 +53,7 @@ class Flow(TorchDispatchMode):
         changes: known ways in which the step in parts is another one, by the user's leave.
         writes: to tensors that outlive the pass, and what these were before.
         extends: whether this pass writes the program that the others follow.
+        noted: by storage, the tensors whose versions were noted before an attempt that failed; None if none did.
     """
 
     def __init__(self, total: int, constants: Iterable[torch.Tensor], *, by_name: bool) -> None:
@@ -65,6 +66,7 @@ class Flow(TorchDispatchMode):
         self.start = self.stop = 0
         self.writes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.pending = self.extends = False
+        self.noted: dict[int, list[torch.Tensor]] | None = None
         known = [*constants]
         self._constants, self._storages = {id(each) for each in known}, {_storage(each) for each in known}
         self.token: object = None
@@ -75,6 +77,8 @@ class Flow(TorchDispatchMode):
     def _restart(self) -> None:
         self.place = self._strangers = 0
         self._changed: dict[int, tuple[int, bool]] = {}  # storages of constants: how often written to, with samples?
+        self._written: list[tuple[str, list[torch.Tensor], list[int]]] = []  # whose versions count up after an operator
+        self._new: set[int] = set()  # storages of tensors that were made from values of Python
         self._raw: set[int] = set()  # storages that nothing was written to yet
 
     # -- a pass
@@ -100,6 +104,7 @@ class Flow(TorchDispatchMode):
         Raises:
             Refused: another part has not.
         """
+        self.check_writes()
         if self.script.complete and self.place != len(self.script.entries) and not self.is_single:
             raise Refused("parts of its batch run different operators")
         self.script.complete = True
@@ -117,6 +122,11 @@ class Flow(TorchDispatchMode):
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer."""
         return id(tensor) in self._constants
+
+    def is_new(self, tensor: torch.Tensor) -> None:
+        """Say that a tensor was made in this pass, from values of Python: the step may write to it."""
+        if id(tensor) not in self._constants:
+            self._new.add(_storage(tensor))
 
     def layout(self, tensor: torch.Tensor) -> Layout:
         """How the samples lie in a tensor."""
@@ -175,6 +185,8 @@ class Flow(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.quiet or self.idle:
             return func(*args, **kwargs)
+        if self._written:
+            self.check_writes()
         info = rules.info_of(func)
         if info.name in ("detach", "alias"):  # saving a tensor for the backward pass detaches it
             layout = get(args[0], self.token) if self.is_single else self.layout(args[0])
@@ -196,6 +208,8 @@ class Flow(TorchDispatchMode):
             self._check_raw(call)
         if info.mutates:
             self._before_write(call)
+        if info.mutates and self.noted is not None:
+            self._note_versions(call)
         if info.draws and (self.sized or "rows" in kinds):
             layout = self.sized or next(o for o in layouts if o.kind == "rows")
             self.drawn.append(rules.drawn_like(call, layout))
@@ -204,9 +218,10 @@ class Flow(TorchDispatchMode):
             if info.draws:
                 self.drawn.append(None)
             out = func(*args, **kwargs)
-        call.outs = [out] if isinstance(out, torch.Tensor) else rules.flat(out)
-        makes = self.sized is not None and (not tracked or info.name.startswith("new_"))
-        if makes and self.sized is not None and all(fits(each, self.sized, self.samples) for each in call.outs):
+        call.outs = rules.flat(out)
+        if self.sized is not None and (not tracked or info.name.startswith("new_")):
+            call.makes = all(fits(each, self.sized, self.samples) for each in call.outs)
+        if call.makes and self.sized is not None:
             found = [self.sized] * len(call.outs)
         elif not tracked:
             found = [CONSTANT] * len(call.outs)
@@ -304,6 +319,24 @@ class Flow(TorchDispatchMode):
                         whole = _whole_of(tensor)
                         self.writes[key] = whole, whole.clone()
 
+    def _note_versions(self, call: rules.Call) -> None:
+        """Note how often tensors were written to that were noted before the step; batch norm's are never counted."""
+        if "batch_norm" in call.info.name or self.noted is None:
+            return
+        for tensor in call.written():
+            if self._is_outside(tensor) and tensor.numel():
+                known = self.noted.get(_storage(tensor))
+                if known is None:
+                    raise refuse(f"{call.info.name} writes to a tensor whose value before the step is not known")
+                self._written.append((call.info.name, known, [version_of(each) for each in known]))
+
+    def check_writes(self) -> None:
+        """Refuse writes that the versions of tensors do not count: whether a failed attempt made them is unknown."""
+        written, self._written = self._written, []
+        for name, known, versions in written:
+            if [version_of(each) for each in known] == versions:
+                raise refuse(f"{name} writes to a tensor through `.data`, so its value before the step is not known")
+
     def _after_write(self, call: rules.Call, tensor: torch.Tensor, layout: Layout) -> None:
         before = next(o for t, o in zip(call.tensors, call.layouts, strict=True) if t is tensor)
         if layout.kind in ("rows", "order") and self._is_outside(tensor, fresh=True):
@@ -321,6 +354,8 @@ class Flow(TorchDispatchMode):
     def _is_outside(self, tensor: torch.Tensor, *, fresh: bool = False) -> bool:
         """Whether a tensor is not of this pass: a parameter, a buffer, an attribute."""
         key = _storage(tensor)
+        if key in self._new:
+            return False
         if key in self._storages or (fresh and key in self.writes):
             return True
         return any(key == _storage(each.tensor) for each in self.script.outside[: self._strangers])
@@ -354,6 +389,14 @@ class Flow(TorchDispatchMode):
 def fits(tensor: torch.Tensor, layout: Layout, samples: int) -> bool:
     """Whether the dimension of a layout has the size that the part's samples take."""
     return layout.dim < tensor.dim() and tensor.shape[layout.dim] == layout.outer * samples * layout.inner
+
+
+def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    """Tensors by the memory that they share."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(_storage(tensor), []).append(tensor)
+    return found
 
 
 def _storage(tensor: torch.Tensor) -> int:

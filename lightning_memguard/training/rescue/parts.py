@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_memguard.core.capture.batch import children_of, map_tensors, rebuilt, tensors_in
 from lightning_memguard.training.rescue.cut import Cut, Entries, part_of, uneven_parts
-from lightning_memguard.training.rescue.flow import Flow
+from lightning_memguard.training.rescue.flow import Flow, by_storage
 from lightning_memguard.training.rescue.layout import (
     Layout,
     Refused,
@@ -59,6 +59,9 @@ class Step(Protocol):
 
     def begin(self) -> None:
         """Make everything as it was before the step."""
+
+    def noted_tensors(self) -> list[torch.Tensor] | None:
+        """The tensors whose versions were noted before an attempt that failed; None if none did."""
 
     def notes_draws(self) -> bool:
         """Whether the states of Python's and NumPy's random numbers before the step are known."""
@@ -130,6 +133,8 @@ class Passes:
             BaseException: what a part of one sample raised, of memory that ran out.
         """
         self._refuse_hooks()
+        noted = self.step.noted_tensors()
+        self.flow.noted = None if noted is None else by_storage(noted)
         while True:
             try:
                 self._learn(uneven_parts(0, self.total, most))

@@ -18,9 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.rescue.layout import Refused
+from lightning_memguard.training.rescue.memory import ran_out_of_memory
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+
+_HAS_SENT = "DistributedDataParallel cannot start a backward pass again"
 
 
 class Lightning:
@@ -76,11 +80,16 @@ def _let_go(parameter: torch.Tensor) -> None:
 
 
 class OtherRanks:
-    """What the other ranks see of a step in parts: the collective calls of one step."""
+    """What the other ranks see of a step in parts: the collective calls of one step.
+
+    Attributes:
+        has_sent: whether this rank has begun to send the gradients of the step.
+    """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer: Any = trainer
         self._module = module
+        self.has_sent = False
         self._collectives = -1
         self._entering: RemovableHandle | None = None
 
@@ -101,7 +110,7 @@ class OtherRanks:
 
     def begin(self) -> None:
         """A step begins."""
-        self._collectives = -1
+        self._collectives, self.has_sent = -1, False
 
     def _count(self, *_: object) -> None:
         if self._collectives < 0:
@@ -112,6 +121,12 @@ class OtherRanks:
         if self._ddp is not None:
             self._ddp.require_forward_param_sync = False
 
+    def send_buffers(self) -> None:
+        """Send what the forward pass of the whole batch would; the parts send nothing before their gradients."""
+        if self._ddp is not None:
+            self._ddp._pre_forward()
+            self.failed()
+
     @contextlib.contextmanager
     def alone(self, with_others: bool) -> Iterator[None]:
         """Keep gradients on this rank, unless this part's are to be sent for the whole batch."""
@@ -120,6 +135,21 @@ class OtherRanks:
             return
         with self._ddp.no_sync():
             yield
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """Run a backward pass.
+
+        Raises:
+            Refused: it ran out of memory while it sent gradients.
+        """
+        self.has_sent = self._ddp is not None and self._ddp.require_backward_grad_sync
+        try:
+            yield
+        except Exception as error:
+            if self.has_sent and ran_out_of_memory(error):
+                raise Refused(_HAS_SENT) from None
+            raise
 
     def obstacle_of_strategy(self) -> str:
         """Why this strategy's steps are not done in parts; empty if they are."""
@@ -144,7 +174,7 @@ class OtherRanks:
         if self._collectives < 0 or _calls() != self._collectives:
             return "it had begun to talk to the other ranks"
         if in_backward and self._ddp.require_backward_grad_sync:
-            return "DistributedDataParallel cannot start a backward pass again"
+            return _HAS_SENT
         return ""
 
 

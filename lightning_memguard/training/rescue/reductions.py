@@ -250,6 +250,12 @@ class Reductions(TorchFunctionMode):
         flow, outs = self.flow, flat(out)
         if flow.recomputes or not outs:
             return
+        if func in _FROM_VALUES:
+            if func is torch.tensor:  # which copies
+                flow.is_new(outs[0])
+            if flow.extends or flow.is_single:
+                with flow.silent():
+                    self._outside(outs[0])
         place, self.place = self.place, self.place + 1
         numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, (int, float, str))]
         if place >= len(self.script):
@@ -617,6 +623,7 @@ _PARAMETERS = {
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 _OUTSIDE = {"numpy", "tolist", "__array__", "data_ptr", "__dlpack__", "__cuda_array_interface__", "storage",
             "untyped_storage", "__reduce_ex__", "__contains__"}  # fmt: skip
+_FROM_VALUES = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray, torch.frombuffer}
 _LOOKS = {"__get__", "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "type",
           "is_contiguous", "is_floating_point", "is_complex", "is_same_size", "get_device", "is_inference", "__hash__",
           "__format__", "__repr__", "__len__", "requires_grad_"}  # fmt: skip

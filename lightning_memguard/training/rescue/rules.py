@@ -89,7 +89,7 @@ def shape_of(tensor: torch.Tensor, layout: Layout) -> tuple[int | None, ...]:
 
 @dataclass
 class Call:
-    """An operator, what it takes and returns."""
+    """An operator, what it takes and returns; ``makes``: rows for samples, from a size."""
 
     info: Info
     args: tuple[Any, ...]
@@ -97,6 +97,7 @@ class Call:
     tensors: list[torch.Tensor]
     layouts: list[Layout]
     samples: int
+    makes: bool = False
     outs: list[torch.Tensor] = field(default_factory=list)
 
     def get(self, name: str) -> Any:
@@ -127,7 +128,7 @@ class Call:
         """What parts of any size must pass alike: all but tensors, and the sizes of tensors that hold samples."""
         sized = self.info.name in _SIZED and any(layout.has_samples for layout in self.layouts)
         sized |= self.info.name in _GROWING and bool(self.outs) and 0 in self.outs[0].stride()
-        sized |= self.info.name in _MADE  # the shapes of results are compared, too
+        sized |= self.makes  # the shapes of results are compared, too
         return tuple(_number(value, sized=sized) for value in (*self.args, *self.kwargs.values()))
 
     @property
@@ -837,7 +838,6 @@ _VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "
           "ones_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones", "new_full"}  # fmt: skip
 _FILLS = {"bernoulli", "uniform", "normal", "random", "exponential", "cauchy", "log_normal", "geometric"}
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
-_MADE = {"arange", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "scalar_tensor"}
 _GROWING = {"expand"}
 _MOVES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias",
           "detach", "clone", "_to_copy", "repeat", "lift_fresh"}  # fmt: skip

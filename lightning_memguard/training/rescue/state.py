@@ -303,6 +303,10 @@ class StepState:
                     return f"`{cell.label(key)}` is new, and its contents before the step are not known"
         return ""
 
+    def tensors(self, noted: Noted) -> list[torch.Tensor]:
+        """Return the tensors whose versions were noted."""
+        return [*self._parameters.values(), *(held.tensor for held in noted.held), *(t for t, _ in noted.batch_tensors)]
+
     def put_back(self, noted: Noted) -> None:
         """Make everything as it was; this may be done again and again."""
         self._module._current_fx_name, self._connector._current_fx, self._connector._first_loop_iter = noted.hooks
