@@ -14,6 +14,7 @@ It ends with status 1 if a rank hangs, the ranks differ, or a training is anothe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -39,6 +40,7 @@ from shared.truth import QUIET, quieten
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 BATCH, BATCHES = 8, 6
 PATIENCE_SECONDS = 90
+LEAST = (2, 1)  # samples of a part that are to fit in a forward pass, in a backward pass
 FORWARD = ("first", "middle", "last")
 Failure = tuple[str, int, int]  # the place, how many samples fit there, and which later visit of it fails as well
 Plan = dict[tuple[int, int], Failure]  # by rank and batch
@@ -64,7 +66,8 @@ def planned(situation: str, run: int) -> Plan:
             if situation == "accumulation" and batch % 3 < 2:
                 places = (*FORWARD, "backward")
             visit = chance.randint(2, 7) if situation in ("again", "accumulation") else 0
-            plan[rank, batch] = chance.choice(places), chance.randint(1, BATCH - 1), visit
+            place = chance.choice(places)  # the forward pass of two samples has to fit
+            plan[rank, batch] = place, chance.randint(LEAST[place == "backward"], BATCH - 1), visit
     return plan
 
 
@@ -81,30 +84,30 @@ class Net(pl.LightningModule):
         super().__init__()
         self.first, self.second, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
         self.fails_in, self.process = fails_in, os.getpid()  # copies in children never fail
-        self.failing = Failing(plan)
+        FAILING.restart(plan)
         if buffers:
             self.register_buffer("scale", torch.ones(4))
             self.register_buffer("steps", torch.zeros(()))
 
     def on_fit_start(self) -> None:
         node = self.first.weight.expand_as(self.first.weight).grad_fn.next_functions[0][0]
-        node.register_prehook(lambda _: self.failing.check("backward"))
-        self.failing.node = node  # which lives as long as its hook is to be called
+        node.register_prehook(lambda _: FAILING.check("backward"))
+        FAILING.node = node  # which lives as long as its hook is to be called
 
     def step(self, batch: Any, batch_idx: int, kind: str) -> torch.Tensor:
         x, y = batch
         if kind == self.fails_in and os.getpid() == self.process and not self.trainer.sanity_checking:
-            self.failing.begin(batch_idx, samples_of(x))
-        self.failing.check("first")
+            FAILING.begin(batch_idx, samples_of(x))
+        FAILING.check("first")
         hidden = F.gelu(self.first(x))
-        self.failing.check("middle")
+        FAILING.check("middle")
         out = self.head(F.gelu(self.second(hidden)))
         if hasattr(self, "steps"):
             out = out * self.scale
             if kind == "training":
                 self.steps += 1
         loss = F.cross_entropy(out, y)
-        self.failing.check("last")
+        FAILING.check("last")
         self.log(kind, loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
@@ -119,11 +122,9 @@ class Net(pl.LightningModule):
 
 
 class Failing:
-    """Which visits of a place in a step fail; not seen as the module's own state, which a rescue would put back."""
+    """Which visits of a place in a step fail. It is not the module's, whose state a rescue puts back."""
 
-    __slots__ = ("batch", "node", "plan", "raised", "samples", "visits")
-
-    def __init__(self, plan: Plan) -> None:
+    def restart(self, plan: Plan) -> None:
         self.plan, self.batch, self.samples, self.visits = plan, -1, 0, 0
         self.raised: dict[int, int] = {}  # by batch
         self.node: Any = None
@@ -137,18 +138,21 @@ class Failing:
         if place != where:
             return
         self.visits += 1
-        if self.samples > most or (self.visits == again and self.samples > 1):
+        if self.samples > most or (self.visits == again and self.samples > LEAST[place == "backward"]):
             self.raised[self.batch] = self.raised.get(self.batch, 0) + 1
             raise torch.OutOfMemoryError("CUDA out of memory (planted)")
+
+
+FAILING = Failing()
 
 
 class Forgets(pl.Callback):
     """Has each batch tried as a whole, whatever failed before."""
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        next(each for each in trainer.callbacks if isinstance(each, MemGuard))._run._rescuer.policy._too_large_bytes = (
-            math.inf
-        )
+        next(
+            each for each in trainer.callbacks if isinstance(each, MemGuard)
+        )._run._rescuer.policy._too_large_bytes = math.inf
 
 
 def train(situation: str, plan: Plan, *, guarded: bool, forgets: bool = True) -> dict[str, Any]:
@@ -169,7 +173,7 @@ def train(situation: str, plan: Plan, *, guarded: bool, forgets: bool = True) ->
     return {
         "weights": torch.cat([each.detach().flatten() for each in module.state_dict().values()]).tolist(),
         "logged": {name: float(x) for name, x in trainer.callback_metrics.items() if "memguard" not in name},
-        "raised": module.failing.raised,
+        "raised": FAILING.raised,
         "records": [(each.out_of_memory, each.rescued) for each in guard.records],
         "said": [str(each.message) for each in told if "ran out of memory" in str(each.message)],
     }
@@ -228,10 +232,8 @@ def watched(situation: str, runs: int, folder: str) -> tuple[int | None, str, li
             size = sum(file.stat().st_size for file in files if file.exists())
             progress, since = size, (since if size == progress else time.monotonic())
         status = process.poll()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
     seen = [[json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [] for file in files]
     return status, Path(folder, "log").read_text(), seen
@@ -251,10 +253,8 @@ def defects(situation: str, index: int, seen: list[dict[str, Any]], expected: di
     counts = [tuple(each) for each in seen[0]["records"]]
     if situation != "validation" and index % 2 == 0 and counts != [(len(failed), len(failed))] * 2:
         found.append(f"rank 0 counted {counts} instead of {len(failed)}")
-    for rank in {rank for rank, _ in plan}:
-        if not any(text.startswith(f"Rank {rank}: ") for text in seen[rank]["said"]):
-            found.append(f"rank {rank} was not named")
-    return found
+    unnamed = {rank for rank, _ in plan if not any(text.startswith(f"Rank {rank}: ") for text in seen[rank]["said"])}
+    return [*found, *(f"rank {rank} was not named" for rank in unnamed)]
 
 
 def difference(one: list[float], other: list[float]) -> float:
@@ -279,7 +279,8 @@ def check(situation: str, runs: int) -> bool:
     for index, found in list(bad.items())[:5]:
         print(f"    training {index}: {'; '.join(found)}; {planned(situation, index)}")
     if status != 0:
-        print(f"    training {len(pairs) - 1}: {planned(situation, len(pairs) - 1)}\n{log[-3000:]}")
+        print(f"    training {len(pairs) - 2}: {planned(situation, max(0, len(pairs) - 2))}")
+        print("\n".join(f"    {line:.300}" for line in log.splitlines() if "Error" in line or "not done again" in line))
     return status == 0 and not bad and len(pairs) == runs + 1
 
 

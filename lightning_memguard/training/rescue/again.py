@@ -29,11 +29,11 @@ from lightning_memguard.training.adapter.lightning_types import is_a
 from lightning_memguard.training.rescue.cut import Cut, cuts_for, part_of
 from lightning_memguard.training.rescue.layout import Refused
 from lightning_memguard.training.rescue.memory import free, ran_out_of_memory, release
-from lightning_memguard.training.rescue.parts import Left, Passes
+from lightning_memguard.training.rescue.parts import Passes
 from lightning_memguard.training.rescue.policy import Part, Policy
 from lightning_memguard.training.rescue.ranks import Lightning, OtherRanks, hooks_once, without_gradients
 from lightning_memguard.training.rescue.sizes import plain
-from lightning_memguard.training.rescue.state import Noted, StepState
+from lightning_memguard.training.rescue.state import Left, Noted, StepState
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -101,25 +101,26 @@ class Step:
     def outputs(self, result: Any) -> Any:  # noqa: D102
         return result
 
-    def backward(self, result: Any, share: float, *, is_last: bool) -> None:  # noqa: ARG002, B027, D102
+    def backward(self, result: Any, share: float, *, is_last: bool) -> None:  # noqa: ARG002, D102
         return
 
     def begin(self) -> None:  # noqa: D102
-        self.again.state.put_back(self.noted)
+        if self.noted is not None:
+            self.again.state.put_back(self.noted)
 
     def left(self) -> Iterable[Left]:  # noqa: D102
-        return self.again.state.tensors_left(self.noted)
+        return () if self.noted is None else self.again.state.tensors_left(self.noted)
 
     def noted_tensors(self) -> list[torch.Tensor] | None:  # noqa: D102
-        return self.again.state.tensors(self.noted) if self.failed else None
+        return self.again.state.tensors(self.noted) if self.failed and self.noted is not None else None
 
     def notes_draws(self) -> bool:  # noqa: D102
-        return not self.again.state.draws_elsewhere(self.noted)
+        return self.noted is not None and not self.again.state.draws_elsewhere(self.noted)
 
     def is_memory(self, error: BaseException) -> bool:  # noqa: D102
         return ran_out_of_memory(error)
 
-    def before_parts(self) -> None:  # noqa: B027
+    def before_parts(self) -> None:
         """The second passes begin."""
 
     @contextlib.contextmanager
@@ -161,7 +162,7 @@ class TrainingStep(Step):
             return self.again.ranks.obstacle(in_backward=self.in_backward)
         return self.again.ranks.obstacle_of_strategy()
 
-    def before_parts(self) -> None:  # noqa: D102
+    def before_parts(self) -> None:
         """Clear the gradients, as the step would have; hooks are called once."""
         zero, module = self.closure._zero_grad_fn, self.again.trainer.lightning_module
         if zero is not None and self.zeroed:
@@ -199,7 +200,7 @@ class TrainingStep(Step):
         result.closure_loss = None
 
     @contextlib.contextmanager
-    def smaller(self, start: int, stop: int) -> Iterator[int]:  # noqa: D102
+    def smaller(self, start: int, stop: int) -> Iterator[int]:
         """Parameters that got the gradient of all these samples keep it; smaller parts compute the others'."""
         written, before = self.begun.written() if self.in_backward else set(), self.theirs
         self.theirs = before | written
@@ -421,6 +422,14 @@ class Again:
             self.policy.rescued(step.place, self.part_of(step, 0, samples), passes.largest, passes.changes)
             return result
         raise reason or Refused("its batch cannot be cut by sample")
+
+    @abstractmethod
+    def install(self) -> None:
+        """Guard the steps from now on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the Trainer as it was."""
 
 
 class TrainingAgain(Again):

@@ -1,7 +1,7 @@
 """A batch -> parts of some of its samples.
 
-How a batch is cut follows from two batches of different sizes: a mask of 32 x 32 is not cut because there are 32 samples
-too. Where only one is known, it is a guess, which `flow` proves or refuses.
+How a batch is cut follows from two batches of different sizes: a mask of 32 x 32 is not cut because there are 32
+samples too. Where only one is known, it is a guess, which `flow` proves or refuses.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def part_of(batch: Any, cut: Cut, size: int, start: int, stop: int, mark: Mark =
                 batch,
                 {key: part_of(value, cuts.get(key, WHOLE), size, start, stop, mark) for key, value in children.items()},
             )
-    children = children_of(batch)
-    return batch if children is None else rebuilt(batch, children)
+    inside = children_of(batch)
+    return batch if inside is None else rebuilt(batch, inside)
 
 
 class Entries(list[Any]):
@@ -139,7 +139,7 @@ class Entries(list[Any]):
     def _refuse(self, *_: object) -> NoReturn:
         raise refuse("it reads entries of single samples from a list")
 
-    __iter__ = __getitem__ = __contains__ = __reversed__ = __add__ = index = count = pop = _refuse  # type: ignore[assignment]
+    __iter__ = __getitem__ = __contains__ = __reversed__ = __add__ = index = count = pop = _refuse
 
 
 def _expect(holds: bool) -> None:

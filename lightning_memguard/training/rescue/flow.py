@@ -16,7 +16,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memguard.training.rescue import rules
-from lightning_memguard.training.rescue.layout import CONSTANT, WHOLE, Layout, Refused, Waits, get, piece, put, refuse
+from lightning_memguard.training.rescue.layout import (
+    CONSTANT,
+    WHOLE,
+    Layout,
+    Refused,
+    Waits,
+    get,
+    piece,
+    put,
+    refuse,
+)
 
 _READS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
 _COPIED_BYTES = 1 << 16  # smaller tensors that appear from nowhere are copied
@@ -49,6 +59,7 @@ class Flow(TorchDispatchMode):
         token: of the pass; layouts of other passes do not count.
         quiet: whether operators of our own run.
         idle, recomputes: whether a backward pass runs, of which code in activation checkpoints is followed.
+        strict: what the user's function returned whose backward pass runs; None if none does.
         sized: the layout of what a factory makes from a size of the part, while it runs.
         changes: known ways in which the step in parts is another one, by the user's leave.
         writes: to tensors that outlive the pass, and what these were before.
@@ -70,6 +81,7 @@ class Flow(TorchDispatchMode):
         known = [*constants]
         self._constants, self._storages = {id(each) for each in known}, {_storage(each) for each in known}
         self.token: object = None
+        self.strict: list[tuple[torch.Tensor, Layout | None]] | None = None
         self.drawn: list[rules.Drawn | None] = []  # how random numbers lie, since this was cleared; None: constants
         self.to_draw: Iterator[rules.Drawn | None] = iter(())
         self._restart()
@@ -166,7 +178,7 @@ class Flow(TorchDispatchMode):
                 return self._as_changed(tensor, CONSTANT)
             return CONSTANT
         if self.recomputes:
-            return CONSTANT
+            return self._recomputed(tensor)
         with self.silent():
             place, self._strangers = self._strangers, self._strangers + 1
             known = self.script.outside
@@ -176,6 +188,17 @@ class Flow(TorchDispatchMode):
                 raise refuse("a tensor that is not of the batch differs from part to part")
         put(tensor, self.token, CONSTANT)
         return CONSTANT
+
+    def _recomputed(self, tensor: torch.Tensor) -> Layout:
+        """A tensor that code takes in the backward pass: in a user's function, one of unknown origin is refused."""
+        if self.strict is None:
+            return CONSTANT
+        for known, layout in self.strict:
+            if layout is not None and _storage(known) == _storage(tensor) and known.shape == tensor.shape:
+                return layout
+        if tensor.dim() == 0 and not tensor.requires_grad:
+            return CONSTANT  # a number of Python's
+        raise refuse("the backward pass of a custom autograd function takes a tensor that is not known from before")
 
     # -- an operator
 
@@ -189,47 +212,17 @@ class Flow(TorchDispatchMode):
             self.check_writes()
         info = rules.info_of(func)
         if info.name in ("detach", "alias"):  # saving a tensor for the backward pass detaches it
-            layout = get(args[0], self.token) if self.is_single else self.layout(args[0])
-            out = func(*args, **kwargs)
-            if layout is not None:
-                put(out, self.token, layout)
-            return out
+            return self._alias(func, args, kwargs)
         if self.is_single and not self.recomputes:
             return self._run_single(info, args, kwargs)
         tensors = rules.tensors_in(args, kwargs)
-        layouts = [self.layout(tensor) for tensor in tensors]
-        kinds = {layout.kind for layout in layouts}
-        tracked = bool(kinds - {"constant"})
-        pending = any(layout.pending for layout in layouts)
-        self.pending |= pending
-        self._check(info, kinds, tracked=tracked, pending=pending)
-        call = rules.Call(info, args, kwargs, tensors, layouts, self.samples)
-        if self._raw:
-            self._check_raw(call)
-        if info.mutates:
-            self._before_write(call)
-        if info.mutates and self.noted is not None:
-            self._note_versions(call)
-        if info.draws and (self.sized or "rows" in kinds):
-            layout = self.sized or next(o for o in layouts if o.kind == "rows")
-            self.drawn.append(rules.drawn_like(call, layout))
-            out = self._draw(func, call, self.drawn[-1])
-        else:
-            if info.draws:
-                self.drawn.append(None)
-            out = func(*args, **kwargs)
+        call = rules.Call(info, args, kwargs, tensors, [self.layout(tensor) for tensor in tensors], self.samples)
+        self._before(call)
+        out = self._drawn(call) if info.draws else func(*args, **kwargs)
         call.outs = rules.flat(out)
-        if self.sized is not None and (not tracked or info.name.startswith("new_")):
-            call.makes = all(fits(each, self.sized, self.samples) for each in call.outs)
-        if call.makes and self.sized is not None:
-            found = [self.sized] * len(call.outs)
-        elif not tracked:
-            found = [CONSTANT] * len(call.outs)
-        else:
-            found = self._found(call)
-        found = [each.waiting(pending) for each in found]
-        self._follow(call, found)
-        for tensor, layout in zip(call.outs, found, strict=True):
+        layouts = self._found(call)
+        self._follow(call, layouts)
+        for tensor, layout in zip(call.outs, layouts, strict=True):
             if info.mutates and any(tensor is each for each in call.tensors):
                 self._after_write(call, tensor, layout)
             put(tensor, self.token, layout)
@@ -237,19 +230,32 @@ class Flow(TorchDispatchMode):
                 self._raw.add(_storage(tensor))
         return out
 
+    def _alias(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout = get(args[0], self.token) if self.is_single else self.layout(args[0])
+        out = func(*args, **kwargs)
+        if layout is not None:
+            put(out, self.token, layout)
+        return out
+
+    def _before(self, call: rules.Call) -> None:
+        """Refuse what must not run, and keep what it writes to."""
+        self.pending |= call.pending
+        self._check(call)
+        if self._raw:
+            self._check_raw(call)
+        if call.info.mutates:
+            self._before_write(call)
+            if self.noted is not None:
+                self._note_versions(call)
+
     def _run_single(self, info: rules.Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator for one sample; `Reductions` says how it lies in what a function returns."""
         tensors = rules.tensors_in(args, kwargs)
-        layouts = [get(tensor, self.token) or CONSTANT for tensor in tensors]
-        kinds = {layout.kind for layout in layouts}
-        pending = any(layout.pending for layout in layouts)
-        self._check(info, kinds, tracked=bool(kinds - {"constant"}), pending=pending)
-        call = rules.Call(info, args, kwargs, tensors, layouts, 1)
+        call = rules.Call(info, args, kwargs, tensors, [get(each, self.token) or CONSTANT for each in tensors], 1)
+        self._check(call)
         if info.mutates:
             self._before_write(call)
-        if not info.draws:
-            return info.func(*args, **kwargs)
-        drawn = next(self.to_draw, None)
+        drawn = next(self.to_draw, None) if info.draws else None
         return info.func(*args, **kwargs) if drawn is None else self._draw(info.func, call, drawn)
 
     def _check_raw(self, call: rules.Call) -> None:
@@ -261,18 +267,30 @@ class Flow(TorchDispatchMode):
                 raise refuse(f"{call.info.name} reads what a kernel has written that does not go through PyTorch")
         self._raw -= written
 
-    def _check(self, info: rules.Info, kinds: set[str], *, tracked: bool, pending: bool) -> None:
+    def _check(self, call: rules.Call) -> None:
         """What must not run at all."""
-        if info.namespace.startswith(("c10d", "_c10d")):
-            raise refuse(f"{info.name} talks to the other ranks")
-        if info.name in _READS and tracked:
-            if kinds - {"constant", "whole"}:
+        if call.info.namespace.startswith(("c10d", "_c10d")):
+            raise refuse(f"{call.info.name} talks to the other ranks")
+        if call.info.name in _READS and call.is_tracked:
+            if call.kinds - {"constant", "whole"}:
                 raise refuse("it reads values of single samples as Python numbers")
-            if pending:
+            if call.pending:
                 raise Waits
 
     def _found(self, call: rules.Call) -> list[Layout]:
-        """The layouts of what an operator returns; only the first part works them out."""
+        """The layouts of what an operator returns."""
+        if self.sized is not None and (not call.is_tracked or call.info.name.startswith("new_")):
+            call.makes = all(fits(each, self.sized, self.samples) for each in call.outs)
+        if call.makes and self.sized is not None:
+            found = [self.sized] * len(call.outs)
+        elif not call.is_tracked:
+            found = [CONSTANT] * len(call.outs)
+        else:
+            found = self._carried(call)
+        return [each.waiting(call.pending) for each in found]
+
+    def _carried(self, call: rules.Call) -> list[Layout]:
+        """The layouts that follow from those of the arguments; only the first part works them out."""
         if self.recomputes:
             return rules.layouts_of(call)
         if self.place < len(self.script.entries):
@@ -296,7 +314,6 @@ class Flow(TorchDispatchMode):
             entry = self.script.entries[place]
             shapes = tuple(rules.shape_of(t, o) for t, o in zip(call.outs, entry.layouts, strict=False))
             if entry.func is not call.info.func or entry.numbers != call.numbers() or entry.shapes != shapes:
-                if DEBUG: print("MISMATCH", entry.func, call.info.func, entry.numbers, call.numbers(), entry.shapes, shapes)
                 raise refuse(f"{call.info.name} depends on how many samples there are, or on their values")
         elif self.script.complete or not self.extends:
             raise refuse(f"parts of its batch run different operators: {call.info.name}")
@@ -361,6 +378,16 @@ class Flow(TorchDispatchMode):
         return any(key == _storage(each.tensor) for each in self.script.outside[: self._strangers])
 
     # -- random numbers
+
+    def _drawn(self, call: rules.Call) -> Any:
+        """Run an operator that may draw random numbers."""
+        rows = next((layout for layout in call.layouts if layout.kind == "rows"), None)
+        layout = self.sized or rows
+        drawn = None if layout is None else rules.drawn_like(call, layout)
+        self.drawn.append(drawn)
+        if drawn is None:
+            return call.info.func(*call.args, **call.kwargs)
+        return self._draw(call.info.func, call, drawn)
 
     def _draw(self, func: Any, call: rules.Call, drawn: rules.Drawn) -> Any:
         """Draw the whole batch's random numbers, and take those of this part."""
@@ -434,7 +461,9 @@ class Outside:
             return False
         if tensor.numel() * tensor.element_size() > _ALIKE_BYTES:
             return False
-        return bool(((tensor == known) | ((tensor != tensor) & (known != known))).all())
+        if tensor.is_floating_point():
+            return bool(torch.isclose(tensor, known, rtol=0, atol=0, equal_nan=True).all())
+        return bool((tensor == known).all())
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -448,6 +477,3 @@ def _views_same(tensor: torch.Tensor, known: torch.Tensor) -> bool:
     return (
         tensor.data_ptr() == known.data_ptr() != 0 and tensor.shape == known.shape and tensor.stride() == known.stride()
     )
-
-import os
-DEBUG = os.environ.get('DEBUGFLOW')

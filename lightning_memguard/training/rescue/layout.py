@@ -12,11 +12,11 @@ import torch
 _OWN = ("/lightning_memguard/", "/torch/", "/lightning/", "/pytorch_lightning/", "/contextlib.py", "/lightning_fabric/")
 
 
-class Refused(BaseException):  # noqa: N818 - a refusal is not an error; no user code should catch it as an Exception
+class Refused(BaseException):
     """The step in parts would be another step, or it cannot be shown that it is the same; the message says why."""
 
 
-class Waits(BaseException):  # noqa: N818 - control flow, as StopIteration
+class Waits(BaseException):
     """A value of the whole batch was read to which the other parts have yet to add."""
 
 
@@ -38,6 +38,9 @@ def _line(frames: traceback.StackSummary) -> str:
     return f" ({where}: `{own[-1].line[:80]}`)" if own[-1].line else f" ({where})"
 
 
+Kind = Literal["rows", "order", "sum", "max", "min", "whole", "constant"]
+
+
 @dataclass(frozen=True)
 class Layout:
     """What a part's tensor is of the tensor that one step on the whole batch has in its place.
@@ -52,7 +55,7 @@ class Layout:
         pending: computed from a value of the whole batch that is not known yet.
     """
 
-    kind: Literal["rows", "order", "sum", "max", "min", "whole", "constant"]
+    kind: Kind
     dim: int = 0
     outer: int = 1
     inner: int = 1
@@ -89,7 +92,7 @@ def piece(tensor: torch.Tensor, layout: Layout, start: int, stop: int, of: int) 
     """The samples from ``start`` to ``stop`` of a whole tensor with ``of`` samples."""
     if layout.outer == 1:
         return tensor.narrow(layout.dim, start * layout.inner, (stop - start) * layout.inner)
-    split = tensor.unflatten(layout.dim, (layout.outer, of, layout.inner))
+    split: torch.Tensor = tensor.unflatten(layout.dim, (layout.outer, of, layout.inner))
     return split.narrow(layout.dim + 1, start, stop - start).flatten(layout.dim, layout.dim + 2)
 
 

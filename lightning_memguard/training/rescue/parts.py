@@ -10,7 +10,7 @@ import contextlib
 import gc
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_memguard.core.capture.batch import children_of, map_tensors, rebuilt, tensors_in
-from lightning_memguard.training.rescue.cut import Cut, Entries, part_of, uneven_parts
+from lightning_memguard.core.capture.batch import children_of, map_tensors, rebuilt
+from lightning_memguard.training.rescue.custom import CustomFunctions
+from lightning_memguard.training.rescue.cut import Cut, Entries, even_parts, part_of, uneven_parts
 from lightning_memguard.training.rescue.flow import Flow, by_storage
 from lightning_memguard.training.rescue.layout import (
     Layout,
@@ -34,21 +35,12 @@ from lightning_memguard.training.rescue.layout import (
     refuse_after,
 )
 from lightning_memguard.training.rescue.memory import release
-from lightning_memguard.training.rescue.reductions import AllReduce, Reductions, Totals, lengths
+from lightning_memguard.training.rescue.reductions import Reductions, Totals, lengths
 from lightning_memguard.training.rescue.sizes import Size, plain
+from lightning_memguard.training.rescue.state import Left
 
 _ROUNDS = 8  # forward passes of a part, each of which reads values that the one before has made known
 _SCRIPT = 2  # samples that show which dimension is theirs, where parts hold a single one
-
-
-class Left(Protocol):
-    """A tensor that a step has left in Python's state."""
-
-    name: str
-    tensor: torch.Tensor
-
-    def replace(self, tensor: torch.Tensor) -> None:
-        """Put another one in its place."""
 
 
 class Step(Protocol):
@@ -114,6 +106,7 @@ class Passes:
         self.flow = Flow(total, [*module.parameters(), *module.buffers()], by_name=by_name)
         self.totals = Totals()
         self.reductions = Reductions(self.flow, self.totals)
+        self.custom = CustomFunctions(self.flow)
         self.step.passes = self
         self.parts: list[Part] = []
         self.largest = 0
@@ -178,9 +171,6 @@ class Passes:
                 return
             self.flow.finish()
         self._inspect(result)
-        if extends:
-            for loss in self.step.losses(result):
-                _refuse_custom(loss)
 
     def _inspect(self, result: Any) -> None:
         """Refuse what the operators did not show."""
@@ -217,7 +207,7 @@ class Passes:
         self.totals.check()
 
     def _range(self, start: int, stop: int, most: int) -> None:
-        for first, last in uneven_parts(start, stop, most):
+        for first, last in even_parts(start, stop, math.ceil((stop - start) / most)):
             before = self.totals.copy()
             try:
                 self._run_part(first, last)
@@ -295,6 +285,7 @@ class Passes:
             around.enter_context(torch.compiler.set_stance("force_eager"))
             around.enter_context(mock.patch.object(torch.autograd, "grad", _refuse_grad))
             around.enter_context(lengths(self.reductions))
+            around.enter_context(self.custom.watched())
             around.enter_context(self.flow)
             around.enter_context(self.reductions)
             try:
@@ -306,23 +297,26 @@ class Passes:
                     raise
                 if self.flow.pending:  # a value that was not known yet
                     raise Waits from None
-                raise refuse_after(f"a part of its batch raises {type(error).__name__}: {error!s:.160}", error) from None
+                raise refuse_after(
+                    f"a part of its batch raises {type(error).__name__}: {error!s:.160}", error
+                ) from None
         if before is not None and before != _others_state():
             raise Refused("it draws random numbers from Python or NumPy, whose states before the step are not known")
 
     @contextmanager
     def _backward(self) -> Iterator[None]:
         """The surroundings of a backward pass: code in activation checkpoints runs again, as it did forward."""
-        if not self.reductions.checkpoints:
+        if not self.reductions.checkpoints and not self.custom.any:
             yield
             return
-        if self.flow.samples == 1:
+        if self.reductions.checkpoints and self.flow.samples == 1:
             raise Refused("activation checkpoints in a part of one sample")
         self.flow.idle = self.flow.recomputes = True
         try:
-            with lengths(self.reductions), self.flow, self.reductions:
+            with self.custom.followed(), lengths(self.reductions), self.flow, self.reductions:
                 yield
         finally:
+            self.flow.strict = None
             self.flow.idle = self.flow.recomputes = False
 
     # -- what changes gradients
@@ -369,17 +363,3 @@ def _refuse_grad(*_: Any, **__: Any) -> Any:
 def _others_state() -> Any:
     numpy: Any = np.random.get_state()  # noqa: NPY002 - users draw from the global one
     return random.getstate(), numpy[1].tobytes(), numpy[2]
-
-
-def _refuse_custom(loss: torch.Tensor) -> None:
-    """Refuse backward passes that users wrote: they may mix samples."""
-    seen, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not isinstance(node, AllReduce._backward_cls):  # type: ignore[attr-defined]
-            name = type(node).__name__.removesuffix("Backward")
-            raise Refused(f"the backward pass of {name}, a custom autograd function, may mix samples")
-        todo += [each for each, _ in node.next_functions]

@@ -82,9 +82,9 @@ class Policy:
         return self._within(batch_size_of(batch), nbytes)
 
     def expect(self, batch: Any, share: float) -> int:
-        """Run batches as large as this one in parts, as it is predicted not to fit; how many samples at once, 0 for all.
+        """Run batches as large as this one in parts, as it is predicted not to fit; return how many samples at once.
 
-        ``share`` is that of its samples which fit.
+        ``share`` is that of its samples which fit. 0 is all of them.
         """
         samples, nbytes = batch_size_of(batch), batch_bytes(batch)
         if samples < 2 or share <= 0:

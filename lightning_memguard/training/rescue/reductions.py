@@ -29,6 +29,9 @@ from lightning_memguard.training.rescue.sizes import Size, as_shape, sizes_in
 _CLOSE, _SAME_LOSS = 1e-3, 1e-4  # relative: between two runs of a part; and parts of the same loss
 
 
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
 class AllReduce(torch.autograd.Function):
     """The whole batch's value in place of a part's contribution, which keeps its gradient.
 
@@ -70,8 +73,7 @@ class Total:
 
     def add(self, own: torch.Tensor, pending: bool, samples: int) -> None:
         """A part contributes."""
-        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[self.kind]
-        self.value = combine(self.value, own)
+        self.value = _COMBINE[self.kind](self.value, own)
         self.scale += _magnitude(own)
         self.pending |= pending
         self.samples += samples
@@ -218,7 +220,7 @@ class Reductions(TorchFunctionMode):
         out = self._rewritten(func, name, x, layout, args, kwargs)
         if out is _NO:
             out = func(*args, **kwargs)
-            self._end_call(func, args, kwargs, out)
+            self._end_call(func, name, args, kwargs, out)
         return self._settled_all(out)
 
     def _begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -241,14 +243,18 @@ class Reductions(TorchFunctionMode):
         elif place == len(self.outside):
             self.outside.append(Outside.of(tensor))
 
-    def _end_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _end_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Write down how samples lie in what a function returns; a part of one sample is told so.
 
         Which of several dimensions of size one is that of the samples cannot be seen; and C++ takes other ways through
         its operators where a size is one.
         """
         flow, outs = self.flow, flat(out)
-        if flow.recomputes or not outs:
+        if not outs:
+            return
+        if name in _BROADCASTS and not flow.is_single:
+            self._broadcast(outs, tensors_in(args, kwargs))
+        if flow.recomputes:
             return
         if func in _FROM_VALUES:
             if func is torch.tensor:  # which copies
@@ -258,14 +264,26 @@ class Reductions(TorchFunctionMode):
                     self._outside(outs[0])
         place, self.place = self.place, self.place + 1
         numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, (int, float, str))]
-        if place >= len(self.script):
-            if not flow.extends:
-                raise refuse("parts of its batch run different functions")
+        if place >= len(self.script) and (flow.extends or flow.is_single):
+            if flow.is_single:
+                raise refuse("a part of one sample runs something else than larger ones")
             found = [get(each, flow.token) or CONSTANT for each in outs]
             shapes = [shape_of(*each) for each in zip(outs, found, strict=True)]
             self.script.append(Call(func, numbers, found, shapes, flow.drawn))
         elif flow.is_single:
             self._told(self.script[place], func, numbers, outs, tensors_in(args, kwargs))
+
+    def _broadcast(self, outs: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
+        """A constant that was expanded to the shape of samples has a row for each of them, all alike."""
+        flow = self.flow
+        rows = [(t, o) for t in (*outs, *taken) if (o := get(t, flow.token)) is not None and o.kind == "rows"]
+        for each in outs:
+            layout = get(each, flow.token)
+            if rows and layout is not None and layout.kind == "constant":
+                tensor, like = rows[0]
+                dim = like.dim - tensor.dim() + each.dim()
+                if dim >= 0 and each.stride(dim) == 0 and each.shape[dim] == tensor.shape[like.dim]:
+                    flow.put(each, like.at(dim))
 
     def _told(
         self, known: Call, func: Any, numbers: list[Any], outs: list[torch.Tensor], taken: list[torch.Tensor]
@@ -305,19 +323,17 @@ class Reductions(TorchFunctionMode):
         if not layout.has_samples:
             return value
         if name in ("numel", "nelement"):
-            return self._size(layout, value, args[0])
+            return self._size(layout, value)
         if isinstance(value, int):
             dim = args[1] if len(args) > 1 else kwargs["dim"]
-            return self._size(layout, value, args[0]) if dim % self._rank(args[0]) == layout.dim else value
-        return torch.Size(
-            [self._size(layout, size, args[0]) if dim == layout.dim else size for dim, size in enumerate(value)]
-        )
+            return self._size(layout, value) if dim % self._rank(args[0]) == layout.dim else value
+        return torch.Size([self._size(layout, size) if dim == layout.dim else size for dim, size in enumerate(value)])
 
     def _rank(self, tensor: torch.Tensor) -> int:
         with self.flow.silent():
             return tensor.dim()
 
-    def _size(self, layout: Layout, part: int, tensor: torch.Tensor) -> int:
+    def _size(self, layout: Layout, part: int) -> int:
         flow = self.flow
         if not layout.ragged:
             return Size(part * flow.total // flow.samples, part)
@@ -334,10 +350,10 @@ class Reductions(TorchFunctionMode):
         """What ``len`` returns for a tensor."""
         layout = get(tensor, self.flow.token)
         with self.flow.silent():
-            size = tensor.__len__()
+            size: int = tensor.__len__()
         if layout is None or self.flow.quiet or layout.dim != 0 or not layout.has_samples:
             return size
-        return self._size(layout, size, tensor)
+        return self._size(layout, size)
 
     def _count(self, x: torch.Tensor, dims: set[int] | None = None) -> Any:
         """Over how many elements of the whole batch a mean is taken."""
@@ -387,20 +403,20 @@ class Reductions(TorchFunctionMode):
             return self._one_hot(*args, **kwargs)
         if name == "instance_norm":
             return self._instance_norm(func, *args, **kwargs)
-        rewrite = _REWRITES.get(name)
-        if rewrite is None:
-            return _NO
+        return self._reduced(name, x, layout, args, kwargs) if name in _REWRITES else _NO
+
+    def _reduced(self, name: str, x: torch.Tensor, layout: Layout, args: Any, kwargs: Any) -> Any:
         given = dict(zip(_PARAMETERS[name], args[1:], strict=False)) | kwargs
         dims = self._reduced_dims(given, x)
         if layout.dim not in (dims if dims is not None else range(self._rank(x))):
             return _NO
         with self:
-            return rewrite(self, x, dims, given)
+            return _REWRITES[name](self, x, dims, given)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function with other arguments than it was given."""
         out = func(*args, **kwargs)
-        self._end_call(func, tuple(each for each in args if type(each) is not int), kwargs, out)
+        self._end_call(func, func.__name__, tuple(each for each in args if type(each) is not int), kwargs, out)
         return out
 
     def _has_rows(self, tensor: torch.Tensor) -> bool:
@@ -413,7 +429,7 @@ class Reductions(TorchFunctionMode):
         if isinstance(given.get("dim"), bool):
             given["unbiased"] = given.pop("dim")
         dim = given.get("dim")
-        if dim is None or dim == () or dim == []:
+        if dim is None or dim in ((), []):
             return None
         return {each % self._rank(x) for each in ([dim] if isinstance(dim, int) else dim)}
 
@@ -503,10 +519,10 @@ class Reductions(TorchFunctionMode):
         target, weight = given.get("target"), given.get("weight")
         if name not in ("cross_entropy", "nll_loss") or target is None or target.is_floating_point():
             return losses.mean()
-        counted = target != given["ignore_index"]
-        if weight is None:
-            return losses.sum() / counted.sum()
-        return losses.sum() / (weight[target.masked_fill(~counted, 0)] * counted).sum()
+        counted: torch.Tensor = target != given["ignore_index"]
+        if weight is not None:
+            counted = weight[target.masked_fill(~counted, 0)] * counted
+        return losses.sum() / counted.sum()
 
     # -- contributions
 
@@ -545,7 +561,7 @@ class Reductions(TorchFunctionMode):
             if own.requires_grad and torch.is_grad_enabled():
                 if place in self.ties:
                     raise refuse("two parts have the same largest value, and its gradient belongs to both")
-                out = AllReduce.apply(own, whole, self.share, layout.kind)
+                out = AllReduce.apply(own, whole, self.share, layout.kind)  # type: ignore[no-untyped-call]
             else:
                 out = whole.clone()
             flow.put(out, WHOLE.waiting(layout.pending))
@@ -556,16 +572,16 @@ class Reductions(TorchFunctionMode):
 
 
 def _sum(x: torch.Tensor, dims: set[int] | None, *, keep: bool) -> torch.Tensor:
-    wide = {"dtype": torch.float32} if x.dtype in (torch.float16, torch.bfloat16) else {}
+    wide: Any = {"dtype": torch.float32} if x.dtype in (torch.float16, torch.bfloat16) else {}
     return x.sum(**wide) if dims is None else x.sum(sorted(dims), keepdim=keep, **wide)
 
 
-def _mean(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> torch.Tensor:
+def _mean(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
     x = x if given.get("dtype") is None else x.to(given["dtype"])
     return (_sum(x, dims, keep=bool(given.get("keepdim"))) / run._count(x, dims)).to(x.dtype)
 
 
-def _var(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> torch.Tensor:
+def _var(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
     correction = given.get("correction", 1)
     correction = int(given["unbiased"]) if given.get("unbiased") is not None else correction
     correction = 1 if correction is None else correction
@@ -575,7 +591,7 @@ def _var(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[st
     return ((squares - rest.square() / count) / (count - correction)).to(x.dtype)
 
 
-def _std(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> torch.Tensor:
+def _std(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
     return _var(run, x, dims, given).sqrt()
 
 
@@ -587,7 +603,7 @@ def _std_mean(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: di
     return _var(run, x, dims, given).sqrt(), _mean(run, x, dims, given)
 
 
-def _norm(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> torch.Tensor:
+def _norm(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
     order = given.get("ord", given.get("p", 2))
     order = 2 if order in (None, "fro") else order
     if not isinstance(order, (int, float)) or order <= 0 or (dims is not None and len(dims) > 1 and order != 2):
@@ -600,7 +616,7 @@ def _norm(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str
     return _sum(x.abs().pow(order), dims, keep=keep).pow(1 / order).to(x.dtype)
 
 
-def _logsumexp(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> torch.Tensor:
+def _logsumexp(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
     top = x.amax(sorted(dims or ()), keepdim=True).detach()
     total = (x - top).exp().sum(sorted(dims or ()), keepdim=True).log() + top
     return total if given.get("keepdim") else total.squeeze(tuple(dims or ()))
@@ -624,20 +640,21 @@ _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 _OUTSIDE = {"numpy", "tolist", "__array__", "data_ptr", "__dlpack__", "__cuda_array_interface__", "storage",
             "untyped_storage", "__reduce_ex__", "__contains__"}  # fmt: skip
 _FROM_VALUES = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray, torch.frombuffer}
-_LOOKS = {"__get__", "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "type",
-          "is_contiguous", "is_floating_point", "is_complex", "is_same_size", "get_device", "is_inference", "__hash__",
-          "__format__", "__repr__", "__len__", "requires_grad_"}  # fmt: skip
+_BROADCASTS = {"broadcast_tensors", "expand_as", "broadcast_to"}
+_LOOKS = {"__get__", "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size",
+          "type", "is_contiguous", "is_floating_point", "is_complex", "is_same_size", "get_device", "is_inference",
+          "__hash__", "__format__", "__repr__", "__len__", "requires_grad_"}  # fmt: skip
 _MAKES = {"zeros", "ones", "empty", "rand", "randn", "full", "randint", "new_zeros", "new_ones", "new_full",
           "new_empty", "expand", "repeat", "tile", "broadcast_to"}  # fmt: skip
 _METHODS = {"new_zeros", "new_ones", "new_full", "new_empty", "expand", "repeat", "tile"}
 _WEIGHTED = {"mse_loss", "l1_loss", "huber_loss"}
-_ARITHMETIC = set(
-    "add sub mul div true_divide divide multiply subtract __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ "
-    "__truediv__ __rtruediv__ __div__ __rdiv__ mul_ div_ add_ sub_ __itruediv__ __imul__ __iadd__ __isub__ __idiv__ "
-    "floor_divide __floordiv__ __rfloordiv__ __mod__ remainder fmod pow __pow__ __rpow__ pow_ clamp clip clamp_min "
-    "clamp_max clamp_ clamp_min_ clamp_max_ maximum minimum __gt__ __lt__ __ge__ __le__ __eq__ __ne__ gt lt ge le eq ne "
-    "tensor as_tensor scalar_tensor fill_ masked_fill masked_fill_ addcmul addcdiv lerp rsub".split()
-)
+_NUMBERS = """
+    add sub mul div true_divide divide multiply subtract __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__
+    __rtruediv__ __div__ __rdiv__ mul_ div_ add_ sub_ __itruediv__ __imul__ __iadd__ __isub__ __idiv__ floor_divide
+    __floordiv__ __rfloordiv__ __mod__ remainder fmod pow __pow__ __rpow__ pow_ clamp clip clamp_min clamp_max clamp_
+    clamp_min_ clamp_max_ maximum minimum __gt__ __lt__ __ge__ __le__ __eq__ __ne__ gt lt ge le eq ne tensor as_tensor
+    scalar_tensor fill_ masked_fill masked_fill_ addcmul addcdiv lerp rsub"""
+_ARITHMETIC = frozenset(_NUMBERS.split())
 _LOSSES = {
     func: inspect.signature(func)
     for name, func in vars(F).items()
@@ -658,7 +675,7 @@ def _in_checkpoint() -> bool:
 
 @contextmanager
 def lengths(run: Reductions) -> Iterator[None]:
-    """Have ``len`` of a tensor return what its shape does: Python turns what ``__len__`` returns into a plain number."""
+    """Have ``len`` of a tensor return what its shape does; Python makes a plain number of what ``__len__`` returns."""
     own = builtins.len
 
     @functools.wraps(own)
@@ -670,4 +687,3 @@ def lengths(run: Reductions) -> Iterator[None]:
         yield
     finally:
         builtins.len = own
-

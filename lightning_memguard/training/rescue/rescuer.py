@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.report.failure import Larger, rescue_words
@@ -38,7 +38,7 @@ class Rescuer:
         announce: Callable[[str], None],
         *,
         by_name: bool = False,
-        cuts: dict[str, Cut] | None = None,
+        cuts: Mapping[Any, Cut] | None = None,
         fits_now: Callable[[int], bool] = lambda _: True,
         fitting: Callable[[Part], int | None] = lambda _: None,
     ) -> None:
@@ -48,16 +48,14 @@ class Rescuer:
         self.policy = Policy(fits_now, fitting, self._training_step)
         self._training: Again | None = None
         self._evaluation: Again | None = None
-        self._parts: list[Callable[[], Again]] = []
         known = cuts or {}
 
         def guard(kind: type[Any], policy: Policy, role: str) -> Any:
             return kind(trainer, module, policy, known.get(role), announce, by_name=by_name)
 
         self._is_manual = not module.automatic_optimization
-        if trainer.training or trainer.state.fn == "fit":
-            if not self._is_manual:
-                self._training = self._made(lambda: guard(TrainingAgain, self.policy, "train"))
+        if trainer.state.fn == "fit" and not self._is_manual:
+            self._training = self._made(lambda: guard(TrainingAgain, self.policy, "train"))
         evaluation = Policy(notify=self._evaluation_step)
         self._evaluation = self._made(lambda: guard(EvaluationAgain, evaluation, "val"))
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_memguard.training.rescue.layout import CONSTANT, WHOLE, Layout, refuse
+from lightning_memguard.training.rescue.layout import CONSTANT, WHOLE, Kind, Layout, refuse
 
 Rule = Callable[["Call"], "Layout | list[Layout]"]
 
@@ -81,9 +81,11 @@ def only_views(info: Info) -> bool:
 
 
 def shape_of(tensor: torch.Tensor, layout: Layout) -> tuple[int | None, ...]:
-    """A tensor's shape, without the dimension of its samples."""
+    """A tensor's shape, without the dimension of its samples, and without those that repeat one row."""
     if layout.has_samples:
         return tuple(None if dim == layout.dim else size for dim, size in enumerate(tensor.shape))
+    if 0 not in tensor.shape and tensor.layout == torch.strided:
+        return tuple(size if stride else None for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tuple(tensor.shape)
 
 
@@ -100,12 +102,16 @@ class Call:
     makes: bool = False
     outs: list[torch.Tensor] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.kinds = {layout.kind for layout in self.layouts}
+        self.is_tracked = bool(self.kinds - {"constant"})
+        self.pending = any(layout.pending for layout in self.layouts)
+
     def get(self, name: str) -> Any:
         """An argument by its name in the schema."""
         for place, each in enumerate(self.info.func._schema.arguments):
             if each.name == name:
-                given = self.args[place] if place < len(self.args) else self.kwargs.get(name, each.default_value)
-                return given
+                return self.args[place] if place < len(self.args) else self.kwargs.get(name, each.default_value)
         return None
 
     def has(self, name: str) -> bool:
@@ -182,14 +188,14 @@ def layouts_of(call: Call) -> list[Layout]:
     Raises:
         Refused: it mixes samples, or that is unknown.
     """
-    name, kinds = call.info.name, {layout.kind for layout in call.layouts}
+    name, kinds = call.info.name, call.kinds
     if kinds & {"sum", "max", "min"}:
         return _of_partial(call, kinds)
     if not kinds & {"rows", "order"}:
         return [WHOLE] * len(call.outs)
     if call.info.namespace not in ("aten", "prims", "prim"):
         raise refuse(f"it is unknown whether {call.info.namespace}::{call.info.name} mixes samples")
-    if "order" in kinds and name not in _MOVES and name != "index" and name != "index_put":
+    if "order" in kinds and name not in _MOVES | {"index", "index_put"}:
         raise refuse(f"{name} takes places of samples within the batch as numbers")
     for tensor, layout in zip(call.tensors, call.layouts, strict=True):
         if layout.kind == "whole" and tensor.requires_grad and torch.is_grad_enabled():
@@ -205,7 +211,7 @@ def layouts_of(call: Call) -> list[Layout]:
     raise refuse(f"it is unknown whether {name} mixes samples")
 
 
-def _of_partial(call: Call, kinds: set[str]) -> list[Layout]:
+def _of_partial(call: Call, kinds: set[Kind]) -> list[Layout]:
     """Inside of one function, what is a part's contribution may be moved, and scaled if it is a sum."""
     name = call.info.name
     partial = next(layout for layout in call.layouts if layout.is_partial)
@@ -222,11 +228,13 @@ def _scales(call: Call) -> bool:
         return True
     if name in ("add", "sub"):
         return len(partial) == 2 and all(partial)
-    return (name == "mul" and sum(partial) == 1) or (name == "div" and partial[0] and not any(partial[1:]))
+    if name in ("mul", "neg"):
+        return sum(partial) == 1
+    return name == "div" and partial[0] and not any(partial[1:])
 
 
 def is_same_for_all(tensor: torch.Tensor, dim: int) -> bool:
-    """Whether a tensor without samples has the same values for each of them, in the dimension where others have them."""
+    """Whether a tensor without samples has the same values for each of them, where others have one of their own."""
     if (-dim if dim < 0 else dim + 1) > tensor.dim():
         return True
     return tensor.shape[dim] == 1 or tensor.stride(dim) == 0
@@ -245,7 +253,7 @@ def pointwise(call: Call) -> Layout:
     return Layout(_kind(call), dim + rank, outer, inner, ragged)
 
 
-def _kind(call: Call) -> Any:
+def _kind(call: Call) -> Kind:
     return "order" if any(layout.kind == "order" for layout in call.layouts) else "rows"
 
 
@@ -438,8 +446,8 @@ def _along(call: Call, dims: set[int]) -> Layout:
     return replace(layout, ragged=any(o.ragged for _, o in call.rows()))
 
 
-@_rule("_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp sort topk kthvalue flip roll gather "
-       "scatter scatter_add scatter_reduce glu cummax cummin argsort index_fill mode fft_fft _fft_r2c _fft_c2r "
+@_rule("_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp sort topk kthvalue flip "
+       "roll gather scatter scatter_add scatter_reduce glu cummax cummin argsort index_fill mode _fft_r2c _fft_c2r "
        "_fft_c2c take_along_dim unfold diff")  # fmt: skip
 def _along_dims(call: Call) -> Layout:
     return _along(call, _dims(call, "dim", "dims", "dimension"))
@@ -466,14 +474,14 @@ def _diagonal(call: Call) -> Layout:
     return layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
 
 
-_PARTIAL = {
+_PARTIAL: dict[str, Kind] = {
     "sum": "sum", "nansum": "sum", "count_nonzero": "sum", "amax": "max", "max": "max", "amin": "min", "min": "min",
-    "any": "max", "all": "min",
+    "any": "max", "all": "min", "_is_any_true": "max", "_is_all_true": "min",
 }  # fmt: skip
 
 
 @_rule("sum nansum count_nonzero mean amax amin max min argmax argmin any all var std var_mean std_mean logsumexp "
-       "linalg_vector_norm norm prod median nanmedian aminmax")  # fmt: skip
+       "linalg_vector_norm norm prod median nanmedian aminmax _is_all_true _is_any_true")  # fmt: skip
 def _reduce(call: Call) -> list[Layout]:
     name = call.info.name
     if len(call.rows()) > 1 or len(call.tensors) > 1:
@@ -484,7 +492,7 @@ def _reduce(call: Call) -> list[Layout]:
         moved = layout if call.get("keepdim") else layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
         return [moved] * len(call.outs)
     if name in _PARTIAL and len(call.outs) == 1:
-        return [Layout(_PARTIAL[name])]  # type: ignore[arg-type]
+        return [Layout(_PARTIAL[name])]
     raise refuse(f"{name} over the samples, inside of one function or of a kind that does not follow from its parts")
 
 
@@ -595,7 +603,7 @@ def _group_norm(call: Call) -> list[Layout]:
 def _batch_norm(call: Call) -> list[Layout]:
     _, layout = call.first
     training = call.get("training") if call.has("training") else call.get("train")
-    training = call.info.name in ("_batch_norm_with_update",) if training is None else training
+    training = call.info.name == "_batch_norm_with_update" if training is None else training
     if len(call.rows()) != 1 or (layout.dim == 1 and not training):
         call.mixes()
     if training and layout.dim != 1:
@@ -731,7 +739,7 @@ def _index_put(call: Call) -> Layout:
     if not layout.has_samples:
         call.mixes()
     if len(at) == 1 and given[0][0].dtype == torch.bool:
-        mask, of_mask = given[0]
+        _, of_mask = given[0]
         aligned = of_mask.has_samples and layout.place() == (at[0], 1, of_mask.inner) and of_mask.place()[:2] == (0, 1)
         if not aligned or (of_values.has_samples and (of_values.dim, of_values.ragged) != (at[0], True)):
             call.mixes()
@@ -739,8 +747,11 @@ def _index_put(call: Call) -> Layout:
             call.mixes()
         return layout
     if layout.dim not in at:
-        constant = not any(o.has_samples for _, o in given)
-        if constant and not of_values.has_samples and is_same_for_all(values, layout.dim - x.dim()):
+        rank = x.dim() - len(at) + max(index.dim() for index, _ in given)
+        dim = layout.dim - rank + (0 if layout.dim < at[0] else rank - x.dim())
+        same = of_values.place()[1:] == layout.place()[1:] and of_values.dim - values.dim() == dim
+        same = same if of_values.has_samples else is_same_for_all(values, dim)
+        if same and not any(o.has_samples for _, o in given) and at[-1] - at[0] + 1 == len(at):
             return layout
         call.mixes()
     found = _own_rows(call, layout, at, given)
@@ -788,37 +799,43 @@ def drawn_like(call: Call, layout: Layout) -> Drawn:
     tensor = call.tensors[0] if call.tensors else None
     if tensor is None:
         return Drawn(layout, (), ())
-    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     return Drawn(layout, tuple(order), shape_of(tensor, layout))
 
 
 def draw_whole(call: Call, drawn: Drawn, total: int) -> Callable[[Take], Any] | None:
     """How to draw the whole batch's numbers and take a part's from them; None if that is not how they are drawn."""
-    name, func, args, kwargs = call.info.name, call.info.func, call.args, call.kwargs
-    layout = drawn.layout
+    name, layout = call.info.name, drawn.layout
     if not call.is_random() or layout.ragged:
         return None
     if call.tensors and shape_of(call.tensors[0], layout) != drawn.shape:
         raise refuse(f"{name} draws in another way for a single sample")
     if name in _FILLS and call.info.mutates and len(call.tensors) == 1:
-
-        def fill(take: Take) -> Any:
-            args[0].copy_(take(func(_whole_like(args[0], drawn, total), *args[1:], **kwargs)))
-            return args[0]
-
-        return fill
-    if name in ("rand_like", "randn_like", "randint_like"):
-        return lambda take: take(func(_whole_like(args[0], drawn, total), *args[1:], **kwargs)).clone()
+        return lambda take: call.args[0].copy_(take(_drawn_like(call, drawn, total)))
+    if name in ("rand_like", "randn_like", "randint_like") or (name == "bernoulli" and len(call.args) == 2):
+        return lambda take: take(_drawn_like(call, drawn, total)).clone()
     if name in ("rand", "randn", "randint") and not call.tensors:
-        place = next(place for place, value in enumerate(args) if isinstance(value, (list, tuple)))
-        sizes = list(args[place])
-        sizes[layout.dim] = layout.outer * total * layout.inner
-        return lambda take: take(func(*args[:place], sizes, *args[place + 1 :], **kwargs)).clone()
+        return lambda take: take(_drawn_of_size(call, layout, total)).clone()
     if name == "native_dropout":
-        return lambda take: _dropped(call, take(func(_whole_like(args[0], drawn, total).fill_(1), *args[1:])[1]))
-    if name == "bernoulli" and len(args) == 2:
-        return lambda take: take(func(_whole_like(args[0], drawn, total), args[1])).clone()
+        return lambda take: _dropped(call, take(_drawn_like(call, drawn, total)[1]))
     return None
+
+
+def _drawn_like(call: Call, drawn: Drawn, total: int) -> Any:
+    """Run it on a tensor like a part's, of the whole batch's shape, with dimensions in the same order in memory."""
+    tensor = call.args[0]
+    shape = list(tensor.shape)
+    shape[drawn.layout.dim] = drawn.layout.outer * total * drawn.layout.inner
+    whole = torch.empty_permuted(shape, drawn.order, dtype=tensor.dtype, device=tensor.device)
+    return call.info.func(whole.fill_(1), *call.args[1:], **call.kwargs)
+
+
+def _drawn_of_size(call: Call, layout: Layout, total: int) -> Any:
+    place = next(place for place, value in enumerate(call.args) if isinstance(value, (list, tuple)))
+    sizes = list(call.args[place])
+    sizes[layout.dim] = layout.outer * total * layout.inner
+    return call.info.func(*call.args[:place], sizes, *call.args[place + 1 :], **call.kwargs)
 
 
 def _dropped(call: Call, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -826,16 +843,10 @@ def _dropped(call: Call, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return call.args[0] * mask * (1 / (1 - p) if p < 1 else 0), mask.clone()
 
 
-def _whole_like(tensor: torch.Tensor, drawn: Drawn, total: int) -> torch.Tensor:
-    """A tensor like a part's, of the whole batch's shape, with dimensions in the same order in memory."""
-    shape = list(tensor.shape)
-    shape[drawn.layout.dim] = drawn.layout.outer * total * drawn.layout.inner
-    return torch.empty_permuted(shape, drawn.order, dtype=tensor.dtype, device=tensor.device)
-
-
 _VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias", "detach",
-          "select", "slice", "split", "split_with_sizes", "unbind", "as_strided", "diagonal", "empty_like", "zeros_like",
-          "ones_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones", "new_full"}  # fmt: skip
+          "select", "slice", "split", "split_with_sizes", "unbind", "as_strided", "diagonal", "empty_like",
+          "zeros_like", "ones_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones",
+          "new_full"}  # fmt: skip
 _FILLS = {"bernoulli", "uniform", "normal", "random", "exponential", "cauchy", "log_normal", "geometric"}
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 _GROWING = {"expand"}
@@ -847,4 +858,5 @@ _SIZED = _MOVES | {"slice", "narrow", "split_with_sizes", "split", "unsafe_split
                    "new_full", "native_group_norm", "as_strided", "select_backward", "_reshape_alias"}  # fmt: skip
 _POINTWISE = {"clone", "copy", "masked_fill", "uniform", "normal", "fill", "zero", "nan_to_num", "where", "rsub",
               "bernoulli", "random", "exponential", "polar", "complex", "real", "imag", "view_as_real",
-              "view_as_complex", "is_nonzero", "isfinite", "gelu", "_prelu_kernel", "lerp", "heaviside", "xlogy"}  # fmt: skip
+              "view_as_complex", "log_sigmoid_forward", "isfinite", "gelu", "_prelu_kernel", "lerp", "heaviside",
+              "xlogy"}  # fmt: skip

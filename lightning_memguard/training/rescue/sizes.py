@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Size(int):
@@ -20,7 +23,7 @@ class Size(int):
 
     part: int
 
-    def __new__(cls, whole: int, part: int) -> Size:
+    def __new__(cls, whole: int, part: int) -> Self:  # noqa: D102
         self = super().__new__(cls, whole)
         self.part = part
         return self
@@ -52,7 +55,7 @@ def _lift(name: str) -> Callable[[Size, Any], Any]:
     return method
 
 
-for _name in "add radd sub rsub mul rmul floordiv rfloordiv mod rmod".split():
+for _name in ["add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod"]:
     setattr(Size, f"__{_name}__", _lift(f"__{_name}__"))
 setattr(Size, "__neg__", lambda self: Size(operator.neg(int(self)), -self.part))  # noqa: B010 - as its siblings above
 

@@ -304,8 +304,11 @@ class StepState:
         return ""
 
     def tensors(self, noted: Noted) -> list[torch.Tensor]:
-        """Return the tensors whose versions were noted."""
-        return [*self._parameters.values(), *(held.tensor for held in noted.held), *(t for t, _ in noted.batch_tensors)]
+        """Return the tensors whose versions were noted, and those of batch norm."""
+        norms = (each for each in self._module.modules() if isinstance(each, _BatchNorm))
+        buffers = (buffer for each in norms for buffer in each.buffers())
+        held = (each.tensor for each in noted.held)
+        return [*self._parameters.values(), *held, *(tensor for tensor, _ in noted.batch_tensors), *buffers]
 
     def put_back(self, noted: Noted) -> None:
         """Make everything as it was; this may be done again and again."""

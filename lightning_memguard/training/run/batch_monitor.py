@@ -76,6 +76,7 @@ def _quick_bytes(batch: Any) -> int:
 
 # -- after an out-of-memory error
 
+
 def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measured: Measured | None) -> Failure:
     """Compare what was there when memory ran out with the prediction, and find what would have fit."""
     budget = watch.profile.budget
@@ -122,7 +123,7 @@ def would_fit(watch: BatchWatch, budget: Budget, ratio: float, *, at_most: int =
 
 
 def fits_now(watch: BatchWatch | None, nbytes: int, device: torch.device) -> bool:
-    """Whether a batch of so many bytes fits what is free now, by the prediction; if nothing is known, it may be tried."""
+    """Whether a batch of so many bytes fits what is free now, by the prediction; if nothing is known, try it."""
     if watch is None:
         return True
     size, of_prediction = watch.batch_size, watch.prediction.expected_batch(watch.batch_size)[1]

@@ -18,8 +18,8 @@ from lightning_memguard.report.comparison import comparison_text
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.adapter.ranks import attempt, warn
 from lightning_memguard.training.adapter.run_facts import ROLES
-from lightning_memguard.training.run import resume
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
+from lightning_memguard.training.run import resume
 from lightning_memguard.training.run.guarded_run import GuardedRun, actual_path
 from lightning_memguard.training.run.profile import GuardSettings
 from lightning_memguard.units import KIB, parse_bytes

@@ -18,8 +18,7 @@ from lightning_memguard.report.failure import Overrun, announcement, note, overr
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.table import last_line, print_decision, warning_of, why
 from lightning_memguard.report.words import counted
-from lightning_memguard.training.adapter.callbacks import learning_rates_tried, schedules_accumulation
-from lightning_memguard.training.adapter.ddp import wraps_in_ddp
+from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.metrics import show_to_callbacks
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.adapter.ranks import attempt, warn

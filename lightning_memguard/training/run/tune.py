@@ -20,8 +20,8 @@ from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts,
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.planning.search import Context, or_the_smallest
-from lightning_memguard.training.run.choose import Chosen, Planner, choose
 from lightning_memguard.training.rescue.cut import Cut, cut_of
+from lightning_memguard.training.run.choose import Chosen, Planner, choose
 from lightning_memguard.training.run.profile import GuardSettings, Reading, RunProfile, read_run
 from lightning_memguard.units import format_bytes
 
@@ -104,7 +104,7 @@ def _cuts(reading: Reading, stage: Stage) -> dict[Role, Cut]:
     run, evaluation = reading.run, reading.run.evaluation.value
     evaluated = run.program if stage != "fit" else evaluation.program if evaluation else None
     programs: dict[Role, LightningProgram | None] = {"train": run.program if stage == "fit" else None, "val": evaluated}
-    cuts = {}
+    cuts: dict[Role, Cut] = {}
     for role, program in programs.items():
         for two in program.families[:1] if program else ():
             cut = attempt(partial(cut_of, two.small, two.large, two.small_size, two.large_size)).value

@@ -34,6 +34,9 @@ class PlainStep:
         random.setstate(self.states[1])
         np.random.set_state(self.states[2])  # noqa: NPY002
 
+    def noted_tensors(self) -> list[torch.Tensor] | None:
+        return None
+
     def notes_draws(self) -> bool:
         return True
 

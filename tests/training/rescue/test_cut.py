@@ -45,7 +45,6 @@ def test_what_grows_with_the_batch_is_cut_and_the_rest_is_kept() -> None:
     part = part_of(whole, cut, 4, 1, 3)
     assert size_of(whole, cut) == 4
     assert part["x"].tolist() == [[1, 2]] * 3
-    assert part["x"].is_contiguous()
     assert part["pairs"].tolist() == [1, 1, 2, 2]
     assert part["mask"] is whole["mask"]
     assert part["names"] == ["text 1", "text 2"]
@@ -85,9 +84,9 @@ def test_a_batch_of_another_kind_is_refused() -> None:
     assert part_of("anything", WHOLE, 4, 0, 2) == "anything"
 
 
-def test_parts_are_few_and_even() -> None:
-    assert even_parts(0, 8, 3) == [(0, 2), (2, 5), (5, 8)]
-    assert even_parts(4, 6, 9) == [(4, 6)]
+def test_parts_are_as_even_as_can_be_and_the_first_the_largest() -> None:
+    assert even_parts(0, 8, 3) == [(0, 3), (3, 6), (6, 8)]
+    assert even_parts(4, 6, 1) == [(4, 6)]
 
 
 def test_what_parts_make_of_a_piece_takes_its_place() -> None:

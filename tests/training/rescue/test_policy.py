@@ -91,7 +91,7 @@ def test_a_batch_that_is_not_predicted_to_fit_now_is_not_tried() -> None:
         return len(asked) == 2
 
     policy = failed_once(fits_now=fits_now)
-    assert steps_in_parts(policy) == 16 + 17 - 1
+    assert steps_in_parts(policy) == 16 + 1 + 16
     assert asked == [128, 128]
 
 

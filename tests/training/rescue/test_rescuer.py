@@ -1,23 +1,36 @@
-"""A training step that runs out of memory is done again in parts of its batch: the same step, or not at all."""
+"""A step that runs out of memory is done again in parts of its batch: the same step, or not at all."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+import textwrap
 import warnings
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.nn.functional as F
 import torchmetrics
+from pytorch_lightning.loops.optimization import automatic
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import MemGuard, MemGuardError
+from lightning_memguard.training.rescue import again, parts
+from lightning_memguard.training.rescue.memory import ran_out_of_memory
+from lightning_memguard.training.rescue.reductions import AllReduce
+from lightning_memguard.training.rescue.rescuer import Rescuer
 from lightning_memguard.units import MIB
 
 BATCH = 6
+NO_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
+needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
 
 
 def samples_of(x: torch.Tensor) -> int:
@@ -26,73 +39,265 @@ def samples_of(x: torch.Tensor) -> int:
         return int(x.shape[0])
 
 
-class Net(pl.LightningModule):
-    """Runs out of memory in batches of more than ``most`` samples, in the forward pass or after a gradient."""
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError(NO_MEMORY)
 
-    def __init__(self, most: int = 99, *, late: bool = False, norm: nn.Module | None = None) -> None:
+
+Loss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Net(pl.LightningModule):
+    """Runs out of memory in batches of more than ``most`` samples; ``fails`` says where.
+
+    ``loss`` is a function of the module, of what the layers return and of the classes.
+    """
+
+    def __init__(
+        self, most: int = 99, fails: str = "forward", loss: Loss | None = None, norm: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 32), norm or nn.GELU(), nn.Linear(32, 4))
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=4)
-        self.most, self.late, self.process = most, late, os.getpid()  # copies in children never fail
+        self.most, self.fails, self.process = most, fails, os.getpid()  # copies in children never fail
+        self.of_loss = loss
+        self.steps, self.outs, self.average, self.counts = 0, [], 0.0, {"steps": 0}
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = self.read(batch)
+        if self.is_too_large(x):
+            self.fail(x)
         out = self.net(x)
-        if samples_of(x) > self.most and os.getpid() == self.process:
-            if not self.late:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            self.fail_after_a_gradient()
-        loss = self.loss(out, y)
+        if self.is_too_large(x) and self.fails == "end":
+            out_of_memory()
+        loss = self.of_loss(self, out, y) if self.of_loss else F.cross_entropy(out, y)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("highest", out.max(), on_epoch=True, reduce_fx="max")
         self.accuracy(out, y)
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         return loss
 
-    def fail_after_a_gradient(self) -> None:
-        def fail(_: torch.Tensor) -> None:
-            handle.remove()
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    def read(self, batch: Any) -> Any:
+        return batch
 
-        handle = self.net[0].weight.register_hook(fail)
+    def is_too_large(self, x: torch.Tensor) -> bool:
+        return samples_of(x) > self.most and os.getpid() == self.process
 
-    def loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(out, y)
+    def fail(self, x: torch.Tensor) -> None:
+        """Fail now, or once the gradient of a parameter is there: the last layer's first, the first layer's last."""
+        if self.fails == "forward":
+            out_of_memory()
+        if self.fails == "late":
+            handle = self.net[0].weight.register_hook(lambda _: (handle.remove(), out_of_memory()))
+        if self.fails in ("first gradient", "last gradient"):
+            weight = self.net[0 if self.fails == "last gradient" else 2].weight
+            after = weight.register_post_accumulate_grad_hook(lambda _: (after.remove(), out_of_memory()))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class Summed(Net):
-    def loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(out, y, reduction="sum") / BATCH
+class Rescue(pl.Callback):
+    """The rescue alone, without a prediction: what it announces, and how many steps it did."""
+
+    def __init__(self, *, by_name: bool = False) -> None:
+        self.by_name, self.said, self.rescued, self.failed = by_name, [], 0, 0
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.rescuer = Rescuer(trainer, module, self.said.append, by_name=self.by_name)
+        self.rescuer.install()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        policy = self.rescuer.policy
+        self.rescued, self.failed = len(policy.steps), len(policy.failures)
+        self.rescuer.close()
+
+    def on_exception(self, *_: Any) -> None:
+        self.rescuer.close()
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if not trainer.training and not trainer.sanity_checking:
+            self.on_train_start(trainer, module)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.training and not trainer.sanity_checking:
+            self.rescuer.close()
 
 
-class Contrastive(Net):
-    def loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(out @ out.T, torch.arange(len(out)))
+def data(batches: int = 4) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batches * BATCH, 16, generator=generator)
+    y = torch.randint(0, 4, (batches * BATCH,), generator=generator)
+    return DataLoader(TensorDataset(x, y), BATCH)
 
 
-class Keeping(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.kept = [*getattr(self, "kept", []), len(batch[0])]
-        return super().training_step(batch, batch_idx)
+@dataclass
+class Trained:
+    """What a training leaves behind."""
+
+    weights: torch.Tensor
+    logged: dict[str, float]
+    optimizer: list[torch.Tensor]
+    drawn: torch.Tensor
+    module: Any
+    trainer: Any
 
 
-class Manual(Net):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        return loss
+def fit(trainer: Any, module: Any, *callbacks: Any, loader: Any = None, **settings: Any) -> Trained:
+    made = trainer(*callbacks, **settings)
+    made.fit(module, loader or data())
+    logged = {name: float(value) for name, value in made.callback_metrics.items() if "memguard" not in name}
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    states = [value for state in made.optimizers[0].state.values() for value in state.values()]
+    return Trained(weights, logged, [each for each in states if each is not None], torch.rand(3), module, made)
 
 
-class Searching(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+def seeded(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(*args, **kwargs)
+
+
+def check(trainer: Any, make: Callable[[int], Any], most: int = 2, loader: Any = None, **settings: Any) -> Trained:
+    """A training whose batches all fail is the one whose batches are whole."""
+    expected = fit(trainer, seeded(make, 99), loader=loader, **settings)
+    rescue = Rescue()
+    found = fit(trainer, seeded(make, most), rescue, loader=loader, **settings)
+    assert rescue.rescued == len(found.trainer.train_dataloader)
+    close = {"rtol": 0, "atol": 1e-12 if found.weights.dtype == torch.float64 else 1e-6}
+    if "bf16" in str(settings.get("precision")):
+        close["atol"] = 5e-3
+    torch.testing.assert_close(found.weights, expected.weights, **close)
+    torch.testing.assert_close(found.optimizer, expected.optimizer, rtol=0, atol=close["atol"] * 10)
+    assert found.logged == pytest.approx(expected.logged, rel=1e-2 if close["atol"] > 1e-3 else 1e-5)
+    assert torch.equal(found.drawn, expected.drawn)
+    return found
+
+
+def refusal(trainer: Any, module: Any, loader: Any = None, **settings: Any) -> str:
+    """Why a step is not done in parts; the error of the whole batch is raised, and no gradient is left."""
+    rescue = Rescue()
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        fit(trainer, module, rescue, loader=loader, **settings)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    return rescue.rescuer.refused
+
+
+# -- the same training
+
+
+@pytest.mark.parametrize(
+    ("most", "fails", "settings"),
+    [
+        (3, "forward", {}),
+        (2, "forward", {}),
+        (1, "forward", {}),
+        (3, "end", {}),
+        (2, "late", {}),
+        (3, "first gradient", {}),
+        (2, "last gradient", {}),
+        (2, "late", {"accumulate_grad_batches": 3}),
+        (2, "last gradient", {"accumulate_grad_batches": 2}),
+        (1, "first gradient", {"accumulate_grad_batches": 4}),
+        (2, "forward", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        (2, "forward", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        (2, "late", {"precision": "bf16-mixed"}),
+        (2, "late", {"precision": "64-true"}),
+    ],
+)
+def test_weights_and_logged_values_are_those_of_whole_batches(
+    trainer: Any, most: int, fails: str, settings: dict[str, Any]
+) -> None:
+    """Every batch of six fails; and so do its parts of three where at most two fit."""
+    check(trainer, lambda limit: Net(limit, fails), most, **settings)
+
+
+def weighted(module: Any, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A sum of means over different numbers of elements."""
+    return F.cross_entropy(out, y) + out[y > 1].square().mean() + 1e-3 * module.net[0].weight.square().sum()
+
+
+def counting(module: Any, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    module.steps += 1
+    module.counts["steps"] += 1
+    module.average = 0.9 * module.average + 0.1 * float(out.mean())
+    module.last = len(out)
+    return F.cross_entropy(out, y) * (0.5 + module.average) / module.steps
+
+
+def keeping(module: Any, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(out, y)
+    module.outs.append({"out": out.detach(), "y": y, "loss": loss.detach()})
+    module.last = out.detach()
+    return loss
+
+
+def logging(module: Any, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(out, y)
+    module.log("perplexity", loss.exp())
+    module.log("norm", out.norm(), on_epoch=True, on_step=False)
+    module.log_dict({"std": out.std(), "rmse": F.mse_loss(out, out * 2).sqrt(), "n": float(len(out))})
+    module.log("hits", (out.argmax(-1) == y).sum().float(), reduce_fx="sum", on_epoch=True, batch_size=len(out))
+    return loss
+
+
+def with_slow_term(module: Any, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A term that is there from the second step on, and a branch on the value of the loss."""
+    loss = F.cross_entropy(out, y)
+    if module.global_step > 0:
+        loss = loss + 0.1 * out.var(0).sqrt().mean() - 0.1 * out.softmax(-1).mean(0).clamp(min=1e-6).log().mean()
+    return loss * 2 if loss.item() > 1.3 else loss
+
+
+LOSSES: dict[str, Loss] = {
+    "a sum over the batch's size": lambda _, out, y: F.cross_entropy(out, y, reduction="sum") / len(out),
+    "means over different numbers of elements": weighted,
+    "counters and averages in attributes": counting,
+    "results in a list": keeping,
+    "logged norm, std, rmse, sum": logging,
+    "a term after a warm-up and a branch": with_slow_term,
+    "a mask's sum that is clamped": lambda _, out, y: (
+        (F.cross_entropy(out, y, reduction="none") * (y == 3)).sum() / (y == 3).sum().clamp(min=1)
+    ),
+    "random numbers": lambda _, out, y: F.cross_entropy(out + 0.1 * torch.randn_like(out), y) * torch.rand(1).item(),
+    "the sum of a loss and its norm": lambda _, out, y: F.cross_entropy(out, y) + 0.1 * out.norm(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_steps_of_many_kinds_are_the_same_in_parts(trainer: Any, loss: Loss) -> None:
+    check(trainer, lambda most: Net(most, loss=loss), max_epochs=2)
+
+
+@pytest.mark.parametrize("norm", [nn.Dropout(0.5), nn.LayerNorm(32), nn.Sequential(nn.Dropout(0.2), nn.ReLU())])
+@pytest.mark.parametrize("most", [3, 1])
+def test_dropout_draws_the_masks_of_the_whole_batch(trainer: Any, norm: nn.Module, most: int) -> None:
+    check(trainer, lambda limit: Net(limit, norm=norm), most)
+
+
+def test_attributes_are_those_of_whole_batches(trainer: Any) -> None:
+    """Each step counts once; what single samples left in a list is joined; a size is the whole batch's."""
+    counted = check(trainer, lambda most: Net(most, loss=counting)).module
+    assert (counted.steps, counted.counts, counted.last) == (4, {"steps": 4}, BATCH)
+    assert type(counted.last) is int
+    kept = check(trainer, lambda most: Net(most, loss=keeping)).module
+    assert [each["out"].shape for each in kept.outs] == [(BATCH, 4)] * 4
+    assert torch.equal(torch.cat([each["y"] for each in kept.outs]), data().dataset.tensors[1])  # type: ignore[attr-defined]
+    assert kept.last.shape == (BATCH, 4)
+
+
+def test_what_a_step_returns_besides_its_loss_is_joined(trainer: Any) -> None:
+    class Returning(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return {"loss": loss, "x": batch[0], "mean": batch[0].mean(), "size": len(batch[0]), "text": "as is"}
+
+    class Outputs(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+            assert torch.equal(outputs["x"], batch[0])
+            assert outputs["mean"] == pytest.approx(float(batch[0].mean()))
+            assert (outputs["size"], type(outputs["size"]), outputs["text"]) == (BATCH, int, "as is")
+            module.seen = True
+
+    assert fit(trainer, Returning(2), Rescue(), Outputs()).module.seen
 
 
 class Counting(pl.Callback):
@@ -118,111 +323,415 @@ class Counting(pl.Callback):
         assert outputs["loss"].dim() == 0
 
 
-def data() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(8 * BATCH, 16, generator=generator), torch.randint(0, 4, (8 * BATCH,), generator=generator)
-    return DataLoader(TensorDataset(x, y), BATCH)
-
-
-def fit(trainer: Any, module: Any, *callbacks: Any, **settings: Any) -> tuple[torch.Tensor, dict[str, float]]:
-    """Parameters and what was logged."""
-    made = trainer(*callbacks, **settings)
-    made.fit(module, data())
-    logged = {name: float(value) for name, value in made.callback_metrics.items() if "memguard" not in name}
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]), logged
-
-
-def seeded(kind: Any, *args: Any, **kwargs: Any) -> Any:
-    torch.manual_seed(0)
-    return kind(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("kind", "late", "settings"),
-    [
-        (Net, False, {}),
-        (Net, True, {}),
-        (Summed, True, {}),
-        (Net, True, {"accumulate_grad_batches": 3}),
-        (Net, False, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
-        (Net, True, {"precision": "16-true"}),
-    ],
-)
-def test_weights_and_logged_values_are_those_of_whole_batches(
-    trainer: Any, kind: Any, late: bool, settings: dict[str, Any]
-) -> None:
-    """Every batch of six fails, and so do its parts of three."""
-    half = settings.get("precision") == "16-true"
-    if half:
-        settings = {"precision": "bf16-mixed"}
-    expected, logged = fit(trainer, seeded(kind), **settings)
-    guard = MemGuard(max_batch_size=BATCH)
-    found, relogged = fit(trainer, seeded(kind, 2, late=late), guard, **settings)
-    assert [record.rescued for record in guard.records] == [8]
-    assert guard.records[0].as_metrics()["memguard/rescued_steps"] == 8
-    torch.testing.assert_close(found, expected, rtol=0, atol=5e-3 if half else 1e-6)
-    assert relogged == pytest.approx(logged, rel=1e-2 if half else 1e-5)
-
-
-def test_gradients_accumulated_before_are_lost_without_putting_them_back(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control of the test above: it would see them."""
-    expected, _ = fit(trainer, seeded(Net), accumulate_grad_batches=3)
-    monkeypatch.setattr(StepGuard, "_gradients", lambda self: ([], []))
-    found, _ = fit(trainer, seeded(Net, 2, late=True), MemGuard(max_batch_size=BATCH), accumulate_grad_batches=3)
-    assert (found - expected).abs().max() > 1e-3
-
-
-def test_parts_that_are_not_weighted_make_another_step(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = fit(trainer, seeded(Net))
-    monkeypatch.setattr(_Run, "_weight", lambda self, *_: 1.0)
-    found, _ = fit(trainer, seeded(Net, 3), MemGuard(max_batch_size=BATCH))
-    assert (found - expected).abs().max() > 1e-3
-
-
-def test_hooks_around_a_step_are_called_once(trainer: Any) -> None:
+@pytest.mark.parametrize("fails", ["forward", "late"])
+def test_hooks_around_a_step_are_called_once(trainer: Any, fails: str) -> None:
     whole, rescued = Counting(), Counting()
     fit(trainer, seeded(Net), whole, accumulate_grad_batches=2)
-    fit(trainer, seeded(Net, 2, late=True), rescued, MemGuard(max_batch_size=BATCH), accumulate_grad_batches=2)
+    fit(trainer, seeded(Net, 2, fails), rescued, Rescue(), accumulate_grad_batches=2)
     assert sorted(rescued.calls) == sorted(whole.calls)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
+def test_gradients_scaled_by_nothing_would_make_another_training(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the tests above: they would see it."""
+    monkeypatch.setattr(AllReduce, "backward", staticmethod(lambda ctx, grad: (grad, None, None, None)))
+    with pytest.raises(AssertionError, match="not close"):
+        check(trainer, Net)
+
+
+def test_gradients_that_a_failed_attempt_left_would_count_twice(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another control: later in an accumulation, parameters that have their gradient must keep it."""
+    monkeypatch.setattr(again._Gradients, "written", lambda _: set())
+    with pytest.raises(AssertionError, match="not close"):
+        check(trainer, lambda most: Net(most, "last gradient"), accumulate_grad_batches=4)
+
+
+# -- forms of batches
+
+
+Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - users have them
+
+
+@dataclass
+class Fields:
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str = "train"
+
+
+def popped(batch: dict[str, torch.Tensor]) -> Any:
+    y = batch.pop("y")
+    return batch["x"], y
+
+
+FORMS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda x, y: (x, y), lambda batch: batch),
+    "dict": (lambda x, y: {"x": x, "y": y}, lambda batch: (batch["x"], batch["y"])),
+    "dict that is emptied": (lambda x, y: {"x": x, "y": y}, popped),
+    "nested": (lambda x, y: {"inputs": [{"x": x}], "y": (y,)}, lambda b: (b["inputs"][0]["x"], b["y"][0])),
+    "named tuple": (Pair, lambda batch: (batch.x, batch.y)),
+    "dataclass": (Fields, lambda batch: (batch.x, batch.y)),
+    "with a size": (lambda x, y: (x, y, len(x)), lambda batch: (batch[0] * batch[2] / 6, batch[1])),
+    "with a shared matrix of as many rows": (
+        lambda x, y: {"x": x, "y": y, "matrix": torch.arange(36.0).view(6, 6) / 36},
+        lambda b: (torch.cat([x := b["x"], x[:, :6] @ b["matrix"]], 1)[:, 6:], b["y"]),
+    ),
+    "with names": (lambda x, y: (x, y, [f"text {n}" for n in range(len(x))]), lambda batch: batch[:2]),
+}
+
+
+class Former(Net):
+    def __init__(self, most: int, form: str) -> None:
+        super().__init__(most)
+        self.form = FORMS[form][1]
+
+    def read(self, batch: Any) -> Any:
+        return self.form(batch)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_of_many_forms_are_cut_by_sample(trainer: Any, form: str) -> None:
+    def collate(samples: list[Any]) -> Any:
+        return FORMS[form][0](torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
+
+    loader = DataLoader(data(2).dataset, BATCH, collate_fn=collate)
+    check(trainer, lambda most: Former(most, form), loader=loader)
+
+
+# -- texts, whose tokens count
+
+
+class Padded(Net):
+    """Predicts each of a text's tokens; what is padded or masked is left out of the mean, in one of several ways."""
+
+    def __init__(self, most: int, how: str) -> None:
+        super().__init__(most)
+        self.how = how
+        self.net = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, _ = batch
+        if self.is_too_large(tokens):
+            out_of_memory()
+        loss = self.mean(self.net(tokens), tokens)
+        self.log("loss", loss, on_epoch=True)
+        return {"loss": loss, "again": loss.detach()}
+
+    def mean(self, out: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        if self.how == "ignored":
+            return F.cross_entropy(out.mT, tokens, ignore_index=0)
+        losses, mask = F.cross_entropy(out.mT, tokens, reduction="none"), tokens != 0
+        if self.how == "divided":
+            return (losses * mask).sum() / mask.sum()
+        return losses[mask].mean() + (out.square().mean() if self.how == "two" else 0)
+
+
+@pytest.mark.parametrize("how", ["ignored", "divided", "selected", "two"])
+@pytest.mark.parametrize("most", [3, 1])
+def test_tokens_count_as_in_the_whole_batch(trainer: Any, how: str, most: int) -> None:
+    """Texts are of different lengths, and the first three of the second batch have no token at all."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(1, 20, (4 * BATCH, 7), generator=generator)
+    lengths = torch.randint(1, 8, (4 * BATCH,), generator=generator)
+    lengths[BATCH : BATCH + 3] = 0
+    tokens[torch.arange(7) >= lengths[:, None]] = 0
+    check(trainer, lambda limit: Padded(limit, how), most, loader=DataLoader(TensorDataset(tokens, lengths), BATCH))
+
+
+# -- refused
+
+
+def reverse(out: torch.Tensor) -> torch.Tensor:
+    return out.flip(0)
+
+
+class Writing(Net):
+    def read(self, batch: Any) -> Any:
+        batch[0].mul_(2)
+        return batch
+
+
+class Manual(Net):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        return loss
+
+
+class Searching(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+class Hooked(Net):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.net[0].weight.register_hook(lambda grad: grad.clamp(-1, 1))
+
+
+class Iterating(Net):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "contrastive": (
+        lambda: Net(3, loss=lambda _, out, y: F.cross_entropy(out @ out.T, torch.arange(len(out)))),
+        "mm mixes samples (test_rescuer.py:",
+    ),
+    "another sample": (lambda: Net(3, loss=lambda _, out, y: (out - reverse(out)).square().mean()), "`return out.flip"),
+    "a small term": (lambda: Net(3, loss=lambda _, out, y: out.mean() + 1e-6 * out.sort(0).values[0, 0]), "sort mixes"),
+    "batch norm": (lambda: Net(3, norm=nn.BatchNorm1d(32)), "batch norm in training mode normalizes by the statistics"),
+    "single samples": (lambda: Net(3, loss=lambda _, out, y: out.mean() * max(out[:, 0].tolist())), "tolist reads"),
+    "a hook": (lambda: Hooked(3), "a hook works on the gradient of `net.0.weight`"),
+    "manual optimization": (lambda: Manual(3), "calls the optimizers itself"),
+    "LBFGS": (lambda: Searching(3), "LBFGS takes several passes a step"),
+    "a batch that is written to": (lambda: Writing(3), "it changed its batch in place before it failed"),
+    "the loss of each sample": (
+        lambda: Net(3, loss=lambda module, out, y: module.log("each", out[:, 0]) or out.mean()),
+        "the value that it logs as `each` is one of single samples",
+    ),
+    "one sample": (lambda: Net(0), "one sample may fit, but not the forward pass of two"),
+}
+
+
+@pytest.mark.parametrize(("module", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_would_not_be_the_same_step_raises_with_the_reason(trainer: Any, module: Any, why: str) -> None:
+    assert why in refusal(trainer, module())
+
+
+def test_a_batch_of_one_sample_is_not_done_in_parts(trainer: Any) -> None:
+    assert "its batch is a single sample" in refusal(trainer, Net(0), DataLoader(data().dataset, 1))
+
+
+def test_state_is_as_before_where_a_step_is_refused(trainer: Any) -> None:
+    """Also what the parts did before they met what mixes samples."""
+
+    def loss(module: Any, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        module.steps += 1
+        module.outs.append(1)
+        return out.flip(0).mean()
+
+    module = Net(3, loss=loss)
+    before = torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
+    refusal(trainer, module)
+    assert (module.steps, module.outs) == (0, [])
+    assert torch.equal(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]), before)
+    assert not module.accuracy.tp
+
+
+def test_asked_for_by_name_batch_norm_goes_on_and_says_what_changes(trainer: Any) -> None:
+    rescue = Rescue(by_name=True)
+    fit(trainer, Net(3, norm=nn.BatchNorm1d(32)), rescue)
+    assert rescue.rescued == 4
+    (said,) = rescue.said
+    assert "not the same step (batch norm normalizes each part by its own statistics)" in said
+
+
+def test_asked_for_by_name_what_is_unknown_is_refused_all_the_same(trainer: Any) -> None:
+    rescue = Rescue(by_name=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(trainer, REFUSED["contrastive"][0](), rescue)
+    assert "mm mixes samples" in rescue.rescuer.refused
+
+
+# -- back to whole batches
+
+
+class Once(Net):
+    """Fails as a whole in the steps of some places only."""
+
+    def __init__(self, *places: int) -> None:
+        super().__init__(3)
+        self.places, self.sizes = places, []
+
+    def is_too_large(self, x: torch.Tensor) -> bool:
+        return samples_of(x) > 3 and self.trainer.fit_loop.epoch_loop.batch_idx in self.places
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.sizes.append(self.seen)
+
+    def read(self, batch: Any) -> Any:
+        self.seen = samples_of(batch[0])
+        return batch
+
+
+def test_after_sixteen_steps_in_parts_a_whole_batch_is_tried_again(trainer: Any) -> None:
+    rescue = Rescue()
+    module = fit(trainer, Once(1), rescue, loader=data(20)).module
+    whole = [place for place, size in enumerate(module.sizes) if size == BATCH]
+    assert whole == [0, 18, 19]
+    assert (rescue.rescued, rescue.failed) == (17, 1)
+    assert len(rescue.said) == 1
+
+
+def test_a_trial_that_fails_is_done_in_parts_and_counted(trainer: Any) -> None:
+    rescue = Rescue()
+    fit(trainer, Once(1, 18), rescue, loader=data(20))
+    assert (rescue.rescued, rescue.failed) == (19, 2)
+
+
+# -- never worse than without
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (parts.Passes, "learn"),
+        (parts.Passes, "run"),
+        (parts, "join"),
+        (again.TrainingStep, "obstacle"),
+        (again.TrainingStep, "finished"),
+        (again, "cuts_for"),
+        (again, "free"),
+        (again.StepState, "put_back"),
+    ],
+)
+def test_an_error_of_our_own_never_replaces_the_users(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, where: Any, name: str
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(where, name, broken)
+    rescue, module = Rescue(), Net(3, loss=keeping)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        fit(trainer, module, rescue)
+    assert "KeyError: 'ours'" in rescue.rescuer.refused
+
+
+def test_an_error_of_our_own_before_a_step_is_said_once_and_training_goes_on(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("ours")
+
+    expected = fit(trainer, seeded(Net))
+    monkeypatch.setattr(again.StepState, "note", broken)
+    rescue = Rescue()
+    found = fit(trainer, seeded(Net), rescue)
+    assert torch.equal(found.weights, expected.weights)
+    (said,) = rescue.said
+    assert "will not do steps that run out of memory again in parts of their batch: KeyError: 'ours'" in said
+
+
+class Renamed(automatic.Closure):
+    """As a later Lightning may have it, with another name for what clears the gradients."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._clear = vars(self).pop("_zero_grad_fn")
+
+    def closure(self, *_: Any, **__: Any) -> Any:
+        output = self._step_fn()
+        if self._clear is not None:
+            self._clear()
+        if self._backward_fn is not None:
+            self._backward_fn(output.closure_loss)
+        return output
+
+
+def test_where_lightning_renames_what_clears_gradients_training_goes_on(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = fit(trainer, seeded(Net))
+    monkeypatch.setattr(automatic, "Closure", Renamed)
+    rescue = Rescue()
+    found = fit(trainer, seeded(Net), rescue)
+    assert torch.equal(found.weights, expected.weights)
+    (said,) = rescue.said
+    assert "_zero_grad_fn" in said
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(trainer, Net(3), Rescue())
+
+
+def test_where_lightning_renames_what_makes_closures_training_goes_on(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = automatic._AutomaticOptimization
+    source = textwrap.dedent(inspect.getsource(loop.run)).replace("_make_closure", "_closure_of")
+    names = vars(automatic).copy()
+    exec("from __future__ import annotations\n" + source, names)  # noqa: S102
+    monkeypatch.setattr(loop, "_closure_of", loop._make_closure, raising=False)
+    monkeypatch.setattr(loop, "run", names["run"])
+    monkeypatch.delattr(loop, "_make_closure")
+    rescue = Rescue()
+    fit(trainer, Net(), rescue)
+    (said,) = rescue.said
+    assert "_make_closure" in said
+
+
+def test_other_errors_are_left_alone(trainer: Any) -> None:
+    class Broken(Net):
+        def read(self, batch: Any) -> Any:
+            if self.trainer.fit_loop.epoch_loop.batch_idx == 2:
+                raise RuntimeError("not of memory")
+            return batch
+
+    with pytest.raises(RuntimeError, match="not of memory"):
+        fit(trainer, Broken(), Rescue())
+
+
+def test_a_part_that_raises_another_error_raises_that_of_memory(trainer: Any) -> None:
+    def loss(_: Any, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        raise ValueError("of the user's")
+
+    assert "raises ValueError: of the user's (test_rescuer.py:" in refusal(trainer, Net(3, loss=loss))
+
+
+def test_the_trainer_is_left_as_it_was(trainer: Any) -> None:
+    found = fit(trainer, Net(3), Rescue())
+    assert "_make_closure" not in vars(found.trainer.fit_loop.epoch_loop.automatic_optimization)
+    assert not {"validation_step", "test_step"} & vars(found.trainer.strategy).keys()
+    assert not found.module._forward_pre_hooks
+    assert len.__module__ == "builtins"
+
+
+# -- with a prediction
+
+
+def test_a_run_counts_and_announces_what_it_rescues(trainer: Any) -> None:
+    guard = MemGuard(max_batch_size=BATCH)
+    with pytest.warns(UserWarning, match=r"training batch of 6 samples ran out .* at most 3 samples, with") as told:
+        fit(trainer, Net(3), guard, max_epochs=2)
+    assert [(record.batch_size, record.rescued, record.out_of_memory) for record in guard.records] == [
+        (6, 4, 1),
+        (6, 4, 0),
+    ]
+    assert guard.records[0].as_metrics()["memguard/rescued_steps"] == 4
+    assert len([each for each in told if "ran out of memory" in str(each.message)]) == 1
+
+
+@needs_notes
 @pytest.mark.parametrize(
     ("module", "why"),
     [
-        (lambda: Net(3, norm=nn.BatchNorm1d(32)), "batch norm (the layer `net.1`) would normalize each part"),
-        (lambda: Contrastive(3), "neither a mean nor the sum"),
-        (lambda: Keeping(3), "sets the attribute `kept` of the module"),
-        (lambda: Manual(3), "calls the optimizers itself"),
-        (lambda: Searching(3), "LBFGS"),
+        (REFUSED["contrastive"][0], "mm mixes samples (test_rescuer.py:"),
+        (REFUSED["manual optimization"][0], "training_step calls the optimizers itself"),
     ],
 )
-def test_what_would_not_be_the_same_step_raises_with_the_reason(trainer: Any, module: Any, why: str) -> None:
-    guard, made = MemGuard(max_batch_size=BATCH), module()
+def test_the_note_says_why_a_step_was_refused(trainer: Any, module: Any, why: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            fit(trainer, made, guard)
+            fit(trainer, module(), MemGuard(max_batch_size=BATCH))
     (note,) = caught.value.__notes__
     assert "MemGuard predicted a peak" in note
+    assert "The step was not done again in parts of its batch: " in note
     assert why in note
-    assert all(parameter.grad is None for parameter in made.parameters())
 
 
-def test_asked_for_by_name_it_says_what_changes(trainer: Any) -> None:
+def test_asked_for_by_name_a_warning_says_what_changes(trainer: Any) -> None:
     guard = MemGuard(max_batch_size=BATCH, on_oom="split")
-    with pytest.warns(UserWarning, match="not the same step .*batch norm"):
+    with pytest.warns(UserWarning, match=r'not the same step \(batch norm .*\): on_oom="split" asks for it'):
         fit(trainer, Net(3, norm=nn.BatchNorm1d(32)), guard)
-    assert guard.records[0].rescued == 8
-
-
-def test_random_numbers_are_mentioned_once(trainer: Any) -> None:
-    guard = MemGuard(max_batch_size=BATCH)
-    with pytest.warns(UserWarning, match="dropout masks") as told:
-        fit(trainer, Net(3, norm=nn.Dropout(0.5)), guard)
-    assert len([each for each in told if "rescued" in str(each.message)]) == 1
+    assert guard.records[0].rescued == 4
 
 
 @pytest.mark.parametrize("settings", [{"on_oom": "raise"}, {"mode": "check", "on_oom": "split"}])
@@ -235,174 +744,24 @@ def test_a_run_that_was_not_to_be_rescued_is_not_guarded(trainer: Any, settings:
         fit(trainer, Net(3), MemGuard(max_batch_size=BATCH, **settings), Loop())
 
 
-def test_a_single_sample_that_does_not_fit_raises(trainer: Any) -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        fit(trainer, Net(0), MemGuard(max_batch_size=BATCH))
-
-
-def test_other_errors_are_left_alone(trainer: Any) -> None:
-    class Broken(Net):
-        def loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            if self.trainer.fit_loop.epoch_loop.batch_idx == 2 and len(out) == BATCH:
-                raise RuntimeError("not of memory")
-            return super().loss(out, y)
-
-    with pytest.raises(RuntimeError, match="not of memory"):
-        fit(trainer, Broken(), MemGuard(max_batch_size=BATCH))
-
-
-def test_the_trainer_is_left_as_it_was(trainer: Any) -> None:
-    made = trainer(MemGuard(max_batch_size=BATCH))
-    module = Net(3)
-    made.fit(module, data())
-    assert "_make_closure" not in vars(made.fit_loop.epoch_loop.automatic_optimization)
-    assert not module._forward_pre_hooks
-
-
 def test_an_unknown_setting_is_refused() -> None:
     with pytest.raises(MemGuardError, match="on_oom='ignore' is unknown"):
         MemGuard(on_oom="ignore")  # type: ignore[arg-type]
 
 
-# -- means over what is not padding
-
-
-def out_of_memory(_: torch.Tensor) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-class Padded(Net):
-    """Predicts each of a text's tokens; what is padded or masked is left out of the mean, in one of several ways."""
-
-    def __init__(self, how: str, most: int = 99, *, late: bool = False) -> None:
-        super().__init__(most, late=late)
-        self.how = how
-        self.net = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        tokens, _ = batch
-        if samples_of(tokens) > self.most and os.getpid() == self.process and not self.late:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        hidden = self.net[0](tokens)
-        if samples_of(tokens) > self.most and os.getpid() == self.process:
-            hidden.register_hook(out_of_memory)  # the last layer has its gradients by then
-        loss = self.mean(self.net[1](hidden), tokens)
-        self.log("loss", loss, on_epoch=True)
-        return {"loss": loss, "again": loss.detach()}
-
-    def mean(self, out: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        if self.how == "ignored":
-            return nn.functional.cross_entropy(out.mT, tokens, ignore_index=0)
-        losses, mask = nn.functional.cross_entropy(out.mT, tokens, reduction="none"), tokens != 0
-        if self.how == "divided":
-            return (losses * mask).sum() / mask.sum()
-        more = out.square().mean() if self.how == "two" else 0
-        return losses[mask].mean() + more
-
-
-def texts(*, alike: bool) -> DataLoader[Any]:
-    """Texts of different lengths; or the first ones, which MemGuard tries steps on, of the same."""
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(1, 20, (8 * BATCH, 7), generator=generator)
-    lengths = torch.randint(1, 8, (8 * BATCH,), generator=generator)
-    if alike:
-        lengths[: 4 * BATCH] = 7
-    tokens[torch.arange(7) >= lengths[:, None]] = 0
-    return DataLoader(TensorDataset(tokens, lengths), BATCH)
-
-
 @pytest.mark.parametrize(
-    ("how", "alike", "late", "accumulate"),
+    ("error", "expected"),
     [
-        ("ignored", False, False, 1),
-        ("divided", False, True, 2),
-        ("selected", False, False, 2),
-        ("ignored", True, True, 1),
-        ("selected", True, False, 1),
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (KeyboardInterrupt(), False),
     ],
 )
-def test_parts_are_weighted_by_what_the_loss_averages_over(
-    trainer: Any, how: str, alike: bool, late: bool, accumulate: int
-) -> None:
-    """Where the texts that the step was tried on are all as long, that shows only while parts run."""
-    found = []
-    for most in (99, 2):
-        module, guard = seeded(Padded, how, most, late=late), MemGuard(max_batch_size=BATCH)
-        made = trainer(guard, accumulate_grad_batches=accumulate, max_epochs=1 + alike)
-        made.fit(module, texts(alike=alike))
-        assert {record.batch_size for record in guard.records} == {BATCH}
-        weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-        found.append((weights, float(made.callback_metrics["loss_epoch"]), guard.records[0].rescued))
-    (expected, loss, _), (weights, other, rescued) = found
-    assert rescued == 8
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
-    if not alike:  # else the step was found to log a mean over samples
-        assert other == pytest.approx(loss, rel=1e-5)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
-@pytest.mark.parametrize(
-    ("how", "alike", "why"),
-    [
-        ("two", False, "neither a mean nor the sum"),
-        ("two", True, "means over different numbers of elements"),
-        ("empty", False, "averages over no element of some samples"),
-    ],
-)
-def test_means_over_different_numbers_of_elements_or_none_are_refused(
-    trainer: Any, how: str, alike: bool, why: str
-) -> None:
-    module, loader = seeded(Padded, "ignored" if how == "empty" else how, 3), texts(alike=alike)
-    if how == "empty":
-        loader.dataset.tensors[0][-BATCH:-3] = 0  # type: ignore[attr-defined]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            trainer(MemGuard(max_batch_size=BATCH), max_epochs=2).fit(module, loader)
-    assert why in caught.value.__notes__[0]
-
-
-# -- the next epoch
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_after_an_epoch_of_rescues_the_next_takes_smaller_batches_and_the_same_steps(
-    trainer: Any, accumulate: int
-) -> None:
-    """Batches of six fail, and their parts of three fit: from then on two batches of three make a step."""
-    settings: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
-    expected, _ = fit(trainer, seeded(Net), **settings)
-    guard = MemGuard(max_batch_size=BATCH)
-    made, module = trainer(guard, **settings), seeded(Net, 3)
-    with pytest.warns(UserWarning, match=r"next epoch on: Batch size 3 \(was 6\): 8 of 8 steps of epoch 0 ran out of"):
-        made.fit(module, data())
-    found = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    assert [(record.batch_size, record.rescued) for record in guard.records] == [(6, 8), (3, 0), (3, 0)]
-    assert [bool(record.resized_because) for record in guard.records] == [False, True, False]
-    assert guard.decision.accumulate_grad_batches == 2 * accumulate
-    assert (made.accumulate_grad_batches, made.reload_dataloaders_every_n_epochs) == (accumulate, 0)
-    assert guard.decision.reason.startswith("8 of 8 steps")
-
-
-@pytest.mark.parametrize(
-    ("module", "settings", "callbacks"),
-    [
-        (lambda: Summed(3), {}, []),
-        (lambda: Net(3), {"limit_train_batches": 8}, []),
-        (lambda: Net(3), {}, [pl.callbacks.GradientAccumulationScheduler({0: 1, 9: 2})]),
-    ],
-    ids=["a summed loss", "a number of batches", "accumulation on a schedule"],
-)
-def test_where_smaller_batches_would_be_another_training_the_size_stays(
-    trainer: Any, module: Any, settings: dict[str, Any], callbacks: list[Any]
-) -> None:
-    guard = MemGuard(max_batch_size=BATCH)
-    fit(trainer, module(), guard, *callbacks, max_epochs=2, **settings)
-    assert [(record.batch_size, record.rescued) for record in guard.records] == [(6, 8), (6, 8)]
-
-
-# -- before it fails
+def test_what_counts_as_out_of_memory(error: BaseException, expected: bool) -> None:
+    assert ran_out_of_memory(error) == expected
 
 
 class Tokens(pl.LightningModule):
@@ -433,7 +792,7 @@ def test_a_batch_announced_as_too_large_is_run_in_parts(trainer: Any) -> None:
     pad = nn.utils.rnn.pad_sequence
     with pytest.warns(UserWarning, match=r"Training batch 50 has \[100, 400\].*It runs \d+ samples at a time"):
         trainer(guard).fit(Tokens(), DataLoader(Growing(), 100, collate_fn=lambda each: pad(each, batch_first=True)))
-    assert guard.records[0].rescued == 3
+    assert (guard.records[0].rescued, guard.records[0].out_of_memory) == (3, 0)
 
 
 # -- validation and test
@@ -445,7 +804,7 @@ class Evaluated(Net):
     def __init__(self, most: int = 99, logs: Any = None, returns: Any = None) -> None:
         super().__init__()
         self.limit = most
-        self.logs, self.returns = logs or nn.functional.cross_entropy, returns
+        self.logs, self.returns = logs or F.cross_entropy, returns
         self.evaluated = torchmetrics.Accuracy("multiclass", num_classes=4)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -455,7 +814,7 @@ class Evaluated(Net):
         self.log("value", self.logs(out, y))
         self.log("evaluated", self.evaluated)
         if samples_of(x) > self.limit and os.getpid() == self.process:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            out_of_memory()
         return self.returns(out) if self.returns else None
 
     test_step = validation_step
@@ -471,32 +830,41 @@ class Outputs(pl.Callback):
         self.outputs.append(outputs)
 
 
-@pytest.mark.parametrize("returns", [None, lambda out: {"rows": out, "sum": out.sum()}], ids=["nothing", "rows"])
-def test_an_evaluation_in_parts_logs_and_returns_what_it_does_as_a_whole(trainer: Any, returns: Any) -> None:
+@pytest.mark.parametrize(
+    ("logs", "returns"),
+    [
+        (None, None),
+        (None, lambda out: {"rows": out, "sum": out.sum(), "norm": torch.linalg.norm(out), "n": len(out)}),
+        (lambda out, _: torch.linalg.norm(out), None),
+        (lambda out, y: F.mse_loss(out, F.one_hot(y, 4).float()).sqrt() + out.std(), lambda out: out.argmax(-1)),
+    ],
+    ids=["nothing", "rows", "norm", "rmse"],
+)
+@pytest.mark.parametrize("most", [2, 1])
+def test_an_evaluation_in_parts_logs_and_returns_what_it_does_as_a_whole(
+    trainer: Any, logs: Any, returns: Any, most: int
+) -> None:
     results = []
-    for most in (99, 2):
-        module, seen = seeded(Evaluated, most, returns=returns), Outputs()
-        made = trainer(seen, MemGuard(max_batch_size=BATCH), limit_val_batches=1.0)
-        if most == 2:
-            with pytest.warns(UserWarning, match="validation or test batch of 6 samples .* at most 2 samples"):
-                (logged,) = made.validate(module, data(), verbose=False)
-        else:
-            (logged,) = made.validate(module, data(), verbose=False)
+    for limit in (99, most):
+        module, seen, rescue = seeded(Evaluated, limit, logs, returns), Outputs(), Rescue()
+        made = trainer(seen, rescue, limit_val_batches=1.0)
+        (logged,) = made.validate(module, data(), verbose=False)
         results.append((logged, seen.outputs))
         assert "validation_step" not in vars(made.strategy)
-    (whole, outputs), (parts, joined) = results
-    assert parts == pytest.approx(whole)
-    assert len(joined) == len(outputs) == 8
-    if returns:
-        assert joined[0]["rows"].shape == (6, 4)
-        torch.testing.assert_close(joined, outputs)
+    (whole, outputs), (in_parts, joined) = results
+    (said,) = rescue.said
+    assert f"validation or test batch of 6 samples ran out of memory. It was run again in parts of at most {most}" in said
+    assert in_parts == pytest.approx(whole)
+    assert len(joined) == len(outputs) == 4
+    torch.testing.assert_close(joined, outputs)
 
 
 def test_the_validation_of_a_fit_and_a_test_are_rescued(trainer: Any) -> None:
     module = seeded(Evaluated, 3)
     guard = MemGuard(max_batch_size=BATCH)
     made = trainer(guard, limit_val_batches=1.0, num_sanity_val_steps=1)
-    made.fit(module, data(), data())
+    with pytest.warns(UserWarning, match="validation or test batch of 6 samples .* at most 3 samples"):
+        made.fit(module, data(), data())
     whole = trainer(limit_val_batches=1.0)
     whole.fit(seeded(Evaluated), data(), data())
     assert made.callback_metrics["value"] == pytest.approx(float(whole.callback_metrics["value"]))
@@ -505,17 +873,16 @@ def test_the_validation_of_a_fit_and_a_test_are_rescued(trainer: Any) -> None:
     assert tested == pytest.approx(other)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
+@needs_notes
 @pytest.mark.parametrize(
     ("module", "why"),
     [
-        (lambda: Evaluated(3, logs=lambda out, _: torch.linalg.norm(out)), "`value`, which it logs, does not follow"),
-        (lambda: Evaluated(3, returns=lambda out: {"norm": torch.linalg.norm(out)}), "what it returns cannot be"),
-        (lambda: Evaluated(0), None),
+        (lambda: Evaluated(3, logs=lambda out, _: out.flip(0).mean()), "flip mixes samples (test_rescuer.py:"),
+        (lambda: Evaluated(0), "not the forward pass of two"),
     ],
-    ids=["logs", "returns", "one sample"],
+    ids=["mixes", "one sample"],
 )
-def test_an_evaluation_that_cannot_be_joined_raises_with_the_reason(trainer: Any, module: Any, why: str | None) -> None:
+def test_an_evaluation_that_cannot_be_joined_raises_with_the_reason(trainer: Any, module: Any, why: str) -> None:
     made = trainer(MemGuard(max_batch_size=BATCH), limit_val_batches=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -523,4 +890,4 @@ def test_an_evaluation_that_cannot_be_joined_raises_with_the_reason(trainer: Any
             made.validate(module(), data(), verbose=False)
     (note,) = caught.value.__notes__
     assert "MemGuard predicted a peak" in note
-    assert why is None or why in note
+    assert why in note
