@@ -5,8 +5,9 @@
 
 memory     a text classifier with a batch size chosen from short texts, in processes whose address space is limited:
            without MemGuard, with it, and with enough memory.
-cost       CPU time of a step that fails in its first operator and is done in two, three and four parts, as a multiple
-           of that of a whole step; the steps take turns in one training. Milliseconds per operator are the time beyond
+cost       CPU time of a step that fails in its first operator and is done in parts, where a half, a third and a
+           fourth of it fits, as a multiple of that of a whole step; the steps take turns in one training.
+           Milliseconds per operator are the time beyond
            the whole step's, divided by the operators of all passes; in large modules that includes their computation.
 overhead   time of a step with and without the guard, in pairs of blocks of one training, by the thread's own clock.
 
@@ -218,15 +219,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor
     "ResNet-18": (resnet18, lambda: (torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,))), 6),
     "6 layers": (Transformer, lambda: (torch.randint(0, 500, (16, 128)), torch.randint(0, 500, (16, 128))), 4),
 }
-PARTS = (1, 2, 3, 4)
+PARTS = (1, 2, 3, 4)  # what share of a batch fits: one in so many
 
 
 class Alternates(pl.Callback):
-    """Lets steps fail such that they take one, two, three or four parts, in turns, and times them."""
+    """Lets steps fail such that a half, a third or a fourth of a batch fits, in turns, and times them."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, list[float]] = {count: [] for count in PARTS}
-        self.ran: dict[int, tuple[int, int]] = {}  # passes, and operators of one
+        self.ran: dict[int, tuple[int, int, int]] = {}  # parts, passes, and operators of one
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.count = PARTS[batch_idx % len(PARTS)]
@@ -245,7 +246,9 @@ def rescuer_of(trainer: Any) -> Any:
 
 
 def cost() -> bool:
-    print(f"{'':10} {'whole':>9} {'parts':>6} {'passes':>6} {'seconds':>9} {'times whole':>11} {'ms an operator':>15}")
+    print(
+        f"{'':10} {'whole':>9} {'fits':>6} {'parts':>6} {'passes':>6} {'seconds':>9} {'times whole':>11} {'ms an operator':>15}"
+    )
     for name, (make, draw, rounds) in MODELS.items():
         torch.manual_seed(0)
         turns, batch = Alternates(), draw()
@@ -260,7 +263,8 @@ def cost() -> bool:
 
         def finished(self: Any, most: int) -> None:
             finish(self, most)  # noqa: B023
-            turns.ran[turns.count] = self.flow.passes_begun, len(self.flow.script.entries)  # noqa: B023
+            ran = len(self.parts), self.flow.passes_begun, len(self.flow.script.entries)
+            turns.ran[turns.count] = ran  # noqa: B023
 
         with mock.patch.object(Flow, "begin", begun), mock.patch.object(Passes, "run", finished):
             trainer.fit(Module(make()), DataLoader(TensorDataset(*columns), len(batch[0])))
@@ -269,9 +273,9 @@ def cost() -> bool:
             if count not in turns.ran:
                 return False
             seconds = statistics.median(turns.seconds[count][1:])
-            passes, operators = turns.ran[count]
+            parts, passes, operators = turns.ran[count]
             each = (seconds - whole) / (passes * operators) * 1e3
-            times = f"{whole * 1e3:6.1f} ms {count:6} {passes:6} {seconds * 1e3:6.1f} ms {seconds / whole:11.2f}"
+            times = f"{whole * 1e3:6.1f} ms    1/{count} {parts:6} {passes:6} {seconds * 1e3:6.1f} ms {seconds / whole:11.2f}"
             print(f"{name:10} {times} {each:8.2f} ({operators} operators)", flush=True)
     return True
 

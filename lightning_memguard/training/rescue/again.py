@@ -172,6 +172,7 @@ class TrainingStep(Step):
         self.zeroed = True
 
     def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:  # noqa: D102
+        self.in_backward = False
         kwargs = type(self.kwargs)(self.kwargs)
         kwargs["batch"] = batch
         self.ran = self.again.make(kwargs, self.optimizer, self.batch_idx)
