@@ -143,6 +143,18 @@ class Failing:
             raise torch.OutOfMemoryError("CUDA out of memory (planted)")
 
 
+class FailingLast(Failing):
+    """Fails in the forward pass of a batch, and in the backward pass of the second part of it, which is the last."""
+
+    def check(self, place: str) -> None:
+        if (RANK, self.batch) != (1, 3) or place not in ("middle", "backward"):
+            return
+        whole = place == "middle" and self.samples == BATCH
+        self.visits = 0 if whole else self.visits + (place == "backward")
+        if whole or self.visits == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory (planted)")
+
+
 FAILING = Failing()
 
 
@@ -184,32 +196,14 @@ def train(situation: str, plan: Plan, *, guarded: bool, forgets: bool = True) ->
 
 def run(situation: str, runs: int) -> None:
     if situation.startswith("sending"):
-        place, most, visit = {"sending": ("backward", 1, 0), "sending, a part": ("backward", BATCH, 3)}.get(
-            situation.removesuffix(", alone"), ("backward", 1, 0)
-        )
-        plan: Plan = {(1, 3): (place, most, visit)}
         if "part" in situation:
-            plan = {(1, 3): ("middle", 4, 0)}
-            Failing.check = failing_last(Failing.check)  # type: ignore[method-assign]
-        train("both", plan, guarded="alone" not in situation)
+            FAILING.__class__ = FailingLast
+        train("both", {(1, 3): ("backward", 1, 0)}, guarded="alone" not in situation)
         return
     expected = train(situation, {}, guarded=False)
     write(expected)
     for index in range(runs):
         write(train(situation, planned(situation, index), guarded=True, forgets=index % 2 == 0))
-
-
-def failing_last(check: Any) -> Any:
-    """Fail in the backward pass of the last part too."""
-
-    def checked(self: Failing, place: str) -> None:
-        if place == "backward" and (RANK, self.batch) in self.plan and self.visits > 1:
-            self.visits += 100
-            if self.visits > 200:
-                raise torch.OutOfMemoryError("CUDA out of memory (planted, last part)")
-        check(self, place)
-
-    return checked
 
 
 def write(seen: dict[str, Any]) -> None:

@@ -420,6 +420,7 @@ class Again:
             except BaseException:
                 passes.undo()
                 raise
+            self._quietly(self.state.watch, None)
             self.policy.rescued(step.place, self.part_of(step, 0, samples), passes.largest, passes.changes)
             return result
         raise reason or Refused("its batch cannot be cut by sample")

@@ -84,9 +84,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         multiple_of: choose multiples of this only.
         keep_effective_batch_size: set ``accumulate_grad_batches`` so that batch size x accumulation x ranks comes as
             close to this as it can without passing it.
-        on_oom: what becomes of a training step that runs out of memory. ``None`` (the default) does it again in parts
-            of its batch where that is the same step, as tried before training; ``"split"`` does so in any case, and
-            says what it changes; ``"raise"`` ends the run with a note. ``mode="check"`` always raises.
+        on_oom: what becomes of a step that runs out of memory. ``None`` (the default) does it again in parts of its
+            batch if that is shown to be the same step, operator by operator; ``"split"`` also if it differs in a known
+            way, and says which; ``"raise"`` ends the run with a note. ``mode="check"`` always raises.
 
     Attributes:
         decision: the batch size of the last run and why, once one has been set up; else None.
