@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_memguard.core.decision.decision import Budget, Verdict, verdict
@@ -55,38 +56,25 @@ def announcement(larger: Larger, role: str, batch_idx: int, at_once: int = 0) ->
     )
 
 
-@dataclass(frozen=True)
-class Rescued:
-    """A step that ran out of memory, and was done in parts of its batch.
+def rescue_words(samples: int, at_once: int, changes: Sequence[str], *, evaluates: bool = False) -> str:
+    """Say that a step was done in parts, and what that changes.
 
-    Attributes:
-        samples: in the batch.
-        at_once: in the largest part.
-        changes: what is not as in one step; empty where it is the same step.
-        draws: whether the step draws random numbers.
+    Args:
+        samples: of the batch.
+        at_once: of the largest part.
+        changes: how it is not the same step, in plain words; empty where it is.
         evaluates: whether it was a step of validation or test.
     """
-
-    samples: int
-    at_once: int
-    changes: tuple[str, ...]
-    draws: bool
-    evaluates: bool = False
-
-
-def rescue_words(rescued: Rescued) -> str:
-    """Say that a step was done in parts, and what that changes."""
     kind, count = "training", "Later steps are rescued in silence; `memguard/rescued_steps` counts them."
     how = "with the gradients of the whole batch; the optimizer steps once"
-    if rescued.evaluates:
+    if evaluates:
         kind, count = "validation or test", "Later ones are in silence."
-        how = "and what they log and return was joined"
-    if rescued.changes:
-        how = f'which is not the same step ({"; ".join(rescued.changes)}): on_oom="split" asks for it'
-    random = " Random numbers, such as dropout masks, are drawn for each part." if rescued.draws else ""
+        how = "and what they log and return is that of the whole batch"
+    if changes:
+        how = f'which is not the same step ({"; ".join(changes)}): on_oom="split" asks for it'
     return (
-        f"A {kind} batch of {counted(rescued.samples, 'sample')} ran out of memory. It was run again in parts of at "
-        f"most {counted(rescued.at_once, 'sample')}, {how}.{random} {count}"
+        f"A {kind} batch of {counted(samples, 'sample')} ran out of memory. It was run again in parts of at most "
+        f"{counted(at_once, 'sample')}, {how}. {count}"
     )
 
 

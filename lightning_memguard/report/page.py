@@ -174,12 +174,6 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
     rescues = any(record.rescued for record in records)
     rows = "".join(_epoch(record, longest * 1.05 or 1, rescues=rescues) for record in shown)
     rescued = '<th scope="col">Rescued steps</th>' if rescues else ""
-    resized = "".join(
-        f'<p class="note">Batch size {record.batch_size} from epoch {record.epoch} on: '
-        f"{escape(record.resized_because)}.</p>"
-        for record in records
-        if record.resized_because
-    )
     sources = ", ".join(dict.fromkeys(escape(record.measured.source) for record in shown))
     return f"""<section><h2>Predicted versus measured</h2>
 <p class="sub">Measured: {sources}. The bar is the measured peak, the mark on it the predicted one.{omitted}</p>
@@ -187,7 +181,7 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
 <thead><tr><th scope="col">Epoch</th><th scope="col" class="narrow-off">Batch size</th><th scope="col">Predicted</th>
 <th scope="col">Measured</th><th scope="col">Error</th><th scope="col">Headroom</th>{rescued}
 <th scope="col" class="wide"><span class="hidden">Measured, and predicted on it</span></th></tr></thead>
-<tbody>{rows}</tbody></table></div>{resized}</section>"""
+<tbody>{rows}</tbody></table></div></section>"""
 
 
 def _epoch(record: EpochRecord, scale: float, *, rescues: bool) -> str:

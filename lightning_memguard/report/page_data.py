@@ -140,7 +140,7 @@ def _record_data(record: EpochRecord) -> dict[str, Any]:
     return {
         **picked(record, "epoch", "batch_size"),
         "rescued_steps": record.rescued,
-        "resized_because": record.resized_because or None,
+        "out_of_memory": record.out_of_memory,
         "predicted_peak_device_bytes": record.predicted.peak_device_bytes,
         "predicted_parts_bytes": dict(record.predicted.parts),
         "measured_peak_bytes": measured.peak_bytes,

@@ -240,7 +240,8 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     size = format_bytes(footprint.peak_device_bytes)
     predicted = f"{size} without activations" if footprint.is_partial else f"a peak of {size}"
     rescued = sum(record.rescued for record in records)
-    split = f", {counted(rescued, 'step')} rescued from running out of memory" if rescued else ""
+    failed = sum(record.out_of_memory for record in records)
+    split = f", {counted(failed, 'step')} ran out of memory, {rescued} done in parts" if rescued or failed else ""
     run = f"batch size {worst.batch_size}, {counted(len(records), 'epoch')}{split}."
     if not measured.peak_bytes:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"

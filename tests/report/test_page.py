@@ -294,12 +294,10 @@ def test_of_many_epochs_the_worst_is_among_those_shown(tmp_path):
 
 
 def test_rescued_steps_are_a_column_where_there_are_some(tmp_path):
-    because = "8 of 80 steps of epoch 0 ran out of memory at batch size 16, and their parts did not"
-    records = [replace(RECORDS[0], batch_size=16, rescued=8), replace(RECORDS[1], resized_because=because)]
+    records = [replace(RECORDS[0], batch_size=16, rescued=8, out_of_memory=1), RECORDS[1]]
     read, data = written(replace(FULL, records=records), tmp_path)
     assert "Rescued steps" in read.text
-    assert f"Batch size 8 from epoch 1 on: {because}." in read.text
-    assert [(epoch["rescued_steps"], epoch["resized_because"]) for epoch in data["epochs"]] == [(8, None), (0, because)]
+    assert [(epoch["rescued_steps"], epoch["out_of_memory"]) for epoch in data["epochs"]] == [(8, 1), (0, 0)]
     assert "Rescued" not in written(FULL, tmp_path)[0].text
 
 

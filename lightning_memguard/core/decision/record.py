@@ -31,9 +31,8 @@ class Measured:
 class EpochRecord:
     """Predicted and measured, for one epoch.
 
-    ``margin_bytes`` of the budget were to be kept free; ``rescued`` steps were done in parts of their batch, because
-    the whole batch ran out of memory, or would have. ``resized_because`` is why the batch size is not that of the epoch
-    before; empty where it is.
+    ``margin_bytes`` of the budget were to be kept free. ``rescued`` steps were done in parts of their batch, on any
+    rank: ``out_of_memory`` of them since the whole batch ran out of memory, the others since it would have.
     """
 
     epoch: int
@@ -43,7 +42,7 @@ class EpochRecord:
     budget_bytes: int
     margin_bytes: int = 0
     rescued: int = 0
-    resized_because: str = ""
+    out_of_memory: int = 0
 
     @property
     def has_error(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import Failure, Larger
 from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.rescue.policy import Part
 from lightning_memguard.training.run.profile import RunProfile
 
 _NEXT = 1.1  # what was announced once is announced again when it is this much larger
@@ -74,31 +76,14 @@ def _quick_bytes(batch: Any) -> int:
 
 # -- after an out-of-memory error
 
-_WORDS = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
-
-
-def ran_out_of_memory(exception: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on the GPU, on the host, or in a library's own words."""
-    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(exception, RuntimeError) and any(word in str(exception) for word in _WORDS)
-
 
 def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measured: Measured | None) -> Failure:
     """Compare what was there when memory ran out with the prediction, and find what would have fit."""
     budget = watch.profile.budget
     now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
     ratio = _ratio(measured, decided.peak_device_bytes)
-    fitting = would_fit(watch, min(now or budget, budget, key=lambda each: each.usable_bytes), ratio)
-    return Failure(decided, measured, budget, now, watch.shapes, watch.predicted_shapes, fitting)
+    smaller = would_fit(watch, _budget_now(watch, device), ratio)
+    return Failure(decided, measured, budget, now, watch.shapes, watch.predicted_shapes, smaller)
 
 
 def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured) -> int | None:
@@ -119,11 +104,14 @@ def _ratio(measured: Measured | None, predicted_bytes: int) -> float:
     return max(1.0, taken / predicted_bytes if predicted_bytes else 1.0)
 
 
-def would_fit(watch: BatchWatch, budget: Budget, ratio: float) -> int | None:
-    """The largest batch size that would have fit, if steps take as much more as this one did; None if none would."""
+def would_fit(watch: BatchWatch, budget: Budget, ratio: float, *, at_most: int = 0) -> int | None:
+    """The largest batch size that would have fit, if steps take as much more as this one did; None if none would.
+
+    It is smaller than the one that ran, unless ``at_most`` says otherwise.
+    """
     scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
     size, unit = watch.batch_size, watch.profile.loader_info.unit
-    request = Request(size, max_batch_size=max(1, size - 1), multiple_of=unit)
+    request = Request(size, max_batch_size=at_most or max(1, size - 1), multiple_of=unit)
 
     def footprint_at(batch_size: int) -> Footprint:
         return watch.profile.with_extra(watch.prediction.footprint_at(batch_size))
@@ -132,3 +120,29 @@ def would_fit(watch: BatchWatch, budget: Budget, ratio: float) -> int | None:
         return decide(footprint_at, scaled, request).batch_size
     except MemGuardError:
         return None
+
+
+def fits_now(watch: BatchWatch | None, nbytes: int, device: torch.device) -> bool:
+    """Whether a batch of so many bytes fits what is free now, by the prediction; if nothing is known, try it."""
+    if watch is None:
+        return True
+    size, of_prediction = watch.batch_size, watch.prediction.expected_batch(watch.batch_size)[1]
+    budget = _budget_now(watch, device)
+    fits = would_fit(watch, budget, 1.0, at_most=math.ceil(size * nbytes / max(1, of_prediction)))
+    return fits is not None and fits * of_prediction >= size * nbytes
+
+
+def fitting(watch: BatchWatch | None, failed: Part, device: torch.device) -> int | None:
+    """How many samples of a batch that failed fit now, if memory grows with its bytes; None if nothing is known."""
+    if watch is None:
+        return None
+    size = would_fit(watch, _budget_now(watch, device), 1.0)
+    if size is None:
+        return 1
+    return int(failed.samples * watch.prediction.expected_batch(size)[1] / max(1, failed.nbytes))
+
+
+def _budget_now(watch: BatchWatch, device: torch.device) -> Budget:
+    budget = watch.profile.budget
+    now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
+    return min(now or budget, budget, key=lambda each: each.usable_bytes)

@@ -18,6 +18,7 @@ from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.comparison import comparison_text
 from lightning_memguard.training.adapter.ranks import attempt, warn
 from lightning_memguard.training.adapter.run_facts import ROLES
+from lightning_memguard.training.rescue.memory import ran_out_of_memory
 from lightning_memguard.training.run.settings import GuardSettings
 from lightning_memguard.units import KIB, parse_bytes
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_memguard.training.run.guarded_run import GuardedRun
 
 # What predicts. It reads the insides of torch and Lightning, so it is imported when a run is set up, and may fail then.
-_ENGINE = "lightning_memguard.training.run"
+_ENGINE = "lightning_memguard.training.run.guarded_run"
 _NOT_USED = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end")
 
 
@@ -85,9 +86,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         multiple_of: choose multiples of this only.
         keep_effective_batch_size: set ``accumulate_grad_batches`` so that batch size x accumulation x ranks comes as
             close to this as it can without passing it.
-        on_oom: what becomes of a training step that runs out of memory. ``None`` (the default) does it again in parts
-            of its batch where that is the same step, as tried before training; ``"split"`` does so in any case, and
-            says what it changes; ``"raise"`` ends the run with a note. ``mode="check"`` always raises.
+        on_oom: what becomes of a step that runs out of memory. ``None`` (the default) does it again in parts of its
+            batch if that is shown to be the same step, operator by operator; ``"split"`` also if it differs in a known
+            way, and says which; ``"raise"`` ends the run with a note. ``mode="check"`` always raises.
 
     Attributes:
         decision: the batch size of the last run and why, once one has been set up; else None.
@@ -223,7 +224,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             self.records = []
             self._last_fit = None
         self.evaluations.pop(stage, None)
-        engine = attempt(lambda: importlib.import_module(f"{_ENGINE}.guarded_run"))
+        engine = attempt(lambda: importlib.import_module(_ENGINE))
         if engine.value is None:
             self._step_aside(trainer, engine.reason)
             return
@@ -360,8 +361,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add to an out-of-memory error what was predicted and what would have fit; leave the Trainer as it was."""
         try:
-            monitor: Any = sys.modules.get(f"{_ENGINE}.batch_monitor")
-            if monitor and monitor.ran_out_of_memory(exception):
+            if ran_out_of_memory(exception):
                 run = self._run
                 text = attempt(run.out_of_memory_note).value if run else "MemGuard made no prediction."
                 if text and sys.version_info >= (3, 11):

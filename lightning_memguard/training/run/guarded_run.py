@@ -18,22 +18,19 @@ from lightning_memguard.report.failure import Overrun, announcement, note, overr
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.table import last_line, print_decision, warning_of, why
 from lightning_memguard.report.words import counted
-from lightning_memguard.training.adapter.callbacks import learning_rates_tried, schedules_accumulation
-from lightning_memguard.training.adapter.ddp import wraps_in_ddp
-from lightning_memguard.training.adapter.evaluation import EvaluationGuard
-from lightning_memguard.training.adapter.loader_access import make_loaders_again
+from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.metrics import show_to_callbacks
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.adapter.ranks import attempt, warn
 from lightning_memguard.training.adapter.run_facts import Stage
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
-from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
+from lightning_memguard.training.rescue.rescuer import Rescuer
+from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, fits_now, fitting, size_within_budget
 from lightning_memguard.training.run.profile import RunProfile
-from lightning_memguard.training.run.rescue import Rescuer, guard_evaluation
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of
 from lightning_memguard.training.run.settings import GuardSettings
-from lightning_memguard.training.run.tune import in_parts, recheck, tune, with_steps
+from lightning_memguard.training.run.tune import recheck, tune, with_steps
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -73,9 +70,6 @@ class GuardedRun:
         self._recorder = SnapshotRecorder(trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
         self._rescuer: Rescuer | None = None
-        self._evaluations: EvaluationGuard | None = None
-        self._resized_because = ""
-        self._undo_reload: Callable[[], None] | None = None
         self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
 
     @property
@@ -197,10 +191,11 @@ class GuardedRun:
 
     def start(self) -> None:
         """Start measuring, now that the model is on its device."""
-        if self.trains and self.settings.splits:
-            self._rescuer = attempt(self._make_rescuer).value
         if self.stage != "predict" and self.settings.splits:
-            self._evaluations = attempt(self._guard_evaluations).value
+            made = attempt(self._make_rescuer)
+            self._rescuer = made.value
+            if made.reason:
+                self._warn(f"MemGuard will not do steps that run out of memory again in parts: {made.reason}")
         profile = self.tuning.profile
         if profile is None:
             return
@@ -216,15 +211,20 @@ class GuardedRun:
         self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
 
     def _make_rescuer(self) -> Rescuer:
-        by_name = self.settings.on_oom == "split"
-        watch, probe = partial(self._watches.get, "train"), self.tuning.probes.get("train")
-        rescuer = Rescuer(self.trainer, self.module, probe, watch, self._warn, by_name=by_name)
+        def watch() -> BatchWatch | None:
+            return self._watches.get("train")
+
+        rescuer = Rescuer(
+            self.trainer,
+            self.module,
+            self._warn_on_any_rank,
+            by_name=self.settings.on_oom == "split",
+            cuts=self.tuning.cuts,
+            fits_now=lambda nbytes: fits_now(watch(), nbytes, self.device),
+            fitting=lambda part: fitting(watch(), part, self.device),
+        )
         rescuer.install()
         return rescuer
-
-    def _guard_evaluations(self) -> EvaluationGuard:
-        by_name, probe = self.settings.on_oom == "split", self.tuning.probes.get("val")
-        return guard_evaluation(self.trainer, self.module, probe, self._warn, by_name=by_name)
 
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
@@ -265,8 +265,6 @@ class GuardedRun:
         """Warn of a batch that is larger than predicted; return what collating it has freed."""
         if self._trim is not None:
             self._trim()
-        if role == "train" and self._rescuer is not None:
-            self._rescuer.plan(batch)
         watch = self._watches.get(role)
         if watch is None:
             return
@@ -295,10 +293,7 @@ class GuardedRun:
         self._gradient_bytes.clear()
         self._meter.restart()
         if self._rescuer is not None:
-            self._rescuer.restart()
-        if self._undo_reload is not None:
-            self._undo_reload()
-            self._undo_reload = None
+            self._rescuer.policy.restart()
 
     def end_epoch(self) -> None:
         """Record and log predicted next to measured."""
@@ -306,35 +301,12 @@ class GuardedRun:
         if record is None:
             return
         self.records.append(record)
-        self._learn(record)
         self._warn_of_overrun(record.measured)
         try:
             self._log(record)
         finally:
             if len(self.records).bit_count() == 1:  # after 1, 2, 4, 8, ... epochs: some take no time
                 self._write_page()
-
-    def _learn(self, record: EpochRecord) -> None:
-        """Have the next epoch take smaller batches, where many of this one were done in parts. All ranks call it."""
-        self._resized_because = ""
-        profile, trainer, ranks = self.tuning.profile, self.trainer, self.tuning.ranks
-        if profile is None or not self.settings.splits or not _takes_other_sizes(trainer, profile):
-            return
-        batches = trainer.fit_loop.epoch_loop.batch_idx + 1
-        own = attempt(lambda: self._rescuer.parts_to_take(batches) if self._rescuer else 1).value or 0
-        every = ranks.gather(own)
-        parts = max(every)
-        if parts < 2 or not min(every):
-            return
-        smaller = attempt(lambda: in_parts(self.tuning, parts, self.settings, _reason(record, batches)))
-        if not all(ranks.gather(smaller.value is not None)):
-            return
-        self.tuning = smaller.unwrap()
-        self._follow()
-        self._undo_reload = make_loaders_again(trainer)
-        self._undo.append(self._undo_reload)
-        self._resized_because = self.decision.reason
-        self._warn(f"From the next epoch on: {why(self.decision)}")
 
     def end_evaluation(self) -> EpochRecord | None:
         """The same where only validation (or test, or prediction) runs."""
@@ -349,9 +321,18 @@ class GuardedRun:
             return None
         measured, budget = self._measure(), decision.budget
         epoch, size = self.trainer.current_epoch, decision.batch_size
-        rescued = self._rescuer.steps if self._rescuer else 0
-        bounds, because = (budget.free_bytes, budget.margin_bytes), self._resized_because
-        return EpochRecord(epoch, size, decision.footprint, measured, *bounds, rescued, because)
+        failed, rescued = self._rescued_on_all_ranks()
+        bounds = (budget.free_bytes, budget.margin_bytes)
+        return EpochRecord(epoch, size, decision.footprint, measured, *bounds, rescued, failed)
+
+    def _rescued_on_all_ranks(self) -> tuple[int, int]:
+        """How many steps ran out of memory, and how many were done in parts, on any rank. All ranks call it."""
+        if not self.settings.splits or not self.trains:
+            return 0, 0
+        policy = self._rescuer.policy if self._rescuer else None
+        own = (policy.failures, policy.steps) if policy else (set(), set())
+        every = self.tuning.ranks.gather(own)
+        return len(set().union(*(failed for failed, _ in every))), len(set().union(*(done for _, done in every)))
 
     def _measure(self) -> Measured:
         module, states = self.module, states_of(self.trainer.optimizers)
@@ -420,14 +401,17 @@ class GuardedRun:
 
     def _warn(self, text: str) -> None:
         if self.trainer.is_global_zero:
-            warn(text, stacklevel=3)
+            self._warn_on_any_rank(text)
+
+    def _warn_on_any_rank(self, text: str) -> None:
+        ranks = self.tuning.ranks
+        warn(text if ranks.size == 1 else f"Rank {ranks.rank}: {text}", stacklevel=4)
 
     # -- when it is over
 
     def out_of_memory_note(self) -> str:
         """What was predicted of a run that ran out of memory, what would have fit, and why no step was rescued."""
-        guard = self._rescuer if self.trainer.training else self._evaluations
-        refused = guard.refused if guard else ""
+        refused = self._rescuer.refused if self._rescuer else ""
         return "\n".join(filter(None, (self._note_on_prediction(), refusal_words(refused))))
 
     def _note_on_prediction(self) -> str:
@@ -449,27 +433,7 @@ class GuardedRun:
         attempt(self._end_recording)
         if self._rescuer is not None:
             self._rescuer.close()
-        if self._evaluations is not None:
-            attempt(self._evaluations.remove)
-        for probe in self.tuning.probes.values():
-            probe.close()
         attempt(self._meter.close)
-
-
-def _takes_other_sizes(trainer: Trainer, profile: RunProfile) -> bool:
-    """Whether the next epoch may take batches of another size, as many samples in all."""
-    ends = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
-    counts = isinstance(profile.facts.limits["train"], int) or isinstance(profile.facts.val_check_interval, int)
-    follows = profile.request.ranks == 1 or wraps_in_ddp(trainer.strategy)
-    scheduled = schedules_accumulation(trainer.callbacks)  # type: ignore[attr-defined]
-    return profile.request.free_to_choose and follows and not (ends or counts or scheduled)
-
-
-def _reason(record: EpochRecord, batches: int) -> str:
-    return (
-        f"{record.rescued} of {counted(batches, 'step')} of epoch {record.epoch} ran out of memory at batch size "
-        f"{record.batch_size}, and their parts did not"
-    )
 
 
 def actual_path(path: Path) -> Path:

@@ -17,5 +17,5 @@ class GuardSettings(Limits):
 
     @property
     def splits(self) -> bool:
-        """Whether a step that runs out of memory may be done in parts: on request, until that is proven the same."""
-        return self.mode == "tune" and self.on_oom == "split"
+        """Whether a step that runs out of memory may be done in parts."""
+        return self.mode == "tune" and self.on_oom != "raise"

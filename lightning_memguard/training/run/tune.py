@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.decision.advice import shortlist, what_would_fit
@@ -17,10 +17,10 @@ from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuar
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.ranks import Ranks, attempt, shared
 from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
-from lightning_memguard.training.adapter.same_step import Probe
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.planning.search import Context, or_the_smallest
+from lightning_memguard.training.rescue.cut import Cut, cut_of
 from lightning_memguard.training.run.choose import Chosen, Planner, choose
 from lightning_memguard.training.run.profile import Reading, RunProfile, read_run
 from lightning_memguard.training.run.settings import GuardSettings
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 class Tuning:
     """The result of `tune`. ``profile`` is None where the run was not tuned; ``decision.reason`` says why.
 
-    ``probes`` know whether its steps, by role, can be taken in parts, where that was asked.
+    ``cuts`` say how batches are cut by sample, by role, as far as is known.
     """
 
     decision: Decision
     role: Role = "train"
     profile: RunProfile | None = None
     ranks: Ranks = field(default_factory=Ranks)
-    probes: Mapping[Role, Probe] = field(default_factory=dict)
+    cuts: Mapping[Role, Cut] = field(default_factory=dict)
 
 
 _COMPILING = "MemGuard: following torch.compile on a copy of the step, which takes 2 to 40 s a batch size ..."
@@ -63,13 +63,10 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         ranks = Ranks.of(facts)
         reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
         process_bytes = reading.process_bytes
-        probes = _probes(reading, stage) if settings.splits else {}
+        cuts = _cuts(reading, stage) if settings.splits else {}
         progress = _Progress(due=time.monotonic() + _PATIENCE_SECONDS if trainer.is_global_zero else math.inf)
-        with Planner(settings, reading, progress.show) as planner, contextlib.ExitStack() as failing:
+        with Planner(settings, reading, progress.show) as planner:
             planner.start()
-            for probe in probes.values():
-                failing.callback(probe.close)
-                probe.start()
             # after the budget, which counts an open context as ours: measuring it opens it
             context = attempt(lambda: process_bytes or context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
@@ -82,10 +79,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
                 decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
-            for probe in probes.values():
-                probe.wait()
-            failing.pop_all()
-        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, probes))
+        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, cuts))
         del reading, profile
         trim_heap()  # of the samples drawn
         return tuning
@@ -106,13 +100,17 @@ class _Progress:
             print(_PREDICTING, flush=True)  # noqa: T201 - the training has not begun, and nothing else is shown
 
 
-def _probes(reading: Reading, stage: Stage) -> dict[Role, Probe]:
+def _cuts(reading: Reading, stage: Stage) -> dict[Role, Cut]:
+    """How batches are cut by sample, from two of different sizes."""
     run, evaluation = reading.run, reading.run.evaluation.value
-    if stage == "predict":
-        return {}
     evaluated = run.program if stage != "fit" else evaluation.program if evaluation else None
     programs: dict[Role, LightningProgram | None] = {"train": run.program if stage == "fit" else None, "val": evaluated}
-    return {role: Probe(each) for role, each in programs.items() if each is not None and each.layout is None}
+    cuts: dict[Role, Cut] = {}
+    for role, program in programs.items():
+        for two in program.families[:1] if program else ():
+            cut = attempt(partial(cut_of, two.small, two.large, two.small_size, two.large_size)).value
+            cuts |= {role: cut} if cut else {}
+    return cuts
 
 
 def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
@@ -200,37 +198,6 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
         requested = before.requested_batch_size
         decision = replace(decision, requested_batch_size=requested, limited_by="memory", reason=reason)
     return with_steps(replace(tuning, profile=chosen, decision=decision))
-
-
-def in_parts(tuning: Tuning, parts: int, settings: GuardSettings, reason: str) -> Tuning:
-    """Take so many batches in place of one, with as many samples in an optimizer step.
-
-    Raises:
-        CannotTraceError: there is no such size, or it makes more optimizer steps, which schedules may not expect.
-    """
-    profile, before = tuning.profile, tuning.decision
-    if profile is None:
-        raise CannotTraceError("nothing was predicted")
-    step = before.multiple_of
-    size = max(-(-before.batch_size // parts // step) * step, profile.request.smallest_batch_size)
-    parts = -(-before.batch_size // size)
-    accumulate, effective = before.accumulate_grad_batches * parts, settings.keep_effective_batch_size
-    if effective is not None:
-        accumulate = max(1, effective // (size * profile.request.ranks))
-    smaller = replace(
-        before,
-        batch_size=size,
-        accumulate_grad_batches=accumulate,
-        outcome="tuned",
-        footprint=profile.footprint_at(size),
-        limited_by="memory",
-        reason=reason,
-    )
-    resized = with_steps(replace(tuning, decision=smaller))
-    now, then = resized.decision.steps_per_epoch, with_steps(tuning).decision.steps_per_epoch
-    if size == before.batch_size or (now is not None and then is not None and now > then):
-        raise CannotTraceError("no smaller size has as many optimizer steps")
-    return resized
 
 
 def _facts_of(trainer: Trainer, stage: Stage) -> RunFacts:

@@ -168,19 +168,27 @@ def test_another_machine_and_a_given_budget_are_not_shared(other: Any) -> None:
     assert ranks_module.shared(ranks(other), budget, torch.device("cpu"), held_bytes=0) == budget
 
 
-def test_ranks_that_run_out_of_memory_in_turns_take_the_same_steps(seen: dict[str, tuple[Seen, Seen]]) -> None:
-    """Each rank runs out of memory in ten of its 20 batches, in five of them with the other: none waits forever."""
+@pytest.mark.parametrize("scenario", ["in turns", "again"])
+def test_ranks_that_run_out_of_memory_in_turns_take_the_same_steps(
+    seen: dict[str, tuple[Seen, Seen]], scenario: str
+) -> None:
+    """Each rank runs out of memory in ten of its 20 batches, in five of them with the other: 15 batches on any.
+
+    A part that runs out of memory again sends no buffers again, which the other rank would not receive.
+    """
     whole, _ = seen["whole"]
-    for rank in seen["in turns"]:
-        assert (rank["error"], rank["step"], rank["rescued"]) == ("", 20, [10])
+    for number, rank in enumerate(seen[scenario]):
+        assert (rank["error"], rank["step"], rank["counts"]) == ("", 20, [[15, 15]])
         torch.testing.assert_close(rank["parameters"], whole["parameters"], rtol=0, atol=1e-6)
+        (said,) = [text for text in rank["warned"] if "ran out of memory" in text]
+        assert said.startswith(f"Rank {number}: A training batch of 4 samples ran out of memory.")
 
 
-def test_ranks_take_smaller_batches_together(seen: dict[str, tuple[Seen, Seen]]) -> None:
+def test_batches_after_a_failure_are_done_in_parts_and_tried_whole_again(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    """The first of 20 batches fails, and the one after 16 in parts; then it takes longer until the next is tried."""
     whole, _ = seen["whole twice"]
     for rank in seen["always"]:
-        assert (rank["error"], rank["step"], rank["rescued"]) == ("", 40, [20, 0])
-        assert (rank["size"], rank["accumulate"]) == (2, 2)
+        assert (rank["error"], rank["step"], rank["counts"]) == ("", 40, [[2, 20], [0, 20]])
         torch.testing.assert_close(rank["parameters"], whole["parameters"], rtol=0, atol=1e-6)
 
 

@@ -69,8 +69,13 @@ def test_a_larger_batch_is_announced_with_what_it_takes(trainer: Any) -> None:
 
 
 def test_one_that_may_not_fit_says_so(trainer: Any) -> None:
-    (text,) = warnings_of(trainer, Growing([4000] * 100), budget=4 * MIB)
+    (text,) = warnings_of(trainer, Growing([4000] * 100), budget=4 * MIB, on_oom="raise")
     assert "may run out of memory" in text
+
+
+def test_one_that_does_not_fit_is_run_in_parts(trainer: Any) -> None:
+    (text,) = warnings_of(trainer, Growing([4000] * 100), budget=4 * MIB)
+    assert "It runs 6 samples at a time, and so will others that are as large." in text
 
 
 def test_it_is_announced_again_only_for_one_that_is_larger_by_a_tenth(trainer: Any) -> None:
@@ -160,18 +165,3 @@ def test_where_the_run_was_not_tuned_the_note_says_that_there_was_no_prediction(
     with pytest.warns(UserWarning, match="MemGuard"), pytest.raises(torch.OutOfMemoryError) as caught:
         trainer(MemGuard()).fit(module, once)
     assert caught.value.__notes__[0].startswith("MemGuard made no prediction: ")
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (MemoryError(), True),
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (KeyboardInterrupt(), False),
-    ],
-)
-def test_what_counts_as_out_of_memory(error: BaseException, expected: bool) -> None:
-    assert batch_monitor.ran_out_of_memory(error) == expected

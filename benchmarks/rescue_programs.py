@@ -1,0 +1,1338 @@
+"""Small training programs, each with what must become of a step that is done again in parts of its batch.
+
+"equal": done again, and nothing differs from the training without failures. "refused": the out-of-memory error is
+raised, with the reason in a note. "either": one of the two. Nothing else is acceptable for any of them.
+
+A program is a function of the module and of fields of the batch, by their names (`FIELDS`), or of `batch`, the whole
+batch, and of `i`, its index. It returns what `training_step` returns. `programs` registers it, as a decorator or with
+lambdas, along with a net, further state, a form of the batch, an optimizer, or settings of the Trainer.
+"""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from torch import nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+BATCH, TOKENS, WORDS, CLASSES = 8, 7, 12, 3
+LENGTHS = ([7, 7, 7, 7, 2, 1, 3, 1], [1, 2, 1, 7, 5, 7, 3, 1], [7] * 8, [3, 1, 6, 2, 7, 7, 1, 4])
+GAPS = ([7, 7, 7, 7, 1, 2, 0, 0], [0, 0, 0, 0, 5, 7, 3, 1], [0, 0, 3, 0, 7, 7, 0, 1], [2, 0, 0, 0, 0, 0, 0, 0])
+POSITIVE = ([1, 1, 0, 1, 0, 0, 0, 0], [0] * 8, [0, 0, 0, 0, 1, 0, 1, 1], [0, 1, 0, 0, 0, 0, 0, 0])
+
+began: list[Callable[[], None]] = []  # called as each training step begins
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training of a small module; see `programs`."""
+
+    name: str
+    label: str
+    step: Callable[..., Any]
+    net: Callable[[], nn.Module]
+    make: Callable[[Any], None] | None = None  # adds to the module
+    form: Callable[[dict[str, Any]], Any] | None = None  # of the batch
+    uses: str = ""  # fields of the batch, where the step has `batch`
+    adam: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)  # of the Trainer
+    precisions: tuple[str, ...] = ("32-true", "64-true")
+    loose: float = 1.0  # factor for the tolerance
+    end: Callable[[Any], None] | None = None  # of an epoch
+    hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)  # methods of the module
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields of the batch that it uses."""
+        return self.uses.split() or [name for name in inspect.signature(self.step).parameters if name in FIELDS]
+
+    def module(self) -> pl.LightningModule:
+        """Build the module."""
+        return type("Module", (Module,), dict(self.hooks))(self)
+
+    def collate(self, items: list[dict[str, torch.Tensor]]) -> Any:
+        """Build a batch of samples."""
+        batch = {name: torch.stack([item[name] for item in items]) for name in self.fields}
+        return self.form(batch) if self.form else batch
+
+
+class Module(pl.LightningModule):
+    """A program's net, state, and optimizer."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program, self.net = program, program.net()
+        self.wants = list(inspect.signature(program.step).parameters)[1:]
+        if program.make:
+            program.make(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for each in began:
+            each()
+        given = {"batch": batch, "i": batch_idx}
+        result = self.program.step(self, *(given[n] if n in given else batch[n] for n in self.wants))
+        loss = result["loss"] if isinstance(result, dict) else result
+        if loss is not None:
+            self.log("loss", loss, on_step=True, on_epoch=True)
+        return result
+
+    def on_train_epoch_end(self) -> None:
+        if self.program.end:
+            self.program.end(self)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        if self.program.adam:
+            return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+        groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.01}]
+        return torch.optim.SGD([group for group in groups if group["params"]], lr=0.02, momentum=0.9)
+
+
+def samples(batches: int) -> list[dict[str, torch.Tensor]]:
+    """Draw the samples of a training: the same ones for all programs."""
+    drawn, count = torch.Generator().manual_seed(1), batches * BATCH
+
+    def pattern(rows: tuple[list[int], ...]) -> torch.Tensor:
+        return torch.tensor([rows[place % len(rows)] for place in range(batches)]).flatten()
+
+    lens, present = pattern(LENGTHS), pattern(GAPS)
+    mask, gaps = (torch.arange(TOKENS) < each.unsqueeze(1) for each in (lens, present))
+    words = torch.randint(1, WORDS, (count, TOKENS), generator=drawn)
+    found = {
+        **{name: torch.randn(count, 6, generator=drawn) for name in ("x", "z", "neg")},
+        "y": torch.randint(CLASSES, (count,), generator=drawn),
+        "w": torch.rand(count, generator=drawn) + 0.1,
+        "seq": torch.randn(count, TOKENS, 6, generator=drawn),
+        "img": torch.randn(count, 3, 8, 8, generator=drawn),
+        "ids": words * mask,
+        "tags": torch.randint(CLASSES, (count, TOKENS), generator=drawn).masked_fill(~gaps, -100),
+        **{"mask": mask.float(), "gaps": gaps.float(), "lens": lens, "pos": pattern(POSITIVE).float()},
+    }
+    return [{name: values[place] for name, values in found.items()} for place in range(count)]
+
+
+FIELDS = set(samples(1)[0])
+PROGRAMS: dict[str, Program] = {}
+
+
+def mlp(inputs: int = 6, outputs: int = CLASSES) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+def programs(label: str, **options: Any) -> Callable[..., Any]:
+    """Register a function, or the functions given by name, as programs."""
+
+    def register(*decorated: Callable[..., Any], **steps: Callable[..., Any]) -> Any:
+        for name, step in (*((step.__name__, step) for step in decorated), *steps.items()):
+            assert name not in PROGRAMS, name
+            PROGRAMS[name] = Program(name, label, step, **{"net": mlp, **options})
+        return decorated[0] if decorated else None
+
+    return register
+
+
+def ce(s: Any, x: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.cross_entropy(s.net(x), y, **options)
+
+
+def each(s: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(s.net(x), y, reduction="none")
+
+
+def tokens(s: Any, seq: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(s.net(seq).transpose(1, 2), tags, reduction="none")
+
+
+def entropy(s: Any, seq: torch.Tensor) -> torch.Tensor:  # a loss for each token
+    return -s.net(seq).log_softmax(-1)[..., 0]
+
+
+def contrastive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.normalize(a, dim=1) @ F.normalize(b, dim=1).T, torch.arange(len(a)))
+
+
+def kl(out: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (out[:, :1] ** 2 + out[:, 1:2].exp() - out[:, 1:2] - 1)
+
+
+def focal(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(out, y, reduction="none")
+    return (1 - (-loss).exp()) ** 2 * loss
+
+
+def buffer(**values: Any) -> Callable[[Any], None]:
+    return lambda s: [s.register_buffer(name, value.clone()) for name, value in values.items()] and None
+
+
+def attributes(**makers: Callable[[], Any]) -> Callable[[Any], None]:
+    return lambda s: [setattr(s, name, maker()) for name, maker in makers.items()] and None
+
+
+class Plain:
+    """State that is not a tensor's."""
+
+    value = 1.0
+
+
+# -- the table of issue 25: normalizers, masks, terms that come later, batches changed in place, hooks, hidden state
+
+programs("equal")(
+    retinanet_clamp=lambda s, x, y, pos: (focal(s.net(x), y) * (1 + pos)).sum() / pos.sum().clamp(min=1),
+    retinanet_positives=lambda s, x, y, pos: (focal(s.net(x), y) * pos).sum() / pos.sum().clamp(min=1),
+    max_one_item=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(1, int(pos.sum())),
+    max_one_python=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(pos.sum(), 1),
+    detr_boxes=lambda s, x, z, pos: (
+        F.l1_loss(s.net(x), z[:, :3], reduction="none").sum(1) * pos
+    ).sum() / torch.clamp(pos.sum(), min=1).item(),
+    detr_as_tensor=lambda s, x, y, pos: (each(s, x, y) * pos).sum()
+    / torch.as_tensor([float(pos.sum())]).clamp(min=1).item(),
+    mlm_clamp=lambda s, seq, tags: tokens(s, seq, tags).sum() / (tags != -100).sum().clamp(min=1),
+    mlm_maximum=lambda s, seq, tags: tokens(s, seq, tags).sum()
+    / torch.maximum((tags >= 0).sum(), torch.tensor(1)),
+    mask_over_its_sum=lambda s, seq, mask: (entropy(s, seq) * (mask / mask.sum())).sum(),
+    mask_inverse_sum=lambda s, seq, mask: (entropy(s, seq) * mask).sum() * (1 / mask.sum()),
+    mask_reciprocal=lambda s, seq, mask: (entropy(s, seq) * mask).sum().mul(mask.sum().reciprocal()),
+    mask_dot=lambda s, seq, mask: torch.dot(entropy(s, seq).flatten(), mask.flatten()) / mask.sum(),
+    mask_vdot_gaps=lambda s, x, y, w, pos: torch.dot(each(s, x, y), w * (1 - pos)) / (w * (1 - pos)).sum(),
+    mask_matmul=lambda s, x, y, w: each(s, x, y) @ w / w.sum(),
+    mask_einsum=lambda s, seq, mask: torch.einsum("bt,bt->", entropy(s, seq), mask) / torch.einsum("bt->", mask),
+    mask_l1_normalized=lambda s, x, y, w: (each(s, x, y) * F.normalize(w, p=1, dim=0)).sum(),
+    tiny_epsilon=lambda s, seq, gaps: (entropy(s, seq) * gaps).sum() / (gaps.sum() + 1e-6),
+)  # fmt: skip
+
+
+@programs("equal")
+def kl_growing(s, x, y, i):
+    out = s.net(x)
+    return F.cross_entropy(out, y) + min(1.0, 0.1 * i) * kl(out).sum()
+
+
+@programs("refused")
+def contrastive_after_warm_up(s, x, y, i):
+    out = s.net(x)
+    return F.cross_entropy(out, y) + (contrastive(out, x[:, :3]) if i >= 2 else 0)
+
+
+@programs("refused")
+def contrastive_random_branch(s, x, y):
+    out = s.net(x)
+    return F.cross_entropy(out, y) + (contrastive(out, x[:, :3]) if random.random() < 0.5 else 0)
+
+
+programs("refused")(
+    contrastive_small=lambda s, x, y: (
+        F.cross_entropy(out := s.net(x), y) + 1e-4 * contrastive(out, x[:, :3])
+    ),
+    contrastive_tiny_gram=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 1e-6 * (out @ out.T).exp().mean(),
+)  # fmt: skip
+
+
+@programs("either")
+def batch_in_place_later(s, x, y, i):
+    if i >= 1:
+        x.mul_(1.5)
+    return ce(s, x, y)
+
+
+@programs("either")
+def batch_in_place_always(s, x, y):
+    x -= x.mean(1, keepdim=True)
+    return ce(s, x, y)
+
+
+@programs("either")
+def batch_in_place_view(s, x, y, i):
+    x[:, 0] = x[:, 0] * 2 + i
+    return ce(s, x, y)
+
+
+@programs("either")
+def batch_in_place_whole_mean(s, x, y):
+    x.sub_(x.mean(0))
+    return ce(s, x, y)
+
+
+@programs("equal")
+def mean_before_tokens(s, seq, mask, i):
+    loss = (entropy(s, seq) * mask).sum() / mask.sum()
+    extra = s.net(seq).pow(2).mean() if i >= 2 else 0
+    return loss + 0.1 * extra
+
+
+@programs("refused")
+def tensor_hook_clamps(s, x, y):
+    hidden = s.net[0](x)
+    hidden.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    return F.cross_entropy(s.net[2](hidden.tanh()), y)
+
+
+@programs("refused")
+def tensor_hook_on_whole(s, x, y):
+    mean = s.net(x).mean(0)
+    mean.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    return ce(s, x, y) + mean.pow(2).sum()
+
+
+programs("refused", make=lambda s: [p.register_hook(lambda g: g.clamp(-0.01, 0.01)) for p in s.parameters()] and None)(
+    parameter_hook_clamps=ce
+)
+programs("refused", make=lambda s: s.net[2].register_full_backward_hook(lambda m, gi, go: (gi[0].sign() * 0.01,)))(
+    module_backward_hook=ce
+)
+programs("refused", make=lambda s: s.net[1].register_full_backward_pre_hook(lambda m, go: (go[0].clamp(-0.01, 0.01),)))(
+    module_backward_pre_hook=ce
+)
+programs("either", make=lambda s: s.net[0].register_forward_hook(lambda m, inputs, out: out * 0.5))(forward_hook=ce)
+
+
+def optimizers_in_backward(s: Any) -> None:
+    s.own = {p: torch.optim.SGD([p], lr=0.05) for p in s.net[0].parameters()}
+
+    def step(p: torch.Tensor) -> None:
+        s.own[p].step()
+        s.own[p].zero_grad()
+
+    for p in s.own:
+        p.register_post_accumulate_grad_hook(step)
+
+
+programs("refused", make=optimizers_in_backward)(optimizer_in_backward=ce)
+
+
+@programs("either", make=attributes(plain=Plain))
+def slow_state_in_object(s, x, y):
+    loss = ce(s, x, y)
+    s.plain.value = 0.99 * s.plain.value + 0.01 * loss.item()
+    return loss * s.plain.value
+
+
+# -- what else the issue names: logged values that are no means, counters, flags, lists
+
+
+@programs("equal")
+def log_functions(s, x, y, z):
+    out = s.net(x)
+    loss = F.cross_entropy(out, y)
+    s.log("perplexity", loss.exp())
+    s.log_dict({"std": out.std(), "norm": out.norm(), "rmse": F.mse_loss(out, z[:, :3]).sqrt()}, on_epoch=True)
+    return loss
+
+
+@programs("equal")
+def log_reductions(s, x, y, i):
+    out = s.net(x)
+    s.log("top", out.max(), on_step=True, on_epoch=True, reduce_fx="max")
+    s.log("least", out.min(), on_epoch=True, reduce_fx="min")
+    s.log("total", F.cross_entropy(out, y, reduction="sum"), on_step=True, on_epoch=True, reduce_fx="sum")
+    s.log("index", float(i))
+    return F.cross_entropy(out, y)
+
+
+@programs("equal")
+def log_batch_size(s, x, y, seq):
+    loss = ce(s, x, y)
+    s.log("given", loss, on_step=True, on_epoch=True, batch_size=len(x))
+    s.log("size", float(len(x)), batch_size=x.shape[0], on_epoch=True)
+    s.log("constant", 3.0, on_epoch=True, batch_size=8)
+    s.log("tokens", loss, on_epoch=True, batch_size=seq.size(0) * seq.size(1))
+    return loss
+
+
+@programs("equal")
+def log_zero_sum(s, x, y, pos, gaps):
+    s.log_dict({"zero": (pos * 0).sum(), "positives": pos.sum(), "tokens": gaps.sum()}, on_step=True, on_epoch=True)
+    return ce(s, x, y)
+
+
+@programs("equal")
+def log_item(s, x, y, w):
+    loss = ce(s, x, y)
+    s.log("item", loss.item(), on_epoch=True)
+    s.log("share", (w > 0.5).float().mean().item())
+    s.log("many", int((w > 0.5).sum()) * 1.0)
+    s.log("root", math.sqrt(float(w.sum())))
+    s.log("numpy", float(np.log(w.detach().sum().cpu().numpy())))
+    return loss
+
+
+@programs("equal")
+def log_masked_accuracy(s, seq, tags):
+    out = s.net(seq)
+    known = tags != -100
+    s.log("accuracy", ((out.argmax(-1) == tags) & known).sum() / known.sum(), on_epoch=True)
+    s.log("f1", 2 * ((out.argmax(-1) == 1) & (tags == 1)).sum() / ((out.argmax(-1) == 1).sum() + (tags == 1).sum()))
+    return F.cross_entropy(out.transpose(1, 2), tags)
+
+
+@programs("equal")
+def log_sometimes(s, x, y, i):
+    loss = ce(s, x, y)
+    if i % 2:
+        s.log("odd", loss**2)
+    return loss
+
+
+@programs("refused")
+def log_quantile(s, x, y):
+    out = s.net(x)
+    s.log("p90", out.flatten().quantile(0.9))
+    return F.cross_entropy(out, y)
+
+
+@programs("refused")
+def log_first_sample(s, x, y):
+    out = s.net(x)
+    s.log("first", out[0].mean(), on_epoch=True)
+    return F.cross_entropy(out, y)
+
+
+@programs("refused")
+def log_first_sample_item(s, x, y):
+    s.log("first", x[0, 0].item())
+    return ce(s, x, y)
+
+
+@programs("either")
+def log_samples_numpy(s, x, y):
+    out = s.net(x)
+    s.log("median", float(np.median(out.detach().numpy())))
+    return F.cross_entropy(out, y)
+
+
+@programs("either")
+def log_samples_tolist(s, x, y):
+    values = each(s, x, y)
+    s.log("largest", sorted(values.tolist())[-1])
+    return values.mean()
+
+
+@programs("either")
+def log_count_of_nonzero(s, x, y, pos):
+    s.log("count", float(len(pos.nonzero())), on_epoch=True)
+    return ce(s, x, y)
+
+
+@programs("either", make=attributes(counts=lambda: {"steps": 0}))
+def counter_in_dict(s, x, y):
+    s.counts["steps"] += 1
+    return ce(s, x, y) / s.counts["steps"]
+
+
+@programs("either", make=attributes(seen=lambda: 0))
+def counter_attribute(s, x, y):
+    s.seen += len(x)
+    s.log("seen", float(s.seen))
+    return ce(s, x, y) * (1 + 0.01 * s.seen)
+
+
+@programs("either", make=attributes(counter=itertools.count))
+def counter_iterator(s, x, y):
+    return ce(s, x, y) * (1 + 0.1 * next(s.counter))
+
+
+@programs("either", make=attributes(first=lambda: True))
+def first_flag(s, x, y):
+    loss = ce(s, x, y)
+    if s.first:
+        s.first = False
+        loss = loss * 3
+    return loss
+
+
+def end_of_list(s: Any) -> None:
+    s.log("listed", torch.stack(s.outs).sum())
+    s.outs.clear()
+
+
+@programs("either", make=attributes(outs=list), end=end_of_list)
+def list_of_losses(s, x, y):
+    s.outs.append((loss := ce(s, x, y)).detach())
+    return loss
+
+
+@programs("either", make=attributes(outs=list), end=end_of_list)
+def list_of_rows(s, x, y):
+    out = s.net(x)
+    s.outs.extend(out.detach().exp().flatten())
+    return F.cross_entropy(out, y)
+
+
+@programs("either", make=attributes(outs=lambda: collections.deque(maxlen=3)))
+def deque_of_losses(s, x, y):
+    loss = ce(s, x, y)
+    s.outs.append(loss.item())
+    return loss * (sum(s.outs) / len(s.outs))
+
+
+@programs("either", make=attributes(history=lambda: np.zeros(CLASSES)))
+def numpy_state(s, x, y):
+    s.history += F.one_hot(y, CLASSES).sum(0).numpy()
+    weight = torch.from_numpy(s.history / s.history.sum()).to(x.dtype)
+    return ce(s, x, y, weight=weight + 0.1)
+
+
+SEEN = {"steps": 0.0}
+
+
+@programs("either", make=lambda s: SEEN.update(steps=0.0))
+def global_counter(s, x, y):
+    SEEN["steps"] += 1
+    return ce(s, x, y) / SEEN["steps"]
+
+
+@programs("either", make=attributes(average=lambda: 1.0))
+def float_attribute(s, x, y, pos):
+    s.average = 0.9 * s.average + 0.1 * max(pos.sum().item(), 1)
+    return (each(s, x, y) * (0.1 + pos)).sum() / s.average
+
+
+@programs("either", make=attributes(average=lambda: torch.ones(())))
+def tensor_attribute(s, x, y):
+    loss = ce(s, x, y)
+    s.average = 0.9 * s.average + 0.1 * loss.detach()
+    return loss / s.average
+
+
+@programs("either", make=attributes(average=lambda: torch.ones(())))
+def tensor_attribute_in_place(s, x, y):
+    loss = ce(s, x, y)
+    s.average.mul_(0.9).add_(0.1 * loss.detach())
+    return loss / s.average
+
+
+@programs("either")
+def attribute_made_late(s, x, y):
+    if not hasattr(s, "scale"):
+        s.scale = x.abs().max().detach()
+    return ce(s, x / s.scale, y)
+
+
+# -- item 7: precisions, and forms of the batch and of the result
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass
+class Record:
+    """A batch as a dataclass."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+programs("equal", uses="x y", form=lambda b: (b["x"], b["y"]))(form_tuple=lambda s, batch: ce(s, *batch))
+programs("equal", uses="x y", form=lambda b: [b["x"], b["y"]])(form_list=lambda s, batch: ce(s, *batch))
+programs("equal", uses="x y", form=lambda b: Pair(**b))(form_namedtuple=lambda s, batch: ce(s, batch.x, batch.y))
+programs("equal", uses="x y", form=lambda b: Record(**b))(form_dataclass=lambda s, batch: ce(s, batch.x, batch.y))
+programs("equal", uses="x y z", form=lambda b: {"in": {"x": b["x"], "more": [b["z"]]}, "out": (b["y"],)})(
+    form_nested=lambda s, batch: ce(s, batch["in"]["x"] + batch["in"]["more"][0], batch["out"][0])
+)
+programs("equal", uses="x y", form=lambda b: b | {"names": [f"n{k}" for k in range(len(b["y"]))], "no": None})(
+    form_strings=lambda s, batch: ce(s, batch["x"], batch["y"])
+)
+programs("equal", uses="x", form=lambda b: b["x"])(form_tensor=lambda s, batch: F.mse_loss(s.net(batch), batch[:, :3]))
+programs("equal", uses="x y", form=lambda b: b | {"scale": 2.0, "epochs": 3})(
+    form_numbers=lambda s, batch: ce(s, batch["x"] * batch["scale"], batch["y"]) / batch["epochs"]
+)
+SQUARE = torch.randn(BATCH, BATCH, generator=torch.Generator().manual_seed(2))
+programs("either", uses="x y", form=lambda b: b | {"adjacency": SQUARE.clone()}, net=lambda: mlp(8))(
+    form_shared_square=lambda s, batch: ce(s, F.pad(batch["x"], (0, 2)) @ batch["adjacency"], batch["y"]),
+)
+programs("refused", uses="x y", form=lambda b: b | {"adjacency": SQUARE.clone()})(
+    form_graph=lambda s, batch: ce(s, batch["adjacency"] @ batch["x"], batch["y"])
+)
+programs("either", uses="x y", form=lambda b: b | {"scales": SQUARE[0].clone()}, net=lambda: mlp(8))(
+    form_shared_vector=lambda s, batch: ce(s, F.pad(batch["x"], (0, 2)) * batch["scales"], batch["y"])
+)
+programs("equal", uses="x y", form=lambda b: b | {"weight": torch.tensor([0.2, 1, 2])})(
+    form_shared_weights=lambda s, batch: ce(s, batch["x"], batch["y"], weight=batch["weight"].to(batch["x"].dtype))
+)
+programs("equal", uses="x y")(
+    form_pop=lambda s, batch: F.cross_entropy(s.net(batch["x"]), batch.pop("y")),
+    form_unpacked=lambda s, batch: (lambda x, y: ce(s, x, y))(**batch),
+)
+programs("either", uses="x y")(
+    form_rebound=lambda s, batch: ce(s, batch.update(x=batch["x"] * 2) or batch["x"], batch["y"])
+)
+programs("either", uses="x y", form=lambda b: b | {"x": b["x"].numpy()})(
+    form_numpy=lambda s, batch: ce(s, torch.as_tensor(batch["x"]).to(s.net[0].weight.dtype), batch["y"])
+)
+programs("equal")(
+    result_rows=lambda s, x, y: {"loss": F.cross_entropy(out := s.net(x), y), "out": out.detach(), "hits": out.argmax(1) == y},
+    result_none=lambda s, x, y: {"loss": ce(s, x, y), "extra": None},
+    result_numbers=lambda s, x, y: {"loss": (loss := ce(s, x, y)), "double": loss.detach() * 2, "item": loss.item()},
+    result_tuple=lambda s, x, y: {"loss": (loss := ce(s, x, y)), "pair": (loss.detach(), None)},
+)  # fmt: skip
+programs("either")(
+    result_skips=lambda s, x, y, i: None if i == 3 else ce(s, x, y),
+    result_skips_nan=lambda s, x, y: None if not torch.isfinite(loss := ce(s, x, y)) else loss,
+    result_transposed=lambda s, x, y: {"loss": F.cross_entropy(out := s.net(x), y), "out": out.detach().T},
+)
+programs("either", precisions=("bf16-mixed",), loose=2e4)(
+    bf16_mixed=ce, bf16_masked=lambda s, seq, mask: (entropy(s, seq) * mask).sum() / mask.sum()
+)
+
+# -- losses and their reductions
+
+programs("equal")(
+    plain_ce=ce,
+    summed=lambda s, x, y: ce(s, x, y, reduction="sum"),
+    mean_method=lambda s, x, y: each(s, x, y).mean(),
+    mean_keepdim=lambda s, x, y: each(s, x, y).mean(dim=0, keepdim=True).squeeze(),
+    label_smoothing=lambda s, x, y: ce(s, x, y, label_smoothing=0.1),
+    class_weights=lambda s, x, y: ce(s, x, y, weight=torch.tensor([0.1, 1.0, 3.0], dtype=x.dtype)),
+    weights_and_smoothing=lambda s, x, y: ce(
+        s, x, y, weight=torch.tensor([0.1, 1.0, 3.0], dtype=x.dtype), label_smoothing=0.2
+    ),
+    ignore_index=lambda s, seq, tags: F.cross_entropy(s.net(seq).transpose(1, 2), tags),
+    ignore_index_flat=lambda s, seq, tags: F.cross_entropy(s.net(seq).flatten(0, 1), tags.flatten(), ignore_index=-100),
+    soft_targets=lambda s, x, z: F.cross_entropy(s.net(x), z[:, :3].softmax(1)),
+    nll=lambda s, x, y: F.nll_loss(s.net(x).log_softmax(1), y),
+    mse=lambda s, x, z: F.mse_loss(s.net(x), z[:, :3]),
+    mse_sum=lambda s, x, z: F.mse_loss(s.net(x), z[:, :3], reduction="sum") / x.size(0),
+    l1=lambda s, x, z: F.l1_loss(s.net(x), z[:, :3]),
+    huber=lambda s, x, z: F.huber_loss(s.net(x), z[:, :3], delta=0.5) + F.smooth_l1_loss(s.net(x), z[:, 3:]),
+    rmse=lambda s, x, z: F.mse_loss(s.net(x), z[:, :3]).sqrt(),
+    log_cosh=lambda s, x, z: torch.cosh(s.net(x) - z[:, :3]).log().mean(),
+    bce=lambda s, x, pos: F.binary_cross_entropy_with_logits(s.net(x)[:, 0], pos, pos_weight=x.new_tensor(2.0)),
+    bce_probabilities=lambda s, x, pos: F.binary_cross_entropy(s.net(x)[:, 0].sigmoid(), pos),
+    kl_batchmean=lambda s, x, z: F.kl_div(s.net(x).log_softmax(1), z[:, :3].softmax(1), reduction="batchmean"),
+    kl_mean=lambda s, x, z: F.kl_div(s.net(x).log_softmax(1), z[:, :3].softmax(1)),
+    focal_mean=lambda s, x, y: focal(s.net(x), y).mean(),
+    cosine=lambda s, x, z: (1 - F.cosine_similarity(s.net(x), z[:, :3])).mean(),
+    triplet_given=lambda s, x, z, neg: F.triplet_margin_loss(s.net(x), s.net(z), s.net(neg)),
+    dice_per_sample=lambda s, seq, mask: (
+        1 - 2 * ((p := s.net(seq)[..., 0].sigmoid()) * mask).sum(1) / (p.sum(1) + mask.sum(1))
+    ).mean(),
+    dice_over_batch=lambda s, seq, gaps: (
+        1 - (2 * ((p := s.net(seq)[..., 0].sigmoid()) * gaps).sum() + 1) / (p.sum() + gaps.sum() + 1)
+    ),
+    tversky=lambda s, seq, gaps: (
+        1 - ((p := s.net(seq)[..., 0].sigmoid()) * gaps).sum()
+        / ((p * gaps).sum() + 0.3 * (p * (1 - gaps)).sum() + 0.7 * ((1 - p) * gaps).sum() + 1)
+    ),
+    r_squared=lambda s, x, z: (z[:, :3] - s.net(x)).pow(2).sum() / (z[:, :3] - z[:, :3].mean()).pow(2).sum(),
+    sharpe=lambda s, x, z: -(r := (s.net(x) * z[:, :3]).sum(1)).mean() / (r.std() + 0.1),
+    dpo=lambda s, x, z: -F.logsigmoid(0.5 * (s.net(x) - s.net(z)).sum(1)).mean(),
+    arcface=lambda s, x, y: F.cross_entropy(5 * (F.normalize(s.net(x)) - 0.2 * F.one_hot(y, 3)), y),
+    two_masks=lambda s, seq, mask, gaps: (entropy(s, seq) * mask).sum() / mask.sum()
+    + (entropy(s, seq.flip(1)) * gaps).sum() / gaps.sum().clamp(min=1),
+    mean_over_time_then_batch=lambda s, seq, mask: ((entropy(s, seq) * mask).sum(1) / mask.sum(1)).mean(),
+    selected_mean=lambda s, seq, mask: entropy(s, seq)[mask.bool()].mean(),
+    selected_gaps=lambda s, seq, gaps: entropy(s, seq)[gaps > 0].sum() / gaps.sum(),
+    masked_select=lambda s, seq, mask: entropy(s, seq).masked_select(mask.bool()).mean(),
+    where_mean=lambda s, seq, gaps: torch.where(gaps > 0, entropy(s, seq), 0).sum() / (gaps > 0).sum(),
+    nan_to_num=lambda s, x, y, pos: ce(s, x, y) + torch.nan_to_num((each(s, x, y) * pos).sum() / pos.sum()),
+    branch_on_positives=lambda s, x, y, pos: ce(s, x, y)
+    + ((each(s, x, y) * pos).sum() / pos.sum() if pos.sum() > 0 else 0),
+    branch_on_any=lambda s, x, y, pos: (each(s, x, y) * pos).sum() if pos.any() else ce(s, x, y),
+    curriculum_item=lambda s, x, y: (loss := ce(s, x, y)) * (0.5 if loss.item() > 1.1 else 2.0),
+    divided_by_its_item=lambda s, x, y: (loss := ce(s, x, y)) / loss.item() + loss / loss.detach(),
+    class_frequency=lambda s, x, y: (each(s, x, y) / F.one_hot(y, 3).sum(0).clamp(min=1)[y]).sum(),
+    group_means=lambda s, x, y: torch.stack(
+        [(each(s, x, y) * (y == k)).sum() / (y == k).sum().clamp(min=1) for k in range(3)]
+    ).max(),
+    advantage=lambda s, x, w, y: (each(s, x, y) * ((w - w.mean()) / (w.std() + 1e-8))).mean(),
+)  # fmt: skip
+programs("either")(
+    gaussian_nll=lambda s, x, z: F.gaussian_nll_loss((out := s.net(x))[:, 0], z[:, 0], out[:, 1].exp()),
+    poisson_nll=lambda s, x, w: F.poisson_nll_loss(s.net(x)[:, 0], w),
+    cosine_embedding=lambda s, x, z, pos: F.cosine_embedding_loss(s.net(x), z[:, :3], pos * 2 - 1),
+    margin_ranking=lambda s, x, z, pos: F.margin_ranking_loss(s.net(x)[:, 0], s.net(z)[:, 0], pos * 2 - 1, margin=0.3),
+    multi_margin=lambda s, x, y: F.multi_margin_loss(s.net(x), y),
+    hinge_embedding=lambda s, x, pos: F.hinge_embedding_loss(s.net(x)[:, 0], pos * 2 - 1),
+    soft_margin=lambda s, x, pos: F.soft_margin_loss(s.net(x)[:, 0], pos * 2 - 1),
+    ctc=lambda s, seq, ids: F.ctc_loss(
+        s.net(seq).log_softmax(2).transpose(0, 1), ids[:, :2] % 2 + 1, torch.full((len(ids),), 7),
+        torch.ones(len(ids), dtype=torch.long),
+    ),
+    selected_logits=lambda s, seq, tags: F.cross_entropy(s.net(seq)[tags >= 0], tags[tags >= 0]),
+    selected_by_index=lambda s, seq, tags: entropy(s, seq).flatten()[(tags.flatten() >= 0).nonzero()[:, 0]].mean(),
+    positives_only=lambda s, x, y, pos: ce(s, x[pos > 0], y[pos > 0], reduction="sum"),
+    class_mean_index_add=lambda s, x, y: (
+        x.new_zeros(3).index_add(0, y, each(s, x, y)) / torch.bincount(y, minlength=3).clamp(min=1)
+    ).sum(),
+    class_mean_scatter=lambda s, x, y: x.new_zeros(3).scatter_reduce(0, y, each(s, x, y), "mean").sum(),
+    balanced_bincount=lambda s, x, y: F.cross_entropy(s.net(x) + torch.bincount(y, minlength=3).clamp(min=1).log(), y),
+    pearson=lambda s, x, z: -(
+        ((a := s.net(x)[:, 0]) - a.mean()) * (z[:, 0] - z[:, 0].mean())
+    ).mean() / (a.std() * z[:, 0].std() + 0.1),
+    normalized_by_detached_max=lambda s, x, y, w: (each(s, x, y) * w / w.max()).mean(),
+    softmax_of_weights=lambda s, x, y, w: (each(s, x, y) * w.softmax(0)).sum(),
+    loop_over_samples=lambda s, x, y: sum(F.cross_entropy(s.net(x[k]), y[k]) for k in range(len(x))) / len(x),
+    zip_over_samples=lambda s, x, y: torch.stack(
+        [F.cross_entropy(s.net(a), b) for a, b in zip(x, y, strict=True)]
+    ).mean(),
+    unbind_by_length=lambda s, seq, lens: torch.stack(
+        [entropy(s, a[: int(n)]).mean() for a, n in zip(seq, lens, strict=True)]
+    ).mean(),
+)  # fmt: skip
+
+# -- statistics over samples
+
+programs("equal")(
+    std_regularizer=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + F.relu(1 - out.std(0)).mean(),
+    vicreg_variance=lambda s, x, z: F.mse_loss(a := s.net(x), b := s.net(z))
+    + F.relu(1 - (a.var(0) + 1e-4).sqrt()).mean() + F.relu(1 - (b.var(0) + 1e-4).sqrt()).mean(),
+    var_unbiased=lambda s, x, y: F.cross_entropy(out := s.net(x), y) - 0.1 * out.var(dim=0, unbiased=False).sum(),
+    norm_of_output=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 0.1 * out.norm() + out.norm(p=1, dim=0).mean(),
+    log_sum_exp=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + out.logsumexp(0).sum() * 0.1,
+    log_mean_exp=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + out.exp().mean().log(),
+    donsker_varadhan=lambda s, x, z: (s.net(z)[:, 0].logsumexp(0) - math.log(len(z))) - s.net(x)[:, 0].mean(),
+    mean_prediction_entropy=lambda s, x, y: F.cross_entropy(out := s.net(x), y)
+    + ((p := out.softmax(1).mean(0)) * p.log()).sum(),
+    max_over_samples=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 0.1 * out.max(),
+    amax_over_samples=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 0.1 * out.amax(0).sum() - out.amin(),
+    detached_statistics=lambda s, x, y: F.cross_entropy(
+        ((h := s.net(x)) - h.mean(0).detach()) / (h.std(0).detach() + 0.1), y
+    ),
+    standardized_input=lambda s, x, y: ce(s, (x - x.mean(0)) / x.std(0), y),
+    scaled_by_max=lambda s, x, y: ce(s, x / x.abs().max(), y),
+    mean_squared=lambda s, x, y: ce(s, x, y) + s.net(x).mean() ** 2 + s.net(x).sum(0).pow(2).mean(),
+    load_balance=lambda s, x, y: F.cross_entropy(out := s.net(x), y)
+    + 3 * ((p := out.softmax(1)).mean(0) * F.one_hot(p.argmax(1), 3).to(x.dtype).mean(0)).sum(),
+    z_loss=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 0.01 * out.logsumexp(1).pow(2).mean(),
+)  # fmt: skip
+programs("either")(
+    var_mean=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + torch.var_mean(out, 0)[0].mean(),
+    batch_norm_by_hand=lambda s, x, y: F.cross_entropy(((h := s.net(x)) - h.mean(0)) / (h.std(0) + 0.1), y),
+    centered=lambda s, x, y: F.cross_entropy((h := s.net(x)) - h.mean(0), y),
+    second_moment=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + (h.T @ h / len(x)).pow(2).sum(),
+    covariance=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + (h.T.cov() - torch.eye(3)).pow(2).sum(),
+    correlation=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + torch.corrcoef(h.T).pow(2).sum(),
+    product_over_samples=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + 0.1 * h.sigmoid().prod(0).sum(),
+    norm_infinity=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + 0.1 * h.norm(float("inf")),
+    gram_trace=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + 0.01 * (h @ h.T).diagonal().sum(),
+    argmax_over_samples=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + h[h[:, 0].argmax()].sum(),
+    histogram=lambda s, x, y: ce(s, x, y) * (1 + torch.histc(x.float(), 4).max().item() / 100),
+    unique_labels=lambda s, x, y: ce(s, x, y) / len(y.unique()),
+    mode_of_labels=lambda s, x, y: ce(s, x, y) + ce(s, x, torch.full_like(y, int(y.mode().values))),
+)
+
+
+@programs("either")
+def barlow_twins(s, x, z):
+    a, b = s.net(x), s.net(z)
+    a, b = ((h - h.mean(0)) / (h.std(0) + 0.1) for h in (a, b))
+    return ((a.T @ b) / len(x) - torch.eye(3)).pow(2).sum()
+
+
+# -- what mixes samples
+
+programs("refused")(
+    simclr=lambda s, x, z: contrastive(torch.cat([a := s.net(x), b := s.net(z)]), torch.cat([b, a])),
+    clip_loss=lambda s, x, z: (contrastive(s.net(x), s.net(z)) + contrastive(s.net(z), s.net(x))) / 2,
+    supervised_contrastive=lambda s, x, y: -(
+        ((h := F.normalize(s.net(x))) @ h.T).log_softmax(1) * (y[:, None] == y[None])
+    ).mean(),
+    roll_negatives=lambda s, x, z: F.triplet_margin_loss(s.net(x), s.net(z), s.net(z).roll(1, 0)),
+    flip_mixup=lambda s, x, y: ce(s, 0.7 * x + 0.3 * x.flip(0), y),
+    randperm_mixup=lambda s, x, y: ce(s, 0.7 * x + 0.3 * x[torch.randperm(len(x))], y),
+    numpy_permutation=lambda s, x, y: ce(s, 0.7 * x + 0.3 * x[np.random.permutation(len(x))], y),
+    hard_negative_cdist=lambda s, x: -torch.cdist(h := s.net(x), h).amin(1).mean() + torch.cdist(h, h).amax(),
+    pairwise_ranking=lambda s, x, z: F.softplus(
+        -((a := s.net(x)[:, 0])[:, None] - a[None]) * (z[:, 0][:, None] - z[:, 0][None]).sign()
+    ).mean(),
+    mmd=lambda s, x, z: torch.exp(-(s.net(x)[:, None] - s.net(z)[None]).pow(2).sum(-1)).mean(),
+    median=lambda s, x, y: each(s, x, y).median(),
+    quantile=lambda s, x, y: each(s, x, y).quantile(0.7),
+    top_k_hard=lambda s, x, y: each(s, x, y).topk(4).values.mean(),
+    sorted_hard=lambda s, x, y: each(s, x, y).sort(descending=True).values[:3].mean(),
+    small_loss_argsort=lambda s, x, y: (losses := each(s, x, y))[losses.argsort()[:5]].mean(),
+    lovasz=lambda s, seq, gaps: (
+        (e := (s.net(seq)[..., 0].sigmoid() - gaps).abs().flatten().sort(descending=True).values)
+        * torch.linspace(1, 0, e.numel(), dtype=e.dtype)
+    ).mean(),
+    cox=lambda s, x, w: -((r := s.net(x)[:, 0][w.argsort()]) - r.logcumsumexp(0)).mean(),
+    wasserstein_sort=lambda s, x, z: (s.net(x).sort(0).values - z[:, :3].sort(0).values).abs().mean(),
+    cumsum_over_samples=lambda s, x, y: F.cross_entropy(s.net(x).cumsum(0), y),
+    diff_over_samples=lambda s, x, y: ce(s, x, y) + s.net(x).diff(dim=0).pow(2).mean(),
+    softmax_over_samples=lambda s, x, y: (s.net(x).softmax(0) * F.one_hot(y, 3)).sum(),
+    halves_as_pairs=lambda s, x: F.mse_loss(*s.net(x).chunk(2)),
+    even_and_odd=lambda s, x: -F.logsigmoid((h := s.net(x))[::2] - h[1::2]).mean(),
+    fixed_groups=lambda s, x, y: F.cross_entropy((h := s.net(x).view(2, 4, 3)).sub(h.mean(1, keepdim=True)).view(8, 3), y),
+    samples_as_features=lambda s, x: s.net(x).T.reshape(2, -1).log_softmax(1).mean(),
+    conv_over_samples=lambda s, x, y: F.cross_entropy(F.avg_pool1d(s.net(x).T, 3, 1, 1).T, y),
+    norm_over_samples=lambda s, x, y: F.cross_entropy(F.normalize(s.net(x), dim=0), y),
+    layer_norm_of_batch=lambda s, x, y: F.cross_entropy(F.layer_norm(h := s.net(x), h.shape), y),
+    first_sample_loss=lambda s, x, y: ce(s, x, y) + s.net(x)[0].pow(2).sum(),
+    labels_by_position=lambda s, x: ce(s, x, torch.arange(len(x)) % 3),
+    position_weights=lambda s, x, y: (each(s, x, y) * torch.linspace(0, 1, len(x), dtype=x.dtype)).sum(),
+    fixed_position_weights=lambda s, x, y: (each(s, x, y) * torch.tensor([4.0, 1, 1, 1, 1, 1, 1, 2])[: len(x)]).mean(),
+    eye_labels=lambda s, x: F.mse_loss((h := s.net(x)) @ h.T, torch.eye(len(x), dtype=x.dtype)),
+)  # fmt: skip
+programs("refused", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))(
+    batch_norm=ce, batch_norm_sequence=lambda s, seq: s.net[3](s.net[1](s.net[0](seq).flatten(0, 1))).logsumexp(1).mean()
+)  # fmt: skip
+programs("refused", net=lambda: nn.ModuleList([nn.TransformerEncoderLayer(6, 2, 8, 0.0), nn.Linear(6, 3)]))(
+    attention_over_samples=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq).mean(1)), y)
+)
+
+
+@programs("refused")
+def sorted_by_length(s, seq, lens):
+    order = lens.argsort(descending=True)
+    values = entropy(s, seq[order])
+    return (values * torch.linspace(1, 2, len(lens), dtype=values.dtype)[:, None]).mean()
+
+
+@programs("either")
+def sorted_and_unsorted(s, seq, lens, y):
+    order = lens.argsort(descending=True)
+    out = s.net(seq[order]).mean(1)[order.argsort()]
+    return F.cross_entropy(out, y)
+
+
+@programs("either")
+def supervised_half(s, x, y):
+    half = len(x) // 2
+    return ce(s, x[:half], y[:half]) + s.net(x[half:]).pow(2).mean()
+
+
+# -- what is drawn
+
+programs("equal")(
+    mixup_numpy=lambda s, x, z, y: ce(s, (lam := np.random.beta(0.4, 0.4)) * x + (1 - lam) * z, y),
+    mixup_random=lambda s, x, z, y: ce(s, (lam := random.random()) * x + (1 - lam) * z, y),
+    mixup_torch=lambda s, x, z, y: ce(s, torch.lerp(x, z, torch.rand((), dtype=x.dtype)), y),
+    shared_noise=lambda s, x, y: ce(s, x + 0.1 * torch.randn(6, dtype=x.dtype), y),
+    random_branch=lambda s, x, y: ce(s, x, y) * (2 if torch.rand(()) < 0.5 else 1) * (2 if random.random() < 0.5 else 1),
+)  # fmt: skip
+programs("either")(
+    noise_like=lambda s, x, y: ce(s, x + 0.1 * torch.randn_like(x), y),
+    noise_by_length=lambda s, x, y: ce(s, x + 0.1 * torch.rand(len(x), 1, dtype=x.dtype), y),
+    functional_dropout=lambda s, x, y: ce(s, F.dropout(x, 0.3), y),
+    stochastic_depth=lambda s, x, y: ce(s, x * torch.bernoulli(torch.full((len(x), 1), 0.8, dtype=x.dtype)), y),
+    numpy_noise=lambda s, x, y: ce(s, x + torch.from_numpy(np.random.randn(len(x), 1)).to(x.dtype), y),
+    vae_sampled=lambda s, x, z: (
+        F.mse_loss((out := s.net(x))[:, :1] + (out[:, 1:2] / 2).exp() * torch.randn_like(out[:, :1]), z[:, :1])
+        + kl(out).mean()
+    ),
+    gumbel=lambda s, x, z: F.mse_loss(F.gumbel_softmax(s.net(x), hard=True), z[:, :3]),
+    categorical=lambda s, x, w: (
+        -((d := torch.distributions.Categorical(logits=s.net(x))).log_prob(d.sample()) * (w - w.mean())).mean()
+    ),
+    normal_kl=lambda s, x: torch.distributions.kl_divergence(
+        torch.distributions.Normal((out := s.net(x))[:, 0], out[:, 1].exp()),
+        torch.distributions.Normal(0.0, 1.0, validate_args=False),
+    ).mean(),
+)
+programs("either", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3)))(dropout=ce)
+programs("either", make=attributes(random=lambda: np.random.default_rng(0)))(
+    own_generator_numpy=lambda s, x, y: ce(s, x * (1 + s.random.random()), y)
+)
+programs("either", make=attributes(random=lambda: random.Random(0)))(
+    own_generator_python=lambda s, x, y: ce(s, x * (1 + s.random.random()), y)
+)
+programs("either", make=attributes(random=lambda: torch.Generator().manual_seed(0)))(
+    own_generator_torch=lambda s, x, y: ce(s, x * (1 + torch.rand((), generator=s.random)), y)
+)
+
+# -- sizes as numbers
+
+programs("equal")(
+    size_len=lambda s, x, y: each(s, x, y).sum() / len(x),
+    size_int=lambda s, x, y: each(s, x, y).sum() / int(len(x)),
+    size_shape=lambda s, x, y: each(s, x, y).sum() / x.shape[0] + 1 / x.size(0),
+    size_numel=lambda s, x, y: s.net(x).pow(2).sum() / x.numel() + ce(s, x, y) / x.shape.numel(),
+    size_tensor=lambda s, x, y: each(s, x, y).sum() / torch.tensor(len(x)) + ce(s, x, y) / torch.as_tensor(x.shape[0]),
+    size_full=lambda s, x, y: (each(s, x, y) / torch.full((len(x),), len(x), dtype=x.dtype)).sum(),
+    size_log=lambda s, x, y: ce(s, x, y) / math.log(x.size(0)) + math.sqrt(len(x)) * s.net(x).pow(2).mean(),
+    size_numpy=lambda s, x, y: each(s, x, y).sum() / float(np.float32(len(x))) + float(np.sqrt(len(y))) * ce(s, x, y),
+    size_string=lambda s, x, y: each(s, x, y).sum() / int(f"{len(x)}"),
+    size_range=lambda s, x, y: each(s, x, y).sum() / sum(1 for _ in range(len(x))),
+    size_threshold=lambda s, x, y: ce(s, x, y) * (3 if len(x) >= 6 else 1) + (s.net(x).mean() if y.numel() > 7 else 0),
+    size_squared=lambda s, x, y: each(s, x, y).sum() * len(x) / len(x) ** 2 + ce(s, x, y) * (len(x) % 3),
+    size_dict=lambda s, x, y: ce(s, x, y) * {8: 0.5}.get(len(x), 2.0),
+    size_equal=lambda s, x, y: ce(s, x, y) * (0.5 if x.shape == (8, 6) else 2.0),
+    size_product=lambda s, seq: entropy(s, seq).sum() / math.prod(seq.shape[:2]) + entropy(s, seq).sum() / np.prod(seq.shape),
+    size_new_ones=lambda s, x, y: each(s, x, y).dot(x.new_ones(len(x))) / x.new_ones(len(x)).sum(),
+    size_ones_sum=lambda s, x, y: each(s, x, y).sum() / torch.ones(x.shape[0]).sum() + ce(s, x, y) / torch.ones_like(y).sum(),
+    size_reshaped=lambda s, seq: s.net(seq.reshape(len(seq) * TOKENS, -1)).view(len(seq), TOKENS, -1).logsumexp(2).mean(),
+    size_flattened=lambda s, seq: s.net(seq.flatten(0, 1)).logsumexp(1).view(seq.size(0), -1).sum(1).mean(),
+    size_expanded=lambda s, x, y: ce(s, x + s.net[2].bias.detach().repeat(2).expand(len(x), -1), y),
+    size_batch_idx=lambda s, x, y, i: ce(s, x, y) * (1 + 0.1 * i * len(x)),
+    two_views=lambda s, x, z: F.mse_loss(*s.net(torch.cat([x, z])).chunk(2)),
+    three_stacked=lambda s, x, z, neg: s.net(torch.stack([x, z, neg])).logsumexp(-1).mean(1).std(),
+    repeated=lambda s, x, y: ce(s, x.repeat(2, 1), y.repeat(2)),
+    lr_set_by_step=lambda s, x, y, i: (
+        s.trainer.optimizers[0].param_groups[0].update(lr=0.02 / (1 + i)) or ce(s, x, y)
+    ),
+)  # fmt: skip
+programs("either")(
+    repeat_interleaved=lambda s, x, y: ce(s, x.repeat_interleave(2, 0), y.repeat_interleave(2)),
+    size_range_tensor=lambda s, x, y: each(s, x, y)[list(range(len(x)))].mean(),
+    size_arange_index=lambda s, x, y: -s.net(x).log_softmax(1)[torch.arange(len(x)), y].mean(),
+    size_nested_python=lambda s, x, y: ce(s, x, y) * len([*x]) / len(y.tolist()),
+    size_of_selected=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(1, len(x[pos > 0])),
+    size_of_nonzero=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(1, pos.nonzero().shape[0]),
+    lr_by_loss=lambda s, x, y: (
+        s.trainer.optimizers[0].param_groups[0].update(lr=0.01 * (loss := ce(s, x, y)).item()) or loss
+    ),
+)
+
+# -- parameters, gradients, and state that is trained along
+
+programs("equal", make=lambda s: setattr(s, "logs", nn.Parameter(torch.zeros(2))))(
+    learned_loss_weights=lambda s, x, y, z: (
+        (s.logs[0] + (-s.logs[0]).exp() * ce(s, x, y))
+        + (s.logs[1] + (-s.logs[1]).exp() * F.mse_loss(s.net(x), z[:, :3]))
+    ),
+    parameter_for_each=lambda s, x, y: F.cross_entropy(s.net(x) * s.logs[0].exp() + s.logs[1], y),
+)
+programs("equal")(
+    l2_penalty=lambda s, x, y: ce(s, x, y) + 0.1 * sum(p.pow(2).sum() for p in s.parameters()),
+    orthogonality=lambda s, x, y: ce(s, x, y) + 0.1 * (s.net[2].weight @ s.net[2].weight.T - torch.eye(3)).pow(2).sum(),
+    weight_times_data=lambda s, x, y: ce(s, x, y) + s.net[2].weight.norm() * s.net(x).abs().mean(),
+    activity=lambda s, x, y: F.cross_entropy(s.net[2](h := s.net[:2](x)), y) + 0.1 * h.abs().mean(),
+    functional=lambda s, x, y: F.cross_entropy(functional_call(s.net, dict(s.net.named_parameters()), (x,)), y),
+    no_grad_part=lambda s, x, y: ce(s, x, y) * torch.no_grad()(lambda: s.net(x).std())(),
+)
+programs("equal", make=attributes(teacher=lambda: mlp().requires_grad_(False)))(
+    distilled=lambda s, x: F.kl_div(s.net(x).log_softmax(1), s.teacher(x).softmax(1), reduction="batchmean")
+)
+programs("equal", net=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))(weight_norm=ce)
+programs("either", net=lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))(spectral_norm=ce)
+programs("equal", adam=True)(
+    adamw=ce, adamw_masked=lambda s, seq, gaps: (entropy(s, seq) * gaps).sum() / gaps.sum().clamp(min=1)
+)
+programs("equal", settings={"accumulate_grad_batches": 3})(
+    accumulation=ce, accumulation_gaps=lambda s, seq, gaps: (entropy(s, seq) * gaps).sum() / gaps.sum().clamp(min=1)
+)  # fmt: skip
+programs("equal", settings={"gradient_clip_val": 0.05})(clipping=ce)
+programs("equal", settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"})(clipping_values=ce)
+programs("equal", hooks={"on_before_optimizer_step": lambda s, o: nn.utils.clip_grad_norm_(s.parameters(), 0.1) and None})(
+    max_norm_hook=ce
+)  # fmt: skip
+programs(
+    "either", hooks={"on_after_backward": lambda s: [p.grad.clamp_(-0.01, 0.01) for p in s.parameters()] and None}
+)(after_backward_hook=ce)
+programs("either", hooks={"backward": lambda s, loss: (loss * 2).backward()})(backward_hook=ce)
+programs("either", hooks={"on_before_backward": lambda s, loss: s.log("before", loss.exp())})(before_backward_hook=ce)
+programs("either", hooks={"optimizer_zero_grad": lambda s, e, i, o: [p.grad.mul_(0.5) for p in s.parameters() if p.grad is not None] and None})(
+    gradient_memory=ce
+)  # fmt: skip
+programs("either")(
+    reads_gradients=lambda s, x, y: (
+        ce(s, x, y) * (1 + sum(float(p.grad.norm()) for p in s.parameters() if p.grad is not None))
+    ),
+    reads_gradient_tensors=lambda s, x, y: (
+        ce(s, x, y) + sum((p * p.grad.sign()).sum() for p in s.parameters() if p.grad is not None) * 0.1
+    ),
+    clears_gradients=lambda s, x, y: s.zero_grad() or ce(s, x, y),
+    changes_weights=lambda s, x, y: torch.no_grad()(lambda: s.net[0].bias.mul_(0.9) * 0)().sum() + ce(s, x, y),
+    changes_weight_data=lambda s, x, y: (s.net[0].weight.data.clamp_(-0.3, 0.3), ce(s, x, y))[1],
+)
+
+
+@programs("either")
+def gradient_penalty(s, x, y):
+    x = x.clone().requires_grad_()
+    grad = torch.autograd.grad(s.net(x).sum(), x, create_graph=True)[0]
+    return ce(s, x, y) + (grad.norm(dim=1) - 1).pow(2).mean()
+
+
+@programs("either")
+def grad_norm_weights(s, x, y, z):
+    losses = ce(s, x, y), F.mse_loss(s.net(x), z[:, :3])
+    norms = [torch.autograd.grad(loss, s.net[2].weight, retain_graph=True)[0].norm() for loss in losses]
+    return losses[0] / norms[0].detach() + losses[1] / norms[1].detach()
+
+
+@programs("either")
+def adversarial(s, x, y):
+    moved = x.clone().requires_grad_()
+    grad = torch.autograd.grad(ce(s, moved, y), moved)[0]
+    return ce(s, x + 0.1 * grad.sign(), y)
+
+
+@programs("either")
+def adversarial_step_size(s, x, y):
+    moved = x.clone().requires_grad_()
+    grad = torch.autograd.grad(ce(s, moved, y), moved)[0]
+    return ce(s, x + grad / grad.norm(), y)
+
+
+@programs("either")
+def backward_in_step(s, x, y):
+    (0.1 * s.net(x).pow(2).mean()).backward()
+    return ce(s, x, y)
+
+
+@programs("either", make=attributes(norms=list))
+def hook_that_reads(s, x, y):
+    hidden = s.net[0](x)
+    hidden.register_hook(lambda grad: s.norms.append(float(grad.norm())))
+    return F.cross_entropy(s.net[2](hidden.tanh()), y) * (1 + (s.norms[-1] if s.norms else 0))
+
+
+@programs("either", make=buffer(norm=torch.tensor(4.0)))
+def normalizer_buffer(s, x, y, pos):
+    s.norm.mul_(0.9).add_(0.1 * pos.sum().clamp(min=1))
+    return (each(s, x, y) * (0.1 + pos)).sum() / s.norm
+
+
+@programs("either", make=buffer(mean=torch.zeros(6), var=torch.ones(6)))
+def running_statistics(s, x, y):
+    s.mean.lerp_(x.mean(0), 0.1)
+    s.var = 0.9 * s.var + 0.1 * x.var(0)
+    return ce(s, (x - s.mean) / (s.var + 0.1).sqrt(), y)
+
+
+@programs("either", make=buffer(steps=torch.tensor(0)))
+def buffer_counter(s, x, y):
+    s.steps += 1
+    return ce(s, x, y) / s.steps
+
+
+@programs("either", make=buffer(bias=torch.zeros(3)))
+def router_bias(s, x, y):  # a mixture of experts that is balanced without a loss
+    out = s.net(x)
+    load = F.one_hot((out.detach() + s.bias).argmax(1), 3).to(x.dtype).mean(0)
+    s.bias += 0.1 * (load.mean() - load).sign()
+    return F.cross_entropy(out + s.bias, y)
+
+
+@programs("either", make=attributes(teacher=lambda: mlp().requires_grad_(False)))
+def ema_teacher(s, x, y):
+    with torch.no_grad():
+        for own, other in zip(s.teacher.parameters(), s.net.parameters(), strict=True):
+            own.lerp_(other, 0.2)
+    return ce(s, x, y) + F.mse_loss(s.net(x), s.teacher(x))
+
+
+@programs("either", make=buffer(center=torch.zeros(3)))
+def dino_center(s, x, z):
+    out, other = s.net(x), s.net(z).detach()
+    loss = -((other - s.center).softmax(1) * out.log_softmax(1)).sum(1).mean()
+    s.center = 0.9 * s.center + 0.1 * other.mean(0)
+    return loss
+
+
+CODES = torch.randn(5, 3, generator=torch.Generator().manual_seed(3))
+
+
+@programs("either", make=buffer(codes=CODES, count=torch.ones(5), total=CODES))
+def codebook_ema(s, x, z):
+    out = s.net(x)
+    nearest = (out.detach().unsqueeze(1) - s.codes).pow(2).sum(-1).argmin(1)
+    chosen = F.one_hot(nearest, 5).to(x.dtype)
+    s.count.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+    s.total.mul_(0.9).add_(chosen.T @ out.detach(), alpha=0.1)
+    s.codes.copy_(s.total / s.count.unsqueeze(1))
+    return F.mse_loss(out + (s.codes[nearest] - out).detach(), z[:, :3]) + F.mse_loss(out, s.codes[nearest])
+
+
+@programs("equal", make=lambda s: setattr(s, "codes", nn.Parameter(CODES.clone())))
+def codebook_learned(s, x, z):
+    out = s.net(x)
+    code = s.codes[(out.unsqueeze(1) - s.codes).pow(2).sum(-1).argmin(1)]
+    return (
+        F.mse_loss(out + (code - out).detach(), z[:, :3])
+        + F.mse_loss(code, out.detach())
+        + F.mse_loss(out, code.detach())
+    )
+
+
+@programs("either", make=buffer(queue=F.normalize(torch.ones(16, 3) + torch.eye(16, 3)), at=torch.tensor(0)))
+def moco_queue(s, x, z):
+    q, k = F.normalize(s.net(x)), F.normalize(s.net(z)).detach()
+    logits = torch.cat([(q * k).sum(1, keepdim=True), q @ s.queue.T], 1)
+    at = int(s.at)
+    s.queue[at : at + len(k)] = k
+    s.at.fill_((at + len(k)) % 16)
+    return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+
+
+@programs("either", make=buffer(memory=torch.zeros(CLASSES, 3)))
+def class_memory(s, x, y):
+    out = s.net(x)
+    s.memory[y] = 0.5 * s.memory[y] + 0.5 * out.detach()  # the last sample of a class wins
+    return F.cross_entropy(out, y) + (out - s.memory[y]).pow(2).mean()
+
+
+@programs("either", make=lambda s: setattr(s, "carried", None))
+def carried_state(s, x, y):  # truncated backpropagation through time
+    out = s.net(x)
+    out = out if s.carried is None else out + 0.5 * s.carried
+    s.carried = out.detach()
+    return F.cross_entropy(out, y)
+
+
+# -- metrics
+
+
+def metric(**makers: Callable[[], torchmetrics.Metric]) -> Callable[[Any], None]:
+    return attributes(**makers)
+
+
+ACCURACY = {"task": "multiclass", "num_classes": CLASSES}
+
+
+@programs("equal", make=metric(accuracy=lambda: torchmetrics.Accuracy(**ACCURACY), mean=torchmetrics.MeanMetric))
+def metric_accuracy(s, x, y):
+    out = s.net(x)
+    loss = F.cross_entropy(out, y)
+    s.accuracy(out, y)
+    s.mean.update(loss.detach())
+    s.log_dict({"accuracy": s.accuracy, "mean": s.mean}, on_step=False, on_epoch=True)
+    return loss
+
+
+@programs("equal", make=metric(error=torchmetrics.MeanSquaredError))
+def metric_squared_error(s, x, z):
+    out = s.net(x)
+    s.error(out, z[:, :3])
+    s.log("error", s.error, on_step=True, on_epoch=True)
+    return F.mse_loss(out, z[:, :3])
+
+
+@programs("either", make=metric(auroc=lambda: torchmetrics.AUROC(**ACCURACY), cat=torchmetrics.CatMetric))
+def metric_with_samples(s, x, y):
+    out = s.net(x)
+    s.auroc.update(out.softmax(1), y)
+    s.cat.update(out.detach()[:, 0])
+    return F.cross_entropy(out, y)
+
+
+PROGRAMS["metric_with_samples"].hooks["on_train_epoch_end"] = lambda s: s.log_dict(
+    {"auroc": s.auroc.compute(), "first": s.cat.compute()[0], "last": s.cat.compute()[-1]}
+)
+
+
+@programs(
+    "either", make=metric(f1=lambda: torchmetrics.F1Score(**ACCURACY, average="macro"), top=torchmetrics.MaxMetric)
+)
+def metric_step_value(s, x, y):
+    out = s.net(x)
+    value = s.f1(out, y)
+    s.top.update(out.detach())
+    s.log_dict({"value": value, "top": s.top.compute()})
+    return F.cross_entropy(out, y) * (1 + value)
+
+
+@programs("either", make=metric(auroc=lambda: torchmetrics.AUROC(**ACCURACY), mean=torchmetrics.MeanMetric))
+def metric_collection(s, x, y, w):
+    out = s.net(x)
+    s.mean(out.std(), weight=w.sum())
+    s.log("weighted", s.mean, on_step=True, on_epoch=True)
+    s.log("auroc", s.auroc(out.softmax(1), y))
+    return F.cross_entropy(out, y)
+
+
+# -- architectures
+
+
+def net(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.ModuleList([layer() for layer in layers])
+
+
+def embedding() -> nn.Module:
+    return nn.Embedding(WORDS, 6, padding_idx=0)
+
+
+def linear(inputs: int, outputs: int = CLASSES) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(inputs, outputs)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+
+
+@programs("equal", net=net(embedding, encoder, linear(6)))
+def transformer_padded(s, ids, y):
+    hidden = s.net[1](s.net[0](ids), src_key_padding_mask=ids == 0)
+    known = (ids != 0).unsqueeze(-1)
+    return F.cross_entropy(s.net[2]((hidden * known).sum(1) / known.sum(1)), y)
+
+
+@programs("equal", net=net(embedding, encoder))
+def transformer_causal_tied(s, ids):
+    mask = nn.Transformer.generate_square_subsequent_mask(TOKENS - 1, dtype=s.net[0].weight.dtype)
+    out = s.net[1](s.net[0](ids[:, :-1]), src_mask=mask, is_causal=True) @ s.net[0].weight.T
+    return F.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten(), ignore_index=0)
+
+
+@programs("equal", net=net(linear(6, 18), linear(6)))
+def attention_by_hand(s, seq, mask, y):
+    q, k, v = s.net[0](seq).chunk(3, -1)
+    scores = torch.einsum("bqc,bkc->bqk", q, k).masked_fill(mask[:, None] == 0, -1e4) / math.sqrt(6)
+    return F.cross_entropy(s.net[1]((scores.softmax(-1) @ v).mean(1)), y)
+
+
+@programs("equal", net=net(linear(6, 18), linear(6)))
+def attention_fused(s, seq, y):
+    q, k, v = s.net[0](seq).view(len(seq), TOKENS, 3, 2, 3).permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    return F.cross_entropy(s.net[1](out.mean(1)), y)
+
+
+@programs("equal", net=net(lambda: nn.MultiheadAttention(6, 2, batch_first=True), linear(6)))
+def attention_module(s, seq, y, mask):
+    out, _ = s.net[0](seq, seq, seq, key_padding_mask=mask == 0)
+    return F.cross_entropy(s.net[1](out[:, 0]), y)
+
+
+programs("equal", net=net(lambda: nn.LSTM(6, 8, 2, batch_first=True), linear(8)))(
+    lstm=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq)[0][:, -1]), y),
+    lstm_state=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq)[1][0][-1]), y),
+)
+programs("equal", net=net(lambda: nn.GRU(6, 4, batch_first=True, bidirectional=True), linear(8)))(
+    gru=lambda s, seq, mask: (s.net[1](s.net[0](seq)[0]).logsumexp(-1) * mask).sum() / mask.sum()
+)
+programs("equal", net=net(lambda: nn.GRU(6, 8), linear(8)))(
+    gru_time_first=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq.transpose(0, 1))[0][-1]), y)
+)
+
+
+@programs("either", net=net(lambda: nn.LSTM(6, 8, batch_first=True), linear(8)))
+def packed_sequence(s, seq, lens, y):
+    packed = nn.utils.rnn.pack_padded_sequence(seq, lens.cpu(), batch_first=True, enforce_sorted=False)
+    return F.cross_entropy(s.net[1](s.net[0](packed)[1][0][-1]), y)
+
+
+@programs("equal", net=net(lambda: nn.GRUCell(6, 8), linear(8)))
+def cell_loop(s, seq, y):
+    hidden = seq.new_zeros(len(seq), 8)
+    for step in range(seq.shape[1]):
+        hidden = s.net[0](seq[:, step], hidden)
+    return F.cross_entropy(s.net[1](hidden), y)
+
+
+def cnn(norm: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    head = nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES)
+    return lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm(), nn.ReLU(), nn.MaxPool2d(2), *head)
+
+
+def frozen_batch_norm(s: Any, img: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    s.net[1].eval()
+    return ce(s, img, y)
+
+
+image = lambda s, img, y: ce(s, img, y)  # noqa: E731 - the same program for each net
+programs("equal", net=cnn(nn.Identity))(cnn=image)
+programs("equal", net=cnn(lambda: nn.GroupNorm(2, 8)))(cnn_group_norm=image)
+programs("either", net=cnn(lambda: nn.InstanceNorm2d(8, affine=True)))(cnn_instance_norm=image)
+programs("refused", net=cnn(lambda: nn.BatchNorm2d(8)))(cnn_batch_norm=image)
+programs("either", net=cnn(lambda: nn.BatchNorm2d(8)))(cnn_batch_norm_frozen=frozen_batch_norm)
+programs("either", net=cnn(lambda: nn.Dropout2d(0.2)))(cnn_dropout=image)
+programs("equal", net=lambda: nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.GELU(), nn.ConvTranspose2d(8, 3, 2, 2)))(
+    autoencoder=lambda s, img: F.mse_loss(s.net(img), img),
+    total_variation=lambda s, img: F.l1_loss(out := s.net(img), img) + out.diff(dim=3).abs().mean(),
+)
+programs("equal", net=lambda: nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), nn.PixelShuffle(2), nn.Conv2d(3, 3, 3)))(
+    upsampled=lambda s, img: F.mse_loss(F.interpolate(s.net(img), size=8, mode="bilinear"), img)
+)
+programs("equal", net=lambda: nn.Conv1d(6, 3, 3, padding=1))(
+    conv1d=lambda s, seq, tags: F.cross_entropy(s.net(seq.transpose(1, 2)), tags)
+)
+programs("equal", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.PReLU(), nn.Linear(8, 6), nn.GLU()))(
+    layer_norm=ce, cumsum_over_time=lambda s, seq: s.net(seq.cumsum(1)).logsumexp(-1).cumsum(1).mean()
+)  # fmt: skip
+programs("equal", net=net(embedding, linear(6)))(
+    embedding_mean=lambda s, ids, y: F.cross_entropy(s.net[1](s.net[0](ids).mean(1)), y),
+    embedding_max=lambda s, ids, y: F.cross_entropy(s.net[1](s.net[0](ids).max(1).values), y),
+    gathered_last=lambda s, ids, lens, y: F.cross_entropy(
+        s.net[1](s.net[0](ids).gather(1, (lens - 1).view(-1, 1, 1).expand(-1, 1, 6)).squeeze(1)), y
+    ),
+)
+programs("either", net=lambda: nn.EmbeddingBag(WORDS, 3))(
+    embedding_bag=lambda s, ids, y: F.cross_entropy(s.net(ids), y)
+)
+programs("either", net=lambda: nn.Bilinear(6, 6, 3))(bilinear=lambda s, x, z, y: F.cross_entropy(s.net(x, z), y))
+programs("either")(
+    last_by_arange=lambda s, seq, lens, y: F.cross_entropy(s.net(seq)[torch.arange(len(seq)), lens - 1], y),
+    spectral_loss=lambda s, seq: torch.fft.rfft(s.net(seq), dim=1).abs().mean(),
+    prototypes=lambda s, x, y: F.cross_entropy(-torch.cdist(s.net(x), s.net[2].weight[:, :3]), y),
+    per_sample_vmap=lambda s, x, y: vmap(lambda a, b: F.cross_entropy(s.net(a), b))(x, y).mean(),
+    top_k_of_classes=lambda s, x: s.net(x).topk(2, dim=1).values.diff(dim=1).exp().mean(),
+    fused_rows=lambda s, seq: s.net(seq.transpose(0, 1).reshape(TOKENS, -1, 6)).logsumexp(-1).mean(0).std(),
+)
+
+
+@programs("either", net=net(linear(6), linear(6), linear(6, 2)))
+def routed_experts(s, x, y):
+    choice = s.net[2](x).argmax(1)
+    out = x.new_zeros(len(x), CLASSES)
+    for k in range(2):
+        rows = (choice == k).nonzero()[:, 0]
+        out = out.index_add(0, rows, s.net[k](x[rows]))
+    return F.cross_entropy(out, y)
+
+
+@programs("equal", net=net(linear(6), linear(6), linear(6, 2)))
+def mixed_experts(s, x, y):
+    gates = s.net[2](x).softmax(1)
+    out = gates[:, :1] * s.net[0](x) + gates[:, 1:] * s.net[1](x)
+    importance = gates.sum(0)
+    return F.cross_entropy(out, y) + 0.1 * (importance.std() / importance.mean()) ** 2
+
+
+# -- checkpoints and functions with a backward pass of their own
+
+programs("equal")(
+    checkpointed=lambda s, x, y: F.cross_entropy(s.net[2](checkpoint(s.net[:2], x, use_reentrant=False)), y)
+)
+programs("either")(
+    checkpointed_reentrant=lambda s, x, y: F.cross_entropy(
+        s.net[2](checkpoint(s.net[1], s.net[0](x), use_reentrant=True)), y
+    ),
+    checkpointed_loss=lambda s, x, y: checkpoint(lambda a: ce(s, a, y), x, use_reentrant=False),
+    checkpointed_statistic=lambda s, x, y: (
+        ce(s, x, y) + checkpoint(lambda a: s.net(a).std(0).mean() + s.net(a).mean().exp(), x, use_reentrant=False)
+    ),
+)
+programs("refused", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))(
+    checkpointed_batch_norm=lambda s, x, y: F.cross_entropy(checkpoint(s.net, x, use_reentrant=False), y)
+)
+
+
+def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Custom", (torch.autograd.Function,), members).apply
+
+
+straight = function(lambda ctx, a: a.round(), lambda ctx, grad: grad)
+reverse = function(lambda ctx, a: a.clone(), lambda ctx, grad: -0.5 * grad)
+centers = function(lambda ctx, a: a.clone(), lambda ctx, grad: grad - grad.mean(0))
+clamps = function(lambda ctx, a: a.clone(), lambda ctx, grad: grad.clamp(-0.02, 0.02))
+unit = function(lambda ctx, a: a.clone(), lambda ctx, grad: grad / grad.norm())
+sums = function(lambda ctx, a: a.sum(0), lambda ctx, grad: grad.expand(BATCH, -1) * 1.0)
+rows_mixed = function(lambda ctx, a: a + a.mean(0), lambda ctx, grad: grad + grad.mean(0))
+
+
+def fused_forward(ctx: Any, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    ctx.save_for_backward((out.softmax(1) - F.one_hot(y, out.shape[1])) / len(out))
+    return F.cross_entropy(out, y)
+
+
+fused = function(fused_forward, lambda ctx, grad: (ctx.saved_tensors[0] * grad, None))
+programs("either")(
+    custom_straight_through=lambda s, x, y: F.cross_entropy(s.net[2](straight(s.net[:2](x) * 4)), y),
+    custom_reversal=lambda s, x, y, z: ce(s, x, y) + F.mse_loss(s.net[2](reverse(s.net[:2](x))), z[:, :3]),
+    custom_fused_loss=lambda s, x, y: fused(s.net(x), y),
+    custom_on_loss=lambda s, x, y: reverse(ce(s, x, y)),
+    custom_sum=lambda s, x, y: ce(s, x, y) + (sums(s.net(x)).pow(2).sum() * 0.01 if len(x) == BATCH else 0),
+)
+programs("refused")(
+    custom_centers=lambda s, x, y: F.cross_entropy(centers(s.net(x)), y),
+    custom_unit_gradient=lambda s, x, y: F.cross_entropy(unit(s.net(x)), y),
+    custom_rows_mixed=lambda s, x, y: F.cross_entropy(rows_mixed(s.net(x)), y),
+)
+programs("either")(custom_clamps=lambda s, x, y: F.cross_entropy(clamps(s.net(x)), y))

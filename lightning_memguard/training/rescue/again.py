@@ -1,0 +1,503 @@
+"""A step that runs out of memory -> the same step in parts of its batch, or its error with a note that says why not.
+
+Training steps are guarded inside of the closure that Lightning passes to the optimizer: it runs ``training_step``,
+``zero_grad`` and the backward pass, so everything around it (clipping, scaling, the step, the hooks) happens once.
+Steps of validation and test are guarded where the strategy calls them.
+
+A failed attempt's gradients are undone without a copy made in advance. If the batch is the first to accumulate, they
+are cleared again. Later in an accumulation, autograd has added a parameter's gradient as a whole or not at all
+(AccumulateGrad runs once for each parameter): those that have theirs keep it, and the parts compute the others.
+
+Private names of Lightning were checked on 2.5.0 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_memguard.core.capture.batch import batch_bytes
+from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training.adapter.lightning_types import is_a
+from lightning_memguard.training.rescue.cut import Cut, cuts_for, part_of
+from lightning_memguard.training.rescue.layout import Refused
+from lightning_memguard.training.rescue.memory import free, ran_out_of_memory, release
+from lightning_memguard.training.rescue.parts import Passes
+from lightning_memguard.training.rescue.policy import Part, Policy
+from lightning_memguard.training.rescue.ranks import Lightning, OtherRanks, hooks_once, without_gradients
+from lightning_memguard.training.rescue.sizes import plain
+from lightning_memguard.training.rescue.state import Left, Noted, StepState
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+_EVALUATIONS = ("validation_step", "test_step")  # of a strategy, which calls the module's
+
+
+class Step:
+    """One step on a batch: of training (`TrainingStep`), or of validation and test (`EvaluationStep`)."""
+
+    def __init__(self, again: Again, batch: Any, place: int) -> None:
+        self.again = again
+        self.batch = batch
+        self.place = place
+        self.passes: Passes | None = None
+        self.failed = False  # as a whole
+        self.noted: Noted | None = None
+
+    @abstractmethod
+    def whole(self) -> Any:
+        """Run it as Lightning does."""
+
+    @abstractmethod
+    def obstacle(self, error: BaseException | None) -> str:
+        """Why it must not be run again by itself; empty if it may be. ``error`` is what it raised, if it was run."""
+
+    @abstractmethod
+    def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:
+        """Run a part forward; ``final`` where its backward pass follows, ``is_last`` where no other part does."""
+
+    @abstractmethod
+    def finished(self, passes: Passes) -> Any:
+        """What the whole step would have returned."""
+
+    @contextlib.contextmanager
+    def logging(self, *, wanted: bool) -> Iterator[None]:
+        """Log values of the whole batch, once: while the last part runs."""
+        results, passes = self.again.lightning.results(), self.passes
+        if results is None or passes is None:
+            yield
+            return
+        log, reset = results.log, results.reset
+
+        def logged(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            passes.check_number(f"the value that it logs as `{name}`", value)
+            if wanted:
+                with passes.flow.silent():
+                    log(fx, name, value, *map(plain, args), **{key: plain(each) for key, each in kwargs.items()})
+
+        def emptied(*args: Any, **kwargs: Any) -> None:
+            with passes.flow.silent():
+                reset(*args, **kwargs)
+
+        results.log, results.reset = logged, emptied
+        try:
+            yield
+        finally:
+            vars(results).pop("log", None)
+            vars(results).pop("reset", None)
+
+    def losses(self, result: Any) -> list[torch.Tensor]:  # noqa: ARG002
+        """See `lightning_memguard.training.rescue.parts.Step`, also below."""
+        return []
+
+    def outputs(self, result: Any) -> Any:  # noqa: D102
+        return result
+
+    def backward(self, result: Any, share: float, *, is_last: bool) -> None:  # noqa: ARG002, D102
+        return
+
+    def begin(self) -> None:  # noqa: D102
+        if self.noted is not None:
+            self.again.state.put_back(self.noted)
+
+    def left(self) -> Iterable[Left]:  # noqa: D102
+        return () if self.noted is None else self.again.state.tensors_left(self.noted)
+
+    def noted_tensors(self) -> list[torch.Tensor] | None:  # noqa: D102
+        return self.again.state.tensors(self.noted) if self.failed and self.noted is not None else None
+
+    def notes_draws(self) -> bool:  # noqa: D102
+        return self.noted is not None and not self.again.state.draws_elsewhere(self.noted)
+
+    def is_memory(self, error: BaseException) -> bool:  # noqa: D102
+        return ran_out_of_memory(error)
+
+    def before_parts(self) -> None:
+        """The second passes begin."""
+
+    @contextlib.contextmanager
+    def smaller(self, start: int, stop: int) -> Iterator[int]:
+        """Some samples ran out of memory: release it; how many of them to take at once."""
+        free(self.again.device, again=True)
+        self.again.ranks.failed()
+        yield self.again.policy.smaller(self.again.part_of(self, start, stop))
+
+
+class TrainingStep(Step):
+    """A step of automatic optimization."""
+
+    def __init__(self, again: TrainingAgain, closure: Any, call: tuple[Any, Any, int]) -> None:
+        self.kwargs, self.optimizer, self.batch_idx = call
+        super().__init__(again, self.kwargs.get("batch"), self.batch_idx)
+        self.closure = closure
+        self.again: TrainingAgain = again
+        self.ran = closure
+        self.gradients = _Gradients(again.parameters) if closure._zero_grad_fn is None else None
+        self.in_backward = self.zeroed = self.had_backward = False
+        self.theirs: set[torch.Tensor] = set()  # parameters that have the gradient of the samples that run
+
+    def whole(self) -> Any:  # noqa: D102
+        return type(self.closure).closure(self.closure)
+
+    def obstacle(self, error: BaseException | None) -> str:  # noqa: D102
+        if error is not None:
+            raised_in = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+            self.in_backward = getattr(self.closure._backward_fn, "__code__", None) in raised_in
+            self.zeroed = self.in_backward or getattr(self.closure._zero_grad_fn, "__code__", None) in raised_in
+            self.had_backward = self.in_backward
+            self.theirs = self.gradients.written() if self.gradients else set()
+        if "batch" not in self.kwargs:
+            return "its training_step takes an iterator instead of a batch"
+        if any(is_a(optimizer, "LBFGS") for optimizer in self.again.trainer.optimizers):
+            return "LBFGS takes several passes a step, and its search would see their rounding"
+        if error is not None:
+            return self.again.ranks.obstacle(in_backward=self.in_backward)
+        return self.again.ranks.obstacle_of_strategy()
+
+    def before_parts(self) -> None:
+        """Clear the gradients, as the step would have; hooks are called once."""
+        zero, module = self.closure._zero_grad_fn, self.again.trainer.lightning_module
+        if zero is not None and self.zeroed:
+            module.optimizer_zero_grad(self.again.trainer.current_epoch, self.batch_idx, self.optimizer)
+        elif zero is not None:
+            zero()
+        self.zeroed = True
+
+    def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:  # noqa: D102
+        self.in_backward = False
+        kwargs = type(self.kwargs)(self.kwargs)
+        kwargs["batch"] = batch
+        self.ran = self.again.make(kwargs, self.optimizer, self.batch_idx)
+        with torch.enable_grad(), self.again.ranks.alone(final and is_last), self.logging(wanted=final and is_last):
+            return self.ran._step_fn()
+
+    def losses(self, result: Any) -> list[torch.Tensor]:  # noqa: D102
+        return [] if result.closure_loss is None else [result.closure_loss]
+
+    def outputs(self, result: Any) -> Any:  # noqa: D102
+        self.result, self.loss = result, result.closure_loss
+        return result.extra
+
+    def backward(self, result: Any, share: float, *, is_last: bool) -> None:  # noqa: D102
+        if self.ran._backward_fn is None or result.closure_loss is None:
+            return
+        self.begun = _Gradients(self.again.parameters)
+        with ExitStack() as around:
+            around.enter_context(torch.enable_grad())
+            around.enter_context(hooks_once(self.again.calls, before=not self.had_backward, after=is_last))
+            around.enter_context(without_gradients(self.theirs))
+            around.enter_context(self.again.ranks.alone(is_last))
+            around.enter_context(self.again.ranks.sending())
+            self.had_backward = self.in_backward = True
+            self.ran._backward_fn(result.closure_loss * share)
+        result.closure_loss = None
+
+    @contextlib.contextmanager
+    def smaller(self, start: int, stop: int) -> Iterator[int]:
+        """Parameters that got the gradient of all these samples keep it; smaller parts compute the others'."""
+        written, before = self.begun.written() if self.in_backward else set(), self.theirs
+        self.theirs = before | written
+        try:
+            with super().smaller(start, stop) as most:
+                yield most
+        finally:
+            self.theirs = before
+
+    def finished(self, passes: Passes) -> Any:  # noqa: D102
+        self.result.closure_loss = None
+        self.result.extra = passes.result()
+        return self.result
+
+
+class EvaluationStep(Step):
+    """A step of validation or test."""
+
+    def __init__(self, again: Again, own: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> None:
+        super().__init__(again, batch, int(rest[0]) if rest else 0)
+        self.own, self.rest = own, rest
+
+    def whole(self) -> Any:  # noqa: D102
+        return self.own(self.batch, *self.rest)
+
+    def obstacle(self, error: BaseException | None) -> str:  # noqa: ARG002, D102
+        return self.again.ranks.obstacle(in_backward=False)
+
+    def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:  # noqa: D102
+        with self.logging(wanted=final and is_last):
+            return self.own(batch, *self.rest)
+
+    def finished(self, passes: Passes) -> Any:  # noqa: D102
+        return passes.result()
+
+
+class Again:
+    """Does steps again in parts where they run out of memory.
+
+    Args:
+        trainer: the Trainer.
+        module: its module.
+        policy: how large parts are, and which batches are not tried as a whole.
+        cut: how batches are cut, as far as is known.
+        by_name: go on where the difference is of a known kind.
+        announce: warns of something.
+
+    Attributes:
+        refused: why the last step that ran out of memory was not done again.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        policy: Policy,
+        cut: Cut | None,
+        announce: Callable[[str], None],
+        *,
+        by_name: bool,
+    ) -> None:
+        self.trainer: Any = trainer
+        self.module = module
+        self.policy = policy
+        self.by_name = by_name
+        self.device = trainer.strategy.root_device
+        self.refused = ""
+        self.state = StepState(trainer, module)
+        self.ranks = OtherRanks(trainer, module)
+        self.lightning = Lightning(trainer)
+        self._cut = cut
+        self._announce = announce
+        self._broken = False
+
+    def run(self, step: Step) -> Any:
+        """Run a step, in parts if it has to be."""
+        at_once = self._quietly(lambda: self.policy.at_once(step.batch), 0)
+        if at_once:
+            done, result = self._planned(step, at_once)
+            if done:
+                return result
+        step.noted = None if self._broken else self._quietly(lambda: self._note(step), None)
+        try:
+            result = step.whole()
+        except Exception as error:
+            if not ran_out_of_memory(error) or not self._takes(step, error):
+                raise
+            failed = error
+        else:
+            self._quietly(lambda: self._succeeded(step), None)
+            return result
+        return self._again(step, failed)
+
+    def part_of(self, step: Step, start: int, stop: int) -> Part:
+        """What is known of some samples of a step's batch."""
+        samples, cut = next(cuts_for(step.batch, self._cut))
+        nbytes = batch_bytes(part_of(step.batch, cut, samples, start, stop))
+        return Part(stop - start, nbytes)
+
+    def _note(self, step: Step, *, draws: bool = False) -> Noted:
+        self.ranks.begin()
+        return self.state.note(self.lightning.results(), step.batch, draws=draws)
+
+    def _succeeded(self, step: Step) -> None:
+        if step.noted is not None:
+            self.state.watch()
+        self.policy.ran_whole(step.batch)
+
+    def _quietly(self, work: Callable[[], Any], otherwise: Any) -> Any:
+        """Do something of ours, which must not stop a training that has enough memory."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001
+            if not self._broken:
+                self._broken = True
+                self._announce(
+                    "MemGuard will not do steps that run out of memory again in parts of their batch: "
+                    f"{type(error).__name__}: {error}"
+                )
+            return otherwise
+
+    # -- after a failure
+
+    def _takes(self, step: Step, error: BaseException) -> bool:
+        """Whether a step that raised is to be done again; if so, what it made is held no more."""
+        try:
+            step.failed = True
+            self.policy.failed(step.place)
+            self.refused = self._obstacle(step, error)
+        except BaseException as failure:  # noqa: BLE001 - the user's error is the one to be raised
+            self.refused = f"{type(failure).__name__}: {failure}"
+        if not self.refused:
+            release(error)
+        return not self.refused
+
+    def _obstacle(self, step: Step, error: BaseException) -> str:
+        if step.noted is None:
+            return "what it changes could not be noted before it"
+        obstacle = step.obstacle(error) or self.state.obstacle(step.noted)
+        if obstacle:
+            return obstacle
+        self.state.put_back(step.noted)
+        return self._obstacle_of_batch(step)
+
+    def _obstacle_of_batch(self, step: Step) -> str:
+        try:
+            samples, _ = next(cuts_for(step.batch, self._cut))
+        except CannotTraceError as error:
+            return f"its batch cannot be cut by sample: {error}"
+        return "" if samples > 1 else "its batch is a single sample"
+
+    def _again(self, step: Step, error: BaseException) -> Any:
+        """Do a step that failed again.
+
+        Raises:
+            BaseException: the step's own error, if it turns out that parts would make another step, or if a single
+                sample does not fit.
+        """
+        try:
+            self.ranks.failed()
+            free(self.device)
+            whole = self.part_of(step, 0, next(cuts_for(step.batch, self._cut))[0])
+            return self._in_parts(step, self.policy.most_samples(whole))
+        except Refused as refused:
+            self.refused = str(refused)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as failure:  # noqa: BLE001 - see above
+            memory = ran_out_of_memory(failure)
+            self.refused = "not even one sample fits" if memory else f"{type(failure).__name__}: {failure}"
+            release(failure)
+        self._quietly(lambda: self._leave(step), None)
+        raise error.with_traceback(None)
+
+    def _leave(self, step: Step) -> None:
+        if step.noted is not None:
+            self.state.put_back(step.noted)
+
+    def _planned(self, step: Step, at_once: int) -> tuple[bool, Any]:
+        """Do a step in parts from the start, because it would run out of memory; False if it has to be whole."""
+        try:
+            step.noted = self._note(step, draws=True)
+            if step.obstacle(None) or self._obstacle_of_batch(step):
+                return False, None
+            self.ranks.send_buffers()
+            return True, self._in_parts(step, at_once)
+        except (Exception, Refused) as error:
+            memory = ran_out_of_memory(error)
+            if not memory and not isinstance(error, Refused):
+                raise
+            accumulates = isinstance(step, TrainingStep) and step.gradients is not None
+            if self.ranks.has_sent or (accumulates and step.had_backward):  # type: ignore[attr-defined]
+                if memory:
+                    raise
+                raise torch.OutOfMemoryError(
+                    "a batch that would run out of memory could not be done in parts"
+                ) from None
+            release(error)
+        self._quietly(lambda: self._leave(step), None)
+        return False, None
+
+    def _in_parts(self, step: Step, most: int) -> Any:
+        reason: Refused | None = None
+        for samples, cut in cuts_for(step.batch, self._cut):
+            passes = Passes(step, cut, samples, self.module, by_name=self.by_name)
+            try:
+                most = passes.learn(min(most, samples - 1))
+            except Refused as refused:
+                passes.undo()
+                reason = reason or refused
+                continue
+            try:
+                step.before_parts()
+                passes.run(most)
+                result = step.finished(passes)
+            except BaseException:
+                passes.undo()
+                raise
+            self._quietly(self.state.watch, None)
+            self.policy.rescued(step.place, self.part_of(step, 0, samples), passes.largest, passes.changes)
+            return result
+        raise reason or Refused("its batch cannot be cut by sample")
+
+    @abstractmethod
+    def install(self) -> None:
+        """Guard the steps from now on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the Trainer as it was."""
+
+
+class TrainingAgain(Again):
+    """The same for training steps, between `install` and `close`."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        super().__init__(trainer, module, *args, **kwargs)
+        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        self.parameters = [each for each in module.parameters() if each.requires_grad]
+        self.calls = self.lightning.calls(module)
+
+    def install(self) -> None:
+        """Guard the steps from now on."""
+        self.make = self._loop._make_closure
+        self._loop._make_closure = self._guarded
+        self.ranks.install()
+
+    def close(self) -> None:
+        """Leave the Trainer as it was."""
+        vars(self._loop).pop("_make_closure", None)
+        self.ranks.close()
+
+    def _guarded(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        closure = self.make(kwargs, optimizer, batch_idx)
+        closure.closure = partial(self._run, closure, (kwargs, optimizer, batch_idx))
+        return closure
+
+    def _run(self, closure: Any, call: tuple[Any, Any, int], *_: Any, **__: Any) -> Any:
+        if self._broken:
+            return type(closure).closure(closure)
+        step = self._quietly(lambda: TrainingStep(self, closure, call), None)
+        return type(closure).closure(closure) if step is None else self.run(step)
+
+
+class EvaluationAgain(Again):
+    """The same for steps of validation and test."""
+
+    def install(self) -> None:
+        """Guard the steps from now on."""
+        strategy = self.trainer.strategy
+        for name in _EVALUATIONS:
+            setattr(strategy, name, partial(self._run, getattr(strategy, name)))
+        self.ranks.install()
+
+    def close(self) -> None:
+        """Leave the strategy as it was."""
+        for name in _EVALUATIONS:
+            vars(self.trainer.strategy).pop(name, None)
+        self.ranks.close()
+
+    def _run(self, own: Callable[..., Any], batch: Any, *rest: Any) -> Any:
+        return self.run(EvaluationStep(self, own, batch, rest))
+
+
+class _Gradients:
+    """Which gradients there are, and how often each was written to."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self._parameters = parameters
+        self._grads = [each.grad for each in parameters]
+        self._versions = [0 if each is None else each._version for each in self._grads]
+
+    def written(self) -> set[torch.Tensor]:
+        """The parameters whose gradient was added to since."""
+        return {
+            p
+            for p, grad, version in zip(self._parameters, self._grads, self._versions, strict=True)
+            if p.grad is not grad or (grad is not None and grad._version != version)
+        }

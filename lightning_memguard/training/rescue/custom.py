@@ -1,0 +1,126 @@
+"""Backward passes that users wrote (``torch.autograd.Function``): followed while they run, or refused.
+
+PyTorch's own derivatives treat samples as their operators do, and are linear. A user's need not be: it may average over
+the batch, or clamp the gradient of a weight. So its operators are followed as those of the forward pass are, from the
+gradients of what it returned. It must return rows for what was rows, and sums for weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lightning_memguard.training.rescue.flow import Flow
+from lightning_memguard.training.rescue.layout import Layout, Refused, get
+from lightning_memguard.training.rescue.reductions import AllReduce
+
+_NEVER = ("CheckpointFunction", "BackwardHookFunction")  # they run other people's code in their backward pass
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a user's function, and how samples lie in what it took and returned."""
+
+    name: str
+    node: Any
+    inputs: list[Layout | None]
+    outputs: list[Layout | None]
+    returned: list[torch.Tensor]
+
+
+class CustomFunctions:
+    """The user's functions that a pass runs; see `watched` and `followed`."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._calls: list[Call] = []
+        self._proven: set[int] = set()  # places of calls whose backward pass was followed
+
+    @property
+    def any(self) -> bool:
+        """Whether there were some."""
+        return bool(self._calls)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note the user's functions that run forward.
+
+        Raises:
+            Refused: one of them is known to run other code in its backward pass.
+        """
+        self._calls = []
+        own: Callable[..., Any] = torch.autograd.Function.__dict__["apply"].__func__
+
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            out = own(cls, *args, **kwargs)
+            if cls is not AllReduce:
+                self._note(cls.__name__, args, out)
+            return out
+
+        with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+            yield
+
+    def _note(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        outs = [each for each in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(each, torch.Tensor)]
+        node = next((each.grad_fn for each in outs if each.grad_fn is not None), None)
+        if node is None:
+            return
+        if name in _NEVER:
+            raise Refused(f"{name} runs code of its own in the backward pass")
+        inputs = [self._layout(each) if isinstance(each, torch.Tensor) else None for each in args]
+        self._calls.append(Call(name, node, inputs, [self._layout(each) for each in outs], outs))
+
+    def _layout(self, tensor: torch.Tensor) -> Layout | None:
+        return get(tensor, self._flow.token)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the user's functions while they run backward.
+
+        Raises:
+            Refused: a part has a single sample, in which it cannot be seen where samples lie.
+        """
+        handles = []
+        for place, call in enumerate(self._calls):
+            if self._flow.samples == 1:
+                if place not in self._proven:
+                    raise Refused(f"the backward pass of {call.name}, a custom autograd function, for one sample alone")
+                continue
+            handles.append(call.node.register_prehook(lambda grads, call=call: self._begin(call, grads)))
+            handles.append(call.node.register_hook(lambda grads, _, c=call, p=place: self._end(p, c, grads)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._calls = []
+
+    def _begin(self, call: Call, grads: tuple[torch.Tensor | None, ...]) -> None:
+        flow = self._flow
+        for grad, layout in zip(grads, call.outputs, strict=False):
+            if grad is None:
+                continue
+            if layout is None or layout.kind not in ("rows", "constant"):
+                raise Refused(f"{call.name}, a custom autograd function, returns values of the whole batch")
+            flow.put(grad, layout if layout.kind == "rows" else Layout("sum"))
+        flow.idle, flow.strict = False, [*zip(call.returned, call.outputs, strict=True)]
+
+    def _end(self, place: int, call: Call, grads: tuple[torch.Tensor | None, ...]) -> None:
+        flow = self._flow
+        flow.idle, flow.strict = True, None
+        for grad, layout in zip(grads, call.inputs, strict=False):
+            if grad is None:
+                continue
+            found = self._layout(grad)
+            if layout is not None and layout.kind == "rows":
+                same = found is not None and found.kind == "rows" and found.place() == layout.place()
+            else:
+                same = found is not None and found.kind == "sum"
+            if not same:
+                raise Refused(f"the backward pass of {call.name}, a custom autograd function, mixes samples")
+        self._proven.add(place)

@@ -1,0 +1,479 @@
+"""Each operator that a part of a step runs -> how the samples lie in what it returns, or a refusal.
+
+The parts of a step must run one program: the first that runs writes down its operators, their numbers and the layouts
+of their results, and every other part has to follow it. A number that depends on the size of the part in any way that
+was not seen differs between parts of different sizes, and refuses the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memguard.training.rescue import rules
+from lightning_memguard.training.rescue.layout import (
+    CONSTANT,
+    WHOLE,
+    Layout,
+    Refused,
+    Waits,
+    get,
+    piece,
+    put,
+    refuse,
+)
+
+_READS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
+_COPIED_BYTES = 1 << 16  # smaller tensors that appear from nowhere are copied
+_ALIKE_BYTES = 1 << 28  # constants that appear from nowhere are compared up to this size
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operator of the program that all parts run."""
+
+    func: Any
+    numbers: tuple[Any, ...]
+    layouts: tuple[Layout, ...]
+    shapes: tuple[tuple[int | None, ...], ...]  # None: the samples' dimension
+
+
+@dataclass
+class Script:
+    """The program: its operators, and the tensors that it takes from elsewhere, in order."""
+
+    entries: list[Entry] = field(default_factory=list)
+    outside: list[Outside] = field(default_factory=list)
+    complete: bool = False
+
+
+class Flow(TorchDispatchMode):
+    """Follows one pass over one part, between `begin` and `end`.
+
+    Attributes:
+        token: of the pass; layouts of other passes do not count.
+        quiet: whether operators of our own run.
+        idle, recomputes: whether a backward pass runs, of which code in activation checkpoints is followed.
+        strict: what the user's function returned whose backward pass runs; None if none does.
+        sized: the layout of what a factory makes from a size of the part, while it runs.
+        changes: known ways in which the step in parts is another one, by the user's leave.
+        writes: to tensors that outlive the pass, and what these were before.
+        extends: whether this pass writes the program that the others follow.
+        noted: by storage, the tensors whose versions were noted before an attempt that failed; None if none did.
+    """
+
+    def __init__(self, total: int, constants: Iterable[torch.Tensor], *, by_name: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total, self.by_name = total, by_name
+        self.changes: dict[str, None] = {}
+        self.script = Script()
+        self.quiet = self.idle = self.recomputes = False
+        self.sized: Layout | None = None
+        self.start = self.stop = 0
+        self.writes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.pending = self.extends = False
+        self.noted: dict[int, list[torch.Tensor]] | None = None
+        known = [*constants]
+        self._constants, self._storages = {id(each) for each in known}, {_storage(each) for each in known}
+        self.token: object = None
+        self.strict: list[tuple[torch.Tensor, Layout | None]] | None = None
+        self.drawn: list[rules.Drawn | None] = []  # how random numbers lie, since this was cleared; None: constants
+        self.to_draw: Iterator[rules.Drawn | None] = iter(())
+        self._restart()
+
+    def _restart(self) -> None:
+        self.place = self._strangers = 0
+        self._changed: dict[int, tuple[int, bool]] = {}  # storages of constants: how often written to, with samples?
+        self._written: list[tuple[str, list[torch.Tensor], list[int]]] = []  # whose versions count up after an operator
+        self._new: set[int] = set()  # storages of tensors that were made from values of Python
+        self._raw: set[int] = set()  # storages that nothing was written to yet
+
+    # -- a pass
+
+    def begin(self, start: int, stop: int, *, extends: bool = False) -> None:
+        """A pass over some samples begins."""
+        self.undo_writes()
+        self.token = object()
+        self.start, self.stop, self.extends = start, stop, extends
+        self.pending = False
+        self._restart()
+
+    def undo_writes(self) -> None:
+        """Make the tensors that a pass has written to as they were."""
+        with torch.no_grad():
+            for tensor, value in self.writes.values():
+                tensor.copy_(value)
+        self.writes.clear()
+
+    def finish(self) -> None:
+        """The pass has reached the end of its program.
+
+        Raises:
+            Refused: another part has not.
+        """
+        self.check_writes()
+        if self.script.complete and self.place != len(self.script.entries) and not self.is_single:
+            raise Refused("parts of its batch run different operators")
+        self.script.complete = True
+
+    @property
+    def samples(self) -> int:
+        """How many the part has."""
+        return self.stop - self.start
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the part is one sample, of which `Reductions` says how it lies in what functions return."""
+        return self.samples == 1
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer."""
+        return id(tensor) in self._constants
+
+    def is_new(self, tensor: torch.Tensor) -> None:
+        """Say that a tensor was made in this pass, from values of Python: the step may write to it."""
+        if id(tensor) not in self._constants:
+            self._new.add(_storage(tensor))
+
+    def layout(self, tensor: torch.Tensor) -> Layout:
+        """How the samples lie in a tensor."""
+        found = get(tensor, self.token)
+        if found is None:
+            return self._from_elsewhere(tensor)
+        if self._changed and found.kind in ("constant", "whole"):
+            return self._as_changed(tensor, found)
+        return found
+
+    def put(self, tensor: torch.Tensor, layout: Layout) -> None:
+        """Say how the samples lie in a tensor."""
+        put(tensor, self.token, layout)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Run operators of our own."""
+        before, self.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
+    def _as_changed(self, tensor: torch.Tensor, found: Layout) -> Layout:
+        """A constant, some view of which was written to."""
+        count, samples = self._changed.get(_storage(tensor), (0, False))
+        if not count:
+            return found
+        if samples:
+            raise refuse("it reads a tensor into a part of which samples were written")
+        return WHOLE.waiting(self.pending)
+
+    def _from_elsewhere(self, tensor: torch.Tensor) -> Layout:
+        """A tensor that no operator of this pass has made: it must be the same in each part."""
+        if id(tensor) in self._constants:
+            if self._changed:
+                return self._as_changed(tensor, CONSTANT)
+            return CONSTANT
+        if self.recomputes:
+            return self._recomputed(tensor)
+        with self.silent():
+            place, self._strangers = self._strangers, self._strangers + 1
+            known = self.script.outside
+            if place == len(known) and self.extends and not self.script.complete:
+                known.append(Outside.of(tensor))
+            elif place >= len(known) or not known[place].is_same(tensor):
+                raise refuse("a tensor that is not of the batch differs from part to part")
+        put(tensor, self.token, CONSTANT)
+        return CONSTANT
+
+    def _recomputed(self, tensor: torch.Tensor) -> Layout:
+        """A tensor that code takes in the backward pass: in a user's function, one of unknown origin is refused."""
+        if self.strict is None:
+            return CONSTANT
+        for known, layout in self.strict:
+            if layout is not None and _storage(known) == _storage(tensor) and known.shape == tensor.shape:
+                return layout
+        if tensor.dim() == 0 and not tensor.requires_grad:
+            return CONSTANT  # a number of Python's
+        raise refuse("the backward pass of a custom autograd function takes a tensor that is not known from before")
+
+    # -- an operator
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.quiet or self.idle:
+            return func(*args, **kwargs)
+        if self._written:
+            self.check_writes()
+        info = rules.info_of(func)
+        if info.name in ("detach", "alias"):  # saving a tensor for the backward pass detaches it
+            return self._alias(func, args, kwargs)
+        if self.is_single and not self.recomputes:
+            return self._run_single(info, args, kwargs)
+        tensors = rules.tensors_in(args, kwargs)
+        call = rules.Call(info, args, kwargs, tensors, [self.layout(tensor) for tensor in tensors], self.samples)
+        self._before(call)
+        out = self._drawn(call) if info.draws else func(*args, **kwargs)
+        call.outs = rules.flat(out)
+        layouts = self._found(call)
+        self._follow(call, layouts)
+        for tensor, layout in zip(call.outs, layouts, strict=True):
+            if info.mutates and any(tensor is each for each in call.tensors):
+                self._after_write(call, tensor, layout)
+            put(tensor, self.token, layout)
+            if info.empties and tensor.numel():
+                self._raw.add(_storage(tensor))
+        return out
+
+    def _alias(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout = get(args[0], self.token) if self.is_single else self.layout(args[0])
+        out = func(*args, **kwargs)
+        if layout is not None:
+            put(out, self.token, layout)
+        return out
+
+    def _before(self, call: rules.Call) -> None:
+        """Refuse what must not run, and keep what it writes to."""
+        self.pending |= call.pending
+        self._check(call)
+        if self._raw:
+            self._check_raw(call)
+        if call.info.mutates:
+            self._before_write(call)
+            if self.noted is not None:
+                self._note_versions(call)
+
+    def _run_single(self, info: rules.Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator for one sample; `Reductions` says how it lies in what a function returns."""
+        tensors = rules.tensors_in(args, kwargs)
+        call = rules.Call(info, args, kwargs, tensors, [get(each, self.token) or CONSTANT for each in tensors], 1)
+        self._check(call)
+        if info.mutates:
+            self._before_write(call)
+        drawn = next(self.to_draw, None) if info.draws else None
+        return info.func(*args, **kwargs) if drawn is None else self._draw(info.func, call, drawn)
+
+    def _check_raw(self, call: rules.Call) -> None:
+        """Memory that no operator has written to was written by a kernel that nothing is known of."""
+        written = {_storage(tensor) for tensor in call.written()} if call.info.mutates else set()
+        for tensor in call.tensors:
+            key = _storage(tensor)
+            if key in self._raw and key not in written and not rules.only_views(call.info):
+                raise refuse(f"{call.info.name} reads what a kernel has written that does not go through PyTorch")
+        self._raw -= written
+
+    def _check(self, call: rules.Call) -> None:
+        """What must not run at all."""
+        if call.info.namespace.startswith(("c10d", "_c10d")):
+            raise refuse(f"{call.info.name} talks to the other ranks")
+        if call.info.name in _READS and call.is_tracked:
+            if call.kinds - {"constant", "whole"}:
+                raise refuse("it reads values of single samples as Python numbers")
+            if call.pending:
+                raise Waits
+
+    def _found(self, call: rules.Call) -> list[Layout]:
+        """The layouts of what an operator returns."""
+        if self.sized is not None and (not call.is_tracked or call.info.name.startswith("new_")):
+            call.makes = all(fits(each, self.sized, self.samples) for each in call.outs)
+        if call.makes and self.sized is not None:
+            found = [self.sized] * len(call.outs)
+        elif not call.is_tracked:
+            found = [CONSTANT] * len(call.outs)
+        else:
+            found = self._carried(call)
+        return [each.waiting(call.pending) for each in found]
+
+    def _carried(self, call: rules.Call) -> list[Layout]:
+        """The layouts that follow from those of the arguments; only the first part works them out."""
+        if self.recomputes:
+            return rules.layouts_of(call)
+        if self.place < len(self.script.entries):
+            return [*self.script.entries[self.place].layouts]
+        if not self.extends or self.script.complete:
+            raise refuse(f"parts of its batch run different operators: {call.info.name}")
+        try:
+            return rules.layouts_of(call)
+        except rules.BatchNorm as norm:
+            if not self.by_name:
+                raise refuse(str(norm)) from None
+            self.changes.setdefault("batch norm normalizes each part by its own statistics")
+            return [norm.layout, *[CONSTANT] * (len(call.outs) - 1)]
+
+    def _follow(self, call: rules.Call, layouts: list[Layout]) -> None:
+        """Write the operator down, or compare it with what the first part ran."""
+        if self.recomputes:
+            return
+        place, self.place = self.place, self.place + 1
+        if place < len(self.script.entries):
+            entry = self.script.entries[place]
+            shapes = tuple(rules.shape_of(t, o) for t, o in zip(call.outs, entry.layouts, strict=False))
+            if entry.func is not call.info.func or entry.numbers != call.numbers() or entry.shapes != shapes:
+                raise refuse(f"{call.info.name} depends on how many samples there are, or on their values")
+        elif self.script.complete or not self.extends:
+            raise refuse(f"parts of its batch run different operators: {call.info.name}")
+        else:
+            shapes = tuple(rules.shape_of(t, o) for t, o in zip(call.outs, layouts, strict=True))
+            entry = Entry(call.info.func, call.numbers(), tuple(o.waiting(False) for o in layouts), shapes)
+            self.script.entries.append(entry)
+        for tensor, layout in zip(call.outs, layouts, strict=True):
+            if layout.has_samples and not layout.ragged and not fits(tensor, layout, self.samples):
+                raise refuse(f"{call.info.name} returns rows that do not belong to samples")
+
+    # -- writes
+
+    def _before_write(self, call: rules.Call) -> None:
+        for tensor in call.written():
+            if self._is_outside(tensor):
+                key = _storage(tensor)
+                if key not in self.writes:
+                    with self.silent(), torch.no_grad():
+                        whole = _whole_of(tensor)
+                        self.writes[key] = whole, whole.clone()
+
+    def _note_versions(self, call: rules.Call) -> None:
+        """Note how often tensors were written to that were noted before the step; batch norm's are never counted."""
+        if "batch_norm" in call.info.name or self.noted is None:
+            return
+        for tensor in call.written():
+            if self._is_outside(tensor) and tensor.numel():
+                known = self.noted.get(_storage(tensor))
+                if known is None:
+                    raise refuse(f"{call.info.name} writes to a tensor whose value before the step is not known")
+                self._written.append((call.info.name, known, [version_of(each) for each in known]))
+
+    def check_writes(self) -> None:
+        """Refuse writes that the versions of tensors do not count: whether a failed attempt made them is unknown."""
+        written, self._written = self._written, []
+        for name, known, versions in written:
+            if [version_of(each) for each in known] == versions:
+                raise refuse(f"{name} writes to a tensor through `.data`, so its value before the step is not known")
+
+    def _after_write(self, call: rules.Call, tensor: torch.Tensor, layout: Layout) -> None:
+        before = next(o for t, o in zip(call.tensors, call.layouts, strict=True) if t is tensor)
+        if layout.kind in ("rows", "order") and self._is_outside(tensor, fresh=True):
+            raise refuse(f"{call.info.name} writes samples into a tensor that outlives the step")
+        if before.kind == layout.kind and before.place() == layout.place():
+            return
+        if before.has_samples:
+            raise refuse(f"{call.info.name} writes something else over samples")
+        count, samples = self._changed.get(_storage(tensor), (0, False))
+        samples |= layout.has_samples
+        if samples and (tensor._is_view() or count):
+            raise refuse(f"{call.info.name} writes samples into a part of a tensor")
+        self._changed[_storage(tensor)] = count + 1, samples
+
+    def _is_outside(self, tensor: torch.Tensor, *, fresh: bool = False) -> bool:
+        """Whether a tensor is not of this pass: a parameter, a buffer, an attribute."""
+        key = _storage(tensor)
+        if key in self._new:
+            return False
+        if key in self._storages or (fresh and key in self.writes):
+            return True
+        return any(key == _storage(each.tensor) for each in self.script.outside[: self._strangers])
+
+    # -- random numbers
+
+    def _drawn(self, call: rules.Call) -> Any:
+        """Run an operator that may draw random numbers."""
+        rows = next((layout for layout in call.layouts if layout.kind == "rows"), None)
+        layout = self.sized or rows
+        drawn = None if layout is None else rules.drawn_like(call, layout)
+        self.drawn.append(drawn)
+        if drawn is None:
+            return call.info.func(*call.args, **call.kwargs)
+        return self._draw(call.info.func, call, drawn)
+
+    def _draw(self, func: Any, call: rules.Call, drawn: rules.Drawn) -> Any:
+        """Draw the whole batch's random numbers, and take those of this part."""
+        if call.kwargs.get("generator") is not None:
+            raise refuse(f"{call.info.name} draws from a generator of its own")
+        draw = rules.draw_whole(call, drawn, self.total)
+        if draw is None:
+            return self._draw_own(func, call)
+        with self.silent():
+            return draw(lambda whole: piece(whole, drawn.layout, self.start, self.stop, self.total))
+
+    def _draw_own(self, func: Any, call: rules.Call) -> Any:
+        if not call.is_random():
+            return func(*call.args, **call.kwargs)
+        if not self.by_name:
+            raise refuse(f"{call.info.name} draws random numbers for each sample, and not those of the whole batch")
+        self.changes.setdefault("random numbers, such as dropout masks, are drawn for each part")
+        devices = {t.device for t in call.tensors if t.device.type == "cuda"}
+        with torch.random.fork_rng([device.index or 0 for device in devices]):
+            out = func(*call.args, **call.kwargs)
+        for device in devices or {torch.device("cpu")}:  # what is drawn later is the same in each part
+            torch.rand((), device=device)
+        return out
+
+
+def fits(tensor: torch.Tensor, layout: Layout, samples: int) -> bool:
+    """Whether the dimension of a layout has the size that the part's samples take."""
+    return layout.dim < tensor.dim() and tensor.shape[layout.dim] == layout.outer * samples * layout.inner
+
+
+def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    """Tensors by the memory that they share."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(_storage(tensor), []).append(tensor)
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage that it may reach, as a tensor."""
+    base = tensor._base if tensor._base is not None else tensor
+    return base.detach()
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A tensor that the program takes from elsewhere, as the first part found it."""
+
+    tensor: torch.Tensor
+    version: int
+    value: torch.Tensor | None  # of a small one, which the step may write to, and which is put back then
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Outside:
+        """Note a tensor."""
+        is_small = tensor.layout == torch.strided and tensor.numel() * tensor.element_size() <= _COPIED_BYTES
+        return cls(tensor, version_of(tensor), tensor.detach().clone() if is_small else None)
+
+    def is_same(self, tensor: torch.Tensor) -> bool:
+        """Whether another part has taken this tensor, or one of its values."""
+        if (tensor is self.tensor or _views_same(tensor, self.tensor)) and version_of(tensor) == self.version:
+            return True
+        known = self.tensor if self.value is None else self.value
+        if self.value is None and tensor is self.tensor:
+            return False
+        if (tensor.shape, tensor.dtype, tensor.device) != (known.shape, known.dtype, known.device):
+            return False
+        if tensor.numel() * tensor.element_size() > _ALIKE_BYTES:
+            return False
+        if tensor.is_floating_point():
+            return bool(torch.isclose(tensor, known, rtol=0, atol=0, equal_nan=True).all())
+        return bool((tensor == known).all())
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; tensors made in inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _views_same(tensor: torch.Tensor, known: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or known.layout != torch.strided:
+        return False
+    return (
+        tensor.data_ptr() == known.data_ptr() != 0 and tensor.shape == known.shape and tensor.stride() == known.stride()
+    )

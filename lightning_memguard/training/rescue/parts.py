@@ -1,0 +1,365 @@
+"""One step on a batch -> the same step, run on one part of the batch after the other.
+
+First the parts run forward, and nothing is saved for a backward pass, until each reduction over samples has the whole
+batch's value. Then each part runs once more, with its backward pass. See `reductions` and `flow`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_memguard.core.capture.batch import children_of, map_tensors, rebuilt
+from lightning_memguard.training.rescue.custom import CustomFunctions
+from lightning_memguard.training.rescue.cut import Cut, Entries, even_parts, part_of, uneven_parts
+from lightning_memguard.training.rescue.flow import Flow, by_storage
+from lightning_memguard.training.rescue.layout import (
+    Layout,
+    Refused,
+    Waits,
+    forget,
+    get,
+    join,
+    refuse,
+    refuse_after,
+)
+from lightning_memguard.training.rescue.memory import release
+from lightning_memguard.training.rescue.reductions import Reductions, Totals, lengths
+from lightning_memguard.training.rescue.sizes import Size, plain
+from lightning_memguard.training.rescue.state import Left
+
+_ROUNDS = 8  # forward passes of a part, each of which reads values that the one before has made known
+_SCRIPT = 2  # samples that show which dimension is theirs, where parts hold a single one
+
+
+class Step(Protocol):
+    """What runs, and what it may change."""
+
+    batch: Any
+    passes: Passes | None
+
+    def begin(self) -> None:
+        """Make everything as it was before the step."""
+
+    def noted_tensors(self) -> list[torch.Tensor] | None:
+        """The tensors whose versions were noted before an attempt that failed; None if none did."""
+
+    def notes_draws(self) -> bool:
+        """Whether the states of Python's and NumPy's random numbers before the step are known."""
+
+    def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:
+        """Run a part forward; ``final`` where its backward pass follows, ``is_last`` where no other part does."""
+
+    def losses(self, result: Any) -> list[torch.Tensor]:
+        """The tensors that are differentiated."""
+
+    def outputs(self, result: Any) -> Any:
+        """The results that are joined."""
+
+    def backward(self, result: Any, share: float, *, is_last: bool) -> None:
+        """Run the backward pass; the loss is scaled by the part's share of the samples."""
+
+    def left(self) -> Iterable[Left]:
+        """The tensors that it has left in Python's state."""
+
+    def is_memory(self, error: BaseException) -> bool:
+        """Whether an exception says that memory ran out."""
+
+    def smaller(self, start: int, stop: int) -> contextlib.AbstractContextManager[int]:
+        """Some samples ran out of memory in their last pass; how many to take at once, until it exits."""
+
+
+@dataclass
+class Part:
+    """What a part left behind, to be joined with what the others did."""
+
+    samples: int
+    outputs: Any
+    left: list[tuple[Left, Layout]]
+
+
+class Passes:
+    """Runs a step in parts; used once.
+
+    Args:
+        step: what runs.
+        cut: how its batch is cut.
+        total: how many samples that has.
+        module: whose parameters and buffers are the same in each part.
+        by_name: go on where the difference is of a known kind; see `changes`.
+    """
+
+    def __init__(self, step: Step, cut: Cut, total: int, module: nn.Module, *, by_name: bool) -> None:
+        self.step, self.cut, self.total = step, cut, total
+        self.module = module
+        self.flow = Flow(total, [*module.parameters(), *module.buffers()], by_name=by_name)
+        self.totals = Totals()
+        self.reductions = Reductions(self.flow, self.totals)
+        self.custom = CustomFunctions(self.flow)
+        self.step.passes = self
+        self.parts: list[Part] = []
+        self.largest = 0
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """How the step is not the same one; only where that was asked for."""
+        return tuple(self.flow.changes)
+
+    # -- first: what each reduction is
+
+    def learn(self, most: int) -> int:
+        """Run forward passes of at most so many samples until all reductions are known; return how many fitted.
+
+        Raises:
+            Refused: the step in parts would be, or might be, another step.
+            BaseException: what a part of one sample raised, of memory that ran out.
+        """
+        self._refuse_hooks()
+        noted = self.step.noted_tensors()
+        self.flow.noted = None if noted is None else by_storage(noted)
+        while True:
+            try:
+                self._learn(uneven_parts(0, self.total, most))
+            except Exception as error:
+                if most == 1 or not self.step.is_memory(error):
+                    raise
+                release(error)
+            else:
+                return most
+            gc.collect(1)
+            most = math.ceil(most / 2)
+
+    def _learn(self, parts: list[tuple[int, int]]) -> None:
+        first = parts[0] if parts[0][1] > 1 else (0, min(_SCRIPT, self.total))
+        for _ in range(_ROUNDS):
+            self.totals.begin()
+            if parts[0] != first:
+                self._learn_apart(*first)
+                self.totals.begin()
+            for start, stop in parts:
+                self._learn_from(start, stop, extends=(start, stop) == first)
+            if self.totals.learn(self.total) and self.flow.script.complete:
+                return
+        raise Refused(f"its reductions over samples depend on each other more than {_ROUNDS} times")
+
+    def _learn_apart(self, start: int, stop: int) -> None:
+        """Run several samples, where each part is a single one: which dimension is theirs cannot be seen there."""
+        try:
+            self._learn_from(start, stop, extends=True)
+        except Exception as error:
+            if not self.step.is_memory(error):
+                raise
+            release(error)
+            raise Refused("one sample may fit, but not the forward pass of two, which shows how samples lie") from None
+
+    def _learn_from(self, start: int, stop: int, *, extends: bool) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(_drop, _keep), self._pass(start, stop, extends=extends):
+            try:
+                result = self.step.forward(self._part(start, stop), final=False, is_last=False)
+            except Waits:
+                return
+            self.flow.finish()
+        self._inspect(result)
+
+    def _inspect(self, result: Any) -> None:
+        """Refuse what the operators did not show."""
+        for loss in self.step.losses(result):
+            layout = get(loss, self.flow.token)
+            if layout is None or layout.kind not in ("whole", "constant"):
+                raise Refused("the loss is that of single samples")
+        for each in self.step.left():
+            layout = get(each.tensor, self.flow.token)
+            if layout is not None and layout.has_samples and each.tensor.requires_grad:
+                raise Refused(f"training_step keeps samples with their graph in `{each.name}`")
+            if layout is not None and layout.kind == "order":
+                raise Refused(f"training_step keeps places of samples in `{each.name}`")
+
+    def check_number(self, what: str, value: Any) -> None:
+        """Refuse a value of single samples where one of the whole batch is expected."""
+        if isinstance(value, torch.Tensor):
+            layout = get(value, self.flow.token)
+            if layout is not None and layout.kind not in ("whole", "constant"):
+                raise refuse(f"{what} is one of single samples")
+
+    # -- then: the step
+
+    def run(self, most: int) -> None:
+        """Run each part forward and backward; see `learn`.
+
+        Raises:
+            Refused: a part computed something else than before.
+            BaseException: what a part raised that is not due to memory, or that holds a single sample.
+        """
+        self.reductions.ties = {place for place in self.totals.found if self.totals.reached_twice(place)}
+        self.totals.begin()
+        self._range(0, self.total, most)
+        self.totals.check()
+
+    def _range(self, start: int, stop: int, most: int) -> None:
+        for first, last in even_parts(start, stop, math.ceil((stop - start) / most)):
+            before = self.totals.copy()
+            try:
+                self._run_part(first, last)
+            except Exception as error:
+                if not self.step.is_memory(error) or last - first == 1:
+                    raise
+                release(error)
+            else:
+                continue
+            self.totals.found = before
+            with self.step.smaller(first, last) as smaller:
+                self._range(first, last, min(smaller, last - first - 1))
+
+    def _run_part(self, start: int, stop: int) -> None:
+        is_last = stop == self.total
+        with self._pass(start, stop):
+            result = self.step.forward(self._part(start, stop), final=True, is_last=is_last)
+            self.flow.finish()
+        self._inspect(result)
+        outputs = map_tensors(self.step.outputs(result), self._as_part)
+        left = [(each, layout) for each in self.step.left() if (layout := self._samples_in(each.tensor))]
+        with self._backward():
+            self.step.backward(result, (stop - start) / self.total, is_last=is_last)
+        self.parts.append(Part(stop - start, outputs, left))
+        self.largest = max(self.largest, stop - start)
+
+    def _samples_in(self, tensor: torch.Tensor) -> Layout | None:
+        layout = get(tensor, self.flow.token)
+        return layout if layout is not None and layout.has_samples else None
+
+    def _as_part(self, tensor: torch.Tensor) -> Any:
+        return _Kept(tensor.detach(), self._samples_in(tensor))
+
+    def result(self) -> Any:
+        """What one step would have returned; what it would have left in Python's state is put there."""
+        for places in zip(*(part.left for part in self.parts), strict=True):
+            last, layout = places[-1]
+            last.replace(join([each.tensor.detach() for each, _ in places], layout))
+        self.flow.writes.clear()  # what the last part wrote is what the step writes
+        for each in self.step.left():
+            forget(each.tensor)
+        return _joined([part.outputs for part in self.parts])
+
+    def undo(self) -> None:
+        """Make the tensors that outlive the step as they were before it."""
+        self.flow.undo_writes()
+
+    # -- a pass
+
+    def _part(self, start: int, stop: int) -> Any:
+        """A part of the batch, which the step may write to."""
+        with self.flow.silent():
+            return part_of(self.step.batch, self.cut, self.total, start, stop, self._mark)
+
+    def _mark(self, value: Any, cut: Cut) -> Any:
+        """Say how the samples lie in what was cut out of the batch."""
+        if isinstance(value, torch.Tensor):
+            value = value.clone()
+            self.flow.put(value, Layout("rows", cut.dim, 1, cut.rows))
+            return value
+        if cut.kind == "count":
+            return Size(cut.rows * self.total, value)
+        if isinstance(value, np.ndarray):
+            raise Refused("its batch holds samples in an array of NumPy")
+        return Entries(value) if isinstance(value, list) else value
+
+    @contextmanager
+    def _pass(self, start: int, stop: int, *, extends: bool = False) -> Iterator[None]:
+        """The surroundings of one pass over some samples."""
+        self.flow.begin(start, stop, extends=extends)
+        self.step.begin()
+        self.reductions.begin()
+        before = None if self.step.notes_draws() else _others_state()
+        with ExitStack() as around:
+            around.enter_context(torch.compiler.set_stance("force_eager"))
+            around.enter_context(mock.patch.object(torch.autograd, "grad", _refuse_grad))
+            around.enter_context(lengths(self.reductions))
+            around.enter_context(self.custom.watched())
+            around.enter_context(self.flow)
+            around.enter_context(self.reductions)
+            try:
+                yield
+            except (Refused, Waits):
+                raise
+            except Exception as error:
+                if self.step.is_memory(error):
+                    raise
+                if self.flow.pending:  # a value that was not known yet
+                    raise Waits from None
+                raise refuse_after(
+                    f"a part of its batch raises {type(error).__name__}: {error!s:.160}", error
+                ) from None
+        if before is not None and before != _others_state():
+            raise Refused("it draws random numbers from Python or NumPy, whose states before the step are not known")
+
+    @contextmanager
+    def _backward(self) -> Iterator[None]:
+        """The surroundings of a backward pass: code in activation checkpoints runs again, as it did forward."""
+        if not self.reductions.checkpoints and not self.custom.any:
+            yield
+            return
+        if self.reductions.checkpoints and self.flow.samples == 1:
+            raise Refused("activation checkpoints in a part of one sample")
+        self.flow.idle = self.flow.recomputes = True
+        try:
+            with self.custom.followed(), lengths(self.reductions), self.flow, self.reductions:
+                yield
+        finally:
+            self.flow.strict = None
+            self.flow.idle = self.flow.recomputes = False
+
+    # -- what changes gradients
+
+    def _refuse_hooks(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise Refused(f"a hook works on the gradient of `{name}`")
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor of a part's output, and how its samples lie."""
+
+    tensor: torch.Tensor
+    layout: Layout | None
+
+
+def _joined(outputs: list[Any]) -> Any:
+    last = outputs[-1]
+    if isinstance(last, _Kept):
+        value = last.tensor if last.layout is None else join([each.tensor for each in outputs], last.layout)
+        forget(value)
+        return value
+    children = children_of(last)
+    if children is None:
+        return plain(last)
+    every = [children_of(each) or {} for each in outputs]
+    return rebuilt(last, {key: _joined([each[key] for each in every]) for key in children})
+
+
+def _drop(_: torch.Tensor) -> None:
+    return None
+
+
+def _keep(_: Any) -> torch.Tensor:
+    raise Refused("it runs a backward pass of its own")
+
+
+def _refuse_grad(*_: Any, **__: Any) -> Any:
+    raise Refused("it computes gradients of its own, by torch.autograd.grad")
+
+
+def _others_state() -> Any:
+    numpy: Any = np.random.get_state()  # noqa: NPY002 - users draw from the global one
+    return random.getstate(), numpy[1].tobytes(), numpy[2]

@@ -1,0 +1,133 @@
+"""How large the parts of a step are, and which batches go in parts before they fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_memguard.core.capture.batch import batch_bytes, batch_size_of
+
+_PATIENCE, _MORE = 16, 4  # steps until a size that failed is tried again, and how many times longer if it fails again
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some samples of a batch: how many, and the bytes of their tensors."""
+
+    samples: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Rescue:
+    """A step that was done in parts.
+
+    Attributes:
+        samples: in the batch.
+        at_once: in the largest part.
+        changes: how it is not the same step; empty where it is.
+    """
+
+    samples: int
+    at_once: int
+    changes: tuple[str, ...]
+
+
+class Policy:
+    """Remembers what ran and what did not.
+
+    Args:
+        fits_now: whether a batch of so many bytes fits, by the prediction and what is free now.
+        fitting: how many samples of a part that failed the prediction says fit now; None if it does not know.
+        notify: called with each step that was done in parts.
+
+    Attributes:
+        failures: which steps ran out of memory since `restart`, by their place in the epoch.
+        steps: which were done in parts.
+    """
+
+    def __init__(
+        self,
+        fits_now: Callable[[int], bool] = lambda _: True,
+        fitting: Callable[[Part], int | None] = lambda _: None,
+        notify: Callable[[Rescue], None] = lambda _: None,
+    ) -> None:
+        self._fits_now, self._fitting, self._notify = fits_now, fitting, notify
+        self._too_large_bytes = math.inf  # batches from this size on go in parts
+        self._fitting_bytes = 0.0  # the largest part that ran, or is predicted to
+        self._wait, self._patience = 0, _PATIENCE
+        self._announced = False  # too large by the prediction, not by a failure
+        self.restart()
+
+    def restart(self) -> None:
+        """An epoch begins."""
+        self.failures, self.steps = set[int](), set[int]()
+
+    # -- before a step
+
+    def at_once(self, batch: Any) -> int:
+        """How many samples of a batch to run at once; 0 for all of them."""
+        if self._too_large_bytes == math.inf:
+            return 0
+        nbytes = batch_bytes(batch)
+        if nbytes < self._too_large_bytes:
+            return 0
+        self._wait -= 1
+        if self._wait < 0:
+            if self._fits_now(nbytes):
+                return 0
+            self._wait = self._patience
+        return self._within(batch_size_of(batch), nbytes)
+
+    def expect(self, batch: Any, share: float) -> int:
+        """Run batches as large as this one in parts, as it is predicted not to fit; return how many samples at once.
+
+        ``share`` is that of its samples which fit. 0 is all of them.
+        """
+        samples, nbytes = batch_size_of(batch), batch_bytes(batch)
+        if samples < 2 or share <= 0:
+            return 0
+        self._too_large_bytes = min(self._too_large_bytes, nbytes)
+        self._fitting_bytes = max(self._fitting_bytes, nbytes * share)
+        self._wait = self._patience
+        return self._within(samples, nbytes)
+
+    def _within(self, samples: int, nbytes: int) -> int:
+        fitting = int(samples * self._fitting_bytes / max(1, nbytes))
+        return max(1, min(fitting, math.ceil(samples / 2)))
+
+    # -- after it
+
+    def failed(self, place: int) -> None:
+        """A step ran out of memory as a whole."""
+        self.failures.add(place)
+
+    def ran_whole(self, batch: Any) -> None:
+        """A step ran as a whole: batches as large as it are tried again."""
+        if self._too_large_bytes < math.inf and batch_bytes(batch) >= self._too_large_bytes:
+            self._too_large_bytes, self._patience = math.inf, _PATIENCE
+
+    def most_samples(self, failed: Part) -> int:
+        """How many samples of a whole batch that failed to run at once."""
+        if failed.nbytes >= self._too_large_bytes:
+            self._patience *= _MORE  # it was tried again, and failed again
+        self._too_large_bytes = min(self._too_large_bytes, failed.nbytes)
+        self._wait = self._patience
+        half = math.ceil(failed.samples / 2)
+        if self._fitting_bytes:
+            return self._within(failed.samples, failed.nbytes)
+        known = self._fitting(failed)
+        return half if known is None else max(1, min(known, half))
+
+    def smaller(self, failed: Part) -> int:
+        """How many samples of a part that failed to run at once."""
+        self._fitting_bytes = min(self._fitting_bytes, failed.nbytes / 2)
+        return math.ceil(failed.samples / 2)
+
+    def rescued(self, place: int, batch: Part, largest: int, changes: tuple[str, ...]) -> None:
+        """A step was done in parts."""
+        self.steps.add(place)
+        self._fitting_bytes = max(self._fitting_bytes, batch.nbytes * largest / batch.samples)
+        self._notify(Rescue(batch.samples, largest, changes))

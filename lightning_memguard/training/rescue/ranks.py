@@ -1,0 +1,184 @@
+"""What a step in parts has to do with the rest of the Trainer: hooks, gradients, the other ranks.
+
+Private names of Lightning were checked on 2.5.0 to 2.6.6, those of torch on 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.rescue.layout import Refused
+from lightning_memguard.training.rescue.memory import ran_out_of_memory
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+_HAS_SENT = "DistributedDataParallel cannot start a backward pass again"
+
+
+class Lightning:
+    """The parts of a Trainer that a step in parts needs."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer
+
+    def results(self) -> Any:
+        """Lightning's collection of logged values, which a step logs to."""
+        return self._trainer._results
+
+    def calls(self, module: LightningModule) -> Any:
+        """The module of Lightning that calls hooks."""
+        return importlib.import_module(f"{lightning_of(module).__name__}.trainer.call")
+
+
+@contextlib.contextmanager
+def hooks_once(calls: Any, *, before: bool, after: bool) -> Iterator[None]:
+    """Call the hooks before or after a backward pass, or neither: the batch has several of these."""
+    skipped = {"on_before_backward"} if not before else set()
+    skipped |= {"on_after_backward"} if not after else set()
+
+    def filtered(call: Callable[..., Any], trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        return None if name in skipped else call(trainer, name, *args, **kwargs)
+
+    names = ("_call_callback_hooks", "_call_lightning_module_hook")
+    with contextlib.ExitStack() as patches:
+        for name in names:
+            patches.enter_context(mock.patch.object(calls, name, partial(filtered, getattr(calls, name))))
+        yield
+
+
+@contextlib.contextmanager
+def without_gradients(parameters: set[torch.Tensor]) -> Iterator[None]:
+    """Keep the gradients that parameters have; what a backward pass computes for them is let go."""
+    kept = {parameter: parameter.grad for parameter in parameters}
+    handles = []
+    for parameter in parameters:
+        parameter.grad = None
+        handles.append(parameter.register_post_accumulate_grad_hook(_let_go))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, grad in kept.items():
+            parameter.grad = grad
+
+
+def _let_go(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+class OtherRanks:
+    """What the other ranks see of a step in parts: the collective calls of one step.
+
+    Attributes:
+        has_sent: whether this rank has begun to send the gradients of the step.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer: Any = trainer
+        self._module = module
+        self.has_sent = False
+        self._collectives = -1
+        self._entering: RemovableHandle | None = None
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        model = self._trainer.strategy.model
+        return model if type(model) is DistributedDataParallel else None
+
+    def install(self) -> None:
+        """Count the collective calls of each step from now on."""
+        if self._trainer.world_size > 1:
+            self._entering = self._module.register_forward_pre_hook(self._count)
+
+    def close(self) -> None:
+        """Stop."""
+        if self._entering is not None:
+            self._entering.remove()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._collectives, self.has_sent = -1, False
+
+    def _count(self, *_: object) -> None:
+        if self._collectives < 0:
+            self._collectives = _calls()
+
+    def failed(self) -> None:
+        """The attempt that failed has sent the buffers: the other ranks expect them once for a batch."""
+        if self._ddp is not None:
+            self._ddp.require_forward_param_sync = False
+
+    def send_buffers(self) -> None:
+        """Send what the forward pass of the whole batch would; the parts send nothing before their gradients."""
+        if self._ddp is not None:
+            self._ddp._pre_forward()
+            self.failed()
+
+    @contextlib.contextmanager
+    def alone(self, with_others: bool) -> Iterator[None]:
+        """Keep gradients on this rank, unless this part's are to be sent for the whole batch."""
+        if self._ddp is None or with_others:
+            yield
+            return
+        with self._ddp.no_sync():
+            yield
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """Run a backward pass.
+
+        Raises:
+            Refused: it ran out of memory while it sent gradients.
+        """
+        self.has_sent = self._ddp is not None and self._ddp.require_backward_grad_sync
+        try:
+            yield
+        except Exception as error:
+            if self.has_sent and ran_out_of_memory(error):
+                raise Refused(_HAS_SENT) from None
+            raise
+
+    def obstacle_of_strategy(self) -> str:
+        """Why this strategy's steps are not done in parts; empty if they are."""
+        strategy = self._trainer.strategy
+        name = type(strategy).__name__
+        if strategy.handles_gradient_accumulation:
+            return f"{name} accumulates gradients by itself"
+        alone = self._trainer.world_size == 1 or self._ddp is not None
+        return "" if alone else f"{name} talks to the other ranks while the step runs"
+
+    def obstacle(self, *, in_backward: bool) -> str:
+        """Why this rank cannot do a step again by itself, such that the others see the collective calls of one step.
+
+        Before the backward pass, the last of the parts can make the calls that the step would have made, and no rank
+        waits for one that does not come. Once DistributedDataParallel has prepared for the gradients of a step, it
+        sends those that come next, which would be those of the first part.
+        """
+        if own := self.obstacle_of_strategy():
+            return own
+        if self._ddp is None or self._trainer.world_size == 1:
+            return ""
+        if self._collectives < 0 or _calls() != self._collectives:
+            return "it had begun to talk to the other ranks"
+        if in_backward and self._ddp.require_backward_grad_sync:
+            return _HAS_SENT
+        return ""
+
+
+def _calls() -> int:
+    """How many collective calls this rank has made; checked on gloo and NCCL."""
+    group: Any = dist.group.WORLD
+    return int(group._get_sequence_number_for_group())

@@ -1,0 +1,689 @@
+"""Each reduction over samples -> the whole batch's value, as an all-reduce over the parts would return it.
+
+`Totals` knows the values. `Reductions` sees each function of torch above autograd: it writes means, variances, norms
+and losses as sums and counts, and replaces a part's contribution by the whole batch's value once a function returns.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from lightning_memguard.training.rescue.flow import Flow, Outside, fits
+from lightning_memguard.training.rescue.layout import CONSTANT, WHOLE, Layout, Refused, Waits, get, refuse
+from lightning_memguard.training.rescue.rules import Drawn, flat, shape_of, tensors_in
+from lightning_memguard.training.rescue.sizes import Size, as_shape, sizes_in
+
+_CLOSE, _SAME_LOSS = 1e-3, 1e-4  # relative: between two runs of a part; and parts of the same loss
+
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+class AllReduce(torch.autograd.Function):
+    """The whole batch's value in place of a part's contribution, which keeps its gradient.
+
+    The loss of each part is that of the whole batch, and its gradient is scaled by the part's share of the samples: so
+    what does not depend on the batch counts once. What enters through a reduction is scaled back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, whole: torch.Tensor, share: float, kind: str) -> torch.Tensor:  # noqa: D102
+        ctx.share = share
+        ctx.mask = None if kind == "sum" else own == whole
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # noqa: D102
+        grad = grad / ctx.share
+        return grad if ctx.mask is None else grad * ctx.mask, None, None, None
+
+
+@dataclass
+class Total:
+    """One reduction of the step.
+
+    Attributes:
+        kind: how contributions are combined.
+        value: their combination, so far.
+        scale: the sum of their largest magnitudes.
+        pending: some contribution was computed from a value that is not known yet.
+        samples: how many have contributed.
+        reached: of a maximum with a gradient, by how many parts each element was.
+    """
+
+    kind: str
+    value: torch.Tensor
+    scale: float
+    pending: bool
+    samples: int
+    each: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, own: torch.Tensor, pending: bool, samples: int) -> None:
+        """A part contributes."""
+        self.value = _COMBINE[self.kind](self.value, own)
+        self.scale += _magnitude(own)
+        self.pending |= pending
+        self.samples += samples
+        if self.kind != "sum":
+            self.each.append(own)
+
+
+class Totals:
+    """The values of a step's reductions over the whole batch, as far as they are known.
+
+    Attributes:
+        known: the values, by their place among all reductions of the program.
+        found: what the parts of this round have contributed.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, torch.Tensor] = {}
+        self.found: dict[int, Total] = {}
+
+    def begin(self) -> None:
+        """A round over all parts begins."""
+        self.found = {}
+
+    def add(self, place: int, kind: str, own: torch.Tensor, *, pending: bool, samples: int) -> None:
+        """A part contributes to a reduction."""
+        wide = _wide(own)
+        if place in self.found:
+            self.found[place].add(wide, pending, samples)
+        else:
+            self.found[place] = Total(kind, wide, _magnitude(wide), pending, samples, [wide])
+
+    def learn(self, samples: int) -> bool:
+        """A round is over; return whether everything is known.
+
+        Raises:
+            Refused: some part did not run a reduction that others did.
+        """
+        before = len(self.known)
+        for place, total in self.found.items():
+            if total.samples == samples and not total.pending:
+                self.known.setdefault(place, total.value)
+        if all(place in self.known for place in self.found):
+            return True
+        if len(self.known) == before:
+            raise Refused("its reductions over samples depend on each other in a circle")
+        return False
+
+    def copy(self) -> dict[int, Total]:
+        """What was found so far, to go back to."""
+        return {place: replace(total, each=[*total.each]) for place, total in self.found.items()}
+
+    def reached_twice(self, place: int) -> bool:
+        """Whether two parts have the same largest (or smallest) value, so that its gradient belongs to both."""
+        total = self.found.get(place)
+        if total is None or total.kind == "sum":
+            return False
+        ties = sum((own == total.value).to(torch.int32) for own in total.each)
+        return bool((torch.as_tensor(ties) > 1).any())
+
+    def check(self) -> None:
+        """Hold the last passes against the first.
+
+        Raises:
+            Refused: a part computed something else when it was run again.
+        """
+        for place, total in self.found.items():
+            limit = _CLOSE * (1 + abs(total.scale)) if math.isfinite(total.scale) else math.inf
+            if total.kind == "sum" and not torch.allclose(
+                total.value, self.known[place], rtol=_CLOSE, atol=limit, equal_nan=True
+            ):
+                raise Refused("a part of its batch computes something else when it is run again")
+
+
+def _wide(own: torch.Tensor) -> torch.Tensor:
+    """A contribution, in a type that sums of many do not round in."""
+    own = own.detach()
+    if own.is_floating_point() and own.device.type != "mps":
+        return own.double()
+    return own.clone()
+
+
+def _magnitude(own: torch.Tensor) -> float:
+    return float(own.abs().max()) if own.numel() and own.dtype != torch.bool else 1.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a torch function: the numbers that it takes, and what it returns."""
+
+    func: Any
+    numbers: list[Any]
+    layouts: list[Layout]
+    shapes: list[tuple[int | None, ...]]
+    draws: list[Drawn | None]
+
+
+class Reductions(TorchFunctionMode):
+    """Sees each call of a torch function while a part runs.
+
+    Attributes:
+        share: the part's share of the batch's samples.
+        settles: how many reductions the pass has run.
+        checkpoints: whether some function ran inside of an activation checkpoint.
+    """
+
+    def __init__(self, flow: Flow, totals: Totals) -> None:
+        super().__init__()
+        self.flow, self.totals = flow, totals
+        self.settles, self.share = 0, 1.0
+        self.place, self.script = 0, list[Call]()
+        self.strangers, self.outside = 0, list[Outside]()
+        self.checkpoints = False
+        self.ties: set[int] = set()  # places of largest values that two parts share
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.settles = self.place = self.strangers = 0
+        self.share = self.flow.samples / self.flow.total
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, flow = kwargs or {}, self.flow
+        if flow.quiet:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if flow.idle:
+            return func(*args, **kwargs) if name == "backward" else self._recomputed(func, args, kwargs)
+        x = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        layout = get(x, flow.token) if x is not None else None
+        if layout is not None:
+            sized = self._sized(func, name, layout, args, kwargs)
+            if sized is not None:
+                return sized
+            self._check(name, layout)
+        if name == "backward":
+            raise refuse("backward inside of the step")
+        if flow.extends and not self.checkpoints:
+            self.checkpoints = _in_checkpoint()
+        if name == "__deepcopy__":
+            return self._copied(func, args)
+        if name not in _LOOKS:
+            self._begin_call(args, kwargs)
+        out = self._rewritten(func, name, x, layout, args, kwargs)
+        if out is _NO:
+            out = func(*args, **kwargs)
+            self._end_call(func, name, args, kwargs, out)
+        return self._settled_all(out)
+
+    def _begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note where a function takes tensors from; a part of one sample is told how its random numbers lie."""
+        flow = self.flow
+        if flow.is_single and self.place < len(self.script):
+            flow.to_draw = iter(self.script[self.place].draws)
+        flow.drawn = []
+        for tensor in tensors_in(args, kwargs) if flow.extends or flow.is_single else ():
+            if get(tensor, flow.token) is None and not flow.is_constant(tensor):
+                with flow.silent():
+                    self._outside(tensor)
+
+    def _outside(self, tensor: torch.Tensor) -> None:
+        place, self.strangers = self.strangers, self.strangers + 1
+        if self.flow.is_single:
+            if place >= len(self.outside) or not self.outside[place].is_same(tensor):
+                raise refuse("a tensor that is not of the batch differs from part to part")
+            self.flow.put(tensor, CONSTANT)
+        elif place == len(self.outside):
+            self.outside.append(Outside.of(tensor))
+
+    def _end_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Write down how samples lie in what a function returns; a part of one sample is told so.
+
+        Which of several dimensions of size one is that of the samples cannot be seen; and C++ takes other ways through
+        its operators where a size is one.
+        """
+        flow, outs = self.flow, flat(out)
+        if not outs:
+            return
+        if name in _BROADCASTS and not flow.is_single:
+            self._broadcast(outs, tensors_in(args, kwargs))
+        if flow.recomputes:
+            return
+        if func in _FROM_VALUES:
+            if func is torch.tensor:  # which copies
+                flow.is_new(outs[0])
+            if flow.extends or flow.is_single:
+                with flow.silent():
+                    self._outside(outs[0])
+        place, self.place = self.place, self.place + 1
+        numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, (int, float, str))]
+        if place >= len(self.script) and (flow.extends or flow.is_single):
+            if flow.is_single:
+                raise refuse("a part of one sample runs something else than larger ones")
+            found = [get(each, flow.token) or CONSTANT for each in outs]
+            shapes = [shape_of(*each) for each in zip(outs, found, strict=True)]
+            self.script.append(Call(func, numbers, found, shapes, flow.drawn))
+        elif flow.is_single:
+            self._told(self.script[place], func, numbers, outs, tensors_in(args, kwargs))
+
+    def _broadcast(self, outs: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
+        """A constant that was expanded to the shape of samples has a row for each of them, all alike."""
+        flow = self.flow
+        rows = [(t, o) for t in (*outs, *taken) if (o := get(t, flow.token)) is not None and o.kind == "rows"]
+        for each in outs:
+            layout = get(each, flow.token)
+            if rows and layout is not None and layout.kind == "constant":
+                tensor, like = rows[0]
+                dim = like.dim - tensor.dim() + each.dim()
+                if dim >= 0 and each.stride(dim) == 0 and each.shape[dim] == tensor.shape[like.dim]:
+                    flow.put(each, like.at(dim))
+
+    def _told(
+        self, known: Call, func: Any, numbers: list[Any], outs: list[torch.Tensor], taken: list[torch.Tensor]
+    ) -> None:
+        shapes = [shape_of(*each) for each in zip(outs, known.layouts, strict=False)]
+        if (known.func, known.numbers, known.shapes) != (func, numbers, shapes) or len(outs) != len(known.layouts):
+            raise refuse("a part of one sample runs something else than larger ones")
+        pending = any(layout is not None and layout.pending for layout in self._layouts(taken))
+        self.flow.pending |= pending
+        for each, layout in zip(outs, known.layouts, strict=True):
+            if layout.has_samples and not layout.ragged and not fits(each, layout, 1):
+                raise refuse("a function returns rows that do not belong to samples")
+            self.flow.put(each, layout.waiting(pending))
+
+    def _layouts(self, tensors: list[torch.Tensor]) -> list[Layout | None]:
+        return [get(tensor, self.flow.token) for tensor in tensors]
+
+    def _recomputed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Code of the user's that runs in the backward pass, in an activation checkpoint."""
+        self.flow.idle = False
+        try:
+            return self.__torch_function__(func, (), args, kwargs)
+        finally:
+            self.flow.idle = True
+
+    # -- sizes
+
+    def _sized(self, func: Any, name: str, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The sizes of a tensor with samples; None for another function."""
+        if func != _SHAPE and name not in ("size", "numel", "nelement"):
+            if func == _DATA:
+                out = func(*args)
+                self.flow.put(out, layout)
+                return out
+            return None
+        value = func(*args, **kwargs)
+        if not layout.has_samples:
+            return value
+        if name in ("numel", "nelement"):
+            return self._size(layout, value)
+        if isinstance(value, int):
+            dim = args[1] if len(args) > 1 else kwargs["dim"]
+            return self._size(layout, value) if dim % self._rank(args[0]) == layout.dim else value
+        return torch.Size([self._size(layout, size) if dim == layout.dim else size for dim, size in enumerate(value)])
+
+    def _rank(self, tensor: torch.Tensor) -> int:
+        with self.flow.silent():
+            return tensor.dim()
+
+    def _size(self, layout: Layout, part: int) -> int:
+        flow = self.flow
+        if not layout.ragged:
+            return Size(part * flow.total // flow.samples, part)
+        with flow.silent():
+            count = torch.tensor(part, dtype=torch.int64)
+            flow.put(count, Layout("sum"))
+        whole = self.settle(count)
+        if get(whole, flow.token).pending:  # type: ignore[union-attr]
+            raise Waits
+        with flow.silent():
+            return Size(int(whole), part)
+
+    def length(self, tensor: torch.Tensor) -> int:
+        """What ``len`` returns for a tensor."""
+        layout = get(tensor, self.flow.token)
+        with self.flow.silent():
+            size: int = tensor.__len__()
+        if layout is None or self.flow.quiet or layout.dim != 0 or not layout.has_samples:
+            return size
+        return self._size(layout, size)
+
+    def _count(self, x: torch.Tensor, dims: set[int] | None = None) -> Any:
+        """Over how many elements of the whole batch a mean is taken."""
+        layout = self.flow.layout(x)
+        with self.flow.silent():
+            shape = [*x.shape]
+        own = math.prod(shape if dims is None else [shape[dim] for dim in dims])
+        if not layout.ragged:
+            return own * self.flow.total // self.flow.samples
+        with self.flow.silent():
+            count = torch.tensor(own, dtype=torch.float64, device=x.device)
+            self.flow.put(count, Layout("sum"))
+        return self.settle(count)
+
+    def _copied(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Copy a tensor with its storage, which no operator shows."""
+        layout = self.flow.layout(args[0])
+        with self.flow.silent():
+            out = func(*args)
+        self.flow.put(out, layout)
+        return out
+
+    # -- what is refused here, since no operator shows it
+
+    def _check(self, name: str, layout: Layout) -> None:
+        if name in _HOOKS:
+            raise refuse(f"{name} changes what the backward pass does")
+        if name in _OUTSIDE and layout.kind != "constant":
+            if layout.kind != "whole":
+                raise refuse(f"{name} reads values of single samples outside of PyTorch")
+            if layout.pending:
+                raise Waits
+
+    # -- functions
+
+    def _rewritten(
+        self, func: Any, name: str, x: torch.Tensor | None, layout: Layout | None, args: Any, kwargs: Any
+    ) -> Any:
+        """A function over samples as one of sums; with sizes as the part has them; `_NO` for any other."""
+        if sizes_in(args) or (kwargs and sizes_in([*kwargs.values()])):
+            return self._with_sizes(func, name, args, kwargs)
+        if func in _LOSSES and any(self._has_rows(each) for each in tensors_in(args, kwargs)):
+            return self._loss(func, name, args, kwargs)
+        if x is None or layout is None or layout.kind != "rows":
+            return _NO
+        if name == "one_hot":
+            return self._one_hot(*args, **kwargs)
+        if name == "instance_norm":
+            return self._instance_norm(func, *args, **kwargs)
+        return self._reduced(name, x, layout, args, kwargs) if name in _REWRITES else _NO
+
+    def _reduced(self, name: str, x: torch.Tensor, layout: Layout, args: Any, kwargs: Any) -> Any:
+        given = dict(zip(_PARAMETERS[name], args[1:], strict=False)) | kwargs
+        dims = self._reduced_dims(given, x)
+        if layout.dim not in (dims if dims is not None else range(self._rank(x))):
+            return _NO
+        with self:
+            return _REWRITES[name](self, x, dims, given)
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function with other arguments than it was given."""
+        out = func(*args, **kwargs)
+        self._end_call(func, func.__name__, tuple(each for each in args if type(each) is not int), kwargs, out)
+        return out
+
+    def _has_rows(self, tensor: torch.Tensor) -> bool:
+        layout = get(tensor, self.flow.token)
+        return layout is not None and layout.kind == "rows"
+
+    def _reduced_dims(self, given: dict[str, Any], x: torch.Tensor) -> set[int] | None:
+        if "axis" in given:
+            given["dim"] = given.pop("axis")
+        if isinstance(given.get("dim"), bool):
+            given["unbiased"] = given.pop("dim")
+        dim = given.get("dim")
+        if dim is None or dim in ((), []):
+            return None
+        return {each % self._rank(x) for each in ([dim] if isinstance(dim, int) else dim)}
+
+    def _with_sizes(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in _ARITHMETIC:
+            return _NO
+        if name == "arange":
+            return self._arange(func, args, kwargs)
+        if name in ("full", "new_full"):
+            args = (as_shape(args[0]), *args[1:]) if name == "full" else (args[0], as_shape(args[1]), *args[2:])
+            kwargs = {key: as_shape(value) if key == "size" else value for key, value in kwargs.items()}
+            sizes = args[0] if name == "full" else args[1]
+        sizes = next((value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))), None)
+        own = sizes if sizes is not None else args[name in _METHODS :]
+        self.flow.sized = self._made(name, own, args) if name in _MAKES else None
+        try:
+            shaped = [as_shape(value) for value in args] if name not in ("full", "new_full") else args
+            return self._called(func, tuple(shaped), {key: as_shape(value) for key, value in kwargs.items()})
+        finally:
+            self.flow.sized = None
+
+    def _made(self, name: str, sizes: Any, args: Any) -> Layout | None:
+        """The layout of what a function makes that has a row for each sample; None if it has not, or two."""
+        flow = self.flow
+        places = [place for place, size in enumerate(sizes) if type(size) is Size]
+        if len(places) != 1:
+            return None
+        size = sizes[places[0]]
+        if size.part % flow.samples or size.part * flow.total != size * flow.samples:
+            return None
+        inner = size.part // flow.samples
+        if name in ("repeat", "tile"):
+            with flow.silent():
+                place = places[0] - len(sizes) + args[0].dim()
+                inner *= args[0].shape[place] if place >= 0 else 1
+        return Layout("rows", places[0], 1, inner)
+
+    def _arange(self, func: Any, args: Any, kwargs: Any) -> Any:
+        size = args[0] if len(args) == 1 else args[1] if len(args) == 2 and args[0] == 0 else None
+        if type(size) is not Size or size.part != self.flow.samples or size != self.flow.total:
+            return _NO  # a constant of the whole batch's size
+        self.flow.sized = Layout("order")
+        try:
+            return self._called(func, (size.part,), kwargs)
+        finally:
+            self.flow.sized = None
+
+    def _one_hot(self, x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        with self:
+            count = num_classes if num_classes > 0 else int(x.max()) + 1
+            return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).to(torch.int64)
+
+    def _instance_norm(self, func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = _INSTANCE_NORM.bind(x, *args, **kwargs).arguments
+        if not given.get("use_input_stats", True) or given.get("running_mean") is not None:
+            return _NO
+        weight, bias = given.pop("weight", None), given.pop("bias", None)
+        out = self._called(func, (), given)
+        with self:
+            shape = (-1, *[1] * (x.dim() - 2))
+            out = out if weight is None else out * weight.view(shape)
+            return out if bias is None else out + bias.view(shape)
+
+    def _loss(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A loss function's mean or sum, from its losses of each element."""
+        bound = _LOSSES[func].bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        reduction = given["reduction"]
+        if given.get("size_average") is not None or given.get("reduce") is not None:
+            raise refuse(f"{name} with size_average or reduce")
+        if reduction == "none":
+            return _NO
+        if reduction == "mean" and given.get("weight") is not None and name in _WEIGHTED:
+            raise refuse(f"the weighted mean of {name}")
+        losses = self._called(func, (), {**given, "reduction": "none"})
+        with self:
+            if reduction == "sum":
+                return losses.sum()
+            if reduction == "batchmean":
+                return losses.sum() / given["input"].size(0)
+            if name == "ctc_loss":
+                return (losses / given["target_lengths"].clamp(min=1).to(losses)).mean()
+            return self._mean_loss(name, losses, given)
+
+    def _mean_loss(self, name: str, losses: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        target, weight = given.get("target"), given.get("weight")
+        if name not in ("cross_entropy", "nll_loss") or target is None or target.is_floating_point():
+            return losses.mean()
+        counted: torch.Tensor = target != given["ignore_index"]
+        if weight is not None:
+            counted = weight[target.masked_fill(~counted, 0)] * counted
+        return losses.sum() / counted.sum()
+
+    # -- contributions
+
+    def _settled_all(self, out: Any) -> Any:
+        if isinstance(out, torch.Tensor):
+            return self._settled(out)
+        if isinstance(out, (tuple, list)) and any(self._is_partial(each) for each in flat(out)):
+            return tree_map(lambda each: self._settled(each) if isinstance(each, torch.Tensor) else each, out)
+        return out
+
+    def _is_partial(self, tensor: torch.Tensor) -> bool:
+        layout = get(tensor, self.flow.token)
+        return layout is not None and layout.is_partial
+
+    def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.settle(tensor) if self._is_partial(tensor) else tensor
+
+    def settle(self, own: torch.Tensor) -> torch.Tensor:
+        """The whole batch's value of a part's contribution.
+
+        Raises:
+            Refused: the backward pass would run it again, or its gradient belongs to two parts.
+        """
+        flow, totals, place = self.flow, self.totals, self.settles
+        layout = flow.layout(own)
+        self.settles += 1
+        with flow.silent():
+            if _in_checkpoint():
+                raise refuse("a reduction over samples inside of an activation checkpoint")
+            totals.add(place, layout.kind, own, pending=layout.pending, samples=flow.samples)
+            if place not in totals.known:
+                out = own.clone()
+                flow.put(out, WHOLE.waiting(True))
+                return out
+            whole = totals.known[place].to(own.dtype)
+            if own.requires_grad and torch.is_grad_enabled():
+                if place in self.ties:
+                    raise refuse("two parts have the same largest value, and its gradient belongs to both")
+                out = AllReduce.apply(own, whole, self.share, layout.kind)  # type: ignore[no-untyped-call]
+            else:
+                out = whole.clone()
+            flow.put(out, WHOLE.waiting(layout.pending))
+            return out
+
+
+# -- means, variances and norms, from sums
+
+
+def _sum(x: torch.Tensor, dims: set[int] | None, *, keep: bool) -> torch.Tensor:
+    wide: Any = {"dtype": torch.float32} if x.dtype in (torch.float16, torch.bfloat16) else {}
+    return x.sum(**wide) if dims is None else x.sum(sorted(dims), keepdim=keep, **wide)
+
+
+def _mean(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
+    x = x if given.get("dtype") is None else x.to(given["dtype"])
+    return (_sum(x, dims, keep=bool(given.get("keepdim"))) / run._count(x, dims)).to(x.dtype)
+
+
+def _var(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
+    correction = given.get("correction", 1)
+    correction = int(given["unbiased"]) if given.get("unbiased") is not None else correction
+    correction = 1 if correction is None else correction
+    keep, count = bool(given.get("keepdim")), run._count(x, dims)
+    centered = x - _mean(run, x, dims, {"keepdim": True}).detach()
+    squares, rest = _sum(centered.square(), dims, keep=keep), _sum(centered, dims, keep=keep)
+    return ((squares - rest.square() / count) / (count - correction)).to(x.dtype)
+
+
+def _std(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
+    return _var(run, x, dims, given).sqrt()
+
+
+def _var_mean(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
+    return _var(run, x, dims, given), _mean(run, x, dims, given)
+
+
+def _std_mean(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
+    return _var(run, x, dims, given).sqrt(), _mean(run, x, dims, given)
+
+
+def _norm(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
+    order = given.get("ord", given.get("p", 2))
+    order = 2 if order in (None, "fro") else order
+    if not isinstance(order, (int, float)) or order <= 0 or (dims is not None and len(dims) > 1 and order != 2):
+        raise refuse(f"a norm of order {order} over the samples")
+    keep = bool(given.get("keepdim"))
+    if order == math.inf:
+        return x.abs().amax(sorted(dims), keepdim=keep) if dims is not None else x.abs().amax()
+    if order == 2:
+        return _sum(x.square(), dims, keep=keep).sqrt().to(x.dtype)
+    return _sum(x.abs().pow(order), dims, keep=keep).pow(1 / order).to(x.dtype)
+
+
+def _logsumexp(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
+    top = x.amax(sorted(dims or ()), keepdim=True).detach()
+    total = (x - top).exp().sum(sorted(dims or ()), keepdim=True).log() + top
+    return total if given.get("keepdim") else total.squeeze(tuple(dims or ()))
+
+
+_NO = object()
+_SHAPE, _DATA = torch.Tensor.shape.__get__, torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_INSTANCE_NORM = inspect.signature(F.instance_norm)
+
+_REWRITES: dict[str, Callable[..., Any]] = {
+    "mean": _mean, "var": _var, "std": _std, "var_mean": _var_mean, "std_mean": _std_mean, "norm": _norm,
+    "linalg_vector_norm": _norm, "linalg_norm": _norm, "logsumexp": _logsumexp,
+}  # fmt: skip
+_PARAMETERS = {
+    "mean": ("dim", "keepdim"), "var": ("dim", "unbiased", "keepdim"), "std": ("dim", "unbiased", "keepdim"),
+    "var_mean": ("dim", "unbiased", "keepdim"), "std_mean": ("dim", "unbiased", "keepdim"),
+    "norm": ("p", "dim", "keepdim"), "linalg_vector_norm": ("ord", "dim", "keepdim"),
+    "linalg_norm": ("ord", "dim", "keepdim"), "logsumexp": ("dim", "keepdim"),
+}  # fmt: skip
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+_OUTSIDE = {"numpy", "tolist", "__array__", "data_ptr", "__dlpack__", "__cuda_array_interface__", "storage",
+            "untyped_storage", "__reduce_ex__", "__contains__"}  # fmt: skip
+_FROM_VALUES = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray, torch.frombuffer}
+_BROADCASTS = {"broadcast_tensors", "expand_as", "broadcast_to"}
+_LOOKS = {"__get__", "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size",
+          "type", "is_contiguous", "is_floating_point", "is_complex", "is_same_size", "get_device", "is_inference",
+          "__hash__", "__format__", "__repr__", "__len__", "requires_grad_"}  # fmt: skip
+_MAKES = {"zeros", "ones", "empty", "rand", "randn", "full", "randint", "new_zeros", "new_ones", "new_full",
+          "new_empty", "expand", "repeat", "tile", "broadcast_to"}  # fmt: skip
+_METHODS = {"new_zeros", "new_ones", "new_full", "new_empty", "expand", "repeat", "tile"}
+_WEIGHTED = {"mse_loss", "l1_loss", "huber_loss"}
+_NUMBERS = """
+    add sub mul div true_divide divide multiply subtract __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__
+    __rtruediv__ __div__ __rdiv__ mul_ div_ add_ sub_ __itruediv__ __imul__ __iadd__ __isub__ __idiv__ floor_divide
+    __floordiv__ __rfloordiv__ __mod__ remainder fmod pow __pow__ __rpow__ pow_ clamp clip clamp_min clamp_max clamp_
+    clamp_min_ clamp_max_ maximum minimum __gt__ __lt__ __ge__ __le__ __eq__ __ne__ gt lt ge le eq ne tensor as_tensor
+    scalar_tensor fill_ masked_fill masked_fill_ addcmul addcdiv lerp rsub"""
+_ARITHMETIC = frozenset(_NUMBERS.split())
+_LOSSES = {
+    func: inspect.signature(func)
+    for name, func in vars(F).items()
+    if inspect.isfunction(func)
+    and name.endswith(("loss", "entropy", "kl_div", "with_logits"))
+    and "reduction" in inspect.signature(func).parameters
+}
+
+
+def _in_checkpoint() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def lengths(run: Reductions) -> Iterator[None]:
+    """Have ``len`` of a tensor return what its shape does; Python makes a plain number of what ``__len__`` returns."""
+    own = builtins.len
+
+    @functools.wraps(own)
+    def length(value: Any, /) -> int:
+        return run.length(value) if isinstance(value, torch.Tensor) else own(value)
+
+    builtins.len = length
+    try:
+        yield
+    finally:
+        builtins.len = own

@@ -1,0 +1,107 @@
+"""One run's steps that run out of memory: guarded in training, validation and test; counted, and announced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_memguard.report.failure import Larger, rescue_words
+from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.rescue.again import Again, EvaluationAgain, TrainingAgain
+from lightning_memguard.training.rescue.cut import Cut
+from lightning_memguard.training.rescue.policy import Part, Policy, Rescue
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+_FIXED = ("parameters", "buffers", "gradients", "optimizer_state", "communication", "callbacks", "workspaces")
+_MANUAL = "with manual optimization, training_step calls the optimizers itself"
+
+
+class Rescuer:
+    """Does steps again in parts where they run out of memory, between `install` and `close`.
+
+    Args:
+        trainer: the Trainer.
+        module: its module.
+        announce: warns of something.
+        by_name: go on where the difference is of a known kind.
+        cuts: how batches are cut, by role (``"train"``, ``"val"``), as far as is known.
+        fits_now: whether a training batch of so many bytes fits, by the prediction and what is free now.
+        fitting: how many samples of a part that failed fit now; None if that is unknown.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        announce: Callable[[str], None],
+        *,
+        by_name: bool = False,
+        cuts: Mapping[Any, Cut] | None = None,
+        fits_now: Callable[[int], bool] = lambda _: True,
+        fitting: Callable[[Part], int | None] = lambda _: None,
+    ) -> None:
+        self._trainer: Any = trainer
+        self._announce = announce
+        self._announced: set[str] = set()
+        self.policy = Policy(fits_now, fitting, self._training_step)
+        self._training: Again | None = None
+        self._evaluation: Again | None = None
+        known = cuts or {}
+
+        def guard(kind: type[Any], policy: Policy, role: str) -> Any:
+            return kind(trainer, module, policy, known.get(role), announce, by_name=by_name)
+
+        self._is_manual = not module.automatic_optimization
+        if trainer.state.fn == "fit" and not self._is_manual:
+            self._training = self._made(lambda: guard(TrainingAgain, self.policy, "train"))
+        evaluation = Policy(notify=self._evaluation_step)
+        self._evaluation = self._made(lambda: guard(EvaluationAgain, evaluation, "val"))
+
+    def _made(self, make: Callable[[], Again]) -> Again | None:
+        made = attempt(make)
+        if made.value is None:
+            self._announce(f"MemGuard will not do steps that run out of memory again in parts: {made.reason}")
+        return made.value
+
+    def install(self) -> None:
+        """Guard the steps from now on."""
+        for guard in filter(None, (self._training, self._evaluation)):
+            reason = attempt(guard.install).reason
+            if reason:
+                self._announce(f"MemGuard will not do steps that run out of memory again in parts: {reason}")
+
+    def close(self) -> None:
+        """Leave the Trainer as it was."""
+        for guard in filter(None, (self._training, self._evaluation)):
+            attempt(guard.close)
+
+    @property
+    def refused(self) -> str:
+        """Why the last step that ran out of memory was not done again; empty if none did."""
+        if self._trainer.training and self._is_manual:
+            return _MANUAL
+        guard = self._training if self._trainer.training else self._evaluation
+        return guard.refused if guard else ""
+
+    def expect(self, batch: Any, larger: Larger) -> int:
+        """Run batches like this one, announced as too large, in parts; how many samples at once, 0 for all."""
+        if larger.verdict != "does not fit" or self._training is None:
+            return 0
+        footprint = larger.footprint
+        fixed = footprint.outside_bytes + sum(footprint.parts.get(part, 0) for part in _FIXED)
+        share = (larger.budget.usable_bytes - fixed) / max(1, footprint.most_device_bytes - fixed)
+        return self.policy.expect(batch, share)
+
+    def _training_step(self, rescue: Rescue) -> None:
+        self._say("training", rescue)
+
+    def _evaluation_step(self, rescue: Rescue) -> None:
+        self._say("evaluation", rescue)
+
+    def _say(self, kind: str, rescue: Rescue) -> None:
+        if kind not in self._announced:
+            self._announced.add(kind)
+            evaluates = kind == "evaluation"
+            self._announce(rescue_words(rescue.samples, rescue.at_once, rescue.changes, evaluates=evaluates))

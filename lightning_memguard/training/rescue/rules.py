@@ -1,0 +1,862 @@
+"""How an operator of ATen carries samples from its inputs to its outputs; what has no rule here is refused.
+
+A rule holds if the whole batch's result is what `Layout` says of the parts' results: their rows one after the other, or
+their sum. The names are those of ATen's schemas, checked on torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_memguard.training.rescue.layout import CONSTANT, WHOLE, Kind, Layout, refuse
+
+Rule = Callable[["Call"], "Layout | list[Layout]"]
+
+
+@dataclass(frozen=True)
+class Info:
+    """What is known of an operator, from its schema.
+
+    Attributes:
+        func: its overload.
+        name: without the underscore of the form that writes to its first argument.
+        written: the places of the arguments that it writes to.
+        draws: whether it may draw random numbers.
+        pointwise: whether each element follows from those at the same place.
+        empties: whether what it returns is not written yet.
+    """
+
+    func: Any
+    namespace: str
+    name: str
+    written: tuple[int, ...]
+    draws: bool
+    pointwise: bool
+    empties: bool
+
+    @property
+    def mutates(self) -> bool:
+        """Whether it writes to an argument."""
+        return bool(self.written)
+
+
+@functools.cache
+def info_of(func: Any) -> Info:
+    """What is known of an operator."""
+    name = func.overloadpacket.__name__
+    name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    written = tuple(
+        place
+        for place, each in enumerate(func._schema.arguments)
+        if (each.alias_info is not None and each.alias_info.is_write) or each.name in ("running_mean", "running_var")
+    )
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    pointwise = (torch.Tag.pointwise in func.tags or name in _POINTWISE) and func.namespace == "aten"
+    return Info(func, func.namespace, name, written, draws, pointwise, name in _EMPTY)
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    """The tensors of an operator's argument or result."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [each for inner in value for each in flat(inner)]
+    return []
+
+
+def tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator takes."""
+    return [tensor for value in (*args, *kwargs.values()) for tensor in flat(value)]
+
+
+def only_views(info: Info) -> bool:
+    """Whether an operator looks at shapes only, or makes a view."""
+    return info.name in _VIEWS
+
+
+def shape_of(tensor: torch.Tensor, layout: Layout) -> tuple[int | None, ...]:
+    """A tensor's shape, without the dimension of its samples, and without those that repeat one row."""
+    if layout.has_samples:
+        return tuple(None if dim == layout.dim else size for dim, size in enumerate(tensor.shape))
+    if 0 not in tensor.shape and tensor.layout == torch.strided:
+        return tuple(size if stride else None for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(tensor.shape)
+
+
+@dataclass
+class Call:
+    """An operator, what it takes and returns; ``makes``: rows for samples, from a size."""
+
+    info: Info
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[torch.Tensor]
+    layouts: list[Layout]
+    samples: int
+    makes: bool = False
+    outs: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.kinds = {layout.kind for layout in self.layouts}
+        self.is_tracked = bool(self.kinds - {"constant"})
+        self.pending = any(layout.pending for layout in self.layouts)
+
+    def get(self, name: str) -> Any:
+        """An argument by its name in the schema."""
+        for place, each in enumerate(self.info.func._schema.arguments):
+            if each.name == name:
+                return self.args[place] if place < len(self.args) else self.kwargs.get(name, each.default_value)
+        return None
+
+    def has(self, name: str) -> bool:
+        """Whether the schema has an argument of this name."""
+        return any(each.name == name for each in self.info.func._schema.arguments)
+
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that are written to."""
+        names = [self.info.func._schema.arguments[place].name for place in self.info.written]
+        return [tensor for name in names for tensor in flat(self.get(name))]
+
+    def of(self, value: Any) -> Layout:
+        """The layout of an argument."""
+        for tensor, layout in zip(self.tensors, self.layouts, strict=True):
+            if tensor is value:
+                return layout
+        return CONSTANT
+
+    def numbers(self) -> tuple[Any, ...]:
+        """What parts of any size must pass alike: all but tensors, and the sizes of tensors that hold samples."""
+        sized = self.info.name in _SIZED and any(layout.has_samples for layout in self.layouts)
+        sized |= self.info.name in _GROWING and bool(self.outs) and 0 in self.outs[0].stride()
+        sized |= self.makes  # the shapes of results are compared, too
+        return tuple(_number(value, sized=sized) for value in (*self.args, *self.kwargs.values()))
+
+    @property
+    def first(self) -> tuple[torch.Tensor, Layout]:
+        """The first tensor with samples, and how they lie."""
+        return next((t, o) for t, o in zip(self.tensors, self.layouts, strict=True) if o.has_samples)
+
+    def rows(self) -> list[tuple[torch.Tensor, Layout]]:
+        """The tensors with samples."""
+        return [(t, o) for t, o in zip(self.tensors, self.layouts, strict=True) if o.has_samples]
+
+    def others(self) -> list[torch.Tensor]:
+        """The tensors without."""
+        return [t for t, o in zip(self.tensors, self.layouts, strict=True) if not o.has_samples]
+
+    def mixes(self) -> NoReturn:
+        """Refuse it.
+
+        Raises:
+            Refused: always.
+        """
+        raise refuse(f"{self.info.name} mixes samples")
+
+    def is_random(self) -> bool:
+        """Whether this call draws."""
+        name = self.info.name
+        if name == "native_dropout":
+            return self.get("train") is not False and self.get("p") > 0
+        if "dot_product" in name:
+            return bool(self.get("dropout_p"))
+        if name in ("_cudnn_rnn", "miopen_rnn"):
+            return bool(self.get("dropout")) and bool(self.get("train"))
+        if name in ("mkldnn_rnn_layer", "rrelu_with_noise"):
+            return bool(self.get("train") or self.get("training"))
+        return True
+
+
+def _number(value: Any, *, sized: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, (list, tuple)):
+        return tuple(_number(each, sized=sized) for each in value)
+    if type(value) is float and value != value:  # noqa: PLR0124 - not a number, which is equal to nothing
+        return "nan"
+    return None if sized and type(value) is int else value
+
+
+def layouts_of(call: Call) -> list[Layout]:
+    """The layouts of what an operator returns, one for each tensor.
+
+    Raises:
+        Refused: it mixes samples, or that is unknown.
+    """
+    name, kinds = call.info.name, call.kinds
+    if kinds & {"sum", "max", "min"}:
+        return _of_partial(call, kinds)
+    if not kinds & {"rows", "order"}:
+        return [WHOLE] * len(call.outs)
+    if call.info.namespace not in ("aten", "prims", "prim"):
+        raise refuse(f"it is unknown whether {call.info.namespace}::{call.info.name} mixes samples")
+    if "order" in kinds and name not in _MOVES | {"index", "index_put"}:
+        raise refuse(f"{name} takes places of samples within the batch as numbers")
+    for tensor, layout in zip(call.tensors, call.layouts, strict=True):
+        if layout.kind == "whole" and tensor.requires_grad and torch.is_grad_enabled():
+            raise refuse(f"{name} uses a value of the whole batch for each sample, with its gradient")
+    rule = _RULES.get(name)
+    if rule is not None:
+        found = rule(call)
+        return found if isinstance(found, list) else [found] * len(call.outs)
+    if call.has("reduction"):
+        return _loss(call)
+    if call.info.pointwise:
+        return [pointwise(call)] * len(call.outs)
+    raise refuse(f"it is unknown whether {name} mixes samples")
+
+
+def _of_partial(call: Call, kinds: set[Kind]) -> list[Layout]:
+    """Inside of one function, what is a part's contribution may be moved, and scaled if it is a sum."""
+    name = call.info.name
+    partial = next(layout for layout in call.layouts if layout.is_partial)
+    linear = name in _LINEAR or (partial.kind == "sum" and _scales(call))
+    if not linear or kinds - {partial.kind, "constant"}:
+        raise refuse(f"{name} of a part's sum, inside of one function")
+    return [partial] * len(call.outs)
+
+
+def _scales(call: Call) -> bool:
+    """Whether it is linear in sums: a sum of them, or their product with what is the same in each part."""
+    name, partial = call.info.name, [layout.is_partial for layout in call.layouts]
+    if name == "sum":
+        return True
+    if name in ("add", "sub"):
+        return len(partial) == 2 and all(partial)
+    if name in ("mul", "neg"):
+        return sum(partial) == 1
+    return name == "div" and partial[0] and not any(partial[1:])
+
+
+def is_same_for_all(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether a tensor without samples has the same values for each of them, where others have one of their own."""
+    if (-dim if dim < 0 else dim + 1) > tensor.dim():
+        return True
+    return tensor.shape[dim] == 1 or tensor.stride(dim) == 0
+
+
+def pointwise(call: Call) -> Layout:
+    """The layout of an element-wise operator's result."""
+    rank = max(tensor.dim() for tensor in call.tensors)
+    seen = {(layout.dim - tensor.dim(), layout.outer, layout.inner) for tensor, layout in call.rows()}
+    if len(seen) != 1:
+        raise refuse(f"{call.info.name} combines different samples")
+    ((dim, outer, inner),) = seen
+    if not all(is_same_for_all(tensor, dim) for tensor in call.others()):
+        raise refuse(f"{call.info.name} combines samples with a row for each of them that is not of the batch")
+    ragged = any(layout.ragged for _, layout in call.rows())
+    return Layout(_kind(call), dim + rank, outer, inner, ragged)
+
+
+def _kind(call: Call) -> Kind:
+    return "order" if any(layout.kind == "order" for layout in call.layouts) else "rows"
+
+
+# -- rules, by name
+
+_RULES: dict[str, Rule] = {}
+
+
+def _rule(names: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(names.split(), rule))
+        return rule
+
+    return register
+
+
+def _dims(call: Call, *names: str) -> set[int]:
+    """The dimensions that an argument names; all if it names none."""
+    n = call.first[0].dim()
+    given = next((call.get(name) for name in names if call.has(name)), None)
+    if given is None or given == []:
+        return set(range(n))
+    return {dim % n for dim in ([given] if isinstance(given, int) else given)}
+
+
+@_rule("empty_like zeros_like ones_like full_like rand_like randn_like randint_like alias detach clone _to_copy "
+       "lift_fresh contiguous")  # fmt: skip
+def _keep(call: Call) -> Layout:
+    return call.first[1]
+
+
+@_rule("new_empty new_zeros new_ones new_full new_empty_strided")
+def _new(_: Call) -> Layout:
+    return CONSTANT
+
+
+@_rule("view _unsafe_view reshape _reshape_alias")
+def _view(call: Call) -> Layout:
+    (x, layout), y = call.first, call.outs[0]
+    samples = x.shape[layout.dim] // (layout.outer * layout.inner)
+    left, before = math.prod(x.shape[: layout.dim]) * layout.outer, 1
+    if samples == 0:
+        return _view_of_nothing(layout, y)
+    for dim, size in enumerate(y.shape):
+        if left % before == 0 and size % (left // before * samples) == 0:
+            outer = left // before
+            return replace(layout, dim=dim, outer=outer, inner=size // (outer * samples))
+        before *= size
+    raise refuse("view cuts through the samples")
+
+
+def _view_of_nothing(layout: Layout, y: torch.Tensor) -> Layout:
+    dim = next((dim for dim, size in enumerate(y.shape) if size == 0), None)
+    if dim is None:
+        raise refuse("view cuts through the samples")
+    return replace(layout, dim=dim)
+
+
+@_rule("t transpose permute numpy_T")
+def _permute(call: Call) -> Layout:
+    x, layout = call.first
+    order = list(range(x.dim()))
+    if call.info.name == "permute":
+        order = [dim % x.dim() for dim in call.get("dims")]
+    elif x.dim() > 1:
+        a, b = (0, 1) if call.info.name == "t" else (call.get("dim0") % x.dim(), call.get("dim1") % x.dim())
+        order[a], order[b] = order[b], order[a]
+    return layout.at(order.index(layout.dim))
+
+
+@_rule("expand")
+def _expand(call: Call) -> Layout:
+    x, layout = call.first
+    return layout.at(layout.dim + call.outs[0].dim() - x.dim())
+
+
+@_rule("as_strided")
+def _as_strided(call: Call) -> Layout:
+    """Other strides for dimensions of size one."""
+    (x, layout), y = call.first, call.outs[0]
+    strides = [a == b for a, b, size in zip(x.stride(), y.stride(), x.shape, strict=False) if size > 1]
+    if x.shape != y.shape or x.storage_offset() != y.storage_offset() or not all(strides):
+        raise refuse("as_strided may cut through the samples")
+    return layout
+
+
+@_rule("unsqueeze")
+def _unsqueeze(call: Call) -> Layout:
+    x, layout = call.first
+    return layout.at(layout.dim + (call.get("dim") % (x.dim() + 1) <= layout.dim))
+
+
+@_rule("squeeze")
+def _squeeze(call: Call) -> Layout:
+    x, layout = call.first
+    dims = _dims(call, "dim")
+    gone = [dim for dim in dims if x.shape[dim] == 1]
+    if layout.dim in gone:
+        raise refuse("squeeze removes the samples' dimension")
+    return layout.at(layout.dim - sum(dim < layout.dim for dim in gone))
+
+
+@_rule("select unbind")
+def _select(call: Call) -> Layout:
+    x, layout = call.first
+    dim = (call.get("dim") or 0) % x.dim()
+    if dim == layout.dim:
+        raise refuse(f"{call.info.name} takes single samples out of the batch")
+    return layout.at(layout.dim - (dim < layout.dim))
+
+
+@_rule("slice narrow")
+def _slice(call: Call) -> Layout:
+    x, layout = call.first
+    dim = (call.get("dim") or 0) % x.dim()
+    if dim != layout.dim or call.outs[0].shape == x.shape:
+        return layout
+    block = x.shape[dim] // layout.outer
+    start, size = call.get("start") or 0, call.outs[0].shape[dim]
+    if layout.outer == 1 or (call.get("step") or 1) != 1 or start % block or size % block:
+        raise refuse(f"{call.info.name} takes some of the samples")
+    return replace(layout, outer=size // block)
+
+
+@_rule("split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk")
+def _split(call: Call) -> list[Layout]:
+    x, layout = call.first
+    dim = (call.get("dim") or 0) % x.dim()
+    if dim != layout.dim:
+        return [layout] * len(call.outs)
+    block = x.shape[dim] // layout.outer
+    if layout.outer == 1 or any(out.shape[dim] % block for out in call.outs):
+        raise refuse(f"{call.info.name} takes some of the samples")
+    return [replace(layout, outer=out.shape[dim] // block) for out in call.outs]
+
+
+@_rule("cat stack")
+def _cat(call: Call) -> Layout:
+    x, layout = call.first
+    places = {(t.dim(), o.place()) for t, o in call.rows()}
+    if len(places) != 1:
+        outer = {(t.dim(), replace(o, outer=1).place()) for t, o in call.rows()}
+        if call.info.name == "stack" or len(outer) != 1 or (call.get("dim") or 0) % x.dim() != layout.dim:
+            raise refuse(f"{call.info.name} combines different samples")
+    ragged = any(o.ragged for _, o in call.rows())
+    layout = replace(layout, ragged=ragged, kind=_kind(call))
+    if call.info.name == "stack":
+        dim = (call.get("dim") or 0) % (x.dim() + 1)
+        moved = layout.at(layout.dim + (dim <= layout.dim))
+    elif (call.get("dim") or 0) % x.dim() == layout.dim:
+        if call.others() or ragged:
+            raise refuse("cat puts rows of no sample next to samples")
+        return replace(layout, outer=sum(o.outer for _, o in call.rows()))
+    else:
+        moved = layout
+    if not all(is_same_for_all(tensor, layout.dim) for tensor in call.others() if tensor.numel()):
+        raise refuse(f"{call.info.name} combines samples with a row for each of them that is not of the batch")
+    return moved
+
+
+@_rule("repeat")
+def _repeat(call: Call) -> Layout:
+    x, layout = call.first
+    times = call.get("repeats")
+    moved = layout.dim + len(times) - x.dim()
+    if times[moved] != 1:
+        if layout.outer != 1:
+            raise refuse("repeat copies samples")
+        return replace(layout, dim=moved, outer=times[moved])
+    return layout.at(moved)
+
+
+@_rule("constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+       "replication_pad3d")  # fmt: skip
+def _pad(call: Call) -> Layout:
+    (x, layout), pad = call.first, call.get("pad") or call.get("padding")
+    padded = {x.dim() - 1 - place // 2 for place, size in enumerate(pad) if size}
+    if layout.dim in padded:
+        raise refuse(f"{call.info.name} adds rows of no sample")
+    return layout
+
+
+def _along(call: Call, dims: set[int]) -> Layout:
+    """An operator that works along dimensions, for each index of the others."""
+    _, layout = call.first
+    if layout.dim in dims or len({(t.dim(), o.place()) for t, o in call.rows()}) != 1:
+        call.mixes()
+    if not all(is_same_for_all(tensor, layout.dim) for tensor in call.others() if tensor.dim()):
+        call.mixes()
+    return replace(layout, ragged=any(o.ragged for _, o in call.rows()))
+
+
+@_rule("_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp sort topk kthvalue flip "
+       "roll gather scatter scatter_add scatter_reduce glu cummax cummin argsort index_fill mode _fft_r2c _fft_c2r "
+       "_fft_c2c take_along_dim unfold diff")  # fmt: skip
+def _along_dims(call: Call) -> Layout:
+    return _along(call, _dims(call, "dim", "dims", "dimension"))
+
+
+@_rule("tril triu inverse linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular _linalg_det _linalg_slogdet "
+       "_linalg_solve_ex linalg_qr _linalg_svd _linalg_eigh linalg_lu_factor_ex cholesky_solve")  # fmt: skip
+def _matrices(call: Call) -> list[Layout]:
+    x, layout = call.first
+    if layout.dim >= x.dim() - 2 or any(o.place() != layout.place() for _, o in call.rows()):
+        call.mixes()
+    if not all(tensor.dim() <= 2 or is_same_for_all(tensor, layout.dim) for tensor in call.others()):
+        call.mixes()
+    return [layout] * len(call.outs)
+
+
+@_rule("diagonal")
+def _diagonal(call: Call) -> Layout:
+    x, layout = call.first
+    dims = {(call.get("dim1") if call.get("dim1") is not None else 0) % x.dim()}
+    dims.add((call.get("dim2") if call.get("dim2") is not None else 1) % x.dim())
+    if layout.dim in dims:
+        call.mixes()
+    return layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
+
+
+_PARTIAL: dict[str, Kind] = {
+    "sum": "sum", "nansum": "sum", "count_nonzero": "sum", "amax": "max", "max": "max", "amin": "min", "min": "min",
+    "any": "max", "all": "min", "_is_any_true": "max", "_is_all_true": "min",
+}  # fmt: skip
+
+
+@_rule("sum nansum count_nonzero mean amax amin max min argmax argmin any all var std var_mean std_mean logsumexp "
+       "linalg_vector_norm norm prod median nanmedian aminmax _is_all_true _is_any_true")  # fmt: skip
+def _reduce(call: Call) -> list[Layout]:
+    name = call.info.name
+    if len(call.rows()) > 1 or len(call.tensors) > 1:
+        return [pointwise(call)] * len(call.outs)  # max(a, b)
+    x, layout = call.first
+    dims = _dims(call, "dim") if call.has("dim") else set(range(x.dim()))
+    if layout.dim not in dims:
+        moved = layout if call.get("keepdim") else layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
+        return [moved] * len(call.outs)
+    if name in _PARTIAL and len(call.outs) == 1:
+        return [Layout(_PARTIAL[name])]
+    raise refuse(f"{name} over the samples, inside of one function or of a kind that does not follow from its parts")
+
+
+@_rule("bincount")
+def _bincount(call: Call) -> Layout:
+    if call.get("minlength") != call.outs[0].numel():
+        raise refuse("bincount has as many rows as the largest value of the part")
+    return Layout("sum")
+
+
+_PRODUCTS = {"mm": "mk,kn->mn", "addmm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "baddbmm": "bmk,bkn->bmn",
+             "dot": "k,k->", "vdot": "k,k->", "mv": "mk,k->m", "addmv": "mk,k->m", "addbmm": "bmk,bkn->mn",
+             "ger": "m,n->mn", "outer": "m,n->mn"}  # fmt: skip
+
+
+@_rule(" ".join(_PRODUCTS))
+def _product(call: Call) -> Layout:
+    inputs, out = _PRODUCTS[call.info.name].split("->")
+    added = call.args[0] if call.info.name.startswith(("add", "badd")) else None
+    operands = call.args[1:3] if added is not None else call.args[:2]
+    by: dict[str, list[Layout]] = {}
+    for tensor, letters in zip(operands, inputs.split(","), strict=True):
+        layout = call.of(tensor)
+        if layout.has_samples:
+            by.setdefault(letters[layout.dim], []).append(layout)
+    if len(by) != 1:
+        call.mixes()
+    ((letter, found),) = by.items()
+    if len({layout.place()[1:] for layout in found}) != 1:
+        call.mixes()
+    for tensor, letters in zip(operands, inputs.split(","), strict=True):
+        if letter in letters and not call.of(tensor).has_samples and not _is_same_along(tensor, letters.index(letter)):
+            call.mixes()
+    if letter not in out:
+        if added is not None:
+            call.mixes()
+        return Layout("sum")
+    layout = replace(found[0], dim=out.index(letter))
+    if added is not None:
+        of_added = call.of(added)
+        if of_added.has_samples and (of_added.dim - added.dim(), *of_added.place()[1:]) != (
+            layout.dim - len(out), *layout.place()[1:]):  # fmt: skip
+            call.mixes()
+        if not of_added.has_samples and not is_same_for_all(added, layout.dim - len(out)):
+            call.mixes()
+    return layout
+
+
+def _is_same_along(tensor: torch.Tensor, dim: int) -> bool:
+    return tensor.shape[dim] == 1 or tensor.stride(dim) == 0
+
+
+_BATCHED = ("convolution _convolution mkldnn_convolution max_pool2d_with_indices max_pool3d_with_indices avg_pool2d "
+            "avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d "
+            "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+            "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+            "_upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa upsample_trilinear3d grid_sampler_2d "
+            "grid_sampler_3d im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle "
+            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+            "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math _cdist_forward "
+            "_thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution cudnn_convolution_transpose "
+            "affine_grid_generator")  # fmt: skip
+
+
+@_rule(_BATCHED)
+def _batched(call: Call) -> list[Layout]:
+    """The first dimension is the batch's."""
+    x, layout = call.first
+    if any((o.dim, o.outer) != (0, 1) for _, o in call.rows()) or call.of(call.tensors[0]).kind != "rows":
+        call.mixes()
+    if len({t.shape[0] for t, _ in call.rows()}) != 1:
+        call.mixes()
+    if "dot_product" in call.info.name or "cdist" in call.info.name or "grid_sampler" in call.info.name:
+        aligned = [tensor for tensor in call.others() if tensor.dim() == x.dim()]
+        if not all(is_same_for_all(tensor, 0) for tensor in aligned):
+            call.mixes()
+        if "cdist" in call.info.name and x.dim() == 2 and call.of(call.args[1]).has_samples:
+            call.mixes()
+        return [layout if t.dim() and t.shape[0] == x.shape[0] else CONSTANT for t in call.outs]
+    if "convolution" in call.info.name and len(call.rows()) != 1:
+        call.mixes()
+    if ("shuffle" in call.info.name or "im2col" in call.info.name) and x.dim() < 4:
+        call.mixes()
+    if not all(t.dim() and t.shape[0] == x.shape[0] for t in call.outs):
+        call.mixes()
+    return [layout] * len(call.outs)
+
+
+@_rule("native_layer_norm _fused_rms_norm")
+def _layer_norm(call: Call) -> list[Layout]:
+    x, layout = call.first
+    if len(call.rows()) != 1 or layout.dim >= x.dim() - len(call.get("normalized_shape")):
+        call.mixes()
+    return [layout] * len(call.outs)
+
+
+@_rule("native_group_norm")
+def _group_norm(call: Call) -> list[Layout]:
+    _, layout = call.first
+    if len(call.rows()) != 1 or (layout.dim, layout.outer, layout.inner) != (0, 1, 1):
+        call.mixes()
+    return [layout] * len(call.outs)
+
+
+@_rule("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training _batch_norm_with_update "
+       "_batch_norm_no_update cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit_functional")  # fmt: skip
+def _batch_norm(call: Call) -> list[Layout]:
+    _, layout = call.first
+    training = call.get("training") if call.has("training") else call.get("train")
+    training = call.info.name == "_batch_norm_with_update" if training is None else training
+    if len(call.rows()) != 1 or (layout.dim == 1 and not training):
+        call.mixes()
+    if training and layout.dim != 1:
+        raise BatchNorm("batch norm in training mode normalizes by the statistics of all samples", layout)
+    rest = [Layout("rows", 0, layout.outer, layout.inner) if t.numel() and training else CONSTANT for t in call.outs]
+    return [layout, *rest[1:]]
+
+
+class BatchNorm(Exception):  # noqa: N818 - see `Flow`
+    """Batch norm in training mode, which a user may have asked to run by part."""
+
+    def __init__(self, reason: str, layout: Layout) -> None:
+        super().__init__(reason)
+        self.layout = layout
+
+
+@_rule("mkldnn_rnn_layer _cudnn_rnn")
+def _rnn(call: Call) -> list[Layout]:
+    x, layout = call.first
+    if any((o.dim - t.dim(), o.outer, o.inner) != (-2, 1, 1) for t, o in call.rows()) or layout.ragged:
+        call.mixes()
+    samples = x.shape[-2]
+    return [Layout("rows", t.dim() - 2) if t.dim() > 1 and t.shape[-2] == samples else WHOLE for t in call.outs]
+
+
+@_rule("embedding")
+def _embedding(call: Call) -> Layout:
+    if call.of(call.get("weight")).has_samples:
+        call.mixes()
+    return call.of(call.get("indices"))
+
+
+@_rule("nll_loss_forward nll_loss2d_forward")
+def _nll(call: Call) -> list[Layout]:
+    if call.get("reduction") != 0 or len(call.rows()) != 2 or len({o.place() for _, o in call.rows()}) != 1:
+        raise refuse("the mean of nll_loss over the samples, inside of one function")
+    if call.first[1].dim != 0:
+        call.mixes()
+    return [call.first[1], WHOLE]
+
+
+@_rule("_ctc_loss")
+def _ctc(call: Call) -> list[Layout]:
+    """Log probabilities are (time, batch, classes); targets (batch, length), or those of all samples in a row."""
+    probabilities, targets = call.of(call.get("log_probs")), call.of(call.get("targets"))
+    in_a_row = call.get("targets").dim() == 1 and targets.ragged
+    if probabilities.place() != (1, 1, 1) or targets.place() != (0, 1, 1) or not targets.has_samples:
+        call.mixes()
+    if not all(isinstance(call.get(name), torch.Tensor) for name in ("input_lengths", "target_lengths")):
+        call.mixes()
+    lengths = [call.of(call.get(name)) for name in ("input_lengths", "target_lengths")]
+    if not (in_a_row or call.get("targets").dim() == 2) or any(o.place() != (0, 1, 1) for o in lengths):
+        call.mixes()
+    return [Layout("rows", 0)] * len(call.outs)
+
+
+def _loss(call: Call) -> list[Layout]:
+    if call.get("reduction") != 0:
+        raise refuse(f"{call.info.name} over the samples, inside of one function")
+    return [pointwise(call)] * len(call.outs)
+
+
+@_rule("index masked_select")
+def _index(call: Call) -> Layout:
+    x = call.args[0]
+    indices = call.args[1] if call.info.name == "index" else [call.args[1]]
+    layout, at = call.of(x), [place for place, index in enumerate(indices) if index is not None]
+    given = [(indices[place], call.of(indices[place])) for place in at]
+    if any(index.dtype in (torch.bool, torch.uint8) for index, _ in given):
+        return _masked(call, layout, at, given)
+    if not layout.has_samples:
+        return _table(call, at, given)
+    if layout.dim not in at:
+        if any(o.has_samples for _, o in given) or at[-1] - at[0] + 1 != len(at):
+            call.mixes()
+        grown = max(index.dim() for index, _ in given) - len(at)
+        return layout if layout.dim < at[0] else layout.at(layout.dim + grown)
+    return _own_rows(call, layout, at, given)
+
+
+def _own_rows(call: Call, layout: Layout, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
+    """Each sample's own entries: ``x[arange(n), labels]``."""
+    if at != list(range(at[0], at[0] + len(at))) or layout.place() != (at[0], 1, 1) or given[0][1].kind != "order":
+        call.mixes()
+    rank = max(index.dim() for index, _ in given)
+    dims = {o.dim - index.dim() + rank for index, o in given if o.has_samples}
+    same = all(is_same_for_all(index, next(iter(dims)) - rank) for index, o in given if not o.has_samples)
+    if len(dims) != 1 or not same or any(o.place()[1:] != (1, 1) for _, o in given if o.has_samples):
+        call.mixes()
+    if any(o.kind == "order" for _, o in given[1:]):
+        call.mixes()
+    return Layout("rows", dims.pop() + at[0])
+
+
+def _table(call: Call, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
+    """A table, looked up for each sample."""
+    rank = max(index.dim() for index, _ in given)
+    places = {(o.dim - index.dim() + rank, o.outer, o.inner) for index, o in given if o.has_samples}
+    if len(places) != 1 or at[-1] - at[0] + 1 != len(at) or any(o.kind == "order" for _, o in given):
+        call.mixes()
+    ((dim, outer, inner),) = places
+    if not all(is_same_for_all(index, dim - rank) for index, o in given if not o.has_samples):
+        call.mixes()
+    return Layout("rows", dim + at[0], outer, inner, any(o.ragged for _, o in given))
+
+
+def _masked(call: Call, layout: Layout, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
+    if len(at) != 1:
+        call.mixes()
+    place, (mask, of_mask) = at[0], given[0]
+    if not of_mask.has_samples:
+        if layout.has_samples and of_mask.kind == "constant" and layout.dim < place:
+            return layout
+        call.mixes()
+    if (of_mask.dim, of_mask.outer) != (0, 1) or of_mask.kind != "rows":
+        call.mixes()
+    x = call.args[0]
+    if layout.has_samples and (layout.dim, layout.outer, layout.inner) != (place, 1, of_mask.inner):
+        call.mixes()
+    if not layout.has_samples and not is_same_for_all(x, place):
+        call.mixes()
+    if call.info.name == "masked_select" and x.dim() != mask.dim():
+        call.mixes()
+    return Layout("rows", place, 1, 1, ragged=True)
+
+
+@_rule("index_put")
+def _index_put(call: Call) -> Layout:
+    x, indices, values = call.args[:3]
+    layout, at = call.of(x), [place for place, index in enumerate(indices) if index is not None]
+    given = [(indices[place], call.of(indices[place])) for place in at]
+    of_values = call.of(values)
+    if not layout.has_samples:
+        call.mixes()
+    if len(at) == 1 and given[0][0].dtype == torch.bool:
+        _, of_mask = given[0]
+        aligned = of_mask.has_samples and layout.place() == (at[0], 1, of_mask.inner) and of_mask.place()[:2] == (0, 1)
+        if not aligned or (of_values.has_samples and (of_values.dim, of_values.ragged) != (at[0], True)):
+            call.mixes()
+        if not of_values.has_samples and values.dim() and values.shape[0] != 1:
+            call.mixes()
+        return layout
+    if layout.dim not in at:
+        rank = x.dim() - len(at) + max(index.dim() for index, _ in given)
+        dim = layout.dim - rank + (0 if layout.dim < at[0] else rank - x.dim())
+        same = of_values.place()[1:] == layout.place()[1:] and of_values.dim - values.dim() == dim
+        same = same if of_values.has_samples else is_same_for_all(values, dim)
+        if same and not any(o.has_samples for _, o in given) and at[-1] - at[0] + 1 == len(at):
+            return layout
+        call.mixes()
+    found = _own_rows(call, layout, at, given)
+    if of_values.has_samples and of_values.dim - values.dim() != found.dim - max(i.dim() for i, _ in given):
+        call.mixes()
+    if not of_values.has_samples and not is_same_for_all(values, found.dim - max(i.dim() for i, _ in given)):
+        call.mixes()
+    return layout
+
+
+@_rule("index_select index_add index_copy")
+def _index_select(call: Call) -> Layout:
+    x, layout = call.first
+    dim = call.get("dim") % x.dim()
+    if call.of(call.get("index")).has_samples and call.info.name == "index_select":
+        if call.of(call.args[0]).has_samples or call.of(call.get("index")).place() != (0, 1, 1):
+            call.mixes()
+        return Layout("rows", call.get("dim") % call.args[0].dim(), ragged=layout.ragged)
+    if not layout.has_samples or dim == layout.dim or call.of(call.get("index")).has_samples:
+        call.mixes()
+    return _along(call, {dim}) if call.info.name != "index_select" else layout
+
+
+@_rule("native_dropout")
+def _dropout(call: Call) -> list[Layout]:
+    return [call.first[1]] * 2
+
+
+# -- random numbers of the whole batch
+
+Take = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How random numbers lie: by sample, in which order of dimensions in memory, and in which other sizes."""
+
+    layout: Layout
+    order: tuple[int, ...]
+    shape: tuple[int | None, ...]
+
+
+def drawn_like(call: Call, layout: Layout) -> Drawn:
+    """How the numbers of a call lie that a part of several samples makes."""
+    tensor = call.tensors[0] if call.tensors else None
+    if tensor is None:
+        return Drawn(layout, (), ())
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return Drawn(layout, tuple(order), shape_of(tensor, layout))
+
+
+def draw_whole(call: Call, drawn: Drawn, total: int) -> Callable[[Take], Any] | None:
+    """How to draw the whole batch's numbers and take a part's from them; None if that is not how they are drawn."""
+    name, layout = call.info.name, drawn.layout
+    if not call.is_random() or layout.ragged:
+        return None
+    if call.tensors and shape_of(call.tensors[0], layout) != drawn.shape:
+        raise refuse(f"{name} draws in another way for a single sample")
+    if name in _FILLS and call.info.mutates and len(call.tensors) == 1:
+        return lambda take: call.args[0].copy_(take(_drawn_like(call, drawn, total)))
+    if name in ("rand_like", "randn_like", "randint_like") or (name == "bernoulli" and len(call.args) == 2):
+        return lambda take: take(_drawn_like(call, drawn, total)).clone()
+    if name in ("rand", "randn", "randint") and not call.tensors:
+        return lambda take: take(_drawn_of_size(call, layout, total)).clone()
+    if name == "native_dropout":
+        return lambda take: _dropped(call, take(_drawn_like(call, drawn, total)[1]))
+    return None
+
+
+def _drawn_like(call: Call, drawn: Drawn, total: int) -> Any:
+    """Run it on a tensor like a part's, of the whole batch's shape, with dimensions in the same order in memory."""
+    tensor = call.args[0]
+    shape = list(tensor.shape)
+    shape[drawn.layout.dim] = drawn.layout.outer * total * drawn.layout.inner
+    whole = torch.empty_permuted(shape, drawn.order, dtype=tensor.dtype, device=tensor.device)
+    return call.info.func(whole.fill_(1), *call.args[1:], **call.kwargs)
+
+
+def _drawn_of_size(call: Call, layout: Layout, total: int) -> Any:
+    place = next(place for place, value in enumerate(call.args) if isinstance(value, (list, tuple)))
+    sizes = list(call.args[place])
+    sizes[layout.dim] = layout.outer * total * layout.inner
+    return call.info.func(*call.args[:place], sizes, *call.args[place + 1 :], **call.kwargs)
+
+
+def _dropped(call: Call, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    p = call.get("p")
+    return call.args[0] * mask * (1 / (1 - p) if p < 1 else 0), mask.clone()
+
+
+_VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias", "detach",
+          "select", "slice", "split", "split_with_sizes", "unbind", "as_strided", "diagonal", "empty_like",
+          "zeros_like", "ones_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones",
+          "new_full"}  # fmt: skip
+_FILLS = {"bernoulli", "uniform", "normal", "random", "exponential", "cauchy", "log_normal", "geometric"}
+_EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+_GROWING = {"expand"}
+_MOVES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias",
+          "detach", "clone", "_to_copy", "repeat", "lift_fresh"}  # fmt: skip
+_LINEAR = {"view", "_unsafe_view", "expand", "clone", "_to_copy", "detach", "alias", "unsqueeze", "squeeze", "t",
+           "transpose", "permute", "lift_fresh", "reshape"}  # fmt: skip
+_SIZED = _MOVES | {"slice", "narrow", "split_with_sizes", "split", "unsafe_split", "new_zeros", "new_ones", "new_empty",
+                   "new_full", "native_group_norm", "as_strided", "select_backward", "_reshape_alias"}  # fmt: skip
+_POINTWISE = {"clone", "copy", "masked_fill", "uniform", "normal", "fill", "zero", "nan_to_num", "where", "rsub",
+              "bernoulli", "random", "exponential", "polar", "complex", "real", "imag", "view_as_real",
+              "view_as_complex", "log_sigmoid_forward", "isfinite", "gelu", "_prelu_kernel", "lerp", "heaviside",
+              "xlogy"}  # fmt: skip

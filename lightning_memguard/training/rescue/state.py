@@ -1,0 +1,626 @@
+"""State that a step may change, noted before the step -> the same state again, or the reason it is not known.
+
+Python's state is noted by reference: each mutable container that the module reaches (a cell) is copied shallowly. Of
+tensors the version counters are noted; only tensors that steps are known to change in place are copied.
+
+Not seen: state inside of generators, iterators and files; attributes of PyTorch's own layers other than ``training``;
+modules that are not registered; containers more than eight deep; and changes that keep the length, inside of containers
+and arrays too large to copy before every step. Batch norm's statistics belong to the code that runs the parts.
+
+Private names of Lightning were checked on 2.5.0 to 2.6.6, those of torchmetrics on 1.9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import random
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from operator import attrgetter, itemgetter, setitem
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_memguard.training.adapter.lightning_types import lightning_of
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+_MOST_CELLS, _MOST_DEPTH = 5_000, 8
+_WALKED = 256  # entries of a container that may hold further cells; in a longer list, the last ones are looked at
+_COPIED = 10_000  # entries of a container that is copied before every step; of a longer one, the length is noted
+_SMALL_BYTES, _SMALL_TOTAL_BYTES = 64 << 10, 1 << 20  # copied while it is not known which tensors change
+_COPIED_BYTES = 64 << 20  # tensors known to change in place: at most so much is copied before each step
+
+_PLAIN = frozenset([int, float, complex, bool, str, bytes, type(None), type, FunctionType, MethodType, torch.dtype])
+_NO_STATE = (type, torch.Tensor, nn.Module, enum.Enum, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+_FOREIGN = frozenset(["Trainer", "Logger", "Optimizer", "Strategy", "Dataset", "DataLoader", "LightningDataModule"])
+_LIBRARIES = re.compile(  # their objects have state of their own: connections, locks, caches
+    r"(torch|(pytorch_)?lightning(_fabric|_memguard)?|numpy|builtins|functools|inspect|typing|logging|_?thread(ing)?|re|"
+    r"concurrent|multiprocessing|asyncio|weakref|pathlib|datetime|tqdm|rich|wandb|mlflow|comet_ml|neptune|clearml|aim|"
+    r"tensorboardX?)(\.|$)"
+)
+_ABSENT = object()
+
+
+class _Kind(NamedTuple):
+    """How a kind of container is noted and put back."""
+
+    save: Callable[[Any], Any]
+    pairs: Callable[[Any], Iterable[tuple[Any, Any]]]  # of what was saved
+    put: Callable[[Any, Any], None]
+    live: Callable[[Any], Iterable[tuple[Any, Any]]]  # of the container now
+    replace: Callable[[Any, Any, Any], None] = setitem
+    label: str = "{0}[{1!r}]"
+    compares: bool = True  # copies of it, by ``==``
+
+
+class _Cell(NamedTuple):
+    """A mutable container that the module reaches."""
+
+    kind: _Kind
+    container: Any
+    name: str
+    depth: int  # of further cells that may be listed below it
+    root: int  # the tree of cells that it is in
+
+    def label(self, key: object) -> str:
+        return self.kind.label.format(self.name, key)
+
+
+class _Held(NamedTuple):
+    """A tensor in a cell before a step."""
+
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor | None
+    cell: _Cell
+    key: Any
+
+
+class RandomStates(NamedTuple):
+    """States of Python's and NumPy's global generators."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+
+
+class Noted(NamedTuple):
+    """State before a step."""
+
+    results: Any  # Lightning's collection of logged values
+    hooks: tuple[Any, Any, Any]
+    collection: dict[str, Any]
+    logged: list[tuple[str, Any, dict[str, Any]]]
+    batch: Any
+    cells: list[_Cell]
+    saved: list[Any]
+    held: list[_Held]
+    in_batch: list[tuple[_Cell, Any]]
+    batch_tensors: list[tuple[torch.Tensor, int]]
+    training: list[bool]
+    versions: list[int]
+    requires_grad: list[bool]
+    generators: list[tuple[torch.Generator, torch.Tensor]]
+    others: RandomStates | None
+
+
+@dataclass(frozen=True)
+class Left:
+    """A tensor that a step has left in Python's state.
+
+    Attributes:
+        name: for messages, such as ``self.outputs[3]``.
+        tensor: the tensor.
+        replace: puts another one in its place.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    replace: Callable[[torch.Tensor], None]
+
+
+class StepState:
+    """Notes what a step may change in its Trainer and its module, and puts it back."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._connector: Any = trainer._logger_connector
+        self._module = module
+        self._generators = _generators(trainer.strategy.root_device)
+        self._own = frozenset(vars(lightning_of(module).LightningModule()))  # attributes that the user did not set
+        self._changing: set[tuple[str, Any]] = set()  # places of tensors that steps change in place
+        self._busy: set[str] = set()  # names of cells that change from step to step
+        self._draws = False
+        self._steps = 0
+        self._last: Noted | None = None
+        self._saved: list[Any] = []
+        self._list()
+
+    # -- before a step
+
+    def note(self, results: Any, batch: Any, *, draws: bool = False) -> Noted:
+        """Return the state before a step.
+
+        Args:
+            results: Lightning's collection of the values that the step logs, or None.
+            batch: the batch of the step.
+            draws: note the states of Python's and NumPy's generators in any case.
+        """
+        self._steps += 1
+        is_thorough = not self._steps & (self._steps - 1)  # at powers of two
+        if is_thorough or [*map(len, self._watched)] != self._lengths:
+            self._list()
+        held = self._save(is_thorough=is_thorough)
+        in_batch: list[_Cell] = []
+        tensors: list[torch.Tensor] = []
+        _walk(batch, "batch", _MOST_DEPTH, 0, in_batch, set(), tensors)
+        parameters = self._parameters.values()
+        noted = Noted(
+            results,
+            (self._module._current_fx_name, self._connector._current_fx, self._connector._first_loop_iter),
+            {} if results is None else vars(results).copy(),
+            [] if results is None else [(key, each, vars(each).copy()) for key, each in results.items()],
+            batch,
+            self._cells,
+            self._saved,
+            held,
+            [(cell, cell.kind.save(cell.container)) for cell in in_batch],
+            [(tensor, _version(tensor)) for tensor in tensors],
+            [*map(itemgetter("training"), self._modules)],
+            [each._version for each in parameters],
+            [each.requires_grad for each in parameters],
+            [(each, each.get_state()) for each in self._generators],
+            random_states() if draws or is_thorough or self._draws else None,
+        )
+        self._saved = []
+        self._last = noted if is_thorough else None
+        return noted
+
+    def _list(self) -> None:
+        """List all that a step may change."""
+        self._modules = [vars(each) for each in self._module.modules()]
+        self._parameters = {name: p for name, p in self._module.named_parameters() if not p.is_inference()}
+        self._trees: list[list[_Cell]] = []
+        self._known: set[int] = set()  # by ``id``, the containers of all cells
+        self._no_buffers: list[dict[str, Any]] = []
+        self._watched: list[dict[str, Any]] = []  # all is listed again if one of them has a new entry
+        for path, each in self._module.named_modules():
+            name = f"self.{path}".removesuffix(".")
+            if isinstance(each, _BatchNorm):
+                continue
+            if each._buffers:
+                self._plant(_BUFFERS, each._buffers, name)
+            if not type(each).__module__.startswith("torch.nn."):
+                self._plant(_names(vars(each), self._is_users), vars(each), name)
+                self._watched.append(vars(each))
+                if not each._buffers:
+                    self._no_buffers.append(each._buffers)
+        self._watched += self._no_buffers
+        for source in {cls.__module__: None for cls in type(self._module).__mro__ if not _is_library(cls)}:
+            names = vars(sys.modules[source])
+            self._plant(_names(names, _is_global_state), names, source)
+        self._lengths = [*map(len, self._watched)]
+        self._sort()
+
+    def _is_users(self, key: str, _: object) -> bool:
+        return key not in self._own and not key.startswith("_jit")
+
+    def _plant(self, kind: _Kind, container: Any, name: str) -> None:
+        self._trees.append([_Cell(kind, container, name, _MOST_DEPTH, len(self._trees))])
+        self._grow(len(self._trees) - 1)
+
+    def _grow(self, index: int) -> None:
+        """List the cells below a root."""
+        self._known.difference_update(id(cell.container) for cell in self._trees[index])
+        root = self._trees[index][0]
+        self._known.add(id(root.container))
+        self._trees[index] = tree = [root]
+        _walk_below(root, tree, self._known)
+
+    def _sort(self) -> None:
+        """Find the cells of plain values, which hardly ever change: one comparison shows that they did not."""
+        every = [cell for tree in self._trees for cell in tree]
+        is_calm = [cell.name not in self._busy and _is_calm(cell) for cell in every]
+        self._lively = [cell for cell, calm in zip(every, is_calm, strict=True) if not calm]
+        calm = [cell for cell, calm in zip(every, is_calm, strict=True) if calm]
+        self._cells = [*calm, *self._lively]
+        self._calls = [(cell.kind.save, cell.container) for cell in self._cells]
+        self._calm = [cell.kind.save(cell.container) for cell in calm]
+
+    def _save(self, *, is_thorough: bool) -> list[_Held]:
+        """Copy all cells, those that are new among them; return the tensors in them."""
+        for _ in range(_MOST_DEPTH):
+            try:
+                self._saved = [save(container) for save, container in self._calls]
+            except KeyError:  # an attribute is gone
+                self._list()
+                continue
+            count = len(self._calm)
+            if not _equal(self._saved[:count], self._calm):
+                pairs = zip(self._cells, self._saved, self._calm, strict=False)
+                self._busy.update(cell.name for cell, now, before in pairs if not _equal(now, before))
+                self._sort()
+                continue
+            held, grown = self._look(self._saved[count:], is_thorough=is_thorough)
+            if not grown:
+                return held
+            for root in grown:
+                self._grow(root)
+            self._sort()
+        raise RuntimeError("the module's attributes differ each time they are read")
+
+    def _look(self, saved: list[Any], *, is_thorough: bool) -> tuple[list[_Held], set[int]]:
+        """Return the tensors in what was saved of the lively cells, and the roots of cells that are new."""
+        held: list[_Held] = []
+        grown: set[int] = set()
+        small, most = _SMALL_TOTAL_BYTES, _COPIED_BYTES
+        for cell, values in zip(self._lively, saved, strict=True):
+            for key, each in _entries(cell, values):
+                if isinstance(each, torch.Tensor):
+                    nbytes, copy = 0, None
+                    if is_thorough or (cell.name, key) in self._changing or each.is_inference():
+                        nbytes = 0 if isinstance(each, nn.Parameter) else each.numel() * each.element_size()
+                    if nbytes and (cell.name, key) in self._changing and nbytes <= most:
+                        most, copy = most - nbytes, _copy(each)
+                    elif nbytes and nbytes <= min(small, _SMALL_BYTES):
+                        small, copy = small - nbytes, _copy(each)
+                    held.append(_Held(each, _version(each), copy, cell, key))
+                elif cell.depth and len(values) <= _WALKED and _is_new(each, self._known):
+                    grown.add(cell.root)
+        return held, grown if sum(map(len, self._trees)) < _MOST_CELLS else set()
+
+    # -- after it
+
+    def obstacle(self, noted: Noted) -> str:
+        """Return why the state before a failed step cannot be put back, or nothing if it can."""
+        if any(_version(tensor) != version for tensor, version in noted.batch_tensors):
+            return "it changed its batch in place before it failed, and the batch before is not known"
+        for (name, parameter), version in zip(self._parameters.items(), noted.versions, strict=True):
+            if parameter._version != version:
+                return _unknown(f"the parameter `{name}` in place")
+        for held in noted.held:
+            if held.copy is None and _version(held.tensor) != held.version:
+                self._changing.add((held.cell.name, held.key))
+                name = held.cell.label(held.key)
+                is_buffer = held.cell.kind is _BUFFERS
+                return _unknown(f"the buffer `{name[5:]}` in place" if is_buffer else f"the tensor `{name}` in place")
+        known = {id(cell.container) for cell in noted.cells}
+        for cell, saved in zip(noted.cells, noted.saved, strict=True):
+            if cell.kind is _LARGE and len(cell.container) != saved and not _has_grown(cell.container, saved):
+                return _unknown(f"`{cell.name}`")
+            is_walked = cell.depth and cell.kind.compares and len(saved) <= _WALKED and len(known) < _MOST_CELLS
+            for key, each in _entries(cell, saved) if is_walked else ():
+                if _is_new(each, known):
+                    return f"`{cell.label(key)}` is new, and its contents before the step are not known"
+        return ""
+
+    def tensors(self, noted: Noted) -> list[torch.Tensor]:
+        """Return the tensors whose versions were noted, and those of batch norm."""
+        norms = (each for each in self._module.modules() if isinstance(each, _BatchNorm))
+        buffers = (buffer for each in norms for buffer in each.buffers())
+        held = (each.tensor for each in noted.held)
+        return [*self._parameters.values(), *held, *(tensor for tensor, _ in noted.batch_tensors), *buffers]
+
+    def put_back(self, noted: Noted) -> None:
+        """Make everything as it was; this may be done again and again."""
+        self._module._current_fx_name, self._connector._current_fx, self._connector._first_loop_iter = noted.hooks
+        if noted.results is not None:
+            noted.results.clear()
+            _put_dict(vars(noted.results), noted.collection)
+        for key, result, values in noted.logged:
+            noted.results[key] = result
+            _put_dict(vars(result), values)
+        for cell, saved in [*zip(noted.cells, noted.saved, strict=True), *noted.in_batch]:
+            cell.kind.put(cell.container, saved)
+        for buffers in self._no_buffers:
+            buffers.clear()
+        for held in noted.held:
+            if held.copy is not None and (held.version < 0 or _version(held.tensor) != held.version):
+                with torch.inference_mode(held.tensor.is_inference()), torch.no_grad():
+                    held.tensor.copy_(held.copy)
+        for attributes, training in zip(self._modules, noted.training, strict=True):
+            attributes["training"] = training
+        for parameter, requires_grad in zip(self._parameters.values(), noted.requires_grad, strict=True):
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+        for generator, state in noted.generators:
+            generator.set_state(state)
+        if noted.others is not None:
+            random.setstate(noted.others.python)
+            name, keys, *rest = noted.others.numpy
+            np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002 - users draw from it
+
+    def watch(self) -> None:
+        """Learn from a step that succeeded which tensors steps change in place, and whether they draw in Python."""
+        last, self._last = self._last, None
+        if last is not None:
+            self._changing.update((each.cell.name, each.key) for each in last.held if _has_changed(each))
+            self._draws = self._draws or last.others != random_states()
+
+    def draws_elsewhere(self, noted: Noted) -> bool:
+        """Whether the states of Python's and NumPy's generators were not noted; see `random_states`."""
+        return noted.others is None
+
+    def tensors_left(self, noted: Noted) -> Iterator[Left]:
+        """Yield the tensors that Python's state has got since, or that were changed in place."""
+        seen = {id(cell.container) for cell in noted.cells}
+        changed = {id(held.tensor) for held in noted.held if _has_changed(held)}
+        for cell, saved in zip(noted.cells, noted.saved, strict=True):
+            before = dict(cell.kind.pairs(saved))
+            same = {id(each) for value in before.values() for each in _flat(value)} - changed
+            for key, value in cell.kind.live(cell.container):
+                if value.__class__ not in _PLAIN and (value is not before.get(key, _ABSENT) or changed):
+                    for left in _left(value, cell.label(key), partial(cell.kind.replace, cell.container, key), seen):
+                        if id(left.tensor) not in same:
+                            yield left
+
+
+def random_states() -> RandomStates:
+    """Return the states of Python's and NumPy's global generators, which can be compared."""
+    state: Any = np.random.get_state()  # noqa: NPY002 - users draw from the global one
+    return RandomStates(random.getstate(), (state[0], state[1].tobytes(), *state[2:]))
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    if device.type != "cuda":
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
+
+
+# -- tensors
+
+
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor does not count
+        return -1
+
+
+def _has_changed(held: _Held) -> bool:
+    if held.version < 0 and held.copy is not None:
+        return not torch.equal(held.tensor, held.copy)
+    return _version(held.tensor) != held.version
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    with contextlib.suppress(RuntimeError), torch.no_grad():  # there may be no memory for it
+        return tensor.detach().clone()
+    return None
+
+
+def _unknown(what: str) -> str:
+    return f"it changed {what} before it failed, and the value before is not known"
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Yield a value, or those in a tuple."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+def _left(value: Any, name: str, replace: Callable[[Any], None], seen: set[int]) -> Iterator[Left]:
+    """Yield the tensors in a value, and in the containers in it that were not seen."""
+    if isinstance(value, torch.Tensor):
+        yield Left(name, value, replace)
+    elif isinstance(value, tuple):
+        items = list(value)
+
+        def rebuild(index: int, item: Any) -> None:
+            items[index] = item
+            replace(type(value)(*items) if hasattr(value, "_fields") else tuple(items))
+
+        for index, each in enumerate(value):
+            yield from _left(each, f"{name}[{index}]", partial(rebuild, index), seen)
+    elif (found := _container(value)) is not None and id(found[1]) not in seen:
+        kind, container = found
+        seen.add(id(container))
+        for key, each in kind.live(container):
+            yield from _left(each, kind.label.format(name, key), partial(kind.replace, container, key), seen)
+
+
+# -- cells
+
+
+def _walk(
+    value: Any,
+    name: str,
+    depth: int,
+    root: int,
+    cells: list[_Cell],
+    seen: set[int],
+    tensors: list[torch.Tensor] | None = None,
+) -> None:
+    """List the containers in a value, and its tensors."""
+    for each in _flat(value):
+        if isinstance(each, torch.Tensor):
+            if tensors is not None:
+                tensors.append(each)
+        elif (found := _container(each)) is not None and id(found[1]) not in seen and len(seen) < _MOST_CELLS:
+            seen.add(id(found[1]))
+            cells.append(_Cell(*found, name, depth - 1, root))
+            _walk_below(cells[-1], cells, seen, tensors)
+
+
+def _walk_below(cell: _Cell, cells: list[_Cell], seen: set[int], tensors: list[torch.Tensor] | None = None) -> None:
+    pairs = [*cell.kind.pairs(cell.kind.save(cell.container))]
+    for key, value in pairs if cell.depth and (len(pairs) <= _WALKED or tensors is not None) else ():
+        if value.__class__ not in _PLAIN:
+            _walk(value, cell.label(key), cell.depth, cell.root, cells, seen, tensors)
+
+
+def _entries(cell: _Cell, saved: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what was saved of a cell, by key, but for plain values; of a long list, the last ones."""
+    pairs = [*cell.kind.pairs(saved)]
+    for key, value in pairs if len(pairs) <= _WALKED else pairs[-_WALKED:]:
+        if value.__class__ not in _PLAIN:
+            for each in _flat(value):
+                yield key, each
+
+
+def _is_new(value: Any, known: set[int]) -> bool:
+    """Whether a value is a container that is not known."""
+    return value.__class__ not in _PLAIN and (found := _container(value)) is not None and id(found[1]) not in known
+
+
+def _is_calm(cell: _Cell) -> bool:
+    values = (each for _, value in cell.kind.pairs(cell.kind.save(cell.container)) for each in _flat(value))
+    others = [each for each in values if each.__class__ not in _PLAIN]
+    return cell.kind.compares and not any(
+        isinstance(each, torch.Tensor) or _kind_of(each.__class__) not in (None, _OBJECT) for each in others
+    )
+
+
+def _equal(now: Any, before: Any) -> bool:
+    try:
+        return bool(now == before)
+    except Exception:  # noqa: BLE001 - tensors and arrays do not compare; neither do some of the users' objects
+        return False
+
+
+# -- kinds of cells
+
+
+def _container(value: Any) -> tuple[_Kind, Any] | None:
+    """Return how a value is noted, and what is noted of it."""
+    cls: Any = type(value)
+    kind = _kind_of(cls)
+    if kind is _ARRAY and value.nbytes > _SMALL_BYTES:
+        return None
+    if kind in (_DICT, _LIST, _SET) and len(value) > _COPIED:
+        return _LARGE, value
+    return None if kind is None else (kind, vars(value) if kind is _OBJECT else value)
+
+
+@lru_cache(maxsize=1024)
+def _kind_of(cls: Any) -> _Kind | None:
+    for base, kind in _KINDS.items():
+        if issubclass(cls, base):
+            return kind
+    names = {each.__name__ for each in cls.__mro__}
+    is_metric = "Metric" in names  # it is not registered: a module lists its own
+    if not is_metric and (issubclass(cls, _NO_STATE) or _is_library(cls) or names & _FOREIGN):
+        return None
+    if cls.__dictoffset__:
+        return _OBJECT
+    return _SLOTS if any("__slots__" in vars(each) for each in cls.__mro__) else None
+
+
+def _is_library(cls: type) -> bool:
+    return _LIBRARIES.match(cls.__module__) is not None
+
+
+def _nothing(*_: object) -> tuple[()]:
+    return ()
+
+
+def _put_dict(container: Any, saved: dict[Any, Any]) -> None:
+    for key in [key for key in container if key not in saved]:
+        del container[key]
+    for key, value in saved.items():
+        if container.get(key, _ABSENT) is not value:
+            container[key] = value
+    if [*container] != [*saved]:  # the order
+        for key, value in saved.items():
+            del container[key]
+            container[key] = value
+
+
+def _put_list(container: Any, saved: tuple[Any, ...]) -> None:
+    if len(container) != len(saved) or any(now is not then for now, then in zip(container, saved, strict=True)):
+        container.clear()
+        container.extend(saved)
+
+
+def _put_set(container: set[Any], saved: frozenset[Any]) -> None:
+    if container != saved:
+        container.clear()
+        container.update(saved)
+
+
+def _put_large(container: Any, length: int) -> None:
+    if isinstance(container, list):
+        del container[length:]
+
+
+def _put_generator(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
+
+
+def _has_grown(container: Any, length: int) -> bool:
+    return isinstance(container, list) and len(container) > length
+
+
+def _slots(thing: object) -> dict[str, Any]:
+    names = (vars(cls).get("__slots__", ()) for cls in type(thing).__mro__)
+    flat = [name for each in names for name in ((each,) if isinstance(each, str) else each)]
+    return {name: getattr(thing, name) for name in flat if hasattr(thing, name)}
+
+
+def _put_slots(thing: object, saved: dict[str, Any]) -> None:
+    for name in _slots(thing).keys() - saved.keys():
+        object.__delattr__(thing, name)
+    for name, value in saved.items():
+        object.__setattr__(thing, name, value)
+
+
+def _names(container: dict[str, Any], fits: Callable[[str, Any], bool]) -> _Kind:
+    """Return how some of the names in a dictionary are noted."""
+    keys = [key for key, value in container.items() if fits(key, value)]
+    known, noted = frozenset(container), frozenset(keys)
+
+    def live(container: dict[str, Any]) -> list[tuple[str, Any]]:
+        return [
+            (key, each) for key, each in container.items() if key in noted or (key not in known and fits(key, each))
+        ]
+
+    def put(container: dict[str, Any], saved: tuple[Any, ...]) -> None:
+        for key, _ in live(container):
+            if key not in known:
+                del container[key]
+        for key, value in zip(keys, saved, strict=False):
+            if container.get(key, _ABSENT) is not value:
+                container[key] = value
+
+    save = itemgetter(*keys, keys[0]) if keys else _nothing  # of a single key, it would return no tuple
+    return _Kind(save, partial(zip, keys), put, live, label="{0}.{1}")
+
+
+def _is_global_state(key: str, value: object) -> bool:
+    return not key.startswith("__") and isinstance(value, (int, float, str, type(None), dict, list, set, deque))
+
+
+_DICT = _Kind(dict, dict.items, _put_dict, lambda each: [*each.items()])
+_OBJECT = _DICT._replace(label="{0}.{1}")
+_BUFFERS = _DICT._replace(label="{0}.{1}", replace=dict.__setitem__)
+_LIST = _Kind(tuple, enumerate, _put_list, lambda each: [*enumerate(each)])
+_SET = _Kind(frozenset, _nothing, _put_set, _nothing)
+_SLOTS = _Kind(_slots, dict.items, _put_slots, lambda each: _slots(each).items(), object.__setattr__, "{0}.{1}")
+_OPAQUE = _Kind(len, _nothing, _put_large, _nothing, compares=False)
+_LARGE = _OPAQUE
+_ARRAY = _OPAQUE._replace(save=np.copy, put=np.copyto)
+_KINDS: dict[type, _Kind] = {
+    dict: _DICT,
+    list: _LIST,
+    deque: _LIST,
+    set: _SET,
+    np.ndarray: _ARRAY,
+    torch.Generator: _OPAQUE._replace(save=torch.Generator.get_state, put=_put_generator),
+    random.Random: _OPAQUE._replace(save=random.Random.getstate, put=random.Random.setstate),
+    np.random.RandomState: _OPAQUE._replace(save=np.random.RandomState.get_state, put=np.random.RandomState.set_state),
+    np.random.Generator: _OPAQUE._replace(
+        save=attrgetter("bit_generator.state"), put=lambda each, state: setattr(each.bit_generator, "state", state)
+    ),
+}
