@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from lightning_memguard.training.rescue.cut import Entries
 from lightning_memguard.training.rescue.flow import Flow, Outside, fits
 from lightning_memguard.training.rescue.layout import CONSTANT, WHOLE, Layout, Refused, Waits, get, refuse
 from lightning_memguard.training.rescue.rules import Drawn, flat, shape_of, tensors_in
@@ -346,8 +348,11 @@ class Reductions(TorchFunctionMode):
         with flow.silent():
             return Size(int(whole), part)
 
-    def length(self, tensor: torch.Tensor) -> int:
-        """What ``len`` returns for a tensor."""
+    def length(self, tensor: torch.Tensor | Entries) -> int:
+        """What ``len`` returns for a tensor, or for a list that has an entry for each sample."""
+        if isinstance(tensor, Entries):
+            count = list.__len__(tensor)
+            return Size(count * self.flow.total // self.flow.samples, count)
         layout = get(tensor, self.flow.token)
         with self.flow.silent():
             size: int = tensor.__len__()
@@ -676,11 +681,13 @@ def _in_checkpoint() -> bool:
 @contextmanager
 def lengths(run: Reductions) -> Iterator[None]:
     """Have ``len`` of a tensor return what its shape does; Python makes a plain number of what ``__len__`` returns."""
-    own = builtins.len
+    own, thread = builtins.len, threading.get_ident()
 
     @functools.wraps(own)
     def length(value: Any, /) -> int:
-        return run.length(value) if isinstance(value, torch.Tensor) else own(value)
+        if isinstance(value, (torch.Tensor, Entries)) and threading.get_ident() == thread:
+            return run.length(value)
+        return own(value)
 
     builtins.len = length
     try:
