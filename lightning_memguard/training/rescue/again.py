@@ -152,7 +152,7 @@ class TrainingStep(Step):
         self.again: TrainingAgain = again
         self.ran = closure
         self.gradients = _Gradients(again.parameters) if closure._zero_grad_fn is None else None
-        self.in_backward = self.zeroed = self.had_backward = False
+        self.in_backward = self.zeroed = self.had_backward = self.had_hooks = False
         self.theirs: set[torch.Tensor] = set()  # parameters that have the gradient of the samples that run
 
     def whole(self) -> Any:  # noqa: D102
@@ -163,7 +163,7 @@ class TrainingStep(Step):
             raised_in = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
             self.in_backward = getattr(self.closure._backward_fn, "__code__", None) in raised_in
             self.zeroed = self.in_backward or getattr(self.closure._zero_grad_fn, "__code__", None) in raised_in
-            self.had_backward = self.in_backward
+            self.had_backward = self.had_hooks = self.in_backward
             self.theirs = self.gradients.written() if self.gradients else set()
         if "batch" not in self.kwargs:
             return "its training_step takes an iterator instead of a batch"
@@ -176,6 +176,7 @@ class TrainingStep(Step):
     def before_parts(self) -> None:
         """Clear the gradients, as the step would have; hooks are called once."""
         zero, module = self.closure._zero_grad_fn, self.again.trainer.lightning_module
+        self.begin()
         if zero is not None and self.zeroed:
             module.optimizer_zero_grad(self.again.trainer.current_epoch, self.batch_idx, self.optimizer)
         elif zero is not None:
@@ -183,6 +184,7 @@ class TrainingStep(Step):
         elif not self.failed and self.gradients is not None:
             self.gradients.keep()
         self.zeroed = True
+        self.noted = self.again.note(self, draws=True)  # with what the hooks have changed
 
     def before_whole(self) -> None:
         """Put back what accumulated before."""
@@ -210,7 +212,7 @@ class TrainingStep(Step):
         self.begun = _Gradients(self.again.parameters)
         with ExitStack() as around:
             around.enter_context(torch.enable_grad())
-            around.enter_context(hooks_once(self.again.calls, before=not self.had_backward, after=is_last))
+            around.enter_context(hooks_once(self.again.calls, before=is_last and not self.had_hooks, after=is_last))
             around.enter_context(without_gradients(self.theirs))
             around.enter_context(self.again.ranks.alone(is_last))
             around.enter_context(self.again.ranks.sending())
@@ -232,6 +234,7 @@ class TrainingStep(Step):
     def finished(self, passes: Passes) -> Any:  # noqa: D102
         self.result.closure_loss = None
         self.result.extra = passes.result()
+        self.again.state.replace_numbers(plain)
         return self.result
 
 
@@ -309,7 +312,7 @@ class Again:
             done, result = self._planned(step, at_once)
             if done:
                 return result
-        step.noted = None if self._broken else self._quietly(lambda: self._note(step), None)
+        step.noted = None if self._broken else self._quietly(lambda: self.note(step), None)
         try:
             result = step.whole()
         except Exception as error:
@@ -327,7 +330,8 @@ class Again:
         nbytes = batch_bytes(part_of(step.batch, cut, samples, start, stop))
         return Part(stop - start, nbytes)
 
-    def _note(self, step: Step, *, draws: bool = False) -> Noted:
+    def note(self, step: Step, *, draws: bool = False) -> Noted:
+        """Note the state before a step."""
         self.ranks.begin()
         return self.state.note(self.lightning.results(), step.batch, draws=draws)
 
@@ -409,7 +413,7 @@ class Again:
     def _planned(self, step: Step, at_once: int) -> tuple[bool, Any]:
         """Do a step in parts from the start, because it would run out of memory; False if it has to be whole."""
         try:
-            step.noted = self._note(step, draws=True)
+            step.noted = self.note(step, draws=True)
             if step.obstacle(None) or self._obstacle_of_batch(step):
                 return False, None
             self.ranks.send_buffers()
@@ -497,11 +501,12 @@ class TrainingAgain(Again):
         return closure
 
     def _run(self, own: weakref.ref[Any], call: tuple[Any, Any, int], *_: Any, **__: Any) -> Any:
-        closure = own()
+        closure: Any = own()
+        run_whole = type(closure).closure
         if self._broken:
-            return type(closure).closure(closure)
+            return run_whole(closure)
         step = self._quietly(lambda: TrainingStep(self, closure, call), None)
-        return type(closure).closure(closure) if step is None else self.run(step)
+        return run_whole(closure) if step is None else self.run(step)
 
 
 class EvaluationAgain(Again):

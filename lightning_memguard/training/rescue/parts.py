@@ -179,6 +179,7 @@ class Passes:
             layout = get(loss, self.flow.token)
             if layout is None or layout.kind not in ("whole", "constant"):
                 raise Refused("the loss is that of single samples")
+            self.custom.refuse_unseen(loss)
         for each in self.step.left():
             layout = get(each.tensor, self.flow.token)
             if layout is not None and layout.has_samples and each.tensor.requires_grad:
@@ -208,7 +209,8 @@ class Passes:
         self.totals.check()
 
     def _range(self, start: int, stop: int, most: int) -> None:
-        for first, last in even_parts(start, stop, math.ceil((stop - start) / most)):
+        same = uneven_parts(start, stop, most)  # those that were learned, unless they do not matter
+        for first, last in same if self.flow.changes else even_parts(start, stop, math.ceil((stop - start) / most)):
             before = self.totals.copy()
             try:
                 self._run_part(first, last)
@@ -315,15 +317,21 @@ class Passes:
 
     @contextmanager
     def _backward(self) -> Iterator[None]:
-        """The surroundings of a backward pass: code in activation checkpoints runs again, as it did forward."""
+        """The surroundings of a backward pass: code that users wrote is followed in it, too."""
         if not self.reductions.checkpoints and not self.custom.any:
             yield
             return
         if self.reductions.checkpoints and self.flow.samples == 1:
             raise Refused("activation checkpoints in a part of one sample")
+        own: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:  # a function mode is off while `Tensor.backward` prepares
+            with lengths(self.reductions), self.flow, self.reductions:
+                return own(*args, **kwargs)
+
         self.flow.idle = self.flow.recomputes = True
         try:
-            with self.custom.followed(), lengths(self.reductions), self.flow, self.reductions:
+            with self.custom.followed(), mock.patch.object(torch.autograd, "_engine_run_backward", run_backward):
                 yield
         finally:
             self.flow.strict = None

@@ -24,17 +24,17 @@ class Rounded(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """A linear layer by hand."""
+    """A layer by hand."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return x @ weight.diag()
+        return x * weight
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        return grad @ weight.diag(), (x.T @ grad).diagonal()
+        return grad * weight, (x * grad).sum(0)
 
 
 class Centered(Rounded):
@@ -90,7 +90,6 @@ def test_in_a_part_of_one_sample_it_cannot_be_seen(steps: Any) -> None:
 REVERSE = Reversing.apply  # as many programs keep it, for a name
 
 
-@pytest.mark.xfail(reason="`apply` that was looked up before the step is not seen: it is done, with other gradients")
 def test_a_function_that_was_given_a_name_before_is_followed_too(steps: Any) -> None:
     def step(module: Any, batch: Any) -> torch.Tensor:
         return REVERSE(module.first(batch["x"]) * 3, module.scale).square().sum() / 6

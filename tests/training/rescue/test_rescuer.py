@@ -291,14 +291,12 @@ def test_attributes_are_those_of_whole_batches(trainer: Any) -> None:
     assert kept.last.shape == (BATCH, 4)
 
 
-@pytest.mark.xfail(reason="a size that a step keeps in an attribute is a `Size` after the step, too")
 def test_sizes_that_a_step_keeps_are_plain_numbers_after_it(trainer: Any) -> None:
     module = fit(trainer, Net(3, loss=counting), Rescue()).module
     assert type(module.last) is int
     assert {BATCH: "found"}.get(module.last)
 
 
-@pytest.mark.xfail(reason="`on_before_backward` runs before the first part, and is undone before the second")
 def test_what_a_hook_before_the_backward_pass_counts_is_kept(trainer: Any) -> None:
     class Before(Net):
         def on_before_backward(self, loss: torch.Tensor) -> None:
@@ -559,7 +557,6 @@ def test_asked_for_by_name_batch_norm_goes_on_and_says_what_changes(trainer: Any
     assert "not the same step (batch norm normalizes each part by its own statistics)" in said
 
 
-@pytest.mark.xfail(reason="the last pass takes even parts, other than those that were learned: batch norm differs")
 def test_asked_for_by_name_batch_norm_goes_on_in_even_parts(trainer: Any) -> None:
     rescue = Rescue(by_name=True)
     fit(trainer, Net(4, norm=nn.BatchNorm1d(32)), rescue, loader=DataLoader(data().dataset, 8))
@@ -849,9 +846,7 @@ class Evaluated(Net):
 
 
 # Lightning's default for validation, which runs after the sanity check of each fit.
-INFERENCE = pytest.param(
-    3, {}, marks=pytest.mark.xfail(reason="in inference mode, `linear` reaches the flow as one operator without a rule")
-)
+INFERENCE = pytest.param(3, {})
 
 
 class Outputs(pl.Callback):
