@@ -36,6 +36,12 @@ POSITIVE = ([1, 1, 0, 1, 0, 0, 0, 0], [0] * 8, [0, 0, 0, 0, 1, 0, 1, 1], [0, 1, 
 began: list[Callable[[], None]] = []  # called as each training step begins
 
 
+def wants(step: Callable[..., Any]) -> list[str]:
+    """The names of a step's positional arguments."""
+    parameters = inspect.signature(step).parameters.values()
+    return [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+
+
 @dataclass(frozen=True)
 class Program:
     """A training of a small module; see `programs`."""
@@ -57,7 +63,7 @@ class Program:
     @property
     def fields(self) -> list[str]:
         """The fields of the batch that it uses."""
-        return self.uses.split() or [name for name in inspect.signature(self.step).parameters if name in FIELDS]
+        return self.uses.split() or [name for name in wants(self.step) if name in FIELDS]
 
     def module(self) -> pl.LightningModule:
         """Build the module."""
@@ -75,7 +81,7 @@ class Module(pl.LightningModule):
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.program, self.net = program, program.net()
-        self.wants = list(inspect.signature(program.step).parameters)[1:]
+        self.wants = wants(program.step)[1:]
         if program.make:
             program.make(self)
 

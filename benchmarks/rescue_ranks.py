@@ -3,9 +3,10 @@
     python benchmarks/rescue_ranks.py                         # all situations, 50 trainings each
     python benchmarks/rescue_ranks.py --runs 5 accumulation   # some of them
 
-Each training has six batches a rank. Its failures are drawn at random: which batches, at which place of the step, how
-few samples fit. In every other training the batches after a failure are tried whole again, in the others they go in
-parts from the start. Weights, buffers and logged values are compared with those of a training without MemGuard.
+A training is an epoch of six batches a rank, which starts with new weights; five of them are one fit. Its failures are
+drawn at random: which batches, at which place of the step, how few samples fit. In every other fit the batches after a
+failure are tried whole again, in the others they go in parts from the start. Weights, buffers, the losses of all steps
+and the logged ones of validation are compared with those of a training without MemGuard.
 
 `sending` plants a failure in a backward pass that sends gradients, which must end as it does without MemGuard.
 It ends with status 1 if a rank hangs, the ranks differ, or a training is another one.
@@ -39,6 +40,7 @@ from shared.truth import QUIET, quieten
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 BATCH, BATCHES = 8, 6
+EPOCHS = 5  # of a fit, each of which is a training of its own
 PATIENCE_SECONDS = 90
 LEAST = (2, 1)  # samples of a part that are to fit in a forward pass, in a backward pass
 FORWARD = ("first", "middle", "last")
@@ -80,11 +82,11 @@ def samples_of(x: torch.Tensor) -> int:
 class Net(pl.LightningModule):
     """Fails by plan."""
 
-    def __init__(self, plan: Plan, *, buffers: bool, fails_in: str = "training") -> None:
+    def __init__(self, *, buffers: bool, fails_in: str) -> None:
         super().__init__()
         self.first, self.second, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
         self.fails_in, self.process = fails_in, os.getpid()  # copies in children never fail
-        FAILING.restart(plan)
+        FAILING.restart({})
         if buffers:
             self.register_buffer("scale", torch.ones(4))
             self.register_buffer("steps", torch.zeros(()))
@@ -158,37 +160,57 @@ class FailingLast(Failing):
 FAILING = Failing()
 
 
-class Forgets(pl.Callback):
-    """Has each batch tried as a whole, whatever failed before."""
+class Trainings(pl.Callback):
+    """Makes each epoch of a fit a training of its own, with its own failures, and keeps what became of it."""
+
+    def __init__(self, plans: list[Plan], *, forgets: bool) -> None:
+        self.plans, self.forgets = plans, forgets
+        self.seen: list[dict[str, Any]] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.start = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.load_state_dict(self.start)
+        trainer.optimizers[0].state.clear()
+        FAILING.restart(self.plans[trainer.current_epoch])
+        self.losses: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        next(
-            each for each in trainer.callbacks if isinstance(each, MemGuard)
-        )._run._rescuer.policy._too_large_bytes = math.inf
+        if self.forgets:  # each batch is tried as a whole, whatever failed before
+            guard = next(each for each in trainer.callbacks if isinstance(each, MemGuard))
+            guard._run._rescuer.policy._too_large_bytes = math.inf  # type: ignore[union-attr]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.losses.append(float(trainer.callback_metrics["validation"]))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        weights = torch.cat([each.detach().flatten() for each in module.state_dict().values()]).tolist()
+        self.seen.append({"weights": weights, "losses": self.losses, "raised": FAILING.raised})
 
 
-def train(situation: str, plan: Plan, *, guarded: bool, forgets: bool = True) -> dict[str, Any]:
-    """Train once; what this rank saw."""
+def train(situation: str, plans: list[Plan], *, guarded: bool, forgets: bool = True) -> list[dict[str, Any]]:
+    """Train once for each plan, in one fit; what this rank saw of each."""
     _, settings, buffers = SITUATIONS[situation]
     pl.seed_everything(0, verbose=False)
     size = 2 * BATCHES * BATCH
     loader = DataLoader(TensorDataset(torch.randn(size, 8), torch.randint(0, 4, (size,))), BATCH)
-    module = Net(plan, buffers=buffers, fails_in="validation" if situation == "validation" else "training")
-    guard = MemGuard(max_batch_size=BATCH)
-    callbacks = [guard, *[Forgets()] * forgets] if guarded else []
+    module = Net(buffers=buffers, fails_in="validation" if situation == "validation" else "training")
+    guard, trainings = MemGuard(max_batch_size=BATCH), Trainings(plans, forgets=guarded and forgets)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, callbacks=callbacks, **settings, **QUIET
-    )
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=len(plans), **settings, **QUIET,
+        callbacks=[guard, trainings] if guarded else [trainings],
+    )  # fmt: skip
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer.fit(module, loader, loader if situation == "validation" else None)
-    return {
-        "weights": torch.cat([each.detach().flatten() for each in module.state_dict().values()]).tolist(),
-        "logged": {name: float(x) for name, x in trainer.callback_metrics.items() if "memguard" not in name},
-        "raised": FAILING.raised,
-        "records": [(each.out_of_memory, each.rescued) for each in guard.records],
-        "said": [str(each.message) for each in told if "ran out of memory" in str(each.message)],
-    }
+    said = [str(each.message) for each in told if "ran out of memory" in str(each.message)]
+    counts = [(each.out_of_memory, each.rescued) for each in guard.records] if guarded else [(0, 0)] * len(plans)
+    return [{**seen, "count": count, "said": said} for seen, count in zip(trainings.seen, counts, strict=True)]
 
 
 # -- in the ranks
@@ -198,17 +220,17 @@ def run(situation: str, runs: int) -> None:
     if situation.startswith("sending"):
         if "part" in situation:
             FAILING.__class__ = FailingLast
-        train("both", {(1, 3): ("backward", 1, 0)}, guarded="alone" not in situation)
+        train("both", [{(1, 3): ("backward", 1, 0)}], guarded="alone" not in situation)
         return
-    expected = train(situation, {}, guarded=False)
-    write(expected)
-    for index in range(runs):
-        write(train(situation, planned(situation, index), guarded=True, forgets=index % 2 == 0))
+    write(train(situation, [{}] * EPOCHS, guarded=False))
+    for index in range(0, runs, EPOCHS):
+        plans = [planned(situation, each) for each in range(index, index + EPOCHS)]
+        write(train(situation, plans, guarded=True, forgets=index // EPOCHS % 2 == 0))
 
 
-def write(seen: dict[str, Any]) -> None:
+def write(seen: list[dict[str, Any]]) -> None:
     with Path(f"rank{RANK}.jsonl").open("a") as file:
-        file.write(f"{json.dumps(seen)}\n")
+        file.writelines(f"{json.dumps(each)}\n" for each in seen)
 
 
 # -- above them
@@ -233,22 +255,22 @@ def watched(situation: str, runs: int, folder: str) -> tuple[int | None, str, li
     return status, Path(folder, "log").read_text(), seen
 
 
-def defects(situation: str, index: int, seen: list[dict[str, Any]], expected: dict[str, Any]) -> list[str]:
+def defects(situation: str, index: int, seen: Any, expected: Any) -> list[str]:
     """What is not as it should be in a training."""
     plan, found = planned(situation, index), []
     if seen[0]["weights"] != seen[1]["weights"]:
         found.append("the ranks differ")
     if (off := difference(seen[0]["weights"], expected["weights"])) > 1e-6:
         found.append(f"weights off by {off:.1e}")
-    logged = [difference([seen[0]["logged"][name]], [value]) for name, value in expected["logged"].items()]
-    if max(logged) > 1e-5:
-        found.append(f"logged values off by {max(logged):.1e}")
-    failed = {batch for _, batch in plan}
-    counts = [tuple(each) for each in seen[0]["records"]]
-    if situation != "validation" and index % 2 == 0 and counts != [(len(failed), len(failed))] * 2:
-        found.append(f"rank 0 counted {counts} instead of {len(failed)}")
-    unnamed = {rank for rank, _ in plan if not any(text.startswith(f"Rank {rank}: ") for text in seen[rank]["said"])}
-    return [*found, *(f"rank {rank} was not named" for rank in unnamed)]
+    off = difference(seen[0]["losses"], expected["losses"])
+    if off > 1e-6:
+        found.append(f"losses off by {off:.1e}")
+    failed, first = {batch for _, batch in plan}, index // EPOCHS * EPOCHS
+    if situation != "validation" and index // EPOCHS % 2 == 0 and seen[0]["count"] != [len(failed)] * 2:
+        found.append(f"rank 0 counted {seen[0]['count']} instead of {len(failed)}")
+    failing = {rank for each in range(first, first + EPOCHS) for rank, _ in planned(situation, each)}
+    named = {rank for rank in (0, 1) if any(text.startswith(f"Rank {rank}: A ") for text in seen[rank]["said"])}
+    return found if named == failing else [*found, f"failures on ranks {failing}, said of ranks {named}"]
 
 
 def difference(one: list[float], other: list[float]) -> float:
@@ -260,22 +282,19 @@ def check(situation: str, runs: int) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         status, log, (here, there) = watched(situation, runs, folder)
     pairs = list(zip(here, there, strict=False))
-    expected = pairs[0][0] if pairs else None
-    bad = {index: found for index, pair in enumerate(pairs[1:]) if (found := defects(situation, index, pair, expected))}
-    raised = [sum(sum(rank["raised"].values()) for rank in pair) for pair in pairs[1:]]
-    off = max((difference(pair[0]["weights"], expected["weights"]) for pair in pairs[1:]), default=math.nan)
+    expected, pairs = [first for first, _ in pairs[:EPOCHS]], pairs[EPOCHS:]
+    every = [(index, pair, expected[index % EPOCHS]) for index, pair in enumerate(pairs)]
+    bad = {index: found for index, pair, right in every if (found := defects(situation, index, pair, right))}
+    raised = sum(sum(rank["raised"].values()) for pair in pairs for rank in pair)
+    off = max((difference(pair[0]["weights"], right["weights"]) for _, pair, right in every), default=math.nan)
     ended = "HANG" if status is None else f"status {status}"
-    print(
-        f"{situation:14} {len(pairs) - 1}/{runs} trainings, {sum(raised)} failures, {len(bad)} not the same; "
-        f"weights off by at most {off:.1e}; {ended}",
-        flush=True,
-    )
+    print(f"{situation:14} {len(pairs)}/{runs} trainings, {raised} failures, {len(bad)} not the same; "
+          f"weights off by at most {off:.1e}; {ended}", flush=True)  # fmt: skip
     for index, found in list(bad.items())[:5]:
         print(f"    training {index}: {'; '.join(found)}; {planned(situation, index)}")
     if status != 0:
-        print(f"    training {len(pairs) - 2}: {planned(situation, max(0, len(pairs) - 2))}")
         print("\n".join(f"    {line:.300}" for line in log.splitlines() if "Error" in line or "not done again" in line))
-    return status == 0 and not bad and len(pairs) == runs + 1
+    return status == 0 and not bad and len(pairs) >= runs
 
 
 def sending() -> bool:

@@ -333,3 +333,11 @@ def test_what_was_predicted_without_activations_has_no_error():
         "MemGuard: predicted 8.0 GiB without activations, measured 20.0 GiB (nvml) with them; batch size 96, 1 epoch."
     )
     assert math.isnan(record.as_metrics()["memguard/error_pct"])
+
+
+def test_steps_that_ran_out_of_memory_are_counted_apart_from_those_done_in_parts():
+    """One failed, and seven more of its size went in parts from the start."""
+    record = replace(epoch(22 * GIB, 20 * GIB), rescued=8, out_of_memory=1)
+    assert last_line([record, epoch(22 * GIB, 19 * GIB)]).endswith(
+        "batch size 96, 2 epochs, 1 step ran out of memory, 8 done in parts."
+    )

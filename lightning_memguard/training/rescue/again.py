@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -31,7 +32,13 @@ from lightning_memguard.training.rescue.layout import Refused
 from lightning_memguard.training.rescue.memory import free, ran_out_of_memory, release
 from lightning_memguard.training.rescue.parts import Passes
 from lightning_memguard.training.rescue.policy import Part, Policy
-from lightning_memguard.training.rescue.ranks import Lightning, OtherRanks, hooks_once, without_gradients
+from lightning_memguard.training.rescue.ranks import (
+    Lightning,
+    OtherRanks,
+    hooks_once,
+    without_experiments,
+    without_gradients,
+)
 from lightning_memguard.training.rescue.sizes import plain
 from lightning_memguard.training.rescue.state import Left, Noted, StepState
 
@@ -89,7 +96,8 @@ class Step:
 
         results.log, results.reset = logged, emptied
         try:
-            yield
+            with without_experiments(self.again.trainer.loggers):
+                yield
         finally:
             vars(results).pop("log", None)
             vars(results).pop("reset", None)
@@ -123,6 +131,9 @@ class Step:
     def before_parts(self) -> None:
         """The second passes begin."""
 
+    def before_whole(self) -> None:
+        """The step has to run as a whole after all."""
+
     @contextlib.contextmanager
     def smaller(self, start: int, stop: int) -> Iterator[int]:
         """Some samples ran out of memory: release it; how many of them to take at once."""
@@ -141,7 +152,7 @@ class TrainingStep(Step):
         self.again: TrainingAgain = again
         self.ran = closure
         self.gradients = _Gradients(again.parameters) if closure._zero_grad_fn is None else None
-        self.in_backward = self.zeroed = self.had_backward = False
+        self.in_backward = self.zeroed = self.had_backward = self.had_hooks = False
         self.theirs: set[torch.Tensor] = set()  # parameters that have the gradient of the samples that run
 
     def whole(self) -> Any:  # noqa: D102
@@ -152,7 +163,7 @@ class TrainingStep(Step):
             raised_in = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
             self.in_backward = getattr(self.closure._backward_fn, "__code__", None) in raised_in
             self.zeroed = self.in_backward or getattr(self.closure._zero_grad_fn, "__code__", None) in raised_in
-            self.had_backward = self.in_backward
+            self.had_backward = self.had_hooks = self.in_backward
             self.theirs = self.gradients.written() if self.gradients else set()
         if "batch" not in self.kwargs:
             return "its training_step takes an iterator instead of a batch"
@@ -165,11 +176,20 @@ class TrainingStep(Step):
     def before_parts(self) -> None:
         """Clear the gradients, as the step would have; hooks are called once."""
         zero, module = self.closure._zero_grad_fn, self.again.trainer.lightning_module
+        self.begin()
         if zero is not None and self.zeroed:
             module.optimizer_zero_grad(self.again.trainer.current_epoch, self.batch_idx, self.optimizer)
         elif zero is not None:
             zero()
+        elif not self.failed and self.gradients is not None:
+            self.gradients.keep()
         self.zeroed = True
+        self.noted = self.again.note(self, draws=True)  # with what the hooks have changed
+
+    def before_whole(self) -> None:
+        """Put back what accumulated before."""
+        if self.had_backward and self.gradients is not None:
+            self.gradients.put_back()
 
     def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:  # noqa: D102
         self.in_backward = False
@@ -192,7 +212,7 @@ class TrainingStep(Step):
         self.begun = _Gradients(self.again.parameters)
         with ExitStack() as around:
             around.enter_context(torch.enable_grad())
-            around.enter_context(hooks_once(self.again.calls, before=not self.had_backward, after=is_last))
+            around.enter_context(hooks_once(self.again.calls, before=is_last and not self.had_hooks, after=is_last))
             around.enter_context(without_gradients(self.theirs))
             around.enter_context(self.again.ranks.alone(is_last))
             around.enter_context(self.again.ranks.sending())
@@ -214,6 +234,7 @@ class TrainingStep(Step):
     def finished(self, passes: Passes) -> Any:  # noqa: D102
         self.result.closure_loss = None
         self.result.extra = passes.result()
+        self.again.state.replace_numbers(plain)
         return self.result
 
 
@@ -236,6 +257,14 @@ class EvaluationStep(Step):
 
     def finished(self, passes: Passes) -> Any:  # noqa: D102
         return passes.result()
+
+
+class _NotYetError(Exception):
+    """A way to cut a batch was refused."""
+
+    def __init__(self, reason: Refused) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 class Again:
@@ -283,7 +312,7 @@ class Again:
             done, result = self._planned(step, at_once)
             if done:
                 return result
-        step.noted = None if self._broken else self._quietly(lambda: self._note(step), None)
+        step.noted = None if self._broken else self._quietly(lambda: self.note(step), None)
         try:
             result = step.whole()
         except Exception as error:
@@ -301,7 +330,8 @@ class Again:
         nbytes = batch_bytes(part_of(step.batch, cut, samples, start, stop))
         return Part(stop - start, nbytes)
 
-    def _note(self, step: Step, *, draws: bool = False) -> Noted:
+    def note(self, step: Step, *, draws: bool = False) -> Noted:
+        """Note the state before a step."""
         self.ranks.begin()
         return self.state.note(self.lightning.results(), step.batch, draws=draws)
 
@@ -383,7 +413,7 @@ class Again:
     def _planned(self, step: Step, at_once: int) -> tuple[bool, Any]:
         """Do a step in parts from the start, because it would run out of memory; False if it has to be whole."""
         try:
-            step.noted = self._note(step, draws=True)
+            step.noted = self.note(step, draws=True)
             if step.obstacle(None) or self._obstacle_of_batch(step):
                 return False, None
             self.ranks.send_buffers()
@@ -392,14 +422,13 @@ class Again:
             memory = ran_out_of_memory(error)
             if not memory and not isinstance(error, Refused):
                 raise
-            accumulates = isinstance(step, TrainingStep) and step.gradients is not None
-            if self.ranks.has_sent or (accumulates and step.had_backward):  # type: ignore[attr-defined]
+            if self.ranks.has_sent:
                 if memory:
                     raise
-                raise torch.OutOfMemoryError(
-                    "a batch that would run out of memory could not be done in parts"
-                ) from None
+                reason = f"a batch that would run out of memory could not be done in parts: {error}"
+                raise torch.OutOfMemoryError(reason) from None
             release(error)
+            step.before_whole()
         self._quietly(lambda: self._leave(step), None)
         return False, None
 
@@ -408,22 +437,33 @@ class Again:
         for samples, cut in cuts_for(step.batch, self._cut):
             passes = Passes(step, cut, samples, self.module, by_name=self.by_name)
             try:
-                most = passes.learn(min(most, samples - 1))
-            except Refused as refused:
-                passes.undo()
-                reason = reason or refused
-                continue
-            try:
-                step.before_parts()
-                passes.run(most)
-                result = step.finished(passes)
-            except BaseException:
-                passes.undo()
-                raise
-            self._quietly(self.state.watch, None)
-            self.policy.rescued(step.place, self.part_of(step, 0, samples), passes.largest, passes.changes)
-            return result
+                return self._passes(passes, step, min(most, samples - 1))
+            except _NotYetError as error:
+                reason = reason or error.reason
+            finally:
+                passes.close()
         raise reason or Refused("its batch cannot be cut by sample")
+
+    def _passes(self, passes: Passes, step: Step, most: int) -> Any:
+        """Run all passes.
+
+        Raises:
+            _NotYetError: it was refused before a gradient was written; it may be cut in another way.
+        """
+        try:
+            try:
+                most = passes.learn(most)
+            except Refused as refused:
+                raise _NotYetError(refused) from None
+            step.before_parts()
+            passes.run(most)
+            result = step.finished(passes)
+        except BaseException:
+            passes.undo()
+            raise
+        self._quietly(self.state.watch, None)
+        self.policy.rescued(step.place, self.part_of(step, 0, passes.total), passes.largest, passes.changes)
+        return result
 
     @abstractmethod
     def install(self) -> None:
@@ -456,14 +496,17 @@ class TrainingAgain(Again):
 
     def _guarded(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         closure = self.make(kwargs, optimizer, batch_idx)
-        closure.closure = partial(self._run, closure, (kwargs, optimizer, batch_idx))
+        own = weakref.ref(closure)  # in a cycle, it would keep its batch until garbage is collected
+        closure.closure = partial(self._run, own, (kwargs, optimizer, batch_idx))
         return closure
 
-    def _run(self, closure: Any, call: tuple[Any, Any, int], *_: Any, **__: Any) -> Any:
+    def _run(self, own: weakref.ref[Any], call: tuple[Any, Any, int], *_: Any, **__: Any) -> Any:
+        closure: Any = own()
+        run_whole = type(closure).closure
         if self._broken:
-            return type(closure).closure(closure)
+            return run_whole(closure)
         step = self._quietly(lambda: TrainingStep(self, closure, call), None)
-        return type(closure).closure(closure) if step is None else self.run(step)
+        return run_whole(closure) if step is None else self.run(step)
 
 
 class EvaluationAgain(Again):
@@ -493,6 +536,19 @@ class _Gradients:
         self._parameters = parameters
         self._grads = [each.grad for each in parameters]
         self._versions = [0 if each is None else each._version for each in self._grads]
+        self._kept: list[torch.Tensor | None] = []
+
+    def keep(self) -> None:
+        """Copy them to the host."""
+        self._kept = [None if each is None else each.to("cpu", copy=True) for each in self._grads]
+
+    def put_back(self) -> None:
+        """Make them as they were when they were kept."""
+        with torch.no_grad():
+            for parameter, grad, value in zip(self._parameters, self._grads, self._kept, strict=True):
+                parameter.grad = grad
+                if grad is not None and value is not None:
+                    grad.copy_(value)
 
     def written(self) -> set[torch.Tensor]:
         """The parameters whose gradient was added to since."""

@@ -75,6 +75,25 @@ class CustomFunctions:
         inputs = [self._layout(each) if isinstance(each, torch.Tensor) else None for each in args]
         self._calls.append(Call(name, node, inputs, [self._layout(each) for each in outs], outs))
 
+    def refuse_unseen(self, loss: torch.Tensor) -> None:
+        """Look for users' functions in a loss's graph.
+
+        Raises:
+            Refused: one of them was not seen forward, as its ``apply`` was looked up before the step.
+        """
+        known = {call.node for call in self._calls}
+        seen, todo = set(), [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+            if custom and node not in known and not isinstance(node, AllReduce._backward_cls):
+                name = type(node).__name__.removesuffix("Backward")
+                raise Refused(f"the backward pass of {name}, a custom autograd function, may mix samples")
+            todo += [each for each, _ in node.next_functions]
+
     def _layout(self, tensor: torch.Tensor) -> Layout | None:
         return get(tensor, self._flow.token)
 

@@ -206,13 +206,16 @@ class Flow(TorchDispatchMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.quiet or self.idle:
+        if self.quiet or self.idle or func.namespace == "profiler":
             return func(*args, **kwargs)
         if self._written:
             self.check_writes()
         info = rules.info_of(func)
         if info.name in ("detach", "alias"):  # saving a tensor for the backward pass detaches it
             return self._alias(func, args, kwargs)
+        if info.is_composite:
+            with self:
+                return func.decompose(*args, **kwargs)
         if self.is_single and not self.recomputes:
             return self._run_single(info, args, kwargs)
         tensors = rules.tensors_in(args, kwargs)
@@ -355,6 +358,8 @@ class Flow(TorchDispatchMode):
                 raise refuse(f"{name} writes to a tensor through `.data`, so its value before the step is not known")
 
     def _after_write(self, call: rules.Call, tensor: torch.Tensor, layout: Layout) -> None:
+        if rules.only_views(call.info):  # `transpose_` and its like
+            return
         before = next(o for t, o in zip(call.tensors, call.layouts, strict=True) if t is tensor)
         if layout.kind in ("rows", "order") and self._is_outside(tensor, fresh=True):
             raise refuse(f"{call.info.name} writes samples into a tensor that outlives the step")

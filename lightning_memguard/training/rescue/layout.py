@@ -13,7 +13,17 @@ _OWN = ("/lightning_memguard/", "/torch/", "/lightning/", "/pytorch_lightning/",
 
 
 class Refused(BaseException):
-    """The step in parts would be another step, or it cannot be shown that it is the same; the message says why."""
+    """The step in parts would be another step, or it cannot be shown that it is the same; the message says why.
+
+    Attributes:
+        raised: how many there were in this process; one that the user's code has caught shows here.
+    """
+
+    raised = 0
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        Refused.raised += 1
 
 
 class Waits(BaseException):

@@ -10,7 +10,8 @@ import contextlib
 import gc
 import math
 import random
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -178,6 +179,7 @@ class Passes:
             layout = get(loss, self.flow.token)
             if layout is None or layout.kind not in ("whole", "constant"):
                 raise Refused("the loss is that of single samples")
+            self.custom.refuse_unseen(loss)
         for each in self.step.left():
             layout = get(each.tensor, self.flow.token)
             if layout is not None and layout.has_samples and each.tensor.requires_grad:
@@ -207,7 +209,8 @@ class Passes:
         self.totals.check()
 
     def _range(self, start: int, stop: int, most: int) -> None:
-        for first, last in even_parts(start, stop, math.ceil((stop - start) / most)):
+        same = uneven_parts(start, stop, most)  # those that were learned, unless they do not matter
+        for first, last in same if self.flow.changes else even_parts(start, stop, math.ceil((stop - start) / most)):
             before = self.totals.copy()
             try:
                 self._run_part(first, last)
@@ -247,13 +250,18 @@ class Passes:
             last, layout = places[-1]
             last.replace(join([each.tensor.detach() for each, _ in places], layout))
         self.flow.writes.clear()  # what the last part wrote is what the step writes
-        for each in self.step.left():
-            forget(each.tensor)
         return _joined([part.outputs for part in self.parts])
 
     def undo(self) -> None:
         """Make the tensors that outlive the step as they were before it."""
         self.flow.undo_writes()
+
+    def close(self) -> None:
+        """Take the layouts off the tensors that outlive the step: they would be saved with them."""
+        outside = (each.tensor for each in (*self.flow.script.outside, *self.reductions.outside))
+        left = (each.tensor for each in self.step.left())
+        for tensor in (*self.module.parameters(), *self.module.buffers(), *outside, *left):
+            forget(tensor)
 
     # -- a pass
 
@@ -281,9 +289,11 @@ class Passes:
         self.step.begin()
         self.reductions.begin()
         before = None if self.step.notes_draws() else _others_state()
+        refusals = Refused.raised
         with ExitStack() as around:
             around.enter_context(torch.compiler.set_stance("force_eager"))
-            around.enter_context(mock.patch.object(torch.autograd, "grad", _refuse_grad))
+            for name in ("grad", "backward"):
+                around.enter_context(mock.patch.object(torch.autograd, name, _refused(getattr(torch.autograd, name))))
             around.enter_context(lengths(self.reductions))
             around.enter_context(self.custom.watched())
             around.enter_context(self.flow)
@@ -300,20 +310,28 @@ class Passes:
                 raise refuse_after(
                     f"a part of its batch raises {type(error).__name__}: {error!s:.160}", error
                 ) from None
+        if Refused.raised != refusals:
+            raise Refused("its code has caught a refusal")
         if before is not None and before != _others_state():
             raise Refused("it draws random numbers from Python or NumPy, whose states before the step are not known")
 
     @contextmanager
     def _backward(self) -> Iterator[None]:
-        """The surroundings of a backward pass: code in activation checkpoints runs again, as it did forward."""
+        """The surroundings of a backward pass: code that users wrote is followed in it, too."""
         if not self.reductions.checkpoints and not self.custom.any:
             yield
             return
         if self.reductions.checkpoints and self.flow.samples == 1:
             raise Refused("activation checkpoints in a part of one sample")
+        own: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:  # a function mode is off while `Tensor.backward` prepares
+            with lengths(self.reductions), self.flow, self.reductions:
+                return own(*args, **kwargs)
+
         self.flow.idle = self.flow.recomputes = True
         try:
-            with self.custom.followed(), lengths(self.reductions), self.flow, self.reductions:
+            with self.custom.followed(), mock.patch.object(torch.autograd, "_engine_run_backward", run_backward):
                 yield
         finally:
             self.flow.strict = None
@@ -356,8 +374,16 @@ def _keep(_: Any) -> torch.Tensor:
     raise Refused("it runs a backward pass of its own")
 
 
-def _refuse_grad(*_: Any, **__: Any) -> Any:
-    raise Refused("it computes gradients of its own, by torch.autograd.grad")
+def _refused(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes gradients, refused in this thread."""
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return own(*args, **kwargs)
+        raise refuse(f"it computes gradients of its own, by torch.autograd.{own.__name__}")
+
+    return call
 
 
 def _others_state() -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memguard.training.adapter.lightning_types import lightning_of
-from lightning_memguard.training.rescue.layout import Refused
+from lightning_memguard.training.rescue.layout import Refused, refuse
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
 
 if TYPE_CHECKING:
@@ -56,6 +56,25 @@ def hooks_once(calls: Any, *, before: bool, after: bool) -> Iterator[None]:
         for name in names:
             patches.enter_context(mock.patch.object(calls, name, partial(filtered, getattr(calls, name))))
         yield
+
+
+@contextlib.contextmanager
+def without_experiments(loggers: Sequence[Any]) -> Iterator[None]:
+    """Refuse what a step writes to its loggers by itself: each pass would write it."""
+
+    def refused(_: Any) -> Any:
+        raise refuse("it writes to a logger by itself, and each part would")
+
+    kinds = [type(each) for each in loggers]
+    try:
+        for each, kind in zip(loggers, kinds, strict=True):
+            each.__class__ = type(
+                kind.__name__, (kind,), {"experiment": property(refused), "__module__": kind.__module__}
+            )
+        yield
+    finally:
+        for each, kind in zip(loggers, kinds, strict=True):
+            each.__class__ = kind
 
 
 @contextlib.contextmanager

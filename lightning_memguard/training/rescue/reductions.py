@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from lightning_memguard.training.rescue.cut import Entries
 from lightning_memguard.training.rescue.flow import Flow, Outside, fits
 from lightning_memguard.training.rescue.layout import CONSTANT, WHOLE, Layout, Refused, Waits, get, refuse
 from lightning_memguard.training.rescue.rules import Drawn, flat, shape_of, tensors_in
@@ -201,7 +203,7 @@ class Reductions(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if flow.idle:
-            return func(*args, **kwargs) if name == "backward" else self._recomputed(func, args, kwargs)
+            return self._recomputed(func, args, kwargs)
         x = args[0] if args and isinstance(args[0], torch.Tensor) else None
         layout = get(x, flow.token) if x is not None else None
         if layout is not None:
@@ -213,6 +215,12 @@ class Reductions(TorchFunctionMode):
             raise refuse("backward inside of the step")
         if flow.extends and not self.checkpoints:
             self.checkpoints = _in_checkpoint()
+        if (
+            flow.strict is not None
+        ):  # in a backward pass, sums are the part's: gradients of weights add up by themselves
+            sized = sizes_in(args) or sizes_in([*kwargs.values()])
+            out = self._with_sizes(func, name, args, kwargs) if sized else _NO
+            return func(*args, **kwargs) if out is _NO else out
         if name == "__deepcopy__":
             return self._copied(func, args)
         if name not in _LOOKS:
@@ -303,6 +311,8 @@ class Reductions(TorchFunctionMode):
 
     def _recomputed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Code of the user's that runs in the backward pass, in an activation checkpoint."""
+        if sys._getframe(2).f_code.co_filename.endswith(_CHECKPOINT):  # it compares shapes by itself
+            return func(*args, **kwargs)
         self.flow.idle = False
         try:
             return self.__torch_function__(func, (), args, kwargs)
@@ -346,8 +356,11 @@ class Reductions(TorchFunctionMode):
         with flow.silent():
             return Size(int(whole), part)
 
-    def length(self, tensor: torch.Tensor) -> int:
-        """What ``len`` returns for a tensor."""
+    def length(self, tensor: torch.Tensor | Entries) -> int:
+        """What ``len`` returns for a tensor, or for a list that has an entry for each sample."""
+        if isinstance(tensor, Entries):
+            count = list.__len__(tensor)
+            return Size(count * self.flow.total // self.flow.samples, count)
         layout = get(tensor, self.flow.token)
         with self.flow.silent():
             size: int = tensor.__len__()
@@ -623,6 +636,7 @@ def _logsumexp(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dic
 
 
 _NO = object()
+_CHECKPOINT = "torch/utils/checkpoint.py"
 _SHAPE, _DATA = torch.Tensor.shape.__get__, torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _INSTANCE_NORM = inspect.signature(F.instance_norm)
 
@@ -667,7 +681,7 @@ _LOSSES = {
 def _in_checkpoint() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+        if frame.f_code.co_filename.endswith(_CHECKPOINT):
             return True
         frame = frame.f_back
     return False
@@ -676,11 +690,13 @@ def _in_checkpoint() -> bool:
 @contextmanager
 def lengths(run: Reductions) -> Iterator[None]:
     """Have ``len`` of a tensor return what its shape does; Python makes a plain number of what ``__len__`` returns."""
-    own = builtins.len
+    own, thread = builtins.len, threading.get_ident()
 
     @functools.wraps(own)
     def length(value: Any, /) -> int:
-        return run.length(value) if isinstance(value, torch.Tensor) else own(value)
+        if isinstance(value, (torch.Tensor, Entries)) and threading.get_ident() == thread:
+            return run.length(value)
+        return own(value)
 
     builtins.len = length
     try:

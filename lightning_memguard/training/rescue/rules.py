@@ -30,6 +30,7 @@ class Info:
         draws: whether it may draw random numbers.
         pointwise: whether each element follows from those at the same place.
         empties: whether what it returns is not written yet.
+        is_composite: whether it is made of others, as which autograd sees it; in inference mode it comes as one.
     """
 
     func: Any
@@ -39,6 +40,7 @@ class Info:
     draws: bool
     pointwise: bool
     empties: bool
+    is_composite: bool
 
     @property
     def mutates(self) -> bool:
@@ -58,7 +60,8 @@ def info_of(func: Any) -> Info:
     )
     draws = torch.Tag.nondeterministic_seeded in func.tags
     pointwise = (torch.Tag.pointwise in func.tags or name in _POINTWISE) and func.namespace == "aten"
-    return Info(func, func.namespace, name, written, draws, pointwise, name in _EMPTY)
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return Info(func, func.namespace, name, written, draws, pointwise, name in _EMPTY, is_composite)
 
 
 def flat(value: Any) -> list[torch.Tensor]:
@@ -464,6 +467,11 @@ def _matrices(call: Call) -> list[Layout]:
     return [layout] * len(call.outs)
 
 
+@_rule("_linalg_check_errors")
+def _errors(_: Call) -> list[Layout]:
+    return []
+
+
 @_rule("diagonal")
 def _diagonal(call: Call) -> Layout:
     x, layout = call.first
@@ -554,7 +562,7 @@ _BATCHED = ("convolution _convolution mkldnn_convolution max_pool2d_with_indices
             "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
             "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
             "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math _cdist_forward "
-            "_thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution cudnn_convolution_transpose "
+            "_euclidean_dist _thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution cudnn_convolution_transpose "
             "affine_grid_generator")  # fmt: skip
 
 
@@ -566,11 +574,11 @@ def _batched(call: Call) -> list[Layout]:
         call.mixes()
     if len({t.shape[0] for t, _ in call.rows()}) != 1:
         call.mixes()
-    if "dot_product" in call.info.name or "cdist" in call.info.name or "grid_sampler" in call.info.name:
+    if "dot_product" in call.info.name or "dist" in call.info.name or "grid_sampler" in call.info.name:
         aligned = [tensor for tensor in call.others() if tensor.dim() == x.dim()]
         if not all(is_same_for_all(tensor, 0) for tensor in aligned):
             call.mixes()
-        if "cdist" in call.info.name and x.dim() == 2 and call.of(call.args[1]).has_samples:
+        if "dist" in call.info.name and x.dim() == 2 and call.of(call.args[1]).has_samples:
             call.mixes()
         return [layout if t.dim() and t.shape[0] == x.shape[0] else CONSTANT for t in call.outs]
     if "convolution" in call.info.name and len(call.rows()) != 1:

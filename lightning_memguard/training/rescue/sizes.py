@@ -6,6 +6,8 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -83,5 +85,7 @@ def sizes_in(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A number without its class."""
+    """A number, or a shape, without this class."""
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size) and sizes_in(value):
+        return type(value)(plain(each) for each in value)
     return int(value) if type(value) is Size else value

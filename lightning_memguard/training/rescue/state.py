@@ -363,6 +363,14 @@ class StepState:
                         if id(left.tensor) not in same:
                             yield left
 
+    def replace_numbers(self, plain: Callable[[Any], Any]) -> None:
+        """Replace what a step has left in Python's state by what a function makes of it."""
+        self._list()
+        for cell in self._cells:
+            for key, value in [*cell.kind.live(cell.container)]:
+                if (number := plain(value)) is not value:
+                    cell.kind.replace(cell.container, key, number)
+
 
 def random_states() -> RandomStates:
     """Return the states of Python's and NumPy's global generators, which can be compared."""

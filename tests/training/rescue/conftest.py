@@ -27,12 +27,12 @@ class PlainStep:
     def __init__(self, module: nn.Module, loss: Loss, batch: Any) -> None:
         self.module, self.function, self.batch = module, loss, batch
         self.passes: Passes | None = None
-        self.states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+        self.states = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
     def begin(self) -> None:
         torch.set_rng_state(self.states[0])
         random.setstate(self.states[1])
-        np.random.set_state(self.states[2])  # noqa: NPY002
+        np.random.set_state(self.states[2])
 
     def noted_tensors(self) -> list[torch.Tensor] | None:
         return None
@@ -86,7 +86,7 @@ class Steps:
     def _ready(self) -> nn.Module:
         torch.manual_seed(0)
         random.seed(0)
-        np.random.seed(0)  # noqa: NPY002
+        np.random.seed(0)
         return self.module().to(self.dtype)
 
     def whole(self, loss: Loss, batch: Any) -> Done:

@@ -49,7 +49,7 @@ def of_samples(function: Function) -> Callable[[nn.Module, Any], Any]:
 
 
 def test_a_contribution_counts_once_however_the_loss_is_shared() -> None:
-    """Parts of 1 and 3 of 4 samples: the loss is scaled by 1/4 and 3/4, and the contributions' gradient by 4 and 4/3."""
+    """Parts of 1 and 3 of 4 samples: the loss is scaled by 1/4 and 3/4, a contribution's gradient by 4 and 4/3."""
     own = torch.tensor([1.0], requires_grad=True)
     for share in (0.25, 0.75):
         (AllReduce.apply(own, torch.tensor([5.0]), share, "sum").square() * share).backward()
@@ -162,9 +162,7 @@ LOSSES: dict[str, Function] = {
     "l1_loss": lambda x, b, how: F.l1_loss(x, b["target"], reduction=how),
     "smooth_l1_loss": lambda x, b, how: F.smooth_l1_loss(x, b["target"], reduction=how),
     "huber_loss": lambda x, b, how: F.huber_loss(x, b["target"], reduction=how),
-    "binary_cross_entropy": lambda x, b, how: F.binary_cross_entropy(
-        x.sigmoid(), b["target"].sigmoid(), reduction=how
-    ),
+    "binary_cross_entropy": lambda x, b, how: F.binary_cross_entropy(x.sigmoid(), b["target"].sigmoid(), reduction=how),
     "binary_cross_entropy_with_logits": lambda x, b, how: F.binary_cross_entropy_with_logits(
         x, b["target"].sigmoid(), pos_weight=torch.full((4,), 2.0, dtype=x.dtype), reduction=how
     ),
@@ -176,6 +174,9 @@ LOSSES: dict[str, Function] = {
     ),
     "hinge_embedding_loss": lambda x, b, how: F.hinge_embedding_loss(x[:, 0], b["signs"], reduction=how),
     "soft_margin_loss": lambda x, b, how: F.soft_margin_loss(x[:, 0], b["signs"], reduction=how),
+    "multilabel_soft_margin_loss": lambda x, b, how: F.multilabel_soft_margin_loss(
+        x, (b["target"] > 0).to(x), reduction=how
+    ),
     "triplet_margin_loss": lambda x, b, how: F.triplet_margin_loss(x, b["target"], b["texts"][:, 0], reduction=how),
 }
 

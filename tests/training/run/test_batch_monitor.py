@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import MemGuard
-from lightning_memguard.training.run import batch_monitor
 from lightning_memguard.units import KIB, MIB
 
 notes_there = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
