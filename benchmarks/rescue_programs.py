@@ -644,7 +644,7 @@ programs("equal")(
     selected_gaps=lambda s, seq, gaps: entropy(s, seq)[gaps > 0].sum() / gaps.sum(),
     masked_select=lambda s, seq, mask: entropy(s, seq).masked_select(mask.bool()).mean(),
     where_mean=lambda s, seq, gaps: torch.where(gaps > 0, entropy(s, seq), 0).sum() / (gaps > 0).sum(),
-    nan_to_num=lambda s, x, y, pos: ce(s, x, y) + torch.nan_to_num((each(s, x, y) * pos).sum() / pos.sum()),
+    nan_to_num=lambda s, x, y, pos: ce(s, x, y) * (1 + torch.nan_to_num((each(s, x, y).detach() * pos).sum() / pos.sum())),
     branch_on_positives=lambda s, x, y, pos: ce(s, x, y)
     + ((each(s, x, y) * pos).sum() / pos.sum() if pos.sum() > 0 else 0),
     branch_on_any=lambda s, x, y, pos: (each(s, x, y) * pos).sum() if pos.any() else ce(s, x, y),
@@ -1059,7 +1059,7 @@ def codebook_learned(s, x, z):
 @programs("either", make=buffer(queue=F.normalize(torch.ones(16, 3) + torch.eye(16, 3)), at=torch.tensor(0)))
 def moco_queue(s, x, z):
     q, k = F.normalize(s.net(x)), F.normalize(s.net(z)).detach()
-    logits = torch.cat([(q * k).sum(1, keepdim=True), q @ s.queue.T], 1)
+    logits = torch.cat([(q * k).sum(1, keepdim=True), q @ s.queue.T.clone()], 1)
     at = int(s.at)
     s.queue[at : at + len(k)] = k
     s.at.fill_((at + len(k)) % 16)
@@ -1104,7 +1104,7 @@ def metric_accuracy(s, x, y):
 @programs("equal", make=metric(error=torchmetrics.MeanSquaredError))
 def metric_squared_error(s, x, z):
     out = s.net(x)
-    s.error(out, z[:, :3])
+    s.error(out, z[:, :3].clone())
     s.log("error", s.error, on_step=True, on_epoch=True)
     return F.mse_loss(out, z[:, :3])
 
@@ -1222,8 +1222,11 @@ def cell_loop(s, seq, y):
 
 
 def cnn(norm: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    head = nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES)
-    return lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm(), nn.ReLU(), nn.MaxPool2d(2), *head)
+    def build() -> nn.Module:
+        head = nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES)
+        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm(), nn.ReLU(), nn.MaxPool2d(2), *head)
+
+    return build
 
 
 def frozen_batch_norm(s: Any, img: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,21 @@ TABLE: dict[str, tuple[Need, ...]] = {
         Need("know when a step ends", "trainer.fit_loop: _should_accumulate"),
         Need("log at Lightning's step", "trainer.fit_loop.epoch_loop: _batches_that_stepped", "nothing is logged"),
     ),
+    "rescue": (
+        Need(
+            "do a step again that ran out of memory",
+            "trainer.fit_loop.epoch_loop.automatic_optimization: _make_closure; closure: _step_fn _zero_grad_fn "
+            "_backward_fn; trainer._logger_connector: _current_fx _first_loop_iter; module: _current_fx_name; "
+            "parameter: _backward_hooks _post_accumulate_grad_hooks; torch._C: Generator; torch.Tensor: _version _base; "
+            "torch.UntypedStorage: _cdata; torch.autograd: _engine_run_backward; torch.autograd.Function: _backward_cls",
+            "steps that run out of memory raise",
+        ),
+        Need(
+            "have the other ranks see one step",
+            "ddp_module: _pre_forward; group: _get_sequence_number_for_group",
+            "steps of several ranks that run out of memory raise",
+        ),
+    ),
     "some runs": (
         Need("show values to callbacks", "connector: _callback_metrics", "nothing is logged"),
         Need("find hooks that move a batch", "connector: _datahook_selector", "validation is not predicted"),

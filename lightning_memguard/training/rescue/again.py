@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_memguard.core.capture.batch import batch_bytes
+from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter.lightning_types import is_a
 from lightning_memguard.training.rescue.cut import Cut, cuts_for, part_of
@@ -348,8 +349,7 @@ class Again:
             if not self._broken:
                 self._broken = True
                 self._announce(
-                    "MemGuard will not do steps that run out of memory again in parts of their batch: "
-                    f"{type(error).__name__}: {error}"
+                    f"MemGuard will not do steps that run out of memory again in parts of their batch: {reason_of(error)}"
                 )
             return otherwise
 
@@ -419,11 +419,8 @@ class Again:
             self.ranks.send_buffers()
             return True, self._in_parts(step, at_once)
         except (Exception, Refused) as error:
-            memory = ran_out_of_memory(error)
-            if not memory and not isinstance(error, Refused):
-                raise
             if self.ranks.has_sent:
-                if memory:
+                if isinstance(error, Exception):
                     raise
                 reason = f"a batch that would run out of memory could not be done in parts: {error}"
                 raise torch.OutOfMemoryError(reason) from None
