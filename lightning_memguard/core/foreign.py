@@ -117,8 +117,9 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "do a step again that ran out of memory",
             "trainer.fit_loop.epoch_loop.automatic_optimization: _make_closure; closure: _step_fn _zero_grad_fn "
             "_backward_fn; trainer._logger_connector: _current_fx _first_loop_iter; module: _current_fx_name; "
-            "parameter: _backward_hooks _post_accumulate_grad_hooks; torch._C: Generator; torch.Tensor: _version _base; "
-            "torch.UntypedStorage: _cdata; torch.autograd: _engine_run_backward; torch.autograd.Function: _backward_cls",
+            "parameter: _backward_hooks _post_accumulate_grad_hooks; torch.Tensor: _version _base; "
+            "torch.UntypedStorage: _cdata; torch.autograd: _engine_run_backward; "
+            "torch.autograd.Function: _backward_cls",
             "steps that run out of memory raise",
         ),
         Need(

@@ -348,9 +348,7 @@ class Again:
         except Exception as error:  # noqa: BLE001
             if not self._broken:
                 self._broken = True
-                self._announce(
-                    f"MemGuard will not do steps that run out of memory again in parts of their batch: {reason_of(error)}"
-                )
+                self._announce(f"MemGuard will not do steps that run out of memory again in parts: {reason_of(error)}")
             return otherwise
 
     # -- after a failure
