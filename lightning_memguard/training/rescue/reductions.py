@@ -28,7 +28,8 @@ from lightning_memguard.training.rescue.layout import CONSTANT, WHOLE, Layout, R
 from lightning_memguard.training.rescue.rules import Drawn, flat, shape_of, tensors_in
 from lightning_memguard.training.rescue.sizes import Size, as_shape, sizes_in
 
-_CLOSE, _SAME_LOSS = 1e-3, 1e-4  # relative: between two runs of a part; and parts of the same loss
+_CLOSE = 1e-3  # relative, between two runs of a part
+_ROUNDED = 256  # units in the last place, between a value computed in two parts of different sizes
 
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -44,7 +45,7 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, whole: torch.Tensor, share: float, kind: str) -> torch.Tensor:  # noqa: D102
         ctx.share = share
-        ctx.mask = None if kind == "sum" else own == whole
+        ctx.mask = None if kind == "sum" else _reaches(own, whole, own.dtype)
         return whole.clone()
 
     @staticmethod
@@ -63,7 +64,9 @@ class Total:
         scale: the sum of their largest magnitudes.
         pending: some contribution was computed from a value that is not known yet.
         samples: how many have contributed.
-        reached: of a maximum with a gradient, by how many parts each element was.
+        dtype: of the contributions.
+        each: the contributions to a largest or smallest value.
+        has_gradient: whether such a value was differentiated.
     """
 
     kind: str
@@ -71,7 +74,9 @@ class Total:
     scale: float
     pending: bool
     samples: int
+    dtype: torch.dtype
     each: list[torch.Tensor] = field(default_factory=list)
+    has_gradient: bool = False
 
     def add(self, own: torch.Tensor, pending: bool, samples: int) -> None:
         """A part contributes."""
@@ -105,7 +110,7 @@ class Totals:
         if place in self.found:
             self.found[place].add(wide, pending, samples)
         else:
-            self.found[place] = Total(kind, wide, _magnitude(wide), pending, samples, [wide])
+            self.found[place] = Total(kind, wide, _magnitude(wide), pending, samples, own.dtype, [wide])
 
     def learn(self, samples: int) -> bool:
         """A round is over; return whether everything is known.
@@ -132,8 +137,12 @@ class Totals:
         total = self.found.get(place)
         if total is None or total.kind == "sum":
             return False
-        ties = sum((own == total.value).to(torch.int32) for own in total.each)
-        return bool((torch.as_tensor(ties) > 1).any())
+        return bool((self._reached(place, total.value) > 1).any())
+
+    def _reached(self, place: int, whole: torch.Tensor) -> torch.Tensor:
+        """By how many parts each element of a largest (or smallest) value is reached."""
+        total = self.found[place]
+        return torch.stack([_reaches(own, whole, total.dtype) for own in total.each]).sum(0)
 
     def check(self) -> None:
         """Hold the last passes against the first.
@@ -143,10 +152,17 @@ class Totals:
         """
         for place, total in self.found.items():
             limit = _CLOSE * (1 + abs(total.scale)) if math.isfinite(total.scale) else math.inf
-            if total.kind == "sum" and not torch.allclose(
-                total.value, self.known[place], rtol=_CLOSE, atol=limit, equal_nan=True
-            ):
+            known = self.known[place]
+            same = total.kind != "sum" or torch.allclose(total.value, known, rtol=_CLOSE, atol=limit, equal_nan=True)
+            if not same or (total.has_gradient and bool((self._reached(place, known) != 1).any())):
                 raise Refused("a part of its batch computes something else when it is run again")
+
+
+def _reaches(own: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Where a part has the largest value; in a part of another size, products are rounded in another way."""
+    if not dtype.is_floating_point:
+        return own == whole
+    return torch.isclose(own.double(), whole.double(), rtol=_ROUNDED * torch.finfo(dtype).eps, atol=0)
 
 
 def _wide(own: torch.Tensor) -> torch.Tensor:
@@ -574,6 +590,7 @@ class Reductions(TorchFunctionMode):
             if own.requires_grad and torch.is_grad_enabled():
                 if place in self.ties:
                     raise refuse("two parts have the same largest value, and its gradient belongs to both")
+                totals.found[place].has_gradient |= layout.kind != "sum"
                 out = AllReduce.apply(own, whole, self.share, layout.kind)  # type: ignore[no-untyped-call]
             else:
                 out = whole.clone()
