@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.utilities import CombinedLoader
 
-_EVERY = "reload_dataloaders_every_n_epochs"
 _PATCHED = [f"__{old}{name}__" for old in ("", "old__") for name in ("init", "setattr", "delattr")]
 
 
@@ -79,13 +78,6 @@ def intercept_loaders(
     source: Any = LOOPS[role](trainer)._data_source
     source.dataloader = functools.partial(change, source.dataloader)
     return lambda: vars(source).pop("dataloader", None)
-
-
-def make_loaders_again(trainer: Trainer) -> Callable[[], None]:
-    """Have a fit make its loaders again when its next epoch begins; call the result then."""
-    values = vars(trainer)  # set by a connector
-    own, values[_EVERY] = values[_EVERY], 1
-    return functools.partial(values.update, {_EVERY: own})
 
 
 def combine(loaders: object, mode: str, package: ModuleType) -> CombinedLoader:

@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Examine = Callable[["LightningModule", Any, Callable[[Any], Any]], None]
-"""(the module's copy, a batch, the step of the copy on a batch) -> None."""
-
 
 class LightningProgram(LightningStep):
     """A `LightningStep` that runs on copies of its module."""
@@ -146,20 +143,6 @@ class LightningProgram(LightningStep):
         if not found:
             raise CannotTraceError(f"{type(self.module).__name__}.{hook} was not called.")
         return found[0]
-
-    def with_first_step(self, batch_size: int, examine: Examine) -> None:
-        """Call a function in place of the stage's first step, on real tensors, with the copy, batch and step."""
-        recorder = Recorder(self.device.type)
-        with self._stage(recorder, batch_size, False, recorded=False) as (shadow, module_copy):
-            hook = _STEP_HOOKS[self.stage]
-            step = getattr(module_copy, hook)
-
-            def instead(batch: object, *rest: object) -> None:
-                examine(module_copy, batch, lambda given: step(given, *rest))
-                raise StepsDone
-
-            setattr(module_copy, hook, instead)
-            shadow.run(module_copy, self.families, batch_size, fake=False)
 
     def run_states(self, recorder: Recorder) -> None:
         """See `lightning_memguard.core.capture.program.Program`."""
