@@ -117,10 +117,6 @@ class Isolated(Generic[Request, T]):
         if not in_child():
             self._pool.start(*requests)
 
-    def is_done(self, request: Request, seconds: float) -> bool:
-        """Whether a result is there, or that there will be none, after waiting so long at most."""
-        return in_child() or self._pool.is_done(request, seconds)
-
     def result(
         self, request: Request, *, here_too: bool = False, with_note: Callable[[T, str], T] = lambda result, _: result
     ) -> T:

@@ -105,13 +105,6 @@ class Pool(Generic[Request, Value]):
             self._wait()
         return self._answers.pop(request)
 
-    def is_done(self, request: Request, seconds: float) -> bool:
-        """Whether there is an answer to a request that was started, after waiting so long at most."""
-        end = monotonic() + seconds
-        while request not in self._answers and monotonic() < end:
-            self._wait()
-        return request in self._answers
-
     def close(self) -> None:
         """End the children, whatever they do."""
         self._waiting.clear()
