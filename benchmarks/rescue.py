@@ -20,7 +20,9 @@ differs from what its label allows.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import io
 import math
 import os
 import re
@@ -109,7 +111,7 @@ class Direct(pl.Callback):
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         self.rescued, self.reason = len(self.rescuer.policy.steps), self.rescuer.refused
 
-    def teardown(self, *_: Any) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         self.rescuer.close()
 
 
@@ -127,7 +129,7 @@ class Guarded(Direct):
         notes = [re.search(f"{NOTE}(.*)", note, re.DOTALL) for note in getattr(exception, "__notes__", ())]
         self.reason = next((note.group(1) for note in notes if note), "")
 
-    def teardown(self, *_: Any) -> None:  # MemGuard closes it
+    def teardown(self, *_: Any, **__: Any) -> None:  # MemGuard closes it
         pass
 
 
@@ -140,6 +142,14 @@ def callbacks_of(how: str) -> list[Any]:
 
 
 # -- errors at a place
+
+
+def is_in_pass() -> bool:
+    """Whether the user's step or its backward pass is running, and not the rescue's own few operators between them."""
+    frame = sys._getframe()
+    while frame and frame.f_code.co_name not in ("training_step", "_engine_run_backward", "post_backward"):
+        frame = frame.f_back
+    return frame is not None
 
 
 class Errors(TorchDispatchMode):
@@ -158,7 +168,8 @@ class Errors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.active and func.namespace == "aten":
             self.count += 1
-            if self.shots and self.waited >= self.shots[0][0] and self.count >= self.shots[0][1]:
+            due = self.shots and self.waited >= self.shots[0][0] and self.count >= self.shots[0][1]
+            if due and is_in_pass():
                 self.shots.pop(0)
                 self.raised += 1
                 self.waited, self.active = -1, False
@@ -228,7 +239,7 @@ class Watch(pl.Callback):
         self.steps.append({
             "weights": kept(dict(module.named_parameters())),
             "buffers": kept(dict(module.named_buffers())),
-            "optimizer": kept({f"{name} {place}": value for place, each in enumerate(state) for name, value in each.items()}),
+            "optimizer": kept({f"{k} {place}": value for place, each in enumerate(state) for k, value in each.items()}),
             "logged": kept(trainer.callback_metrics),
             "outputs": kept(outputs if isinstance(outputs, dict) else {"loss": outputs}),
         })  # fmt: skip
@@ -267,6 +278,7 @@ def train(
     program: Program, precision: str, steps: int, counts: Any = None, how: str = "direct", more: Sequence[Any] = ()
 ) -> Training:
     """Train a program: with planted errors if the operators of its steps were counted."""
+    quieten()
     pl.seed_everything(0, verbose=False)
     errors, watch = Errors(), Watch()
     plain = counts is None
@@ -277,7 +289,7 @@ def train(
     done = Training(watch.steps, count.counts)
     rescue_programs.began[:] = [errors.begin]
     try:
-        with errors:
+        with errors, contextlib.redirect_stdout(io.StringIO()):  # MemGuard prints a table
             trainer.fit(program.module(), DataLoader(data, BATCH, collate_fn=program.collate))
     except torch.OutOfMemoryError as error:
         done.refused = planned[-1].reason if planned else str(error)
@@ -381,6 +393,8 @@ def equality(options: argparse.Namespace) -> bool:
         if options.only and not any(part in name for part in options.only):
             continue
         for precision in program.precisions:
+            if options.precision and precision[:2] != options.precision:
+                continue
             began, verdict = time.monotonic(), examine(program, precision, options)
             totals[program.label, verdict.outcome] += 1
             fine = allowed(program.label, verdict.outcome, options.truth)
@@ -393,7 +407,8 @@ def equality(options: argparse.Namespace) -> bool:
             if not fine or not options.wrong:
                 counted = f"{verdict.raised:6} {verdict.rescued:7}"
                 seconds = f"  {time.monotonic() - began:.1f} s" if options.seconds else ""
-                print(f"{name:28} {program.label:8} {precision[:7]:7} {counted}  {verdict.outcome} {verdict.words}{seconds}"
+                words = f"{verdict.outcome} {verdict.words}{seconds}"
+                print(f"{name:28} {program.label:8} {precision[:7]:7} {counted}  {words}"
                       f"{'' if fine else '   <-- NOT AS IT MUST BE'}", flush=True)  # fmt: skip
         gc.collect()
     print(f"\n{sum(totals.values())} trainings of {len({*PROGRAMS})} programs")
@@ -479,6 +494,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="which of them (default: all)")
     parser.add_argument("--only", nargs="+", help="programs whose name contains one of these")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps, up to {STEPS}")
+    parser.add_argument("--precision", choices=("32", "64", "bf"), help="only this one")
     parser.add_argument("--truth", action="store_true", help="no rescue: train each program twice without failures")
     parser.add_argument("--wrong", action="store_true", help="print only rows that are not as they must be")
     parser.add_argument("--seconds", action="store_true", help="print how long each took")

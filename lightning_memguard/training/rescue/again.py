@@ -436,7 +436,7 @@ class Again:
             except _NotYetError as error:
                 reason = reason or error.reason
             finally:
-                passes.close()
+                self._quietly(passes.close, None)
         raise reason or Refused("its batch cannot be cut by sample")
 
     def _passes(self, passes: Passes, step: Step, most: int) -> Any:

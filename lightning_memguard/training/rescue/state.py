@@ -18,9 +18,10 @@ import random
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from operator import attrgetter, itemgetter, setitem
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,6 +51,7 @@ _LIBRARIES = re.compile(  # their objects have state of their own: connections, 
     r"tensorboardX?)(\.|$)"
 )
 _ABSENT = object()
+_TRAINING = itemgetter("training")
 
 
 class _Kind(NamedTuple):
@@ -95,23 +97,35 @@ class RandomStates(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """State before a step."""
+    """State before a step; what it means is worked out if the step fails."""
 
     results: Any  # Lightning's collection of logged values
     hooks: tuple[Any, Any, Any]
     collection: dict[str, Any]
     logged: list[tuple[str, Any, dict[str, Any]]]
     batch: Any
+    in_batch: list[tuple[_Cell, Any]]
+    of_batch: int  # tensors
     cells: list[_Cell]
     saved: list[Any]
-    held: list[_Held]
-    in_batch: list[tuple[_Cell, Any]]
-    batch_tensors: list[tuple[torch.Tensor, int]]
-    training: list[bool]
+    tensors: list[torch.Tensor]  # of the batch, parameters, and those in cells
     versions: list[int]
+    copies: dict[int, torch.Tensor | None]  # of some tensors, by ``id``
+    training: list[bool]
     requires_grad: list[bool]
-    generators: list[tuple[torch.Generator, torch.Tensor]]
+    generators: list[torch.Tensor]
     others: RandomStates | None
+
+    @property
+    def held(self) -> list[_Held]:
+        """The tensors in cells."""
+        versions = {id(tensor): version for tensor, version in zip(self.tensors, self.versions, strict=True)}
+        return [
+            _Held(each, versions[id(each)], self.copies.get(id(each)), cell, key)
+            for cell, saved in zip(self.cells, self.saved, strict=True)
+            for key, each in _entries(cell, saved)
+            if isinstance(each, torch.Tensor)
+        ]
 
 
 @dataclass(frozen=True)
@@ -142,7 +156,6 @@ class StepState:
         self._draws = False
         self._steps = 0
         self._last: Noted | None = None
-        self._saved: list[Any] = []
         self._list()
 
     # -- before a step
@@ -159,29 +172,33 @@ class StepState:
         is_thorough = not self._steps & (self._steps - 1)  # at powers of two
         if is_thorough or [*map(len, self._watched)] != self._lengths:
             self._list()
-        held = self._save(is_thorough=is_thorough)
-        in_batch: list[_Cell] = []
-        tensors: list[torch.Tensor] = []
-        _walk(batch, "batch", _MOST_DEPTH, 0, in_batch, set(), tensors)
-        parameters = self._parameters.values()
+        saved, in_cells = self._save()
+        in_batch, in_it = _of_batch(batch)
+        tensors = [*in_it, *self._every_parameter, *in_cells]
+        try:
+            versions, copies = [each._version for each in tensors], is_thorough or bool(self._changing)
+        except RuntimeError:  # an inference tensor does not count
+            versions, copies = [*map(_version, tensors)], True
         noted = Noted(
             results,
             (self._module._current_fx_name, self._connector._current_fx, self._connector._first_loop_iter),
             {} if results is None else vars(results).copy(),
-            [] if results is None else [(key, each, vars(each).copy()) for key, each in results.items()],
+            [(key, each, vars(each).copy()) for key, each in results.items()] if results else [],
             batch,
+            in_batch,
+            len(in_it),
             self._cells,
-            self._saved,
-            held,
-            [(cell, cell.kind.save(cell.container)) for cell in in_batch],
-            [(tensor, _version(tensor)) for tensor in tensors],
-            [*map(itemgetter("training"), self._modules)],
-            [each._version for each in parameters],
-            [each.requires_grad for each in parameters],
-            [(each, each.get_state()) for each in self._generators],
+            saved,
+            tensors,
+            versions,
+            {},
+            [*map(_TRAINING, self._modules)],
+            [each.requires_grad for each in self._every_parameter],
+            [each.get_state() for each in self._generators],
             random_states() if draws or is_thorough or self._draws else None,
         )
-        self._saved = []
+        if copies:
+            self._copy(noted, is_thorough=is_thorough)
         self._last = noted if is_thorough else None
         return noted
 
@@ -189,6 +206,7 @@ class StepState:
         """List all that a step may change."""
         self._modules = [vars(each) for each in self._module.modules()]
         self._parameters = {name: p for name, p in self._module.named_parameters() if not p.is_inference()}
+        self._every_parameter = [*self._parameters.values()]
         self._trees: list[list[_Cell]] = []
         self._known: set[int] = set()  # by ``id``, the containers of all cells
         self._no_buffers: list[dict[str, Any]] = []
@@ -229,63 +247,94 @@ class StepState:
     def _sort(self) -> None:
         """Find the cells of plain values, which hardly ever change: one comparison shows that they did not."""
         every = [cell for tree in self._trees for cell in tree]
-        is_calm = [cell.name not in self._busy and _is_calm(cell) for cell in every]
-        self._lively = [cell for cell, calm in zip(every, is_calm, strict=True) if not calm]
-        calm = [cell for cell, calm in zip(every, is_calm, strict=True) if calm]
-        self._cells = [*calm, *self._lively]
+        ranks = [
+            0 if cell.name not in self._busy and _is_calm(cell) else _RANKS.get(cell.kind.pairs, 2) for cell in every
+        ]
+        self._cells = [cell for rank in range(4) for cell, its in zip(every, ranks, strict=True) if its == rank]
+        self._ends = [sum(rank <= last for rank in ranks) for last in range(3)]
         self._calls = [(cell.kind.save, cell.container) for cell in self._cells]
-        self._calm = [cell.kind.save(cell.container) for cell in calm]
+        self._calm = [save(container) for save, container in self._calls[: self._ends[0]]]
+        self._classes: list[type] = []
+        self._at: list[list[int]] = [[], [], [], []]
 
-    def _save(self, *, is_thorough: bool) -> list[_Held]:
-        """Copy all cells, those that are new among them; return the tensors in them."""
+    def _save(self) -> tuple[list[Any], list[torch.Tensor]]:
+        """Copy all cells, those that are new among them; return also the tensors in them."""
         for _ in range(_MOST_DEPTH):
             try:
-                self._saved = [save(container) for save, container in self._calls]
+                saved = [save(container) for save, container in self._calls]
             except KeyError:  # an attribute is gone
                 self._list()
                 continue
-            count = len(self._calm)
-            if not _equal(self._saved[:count], self._calm):
-                pairs = zip(self._cells, self._saved, self._calm, strict=False)
+            calm, mappings, walked = self._ends
+            if not _equal(saved[:calm], self._calm):
+                pairs = zip(self._cells, saved, self._calm, strict=False)
                 self._busy.update(cell.name for cell, now, before in pairs if not _equal(now, before))
                 self._sort()
                 continue
-            held, grown = self._look(self._saved[count:], is_thorough=is_thorough)
-            if not grown:
-                return held
+            below = [*map(dict.values, saved[calm:mappings]), *saved[mappings:walked]]
+            values = [*chain.from_iterable(below)]
+            if len(values) > _WALKED:
+                values = [*chain.from_iterable(each if len(each) <= _WALKED else [*each][-_WALKED:] for each in below)]
+            tensors, is_new = self._look(values)
+            if not is_new or not (grown := self._grown(saved)):
+                return saved, tensors
             for root in grown:
                 self._grow(root)
             self._sort()
         raise RuntimeError("the module's attributes differ each time they are read")
 
-    def _look(self, saved: list[Any], *, is_thorough: bool) -> tuple[list[_Held], set[int]]:
-        """Return the tensors in what was saved of the lively cells, and the roots of cells that are new."""
-        held: list[_Held] = []
-        grown: set[int] = set()
+    def _look(self, values: list[Any]) -> tuple[list[torch.Tensor], bool]:
+        """Return the tensors among some values, and whether there may be containers that are not known."""
+        if (classes := [*map(type, values)]) != self._classes:  # where what is follows from the classes
+            self._classes, self._at = classes, [[], [], [], []]
+            for at, cls in enumerate(classes):
+                if cls not in _PLAIN and (place := _place(cls)) is not None:
+                    self._at[place].append(at)
+        tensors, tuples, objects, containers = self._at
+        found = [values[at] for at in tensors]
+        ids = [id(values[at]) for at in containers] + [id(vars(values[at])) for at in objects]
+        is_new = not self._known.issuperset(ids)
+        for each in _flat(tuple([values[at] for at in tuples])) if tuples else ():
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+            is_new = is_new or _is_new(each, self._known)
+        return found, is_new
+
+    def _grown(self, saved: list[Any]) -> set[int]:
+        """Return the roots of cells that are new."""
+        if len(self._cells) >= _MOST_CELLS:
+            return set()
+        return {
+            cell.root
+            for cell, values in zip(self._cells, saved, strict=True)
+            if cell.depth and cell.kind.pairs is not _nothing and len(values) <= _WALKED
+            for _, each in _entries(cell, values)
+            if _is_new(each, self._known)
+        }
+
+    def _copy(self, noted: Noted, *, is_thorough: bool) -> None:
+        """Copy the tensors that steps may change in place."""
         small, most = _SMALL_TOTAL_BYTES, _COPIED_BYTES
-        for cell, values in zip(self._lively, saved, strict=True):
-            for key, each in _entries(cell, values):
-                if isinstance(each, torch.Tensor):
-                    nbytes, copy = 0, None
-                    if is_thorough or (cell.name, key) in self._changing or each.is_inference():
-                        nbytes = 0 if isinstance(each, nn.Parameter) else each.numel() * each.element_size()
-                    if nbytes and (cell.name, key) in self._changing and nbytes <= most:
-                        most, copy = most - nbytes, _copy(each)
-                    elif nbytes and nbytes <= min(small, _SMALL_BYTES):
-                        small, copy = small - nbytes, _copy(each)
-                    held.append(_Held(each, _version(each), copy, cell, key))
-                elif cell.depth and len(values) <= _WALKED and _is_new(each, self._known):
-                    grown.add(cell.root)
-        return held, grown if sum(map(len, self._trees)) < _MOST_CELLS else set()
+        for each, _, _, cell, key in noted.held:
+            is_changing = (cell.name, key) in self._changing
+            if not (is_thorough or is_changing or each.is_inference()) or isinstance(each, nn.Parameter):
+                continue
+            nbytes = each.numel() * each.element_size()
+            if is_changing and 0 < nbytes <= most:
+                most, noted.copies[id(each)] = most - nbytes, _copy(each)
+            elif 0 < nbytes <= min(small, _SMALL_BYTES) and id(each) not in noted.copies:
+                small, noted.copies[id(each)] = small - nbytes, _copy(each)
 
     # -- after it
 
     def obstacle(self, noted: Noted) -> str:
         """Return why the state before a failed step cannot be put back, or nothing if it can."""
-        if any(_version(tensor) != version for tensor, version in noted.batch_tensors):
+        pairs = zip(noted.tensors, noted.versions, strict=True)
+        is_changed = [_version(tensor) != version for tensor, version in pairs]
+        if any(is_changed[: noted.of_batch]):
             return "it changed its batch in place before it failed, and the batch before is not known"
-        for (name, parameter), version in zip(self._parameters.items(), noted.versions, strict=True):
-            if parameter._version != version:
+        for name, changed in zip(self._parameters, is_changed[noted.of_batch :], strict=False):
+            if changed:
                 return _unknown(f"the parameter `{name}` in place")
         for held in noted.held:
             if held.copy is None and _version(held.tensor) != held.version:
@@ -307,8 +356,7 @@ class StepState:
         """Return the tensors whose versions were noted, and those of batch norm."""
         norms = (each for each in self._module.modules() if isinstance(each, _BatchNorm))
         buffers = (buffer for each in norms for buffer in each.buffers())
-        held = (each.tensor for each in noted.held)
-        return [*self._parameters.values(), *held, *(tensor for tensor, _ in noted.batch_tensors), *buffers]
+        return [*noted.tensors, *buffers]
 
     def put_back(self, noted: Noted) -> None:
         """Make everything as it was; this may be done again and again."""
@@ -332,7 +380,7 @@ class StepState:
         for parameter, requires_grad in zip(self._parameters.values(), noted.requires_grad, strict=True):
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
-        for generator, state in noted.generators:
+        for generator, state in zip(self._generators, noted.generators, strict=True):
             generator.set_state(state)
         if noted.others is not None:
             random.setstate(noted.others.python)
@@ -442,6 +490,19 @@ def _left(value: Any, name: str, replace: Callable[[Any], None], seen: set[int])
 # -- cells
 
 
+def _of_batch(batch: Any) -> tuple[list[tuple[_Cell, Any]], Collection[torch.Tensor]]:
+    """Return the containers of a batch, with a copy of each, and its tensors."""
+    if (kind := _FLAT.get(type(batch))) is not None:
+        saved = kind.save(batch)
+        values = saved.values() if kind is _DICT else saved
+        if {*map(type, values)} == {torch.Tensor}:
+            return [(_Cell(kind, batch, "batch", 0, 0), saved)], values
+    cells: list[_Cell] = []
+    tensors: list[torch.Tensor] = []
+    _walk(batch, "batch", _MOST_DEPTH, 0, cells, set(), tensors)
+    return [(cell, cell.kind.save(cell.container)) for cell in cells], tensors
+
+
 def _walk(
     value: Any,
     name: str,
@@ -524,6 +585,13 @@ def _kind_of(cls: Any) -> _Kind | None:
     if cls.__dictoffset__:
         return _OBJECT
     return _SLOTS if any("__slots__" in vars(each) for each in cls.__mro__) else None
+
+
+def _place(cls: Any) -> int | None:
+    if issubclass(cls, (torch.Tensor, tuple)):
+        return int(issubclass(cls, tuple))
+    kind = _kind_of(cls)
+    return None if kind is None else 2 if kind is _OBJECT else 3
 
 
 def _is_library(cls: type) -> bool:
@@ -619,6 +687,8 @@ _SLOTS = _Kind(_slots, dict.items, _put_slots, lambda each: _slots(each).items()
 _OPAQUE = _Kind(len, _nothing, _put_large, _nothing, compares=False)
 _LARGE = _OPAQUE
 _ARRAY = _OPAQUE._replace(save=np.copy, put=np.copyto)
+_RANKS: dict[Any, int] = {dict.items: 1, _nothing: 3}  # the order of cells that are not calm
+_FLAT: dict[type, _Kind] = {tuple: _LIST, list: _LIST, dict: _DICT}
 _KINDS: dict[type, _Kind] = {
     dict: _DICT,
     list: _LIST,

@@ -651,7 +651,7 @@ def test_an_error_of_our_own_before_a_step_is_said_once_and_training_goes_on(
     found = fit(trainer, seeded(Net), rescue)
     assert torch.equal(found.weights, expected.weights)
     (said,) = rescue.said
-    assert "will not do steps that run out of memory again in parts of their batch: KeyError: 'ours'" in said
+    assert "will not do steps that run out of memory again in parts: KeyError: 'ours'" in said
 
 
 class Renamed(automatic.Closure):
