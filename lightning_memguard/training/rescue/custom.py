@@ -79,17 +79,20 @@ class CustomFunctions:
         """Look for users' functions in a loss's graph.
 
         Raises:
-            Refused: one of them was not seen forward, as its ``apply`` was looked up before the step.
+            Refused: one of them was not seen forward, as its ``apply`` was looked up before the step; or two parts
+                share a largest value that has a gradient.
         """
         known = {call.node for call in self._calls}
-        seen, todo = set(), [loss.grad_fn]
+        seen, todo = set[Any](), list[Any]([loss.grad_fn])
         while todo:
             node = todo.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-            if custom and node not in known and not isinstance(node, AllReduce._backward_cls):
+            if isinstance(node, AllReduce._backward_cls):
+                if node.tied:  # type: ignore[attr-defined]
+                    raise Refused("two parts have the same largest value, and its gradient belongs to both")
+            elif isinstance(node, torch.autograd.function.BackwardCFunction) and node not in known:
                 name = type(node).__name__.removesuffix("Backward")
                 raise Refused(f"the backward pass of {name}, a custom autograd function, may mix samples")
             todo += [each for each, _ in node.next_functions]

@@ -29,6 +29,7 @@ from lightning_memguard.training.rescue.rules import Drawn, flat, shape_of, tens
 from lightning_memguard.training.rescue.sizes import Size, as_shape, sizes_in
 
 _CLOSE = 1e-3  # relative, between two runs of a part
+_HALF = 1e-4  # the precision of 16 bits
 _ROUNDED = 256  # units in the last place, between a value computed in two parts of different sizes
 
 
@@ -43,15 +44,16 @@ class AllReduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, whole: torch.Tensor, share: float, kind: str) -> torch.Tensor:  # noqa: D102
-        ctx.share = share
-        ctx.mask = None if kind == "sum" else _reaches(own, whole, own.dtype)
+    def forward(ctx: Any, own: torch.Tensor, whole: torch.Tensor, share: float, total: Total, tied: bool) -> Any:  # noqa: D102
+        ctx.share, ctx.total, ctx.tied = share, total, tied
+        ctx.mask = None if total.kind == "sum" else _reaches(own, whole, own.dtype)
         return whole.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # noqa: D102
+        ctx.total.has_gradient = True
         grad = grad / ctx.share
-        return grad if ctx.mask is None else grad * ctx.mask, None, None, None
+        return grad if ctx.mask is None else grad * ctx.mask, None, None, None, None
 
 
 @dataclass
@@ -154,7 +156,8 @@ class Totals:
             limit = _CLOSE * (1 + abs(total.scale)) if math.isfinite(total.scale) else math.inf
             known = self.known[place]
             same = total.kind != "sum" or torch.allclose(total.value, known, rtol=_CLOSE, atol=limit, equal_nan=True)
-            if not same or (total.has_gradient and bool((self._reached(place, known) != 1).any())):
+            shared = total.kind != "sum" and total.has_gradient and bool((self._reached(place, known) != 1).any())
+            if not same or shared:
                 raise Refused("a part of its batch computes something else when it is run again")
 
 
@@ -162,7 +165,8 @@ def _reaches(own: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> torc
     """Where a part has the largest value; in a part of another size, products are rounded in another way."""
     if not dtype.is_floating_point:
         return own == whole
-    return torch.isclose(own.double(), whole.double(), rtol=_ROUNDED * torch.finfo(dtype).eps, atol=0)
+    eps = torch.finfo(dtype).eps
+    return torch.isclose(own.double(), whole.double(), rtol=_ROUNDED * eps if eps < _HALF else 2 * eps, atol=0)
 
 
 def _wide(own: torch.Tensor) -> torch.Tensor:
@@ -588,10 +592,7 @@ class Reductions(TorchFunctionMode):
                 return out
             whole = totals.known[place].to(own.dtype)
             if own.requires_grad and torch.is_grad_enabled():
-                if place in self.ties:
-                    raise refuse("two parts have the same largest value, and its gradient belongs to both")
-                totals.found[place].has_gradient |= layout.kind != "sum"
-                out = AllReduce.apply(own, whole, self.share, layout.kind)  # type: ignore[no-untyped-call]
+                out = AllReduce.apply(own, whole, self.share, totals.found[place], place in self.ties)  # type: ignore[no-untyped-call]
             else:
                 out = whole.clone()
             flow.put(out, WHOLE.waiting(layout.pending))

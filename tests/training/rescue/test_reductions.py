@@ -50,9 +50,10 @@ def of_samples(function: Function) -> Callable[[nn.Module, Any], Any]:
 
 def test_a_contribution_counts_once_however_the_loss_is_shared() -> None:
     """Parts of 1 and 3 of 4 samples: the loss is scaled by 1/4 and 3/4, a contribution's gradient by 4 and 4/3."""
-    own = torch.tensor([1.0], requires_grad=True)
+    own, totals = torch.tensor([1.0], requires_grad=True), Totals()
+    totals.add(0, "sum", own, pending=False, samples=4)
     for share in (0.25, 0.75):
-        (AllReduce.apply(own, torch.tensor([5.0]), share, "sum").square() * share).backward()
+        (AllReduce.apply(own, torch.tensor([5.0]), share, totals.found[0], False).square() * share).backward()
     assert own.grad.tolist() == [2 * 5.0 * 2]  # twice d(5 * 5), once for each part
 
 
@@ -302,6 +303,6 @@ def test_without_its_share_a_gradient_would_be_another(steps: Any, monkeypatch: 
     """The control of the tests above: they would see it."""
     made, step = steps(Scaled), of_samples(lambda x: x.square().mean())
     expected = made.whole(step, {"x": X})
-    monkeypatch.setattr(AllReduce, "backward", staticmethod(lambda ctx, grad: (grad, None, None, None)))
+    monkeypatch.setattr(AllReduce, "backward", staticmethod(lambda ctx, grad: (grad, None, None, None, None)))
     found = made.in_parts(step, {"x": X}, 4)
     assert (found.gradients[0] - expected.gradients[0]).abs().max() > 0.1

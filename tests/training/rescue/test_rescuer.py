@@ -362,7 +362,7 @@ def test_hooks_around_a_step_are_called_once(trainer: Any, fails: str) -> None:
 
 def test_gradients_scaled_by_nothing_would_make_another_training(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the tests above: they would see it."""
-    monkeypatch.setattr(AllReduce, "backward", staticmethod(lambda ctx, grad: (grad, None, None, None)))
+    monkeypatch.setattr(AllReduce, "backward", staticmethod(lambda ctx, grad: (grad, None, None, None, None)))
     with pytest.raises(AssertionError, match="not close"):
         check(trainer, Net)
 
