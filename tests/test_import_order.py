@@ -140,8 +140,8 @@ ROOMS = {
     ],
     "training/rescue": [
         "__init__",
-        "sizes",
         "layout",
+        "sizes",
         "memory",
         "cut",
         "policy",

@@ -36,6 +36,7 @@ from lightning_memguard.training.rescue.policy import Part, Policy
 from lightning_memguard.training.rescue.ranks import (
     Lightning,
     OtherRanks,
+    clears_otherwise,
     hooks_once,
     without_experiments,
     without_gradients,
@@ -170,6 +171,8 @@ class TrainingStep(Step):
             return "its training_step takes an iterator instead of a batch"
         if any(is_a(optimizer, "LBFGS") for optimizer in self.again.trainer.optimizers):
             return "LBFGS takes several passes a step, and its search would see their rounding"
+        if self.zeroed and clears_otherwise(self.again.module):
+            return "its optimizer_zero_grad, which has run, may do more than clear gradients"
         if error is not None:
             return self.again.ranks.obstacle(in_backward=self.in_backward)
         return self.again.ranks.obstacle_of_strategy()
@@ -213,7 +216,7 @@ class TrainingStep(Step):
         self.begun = _Gradients(self.again.parameters)
         with ExitStack() as around:
             around.enter_context(torch.enable_grad())
-            around.enter_context(hooks_once(self.again.calls, before=is_last and not self.had_hooks, after=is_last))
+            around.enter_context(hooks_once(self.again.calls, share, is_last=is_last, again=self.had_hooks))
             around.enter_context(without_gradients(self.theirs))
             around.enter_context(self.again.ranks.alone(is_last))
             around.enter_context(self.again.ranks.sending())

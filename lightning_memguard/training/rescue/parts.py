@@ -289,7 +289,7 @@ class Passes:
         self.step.begin()
         self.reductions.begin()
         before = None if self.step.notes_draws() else _others_state()
-        refusals = Refused.raised
+        refusals, gradients = Refused.raised, self._gradients()
         with ExitStack() as around:
             around.enter_context(torch.compiler.set_stance("force_eager"))
             for name in ("grad", "backward"):
@@ -310,10 +310,16 @@ class Passes:
                 raise refuse_after(
                     f"a part of its batch raises {type(error).__name__}: {error!s:.160}", error
                 ) from None
+        if self._gradients() != gradients:
+            raise Refused("training_step changes gradients")
         if Refused.raised != refusals:
             raise Refused("its code has caught a refusal")
         if before is not None and before != _others_state():
             raise Refused("it draws random numbers from Python or NumPy, whose states before the step are not known")
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Which gradients there are, and how often they were written to."""
+        return [(id(p.grad), 0 if p.grad is None else p.grad._version) for p in self.module.parameters()]
 
     @contextmanager
     def _backward(self) -> Iterator[None]:

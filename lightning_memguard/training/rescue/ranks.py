@@ -42,19 +42,33 @@ class Lightning:
         return importlib.import_module(f"{lightning_of(module).__name__}.trainer.call")
 
 
+def clears_otherwise(module: LightningModule) -> bool:
+    """Whether a module clears gradients in a way of its own, which may not be done twice."""
+    own: Any = lightning_of(module).LightningModule
+    return type(module).optimizer_zero_grad is not own.optimizer_zero_grad
+
+
 @contextlib.contextmanager
-def hooks_once(calls: Any, *, before: bool, after: bool) -> Iterator[None]:
-    """Call the hooks before or after a backward pass, or neither: the batch has several of these."""
-    skipped = {"on_before_backward"} if not before else set()
-    skipped |= {"on_after_backward"} if not after else set()
+def hooks_once(calls: Any, share: float, *, is_last: bool, again: bool) -> Iterator[None]:
+    """Call the hooks before and after a backward pass once for a batch: those of its last part.
 
-    def filtered(call: Callable[..., Any], trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        return None if name in skipped else call(trainer, name, *args, **kwargs)
+    Args:
+        calls: the module of Lightning that calls hooks.
+        share: of the part in the batch; hooks get the loss of the whole batch.
+        is_last: whether it is the last part.
+        again: whether the failed attempt has called those before the backward pass; what the module's has changed was
+            put back, what those of callbacks have was not.
+    """
 
-    names = ("_call_callback_hooks", "_call_lightning_module_hook")
+    def filtered(call: Callable[..., Any], called: bool, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "on_before_backward":
+            return call(trainer, name, args[0] / share, **kwargs) if is_last and not called else None
+        return call(trainer, name, *args, **kwargs) if is_last or name != "on_after_backward" else None
+
+    names = {"_call_callback_hooks": again, "_call_lightning_module_hook": False}
     with contextlib.ExitStack() as patches:
-        for name in names:
-            patches.enter_context(mock.patch.object(calls, name, partial(filtered, getattr(calls, name))))
+        for name, called in names.items():
+            patches.enter_context(mock.patch.object(calls, name, partial(filtered, getattr(calls, name), called)))
         yield
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_memguard.training.rescue.layout import Refused
 from lightning_memguard.training.rescue.sizes import Size, as_shape, plain, sizes_in
 
 SIX = Size(6, 2)  # six samples, two of them in the part
@@ -87,11 +88,10 @@ def test_division_by_zero_of_the_whole_batch_is_an_error():
         7 // (Size(6, 2) - 6)
 
 
-def test_caches_keyed_by_shapes_do_not_return_what_they_hold_for_the_whole_batch():
-    cache = {6: "whole", Size(6, 3): "three"}
-    assert SIX not in {6: None}
-    assert cache.get(SIX) is None
-    assert cache[Size(6, 3)] == "three"
+def test_a_size_is_not_looked_up_in_a_dict_since_the_whole_batch_is_equal_to_it():
+    for look_up in (lambda: {6: "whole"}.get(SIX), lambda: SIX in {6: None}, lambda: SIX in {6, 7}):
+        with pytest.raises(Refused, match="in a dict, a set or a cache"):
+            look_up()
 
 
 def test_copies_to_other_processes_are_plain_numbers():
