@@ -53,7 +53,16 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize("case", MEASURED)
+# At these peaks there is scratch of products in bfloat16, which is another without AMX: 0.3 to 0.6 % of the peak.
+WITH_AMX = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="its bytes were measured on a processor with AMX"
+)
+OF_ONE_PROCESSOR = {"stage2", "stage2_buckets", "stage3"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=WITH_AMX) if case in OF_ONE_PROCESSOR else case for case in MEASURED]
+)
 def test_peaks_are_those_of_deepspeed(truth: Any, case: str) -> None:
     """All but a few scalars: DeepSpeed's norm of the gradients, and the loss divided by the micro-batches."""
     predicted, _ = truth.predicted(truth.CASES[case])
