@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,7 +37,7 @@ from lightning_memguard.training.rescue.layout import (
 from lightning_memguard.training.rescue.memory import release
 from lightning_memguard.training.rescue.reductions import Reductions, Totals, lengths
 from lightning_memguard.training.rescue.sizes import Size, plain
-from lightning_memguard.training.rescue.state import Left
+from lightning_memguard.training.rescue.state import Left, random_states
 
 _ROUNDS = 8  # forward passes of a part, each of which reads values that the one before has made known
 _SCRIPT = 2  # samples that show which dimension is theirs, where parts hold a single one
@@ -288,7 +287,7 @@ class Passes:
         self.flow.begin(start, stop, extends=extends)
         self.step.begin()
         self.reductions.begin()
-        before = None if self.step.notes_draws() else _others_state()
+        before = None if self.step.notes_draws() else random_states()
         refusals, gradients = Refused.raised, self._gradients()
         with ExitStack() as around:
             around.enter_context(torch.compiler.set_stance("force_eager"))
@@ -314,7 +313,7 @@ class Passes:
             raise Refused("training_step changes gradients")
         if Refused.raised != refusals:
             raise Refused("its code has caught a refusal")
-        if before is not None and before != _others_state():
+        if before is not None and before != random_states():
             raise Refused("it draws random numbers from Python or NumPy, whose states before the step are not known")
 
     def _gradients(self) -> list[tuple[int, int]]:
@@ -390,8 +389,3 @@ def _refused(own: Callable[..., Any]) -> Callable[..., Any]:
         raise refuse(f"it computes gradients of its own, by torch.autograd.{own.__name__}")
 
     return call
-
-
-def _others_state() -> Any:
-    numpy: Any = np.random.get_state()  # noqa: NPY002 - users draw from the global one
-    return random.getstate(), numpy[1].tobytes(), numpy[2]

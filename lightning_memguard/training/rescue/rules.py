@@ -532,7 +532,7 @@ def _product(call: Call) -> Layout:
     if len({layout.place()[1:] for layout in found}) != 1:
         call.mixes()
     for tensor, letters in zip(operands, inputs.split(","), strict=True):
-        if letter in letters and not call.of(tensor).has_samples and not _is_same_along(tensor, letters.index(letter)):
+        if letter in letters and not call.of(tensor).has_samples and not is_same_for_all(tensor, letters.index(letter)):
             call.mixes()
     if letter not in out:
         if added is not None:
@@ -547,10 +547,6 @@ def _product(call: Call) -> Layout:
         if not of_added.has_samples and not is_same_for_all(added, layout.dim - len(out)):
             call.mixes()
     return layout
-
-
-def _is_same_along(tensor: torch.Tensor, dim: int) -> bool:
-    return tensor.shape[dim] == 1 or tensor.stride(dim) == 0
 
 
 _BATCHED = ("convolution _convolution mkldnn_convolution max_pool2d_with_indices max_pool3d_with_indices avg_pool2d "
