@@ -214,13 +214,13 @@ class Captured:
 def captured(row: dict[str, str], first: int = TOKENS) -> Captured:
     """Capture one published run; of text, with a first batch of this many tokens."""
     from lightning_memguard.core import gpus
-    from lightning_memguard.core.capture import sdpa
-    from lightning_memguard.core.capture.batch import batches_from_one
+    from lightning_memguard.core.batch.batches import batches_from_one
     from lightning_memguard.core.capture.predict import capture
     from lightning_memguard.core.capture.program import LoopProgram
     from lightning_memguard.core.device.context import CONTEXT_BYTES
     from lightning_memguard.core.replay.replay import replay
     from lightning_memguard.core.replay.settings import AllocatorSettings
+    from lightning_memguard.core.simulation import sdpa
 
     quieten()
     sdpa.cudnn_version = lambda: OLD_CUDNN  # type: ignore[assignment]
@@ -411,7 +411,7 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
     """Predict one training of the corpus for the GPU that it was recorded on."""
     from torch.utils.data import DataLoader
 
-    from lightning_memguard.core.capture.batch import batches_from_one
+    from lightning_memguard.core.batch.batches import batches_from_one
     from lightning_memguard.core.capture.predict import predict as predict_program
     from lightning_memguard.core.gpus import Gpu
     from lightning_memguard.core.replay.replay import replay

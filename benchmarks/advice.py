@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.advice import Advice
 from lightning_memguard.core.decision.decision import Budget

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_memguard.core import gpus
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.kernels import cudnn
 from lightning_memguard.core.replay.footprint import Footprint

@@ -31,11 +31,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.capture import mkldnn_lstm
-from lightning_memguard.core.capture.fake import by_name
 from lightning_memguard.core.capture.recorder import this_cpu
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.simulation import mkldnn_lstm
+from lightning_memguard.core.simulation.fake import by_name
 from lightning_memguard.core.trace.scratch import ByteRange, Scratch
 from lightning_memguard.core.trace.trace import moments_of
 from shared.truth import operator_of, walk

@@ -29,11 +29,11 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.recorder import Recorder
-from lightning_memguard.training.adapter import deepspeed
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning.subject import trainer_for
+from lightning_memguard.training.strategies import deepspeed
 
 TOKENS, WORDS, SAMPLES, STEPS = 64, 1000, 8, 3
 LIGHTNINGS = {"contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True}

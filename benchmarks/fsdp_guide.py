@@ -20,12 +20,12 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 
 from lightning_memguard.core import gpus
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.capture import capture
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.training.adapter.layout import Layout
 from lightning_memguard.training.adapter.program import LightningProgram
+from lightning_memguard.training.strategies.sharded import Layout
 
 LAYERS = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
 ROWS: dict[str, tuple[dict[str, Any], int]] = {

@@ -37,14 +37,14 @@ ROOT = Path(__file__).parents[1]
 HOME = ROOT / ".matrix"
 
 TESTS = (
-    "tests/core/capture/test_backward.py",
-    "tests/core/capture/test_fake.py",
-    "tests/core/capture/test_fake_cuda.py",
+    "tests/core/simulation/test_backward.py",
+    "tests/core/simulation/test_fake.py",
+    "tests/core/simulation/test_fake_cuda.py",
     "tests/core/capture/test_predict.py",
     "tests/core/capture/test_recorder.py",
     "tests/training/adapter/test_callbacks.py",
     "tests/training/adapter/test_program.py",
-    "tests/training/adapter/test_sharded.py",
+    "tests/training/strategies/test_sharded.py",
     "tests/training/data/test_loaders.py",
     "tests/training/planning/test_advise.py",
     "tests/training/run",

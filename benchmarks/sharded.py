@@ -200,7 +200,7 @@ def run_model(model: nn.Module, batch: Tensor) -> Tensor:
 
 def predicted(model: str, case: str, ranks: int, samples: int) -> tuple[int, dict[str, int], float]:
     """The peak, its parts, and the seconds it took: from captures at other batch sizes."""
-    from lightning_memguard.core.capture.batch import batches_from_one
+    from lightning_memguard.core.batch.batches import batches_from_one
     from lightning_memguard.core.capture.predict import predict
     from lightning_memguard.core.capture.program import LoopProgram
     from lightning_memguard.core.replay.settings import AllocatorSettings

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lightning_memguard._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError, DoesNotFitError, MemGuardError
     from lightning_memguard.training.planning.estimate import estimate
     from lightning_memguard.training.run.callback import MemGuard
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Budget",

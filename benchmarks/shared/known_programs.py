@@ -20,8 +20,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_memguard.core.capture.fake import fake_copy
-from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE
 from lightning_memguard.core.capture.program import tensors
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, states_of, watching
 from lightning_memguard.core.device.context import CONTEXT_BYTES
@@ -32,6 +30,8 @@ from lightning_memguard.core.replay.history import History, histories_of, replay
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import save_snapshot, snapshot
+from lightning_memguard.core.simulation.fake import fake_copy
+from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE
 from lightning_memguard.core.trace.trace import Trace
 
 VOCABULARY = 10_000

@@ -14,7 +14,7 @@ import torch
 from lightning_memguard.cli.target import load, users_code
 from lightning_memguard.core.capture.capture import quiet
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.facts.lightning_types import lightning_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightning_memguard import __version__
+from lightning_memguard._version import __version__
 from lightning_memguard.cli.commands import compare, devices, gpus, layers, plan, replay, snapshot
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 

@@ -12,7 +12,7 @@ from lightning_memguard.cli import target as typed
 from lightning_memguard.cli.config import read_config
 from lightning_memguard.cli.progress import Say
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.facts.lightning_types import lightning_of
 from lightning_memguard.training.planning.subject import Subject, inference_of, is_lightning, subject_of
 
 _T = TypeVar("_T")

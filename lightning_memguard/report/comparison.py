@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_memguard import __version__
+from lightning_memguard._version import __version__
 from lightning_memguard.core.replay.compare import Comparison, Difference
 from lightning_memguard.core.replay.history import without_folders
 from lightning_memguard.units import MIB, format_bytes

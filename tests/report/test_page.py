@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from lightning_memguard.core.capture.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
-from lightning_memguard.core.capture.fake_cuda import leave_driver_alone
 from lightning_memguard.core.capture.leftovers import without_collections
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder, line_behind
 from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import Pool, in_child
 from lightning_memguard.core.kernels import onednn
+from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
+from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
 from lightning_memguard.core.trace.trace import Method, Shares, Trace
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed import device_mesh
 from torch.optim import Optimizer
 
-from lightning_memguard.core.capture.fake import fake_copy
-from lightning_memguard.core.capture.one_rank import one_rank_of, unsharded_gradients
 from lightning_memguard.core.capture.program import TRUE_DTYPES, LoopProgram, device_to_run_on, tensors
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, states_of, watching
+from lightning_memguard.core.simulation.fake import fake_copy
+from lightning_memguard.core.simulation.one_rank import one_rank_of, unsharded_gradients
 from lightning_memguard.errors import CannotTraceError
 
 _STEPS = 2  # the first makes the optimizer's state

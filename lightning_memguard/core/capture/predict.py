@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_memguard.core.capture.capture import FIRST, CaptureFailedError, Captures, Draw, capture, captures_of
-from lightning_memguard.core.capture.compiled import NOTE
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.core.isolation.pool import processors
 from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.simulation.compiled import NOTE
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
 from lightning_memguard.core.trace.trace import Method, Shapes, Trace

@@ -15,15 +15,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from lightning_memguard.core.capture.batch import Batches, batch_bytes, map_tensors, shapes_of, tensors_in
-from lightning_memguard.core.capture.constants import KnownFakeMode
-from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy
-from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
+from lightning_memguard.core.batch.batches import Batches
+from lightning_memguard.core.batch.nesting import batch_bytes, map_tensors, shapes_of, tensors_in
 from lightning_memguard.core.capture.leftovers import Leftovers
-from lightning_memguard.core.capture.one_rank import one_rank_of
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse, watching
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
+from lightning_memguard.core.simulation.constants import KnownFakeMode
+from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_rng, real_copy
+from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
+from lightning_memguard.core.simulation.one_rank import one_rank_of
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.units import format_bytes

@@ -30,7 +30,13 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.capture import (
+from lightning_memguard.core.batch.nesting import batch_bytes, is_dense, shapes_of, tensors_in
+from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.foreign import find
+from lightning_memguard.core.isolation.pool import beat
+from lightning_memguard.core.kernels import table
+from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.simulation import (
     compiled,
     cudnn_rnn,
     fake,
@@ -41,16 +47,10 @@ from lightning_memguard.core.capture import (
     sdpa,
     streams,
 )
-from lightning_memguard.core.capture.backward import graph_task, in_place, walking
-from lightning_memguard.core.capture.batch import batch_bytes, is_dense, shapes_of, tensors_in
-from lightning_memguard.core.capture.constants import forget_written
-from lightning_memguard.core.capture.fake import Function, by_name, training_threads
-from lightning_memguard.core.capture.value_sizes import ValueSizes
-from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.foreign import find
-from lightning_memguard.core.isolation.pool import beat
-from lightning_memguard.core.kernels import table
-from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.simulation.backward import graph_task, in_place, walking
+from lightning_memguard.core.simulation.constants import forget_written
+from lightning_memguard.core.simulation.fake import Function, by_name, training_threads
+from lightning_memguard.core.simulation.value_sizes import ValueSizes
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
 from lightning_memguard.core.trace.trace import (
     CASES,
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         device_type: only storages on this type of device are recorded.
         worst_case: return the largest result of operators whose result depends on values, instead of failing.
         kernel_target: the GPU whose kernels' scratch is counted, where the device is one.
-        compiled: whether what the step compiles runs compiled, see `lightning_memguard.core.capture.compiled`.
+        compiled: whether what the step compiles runs compiled, see `lightning_memguard.core.simulation.compiled`.
         shares: how large such results were in another run, in place of the largest.
     """
 
@@ -750,7 +750,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
     """Record everything that happens inside, with the paths of ``module``'s children.
 
     The module's parameters and buffers count as allocated at the start. Hooks on all modules of the process are
-    registered, and `lightning_memguard.core.capture.backward.walking` patches torch: no other thread may use it.
+    registered, and `lightning_memguard.core.simulation.backward.walking` patches torch: no other thread may use it.
     """
     paths = {id(child): written_path(name) for name, child in module.named_modules()}
     stack: list[str] = []

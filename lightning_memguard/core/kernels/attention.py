@@ -1,6 +1,6 @@
 """Scratch of scaled dot product attention on CUDA, kernel by kernel, and of its softmax on either device.
 
-`lightning_memguard.core.capture.sdpa` chooses among the kernels. Paths are below aten/src/ATen/native/transformers
+`lightning_memguard.core.simulation.sdpa` chooses among the kernels. Paths are below aten/src/ATen/native/transformers
 unless they say otherwise. Read for torch 2.9 to 2.13.
 """
 

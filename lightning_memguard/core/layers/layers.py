@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memguard.core.capture.backward import graph_task
-from lightning_memguard.core.capture.batch import Batches, batch_bytes, batches_from_one, map_tensors, tensors_in
-from lightning_memguard.core.capture.fake import fake_copy, faking, isolated_rng, real_copy, storage_address
-from lightning_memguard.core.capture.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
+from lightning_memguard.core.batch.batches import Batches, batches_from_one
+from lightning_memguard.core.batch.nesting import batch_bytes, map_tensors, tensors_in
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.foreign import aten
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.simulation.backward import graph_task
+from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_rng, real_copy, storage_address
+from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 Step = Callable[[Any, Any], object]  # (model, batch) -> anything

@@ -3,7 +3,7 @@
 This file changes when PyTorch changes how it allocates device memory. Names in brackets at a rule, such as
 [get_free_block], are functions of c10/cuda/CUDACachingAllocator.cpp (class DeviceCachingAllocator) unless another file
 is named; they were read as of torch 2.9 to 2.13. Not replayed: private pools of CUDA graphs and ``torch.cuda.MemPool``.
-What ``record_stream`` keeps, a trace says (`core/capture/streams.py`).
+What ``record_stream`` keeps, a trace says (`core/simulation/streams.py`).
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.capture.fake import real_copy
 from lightning_memguard.core.capture.recorder import part_bytes
-from lightning_memguard.training.adapter.lightning_types import is_a
-from lightning_memguard.training.adapter.run_facts import RunFacts
+from lightning_memguard.core.simulation.fake import real_copy
+from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts.run_facts import RunFacts
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_memguard.training.adapter.lightning_types import lightning_of
-from lightning_memguard.training.adapter.run_facts import LOOPS, Role
+from lightning_memguard.training.facts.lightning_types import lightning_of
+from lightning_memguard.training.facts.run_facts import LOOPS, Role
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer

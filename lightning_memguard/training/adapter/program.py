@@ -23,18 +23,15 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_memguard.core.capture.batch import Batches
+from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.capture.capture import CaptureFailedError, isolated
-from lightning_memguard.core.capture.fake import fake_copy, real_copy
 from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.capture.recorder import Recorder, call_with_overrides, watching
 from lightning_memguard.core.layers.layers import LayerTable, table_of
+from lightning_memguard.core.simulation.fake import fake_copy, real_copy
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.adapter import callbacks, ddp, deepspeed
-from lightning_memguard.training.adapter.layout import refuse_sharded
-from lightning_memguard.training.adapter.lightning_types import is_a
+from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
-from lightning_memguard.training.adapter.no_collectives import no_collectives
 from lightning_memguard.training.adapter.shadow import (
     LightningStep,
     PhaseMarkerMixin,
@@ -42,6 +39,10 @@ from lightning_memguard.training.adapter.shadow import (
     StepsDone,
     lending_optimizers,
 )
+from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.strategies import ddp, deepspeed
+from lightning_memguard.training.strategies.no_collectives import no_collectives
+from lightning_memguard.training.strategies.sharded import refuse_sharded
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -21,17 +21,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memguard.core.capture.batch import Batches, tensors_in
+from lightning_memguard.core.batch.batches import Batches
+from lightning_memguard.core.batch.nesting import tensors_in
 from lightning_memguard.core.capture.leftovers import Garbage, Leftovers
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.training.adapter import ddp, deepspeed
 from lightning_memguard.training.adapter.callbacks import Average
-from lightning_memguard.training.adapter.layout import Layout
-from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
-from lightning_memguard.training.adapter.run_facts import LIMIT_NAMES, ROLES, Role, Stage
 from lightning_memguard.training.adapter.stand_ins import (
     IdleCallback,
     SilentLogger,
@@ -39,6 +36,10 @@ from lightning_memguard.training.adapter.stand_ins import (
     idle_datamodule,
     log_dir_of,
 )
+from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
+from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, ROLES, Role, Stage
+from lightning_memguard.training.strategies import ddp, deepspeed
+from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from lightning_memguard.core.capture.fake import isolated_rng
+from lightning_memguard.core.simulation.fake import isolated_rng
 from lightning_memguard.errors import CannotTraceError
 
 T = TypeVar("T")

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_memguard.core.capture.batch import Draws, is_dense, map_tensors, tensors_in
-from lightning_memguard.core.capture.fake import storage_address
+from lightning_memguard.core.batch.batches import Draws
+from lightning_memguard.core.batch.nesting import is_dense, map_tensors, tensors_in
 from lightning_memguard.core.isolation.pool import in_child
+from lightning_memguard.core.simulation.fake import storage_address
 from lightning_memguard.training.adapter.loader_access import arrange
 
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_memguard.core.capture.fake import fake_copy
 from lightning_memguard.core.decision.decision import LimitedBy, largest_that
+from lightning_memguard.core.simulation.fake import fake_copy
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import loader_access
-from lightning_memguard.training.adapter.lightning_types import lightning_of
-from lightning_memguard.training.adapter.ranks import warn
-from lightning_memguard.training.adapter.run_facts import LIMIT_NAMES, Role, RunFacts
 from lightning_memguard.training.data import resizing
 from lightning_memguard.training.data.copies import preserve_state
+from lightning_memguard.training.facts.lightning_types import lightning_of
+from lightning_memguard.training.facts.ranks import warn
+from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, Role, RunFacts
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer

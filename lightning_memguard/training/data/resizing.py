@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_memguard.core.capture.batch import batch_size_of
+from lightning_memguard.core.batch.nesting import batch_size_of
 from lightning_memguard.errors import CannotResizeLoaderError
 from lightning_memguard.training.adapter.loader_access import change_recorded_argument, recorded_arguments
 from lightning_memguard.training.data.copies import copy_for_reading, refuse_one_shot, shallow_copy

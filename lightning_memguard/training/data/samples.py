@@ -19,7 +19,8 @@ import torch
 import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_memguard.core.capture.batch import Batches, batch_bytes, batch_size_of, batches_from_one, tensors_in
+from lightning_memguard.core.batch.batches import Batches, batches_from_one
+from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of, tensors_in
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.loader_access import arrange
 from lightning_memguard.training.data import copies

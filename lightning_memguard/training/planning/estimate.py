@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.replay.footprint import Footprint

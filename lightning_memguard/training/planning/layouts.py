@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_memguard.core.decision.decision import Limits
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
+from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.remedies import checkpoint_blocks
 from lightning_memguard.training.planning.structure import Blocks, Structure

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.pipelines import PipelineProgram
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.capture.program import TRUE_DTYPES

@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memguard.core.capture.batch import Batches, batches_from_one, tensors_in
+from lightning_memguard.core.batch.batches import Batches, batches_from_one
+from lightning_memguard.core.batch.nesting import tensors_in
 from lightning_memguard.core.capture.capture import quiet
-from lightning_memguard.core.capture.fake_cuda import simulated_cuda
 from lightning_memguard.core.capture.program import LoopProgram, Program, check_precision, without_memory
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.layers import run_model
+from lightning_memguard.core.simulation.fake_cuda import simulated_cuda
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.adapter import deepspeed, fabric
-from lightning_memguard.training.adapter.layout import CAPTURED, Layout, communicators
-from lightning_memguard.training.adapter.lightning_types import is_a, lightning_of
 from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.adapter.run_facts import data_ranks, read_run_facts
 from lightning_memguard.training.data.loaders import LoaderInfo, find
 from lightning_memguard.training.data.samples import sample
+from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
+from lightning_memguard.training.facts.run_facts import data_ranks, read_run_facts
 from lightning_memguard.training.planning.target import Target
+from lightning_memguard.training.strategies import deepspeed, fabric
+from lightning_memguard.training.strategies.sharded import CAPTURED, Layout, communicators
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lightning_memguard.core import gpus
-from lightning_memguard.core.capture.fake_cuda import gpu_of
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, Limits
 from lightning_memguard.core.device.budget import read_budget
@@ -16,6 +15,7 @@ from lightning_memguard.core.device.context import CONTEXT_BYTES, context_bytes
 from lightning_memguard.core.device.nccl import nccl_bytes
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import format_bytes
 

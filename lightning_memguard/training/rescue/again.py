@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_memguard.core.capture.batch import batch_bytes
+from lightning_memguard.core.batch.nesting import batch_bytes
 from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.adapter.lightning_types import is_a
+from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.rescue.cut import Cut, cuts_for, part_of
 from lightning_memguard.training.rescue.layout import Refused
 from lightning_memguard.training.rescue.memory import free, ran_out_of_memory, release

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_memguard.core.capture.batch import children_of, map_tensors, rebuilt
+from lightning_memguard.core.batch.nesting import children_of, map_tensors, rebuilt
 from lightning_memguard.training.rescue.custom import CustomFunctions
 from lightning_memguard.training.rescue.cut import Cut, Entries, even_parts, part_of, uneven_parts
 from lightning_memguard.training.rescue.flow import Flow, by_storage

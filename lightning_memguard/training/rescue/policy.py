@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_memguard.core.capture.batch import batch_bytes, batch_size_of
+from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of
 
 _PATIENCE, _MORE = 16, 4  # steps until a size that failed is tried again, and how many times longer if it fails again
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.facts.lightning_types import lightning_of
 from lightning_memguard.training.rescue.layout import Refused, refuse
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.report.failure import Larger, rescue_words
-from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.rescue.again import Again, EvaluationAgain, TrainingAgain
 from lightning_memguard.training.rescue.cut import Cut
 from lightning_memguard.training.rescue.policy import Part, Policy, Rescue

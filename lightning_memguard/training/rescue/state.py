@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_memguard.training.adapter.lightning_types import lightning_of
+from lightning_memguard.training.facts.lightning_types import lightning_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

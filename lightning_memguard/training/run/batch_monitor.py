@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 
-from lightning_memguard.core.capture.batch import batch_bytes, batch_size_of, batches_from_one, map_tensors, shapes_of
-from lightning_memguard.core.capture.fake import run_on_one_thread
+from lightning_memguard.core.batch.batches import batches_from_one
+from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of, map_tensors, shapes_of
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.isolation.pool import Pool
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import Failure, Larger
-from lightning_memguard.training.adapter.ranks import attempt
+from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.rescue.policy import Part
 from lightning_memguard.training.run.profile import RunProfile
 

@@ -16,8 +16,8 @@ from lightning_memguard.core.foreign import gaps, reason_of
 from lightning_memguard.core.replay.compare import compare_files
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.comparison import comparison_text
-from lightning_memguard.training.adapter.ranks import attempt, warn
-from lightning_memguard.training.adapter.run_facts import ROLES
+from lightning_memguard.training.facts.ranks import attempt, warn
+from lightning_memguard.training.facts.run_facts import ROLES
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
 from lightning_memguard.training.run.settings import GuardSettings
 from lightning_memguard.units import KIB, parse_bytes

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.capture.capture import Captures
-from lightning_memguard.core.capture.fake import run_on_one_thread
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
 from lightning_memguard.core.isolation.pool import Pool
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.adapter.ranks import Attempt, Ranks, attempt
 from lightning_memguard.training.data.loaders import leaves_one
+from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt
 from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.training.run.profile import Reading, Run, RunProfile, ValidationRun, profile_of

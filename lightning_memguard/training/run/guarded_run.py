@@ -21,9 +21,9 @@ from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.metrics import show_to_callbacks
 from lightning_memguard.training.adapter.program import logging_step
-from lightning_memguard.training.adapter.ranks import attempt, warn
-from lightning_memguard.training.adapter.run_facts import Stage
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
+from lightning_memguard.training.facts.ranks import attempt, warn
+from lightning_memguard.training.facts.run_facts import Stage
 from lightning_memguard.training.rescue.rescuer import Rescuer
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, fits_now, fitting, size_within_budget
 from lightning_memguard.training.run.profile import RunProfile

@@ -16,7 +16,6 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memguard.core.capture.capture import Captures
-from lightning_memguard.core.capture.fake_cuda import gpu_of
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, Request, decide
@@ -24,16 +23,17 @@ from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, Trace
 from lightning_memguard.training.adapter import callbacks
-from lightning_memguard.training.adapter.layout import Layout
 from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.adapter.ranks import Attempt, attempt
-from lightning_memguard.training.adapter.run_facts import RunFacts
 from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
+from lightning_memguard.training.facts.ranks import Attempt, attempt
+from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.run.settings import GuardSettings
+from lightning_memguard.training.strategies.sharded import Layout
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.training.adapter.ranks import Attempt, attempt
+from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.settings import GuardSettings
 from lightning_memguard.training.run.tune import Tuning

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.capture.capture import isolated
-from lightning_memguard.core.capture.fake import run_on_one_thread
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.isolation.pool import Pool
 from lightning_memguard.core.layers.layers import LayerTable
+from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.adapter.ranks import attempt
-from lightning_memguard.training.adapter.run_facts import RunFacts, Stage
+from lightning_memguard.training.facts.ranks import attempt
+from lightning_memguard.training.facts.run_facts import RunFacts, Stage
 from lightning_memguard.training.run.profile import RunProfile
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
-from lightning_memguard.training.adapter.ranks import Ranks, attempt, shared
-from lightning_memguard.training.adapter.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
 from lightning_memguard.training.data.loaders import batches_taken
+from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
+from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
 from lightning_memguard.training.planning.advise import Advised, try_remedies
 from lightning_memguard.training.planning.search import Context, or_the_smallest
 from lightning_memguard.training.rescue.cut import Cut, cut_of

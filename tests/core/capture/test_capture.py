@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from lightning_memguard.core import gpus
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture import capture as capture_module
-from lightning_memguard.core.capture.batch import batches_from_one
 from lightning_memguard.core.capture.capture import (
     CaptureFailedError,
     Captures,

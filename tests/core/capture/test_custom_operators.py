@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.capture import capture_here
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.trace.trace import Trace

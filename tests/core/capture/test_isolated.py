@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_memguard.core.capture.capture import CaptureFailedError, Isolated, isolated
-from lightning_memguard.core.capture.fake import training_threads
 from lightning_memguard.core.isolation.pool import Pool
+from lightning_memguard.core.simulation.fake import training_threads
 from lightning_memguard.errors import CannotTraceError
 
 

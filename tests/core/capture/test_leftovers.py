@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.leftovers import _BATCHES_OF_GARBAGE, without_collections
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.capture.program import LoopProgram

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard import MemGuardError
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.pipelines import PipelineProgram, _given_shapes
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.training.planning.pipeline import estimate_pipeline

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_memguard.core import gpus
-from lightning_memguard.core.capture.batch import Batches, batches_from_one
+from lightning_memguard.core.batch.batches import Batches, batches_from_one
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError, capture, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.replay.settings import AllocatorSettings

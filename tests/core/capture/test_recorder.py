@@ -17,9 +17,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memguard.core.capture import sdpa
-from lightning_memguard.core.capture.batch import batches_from_one
-from lightning_memguard.core.capture.fake import fake_copy
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram, tensors
 from lightning_memguard.core.capture.recorder import (
@@ -32,6 +30,8 @@ from lightning_memguard.core.capture.recorder import (
 )
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.simulation import sdpa
+from lightning_memguard.core.simulation.fake import fake_copy
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError

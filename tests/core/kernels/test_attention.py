@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_memguard.core.capture.fake import by_name
 from lightning_memguard.core.kernels import attention, table
 from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.simulation.fake import by_name
 from lightning_memguard.core.trace.scratch import NONE, ByteRange, CpuTarget, CudaTarget, Scratch
 
 V100, A100, RTX4090, H100, RTX5090 = (

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_memguard.core.capture.fake import by_name
 from lightning_memguard.core.capture.recorder import this_cpu
 from lightning_memguard.core.kernels import lapack, onednn, table
 from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.simulation.fake import by_name
 from lightning_memguard.core.trace.scratch import ByteRange, CpuTarget
 from lightning_memguard.core.trace.trace import moments_of
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memguard.core.capture.fake import by_name
 from lightning_memguard.core.kernels import cub, cudnn, cudnn_table, table
 from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.simulation.fake import by_name
 from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch
 
 H200 = CudaTarget((9, 0), 132)

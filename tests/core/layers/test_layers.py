@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memguard.core import gpus
-from lightning_memguard.core.capture.batch import batches_from_one
-from lightning_memguard.core.capture.fake_cuda import can_simulate_cuda
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.layers.layers import Layer, LayerTable, Weight, layer_table
+from lightning_memguard.core.simulation.fake_cuda import can_simulate_cuda
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 # -- a network of four branches: the textbook's third worked example

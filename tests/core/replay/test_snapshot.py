@@ -12,7 +12,7 @@ import torch
 import torch.cuda._memory_viz as viz
 from torch import nn
 
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.replay.replay import replay

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_memguard.core import gpus
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.trace.growth import extrapolate, grow

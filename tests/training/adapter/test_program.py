@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import MemGuard
-from lightning_memguard.core.capture.compiled import NOTE
+from lightning_memguard.core.simulation.compiled import NOTE
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.training.adapter.shadow import _call_after_step
 from lightning_memguard.training.run.tune import Tuning

@@ -28,8 +28,8 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_memguard import MemGuard
-from lightning_memguard.training.adapter.run_facts import read_run_facts
 from lightning_memguard.training.data import loaders as loaders_of_run
+from lightning_memguard.training.facts.run_facts import read_run_facts
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning")
 

@@ -21,9 +21,9 @@ from torch.utils.data import (
 
 from lightning_memguard import CannotResizeLoaderError, CannotTraceError
 from lightning_memguard.training.adapter.loader_access import set_data_source
-from lightning_memguard.training.adapter.run_facts import read_run_facts
 from lightning_memguard.training.data import loaders, samples
 from lightning_memguard.training.data.resizing import resize
+from lightning_memguard.training.facts.run_facts import read_run_facts
 
 
 def described(loader: Any) -> loaders.Source:

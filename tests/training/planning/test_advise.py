@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import DoesNotFitError, MemGuard
 from lightning_memguard.core import gpus
-from lightning_memguard.core.capture.batch import batches_from_one
+from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.capture import Isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram

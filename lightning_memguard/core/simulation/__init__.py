@@ -1,0 +1,1 @@
+"""What torch would do, without memory."""

@@ -1,0 +1,213 @@
+"""torch.compile on fake tensors: the user's own compilation runs as it is, only its kernels are never built.
+
+Dynamo, AOTAutograd and Inductor see the fake copy as they would see the module. What they make in the end is a program
+in Python that allocates buffers, calls kernels and drops buffers; it runs under the recorder like any other code, with
+kernels that do nothing.
+
+Private names of torch's compiler are used in this file only. Checked on torch 2.11 and 2.13:
+`tests/core/capture/test_compiled.py` has canary tests for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from lightning_memguard.core.isolation.pool import beat
+from lightning_memguard.core.simulation.backward import release_saved
+
+NOTE = "predicted without torch.compile: the compiled step may take more or less, so this is not a bound"
+
+
+@contextmanager
+def noting(note: Callable[[str], object]) -> Iterator[None]:
+    """Where what is compiled runs as it was written: ``note`` is told so once it does."""
+    frames: Any = torch._dynamo.eval_frame
+    original = frames._callback_from_stance
+
+    def callback_of(callback: object) -> object:
+        if callable(callback):
+            note(NOTE)
+        return original(callback)
+
+    with mock.patch.object(frames, "_callback_from_stance", callback_of):
+        yield
+
+
+class _NoKernel:
+    """In place of a compiled kernel: the buffers that it reads and writes were allocated by its caller."""
+
+    def __call__(self, *_: object, **__: object) -> None:
+        pass
+
+    run = __call__
+
+    def result(self) -> _NoKernel:
+        return self
+
+
+# What `AsyncCompile` makes kernels with; a version of torch has those it knows.
+COMPILERS = ("cpp", "cpp_pybinding", "triton", "multi_kernel", "size_hint_multi_kernel", "halide", "cuda", "cutlass")
+
+_QUIET = {  # of `torch._inductor.config`: nothing is cached on disk, and no process is started
+    "compile_threads": 1,
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
+    "autotune_local_cache": False,
+    "autotune_remote_cache": False,
+    "cpp.vec_isa_ok": True,  # without trying to build something for the processor's instructions
+}
+
+
+@contextmanager
+def compiling(on_autotune: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Inside, what is compiled runs on fake tensors, with kernels that do nothing.
+
+    Forgets what was compiled in this process before, and patches torch's compiler for all its threads.
+
+    Args:
+        on_autotune: called before something is compiled whose kernels torch would choose by their speed.
+    """
+    with ExitStack() as exits:
+        inductor: Any = importlib.import_module("torch._inductor.config")
+        always = any(getattr(inductor, name) for name in _CHOOSE_KERNELS)
+        quiet = {**_QUIET, **dict.fromkeys((*_CHOOSE_KERNELS, *_ON_DEVICE), False)}
+        exits.enter_context(inductor.patch({name: value for name, value in quiet.items() if name in inductor._config}))
+        functorch: Any = importlib.import_module("torch._functorch.config")
+        exits.enter_context(functorch.patch(enable_autograd_cache=False))
+        patches = (*_without_kernels(), *_in_memory(), *_through_dispatch(), *_when_walked())
+        for home, name, instead in (*patches, _without_timing(on_autotune, always=always)):
+            exits.enter_context(mock.patch.object(home, name, instead, create=name == "open"))
+        exits.enter_context(torch.compiler.set_stance("default"))
+        torch._dynamo.reset()
+        exits.callback(torch._dynamo.reset)
+        exits.enter_context(_beating())
+        yield
+
+
+_Patch = tuple[Any, str, Any]
+
+
+def _without_kernels() -> Iterator[_Patch]:
+    """No kernel is compiled, and no test program either."""
+    compiler = importlib.import_module("torch._inductor.async_compile").AsyncCompile
+    for name in COMPILERS:
+        if hasattr(compiler, name):
+            yield compiler, name, lambda *_, **__: _NoKernel()
+    yield compiler, "wait", lambda *_: None
+    yield importlib.import_module("torch._inductor.cpu_vec_isa").VecISA, "check_build", lambda *_: True
+
+
+def _without_timing(on_autotune: Callable[[], object], *, always: bool) -> _Patch:
+    """Nothing is timed to choose between kernels, and nothing recorded as a CUDA graph."""
+    home = importlib.import_module("torch._inductor.compile_fx")
+    original = home.compile_fx
+
+    def compile_fx(*args: Any, config_patches: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        asked = config_patches or {}
+        if always or any(asked.get(name) for name in _CHOOSE_KERNELS):
+            on_autotune()
+        wanted = {name: value for name, value in asked.items() if name not in (*_CHOOSE_KERNELS, *_ON_DEVICE)}
+        return original(*args, config_patches=wanted or None, **kwargs)
+
+    return home, "compile_fx", compile_fx
+
+
+_CHOOSE_KERNELS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
+_ON_DEVICE = ("coordinate_descent_tuning", "triton.cudagraphs")
+
+
+def _in_memory() -> Iterator[_Patch]:
+    """The program that Inductor writes stays in memory: a child cannot write files."""
+    cache = importlib.import_module("torch._inductor.codecache")
+    sources: dict[str, str] = {}
+
+    def write(content: Any, extension: str, extra: str = "", *_: Any, **kwargs: Any) -> tuple[str, str]:
+        key: str = kwargs.get("key") or cache.get_hash(content.strip(), extra)
+        path = f"<{key}.{extension}>"
+        sources[path] = content
+        return key, path
+
+    def load(
+        _: type[Any],
+        /,
+        key: str,
+        path: str,
+        linemap: object = None,  # noqa: ARG001 - of the same name
+        attrs: dict[str, Any] | None = None,
+        **__: object,
+    ) -> types.ModuleType:
+        module = types.ModuleType(f"torch._inductor.runtime.compile_tasks.{key}")
+        module.__file__ = path
+        exec(compile(sources[path], path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - as torch does
+        vars(module).update(attrs or {})
+        return module
+
+    def open_source(path: Any, *args: Any, **kwargs: Any) -> Any:
+        return io.StringIO(sources[path]) if path in sources else open(path, *args, **kwargs)  # noqa: PTH123 - in its place
+
+    yield importlib.import_module("torch._inductor.output_code"), "open", open_source
+    yield cache, "write", write
+    yield cache.PyCodeCache, "load_by_key_path", classmethod(load)
+
+
+def _through_dispatch() -> Iterator[_Patch]:
+    """The program allocates by functions in C++ that no dispatch mode sees; these do the same where it does."""
+    guards = torch._C._dynamo.guards
+
+    def allocate(device: str) -> Callable[..., Tensor]:
+        def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+        return empty_strided
+
+    def reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+    yield guards, "_empty_strided_cpu", allocate("cpu")
+    yield guards, "_empty_strided_cuda", allocate("cuda")
+    yield guards, "_reinterpret_tensor", reinterpret
+    yield guards, "assert_size_stride", lambda *_, **__: None
+    yield guards, "assert_alignment", lambda *_, **__: None
+
+
+def _when_walked() -> Iterator[_Patch]:
+    """What a compiled backward pass asks of autograd's engine, where it is walked instead."""
+    clear = torch._C._FunctionBase.maybe_clear_saved_tensors  # type: ignore[attr-defined]
+
+    def clear_saved(node: Any) -> None:
+        clear(node)
+        release_saved(node)
+
+    yield BackwardCFunction, "maybe_clear_saved_tensors", clear_saved
+    yield torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False
+
+
+@contextmanager
+def _beating() -> Iterator[None]:
+    """Give signs of life: a compilation calls no operator of the step for long."""
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(1.0):
+            with contextlib.suppress(OSError):
+                beat()
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,381 @@
+"""Fake tensors whose values are known: made in the step, or held by the module, and computed from nothing else.
+
+Libraries branch on them: whether a mask is causal, how full a queue is, whether a codebook was initialized. The mode
+keeps such values while they are small, by storage: views and writes in place then need no rules of their own.
+Changes with torch's fake tensors. Checked on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map
+
+from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.simulation.repeated import RepeatingFakeMode
+
+MOST_ELEMENTS = 2**22  # that one operator reads and makes: a mask of 2,000 x 2,000
+MOST_BYTES = 2**27  # of all values at a time
+
+
+class _Kind(enum.Enum):
+    """What an operator does to known values."""
+
+    NOTHING = enum.auto()
+    VIEWS = enum.auto()  # shares its argument's storage, and so its value
+    MAKES = enum.auto()  # from its arguments alone, whatever is in their memory
+    COMPUTES = enum.auto()
+    WRITES = enum.auto()
+    SPOILS = enum.auto()  # what it writes is unknown
+    ASKS = enum.auto()  # its result is not a tensor
+    SIZES = enum.auto()  # its result has as many elements as the values say
+
+
+@dataclass
+class _Value:
+    """What is in one fake storage; made when it is first asked for, as an optimizer's zeros never are."""
+
+    nbytes: int
+    make: Callable[[], torch.UntypedStorage]
+    storage: torch.UntypedStorage | None = None
+    owned: bool = True  # nobody else holds it
+
+    @property
+    def held_bytes(self) -> int:
+        return self.nbytes if self.storage is not None else 0
+
+
+class KnownFakeMode(RepeatingFakeMode):
+    """Fake tensors that know the values of constants. Torch's own know those of single numbers on the CPU."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._values: dict[int, _Value] = {}  # by address of the fake storage
+        self._held_bytes = 0
+        self._overwritten: dict[int, torch.UntypedStorage] = {}  # real ones, whose fake copies were written to
+
+    def may_turn_const(self, t: Tensor) -> bool:
+        """Never: a value is kept here."""
+        del t
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and compute its result where all that it reads is known."""
+        kwargs = kwargs or {}
+        kind = _kind(func)
+        if kind is _Kind.VIEWS and type(args[0]) is not Tensor:
+            kind = _Kind.NOTHING
+        if kind is _Kind.NOTHING:
+            return self.run(func, types, args, kwargs)
+        if kind is _Kind.MAKES:
+            out = self.run(func, types, args, kwargs)
+            self._keep_maker(out, _maker(func, args, kwargs))
+            return out
+        if kind is _Kind.SIZES:
+            args = self._with_known_masks(func, args)
+        if kind is not _Kind.SPOILS and self._knows_all(func, args, kwargs):
+            return self._computed(kind, func, types, args, kwargs)
+        if kind in (_Kind.SPOILS, _Kind.WRITES):
+            for tensor in _written(func, args, kwargs):
+                self.forget(tensor)
+        return self.run(func, types, args, kwargs)
+
+    # -- values
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor, on the CPU; not to be written to. None where it is unknown."""
+        value = self._value_behind(tensor)
+        return None if value is None or value.storage is None else _laid_over(value.storage, tensor)
+
+    def set_value(self, fake: Tensor, real: Tensor) -> None:
+        """Keep a value that others may hold, too."""
+        if isinstance(real, FakeTensor) or real.device.type != "cpu" or real.layout is not torch.strided:
+            return
+        if real.numel() <= MOST_ELEMENTS:
+            self._keep(fake, real.detach(), owned=False)
+
+    def note_write(self, func: OpOverload, args: Sequence[Any]) -> bool:
+        """Note a write into the first argument that is not run.
+
+        Returns:
+            Whether that will do: where a part of a known value changes, the operator has to run.
+        """
+        if func in _FILLS and _covers_its_storage(args[0]):
+            self._keep_maker(args[0], _maker(func, args, {}))
+            return True
+        return args[0].untyped_storage()._cdata not in self._values
+
+    def forget(self, tensor: Tensor) -> None:
+        """What is in the memory of a tensor is no longer known."""
+        storage = tensor.untyped_storage()
+        if not isinstance(tensor, FakeTensor):
+            self._overwritten[storage._cdata] = storage
+        elif storage._cdata in self._values:
+            self._drop(storage._cdata, self._values[storage._cdata])
+
+    def _value_behind(self, tensor: Tensor) -> _Value | None:
+        value = self._values.get(tensor.untyped_storage()._cdata)
+        if value is None or value.nbytes != tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg():
+            return None
+        if value.storage is None:
+            with _computing():
+                value.storage = value.make()
+            self._held_bytes += value.nbytes
+        return value
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        """The value of a tensor that an operator reads.
+
+        Raises:
+            LookupError: it is unknown.
+        """
+        value = self.value_of(tensor) if isinstance(tensor, FakeTensor) else tensor
+        if value is None:
+            raise LookupError
+        return value
+
+    def _knows_all(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        written_whole = func in _OVERWRITES and _covers_its_storage(args[0])
+        read = [*_tensors([args[1:] if written_whole else args, kwargs])]
+        for tensor in read:
+            if isinstance(tensor, FakeTensor):
+                if tensor.untyped_storage()._cdata not in self._values:
+                    return False
+            elif type(tensor) is not Tensor or tensor.device.type != "cpu" or self._is_overwritten(tensor):
+                return False
+        if any(not isinstance(tensor, FakeTensor) for tensor in _written(func, args, kwargs)):
+            return False  # someone else's
+        elements = sum(tensor.numel() for tensor in (*read, *_tensors(args[:1] if written_whole else ())))
+        return 0 < elements <= MOST_ELEMENTS
+
+    def _is_overwritten(self, real: Tensor) -> bool:
+        return bool(self._overwritten) and real.untyped_storage()._cdata in self._overwritten
+
+    def _drop(self, address: int, value: _Value) -> None:
+        if self._values.get(address) is value:
+            del self._values[address]
+            self._held_bytes -= value.held_bytes
+
+    def _keep(self, fake: Tensor, real: Tensor, *, owned: bool) -> None:
+        whole, nbytes = real.untyped_storage(), fake.untyped_storage().nbytes()
+        if whole.nbytes() != nbytes or real.stride() != fake.stride() or real.storage_offset() != fake.storage_offset():
+            whole, owned = torch.UntypedStorage(nbytes), True
+            _laid_over(whole, fake).copy_(real)
+        self._put(fake, _Value(nbytes, lambda: whole, whole, owned))
+
+    def _keep_maker(self, fake: object, make: Callable[[Tensor], Tensor]) -> None:
+        if type(fake) is not FakeTensor or not 0 < fake.numel() <= MOST_ELEMENTS:
+            return
+        shape, stride, dtype, nbytes = fake.shape, fake.stride(), fake.dtype, fake.untyped_storage().nbytes()
+
+        def make_storage() -> torch.UntypedStorage:
+            return make(torch.empty_strided(shape, stride, dtype=dtype)).untyped_storage()
+
+        self._put(fake, _Value(nbytes, make_storage))
+
+    def _put(self, fake: Tensor, value: _Value) -> None:
+        storage = fake.untyped_storage()
+        self.forget(fake)
+        if self._held_bytes + value.held_bytes <= MOST_BYTES:
+            self._held_bytes += value.held_bytes
+            self._values[storage._cdata] = value
+            weakref.finalize(storage, self._drop, storage._cdata, value).atexit = False
+
+    # -- operators
+
+    def _computed(
+        self, kind: _Kind, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The result of an operator that reads known values alone."""
+        written = _written(func, args, kwargs)
+        try:
+            for tensor in written:
+                self._own(tensor)
+            real_args, real_kwargs = tree_map(self._on_cpu, (args, dict(kwargs)))
+            with _computing():
+                real = func(*real_args, **real_kwargs)
+        except Exception:  # noqa: BLE001 - such as a kernel that the CPU lacks for a dtype
+            for tensor in written:
+                self.forget(tensor)
+            return self.run(func, types, args, kwargs)
+        if kind is _Kind.ASKS:
+            return real
+        if kind is _Kind.SIZES:
+            with self:
+                device = next(_tensors(args)).device
+                out = tree_map(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), real)
+        else:
+            out = self.run(func, types, args, kwargs)
+        if kind is not _Kind.WRITES:
+            with _computing():
+                for fake, value in zip(_tensors(out), _tensors(real), strict=True):
+                    if value.numel() <= MOST_ELEMENTS and fake.shape == value.shape:
+                        self._keep(fake, value, owned=kind is not _Kind.VIEWS)
+        return out
+
+    def _own(self, tensor: Tensor) -> None:
+        """Have a value of its own for a tensor that is written to."""
+        value = self._value_behind(tensor)
+        if value is None:  # all of it is overwritten
+            whole = torch.UntypedStorage(tensor.untyped_storage().nbytes())
+            self._put(tensor, _Value(whole.nbytes(), lambda: whole, whole))
+        elif not value.owned and value.storage is not None:
+            with _computing():
+                value.storage, value.owned = value.storage.clone(), True
+
+    def _on_cpu(self, leaf: object) -> object:
+        if isinstance(leaf, Tensor):
+            return self._real(leaf)
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    def _with_known_masks(self, func: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
+        """Known boolean masks of an index as the indices of what they keep."""
+        if func is not _aten.index.Tensor:
+            return args
+        indices: list[Tensor | None] = []
+        for index in args[1]:
+            if index is not None and index.dtype in (torch.bool, torch.uint8) and self._knows_all(func, [index], {}):
+                with self:
+                    indices += _aten.nonzero.default(index).unbind(1)
+            else:
+                indices.append(index)
+        return args[0], indices
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """Run operators for real, unseen by modes."""
+    with torch._C.DisableTorchFunction(), no_dispatch(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def known_value(tensor: Tensor) -> Tensor | None:
+    """The value of a fake tensor that is known, on the CPU."""
+    mode = getattr(tensor, "fake_mode", None)
+    return mode.value_of(tensor) if isinstance(mode, KnownFakeMode) else None
+
+
+def forget_written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """What an operator that is not run would write is unknown from now on."""
+    for tensor in _written(func, args, kwargs):
+        mode = getattr(tensor, "fake_mode", None)
+        if isinstance(mode, KnownFakeMode):
+            mode.forget(tensor)
+
+
+def _tensors(tree: object) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors(item)
+
+
+def _laid_over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
+    """A storage as a tensor sees it."""
+    with _computing():
+        real = torch.empty(0, dtype=tensor.dtype)
+        return real.set_(storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+def _covers_its_storage(tensor: object) -> bool:
+    if type(tensor) is not FakeTensor or not tensor.numel():
+        return False
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and 0 not in tensor.stride()
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """What an operator writes into."""
+    if func in _WRITES_UNSAID:
+        return [*_tensors([args, kwargs])]
+    places, names = _writes(func)
+    return [*_tensors([[args[place] for place in places if place < len(args)], [kwargs.get(name) for name in names]])]
+
+
+@functools.cache
+def _writes(func: OpOverload) -> tuple[list[int], list[str]]:
+    arguments = func._schema.arguments
+    found = [(place, a.name) for place, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    return [place for place, _ in found], [name for _, name in found]
+
+
+def _maker(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """Writes what an operator makes into an empty tensor."""
+    number = _NUMBERS.get(func.overloadpacket)
+    if number is not None:
+        filled = number(*args)  # without the tensor that was only asked for its shape
+        return lambda empty: empty.fill_(filled)
+    no_tensors = tree_map(lambda leaf: torch.device("cpu") if isinstance(leaf, torch.device) else leaf, dict(kwargs))
+    no_tensors |= {"pin_memory": False} if "pin_memory" in no_tensors else {}
+    return lambda empty: empty.copy_(func(*args, **no_tensors))
+
+
+_NUMBERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((_aten.zeros, _aten.zeros_like, _aten.new_zeros, _aten.zero_), lambda *_: 0),
+    **dict.fromkeys((_aten.ones, _aten.ones_like, _aten.new_ones), lambda *_: 1),
+    **dict.fromkeys((_aten.full, _aten.full_like, _aten.fill_), lambda _, number, *__: number),
+    _aten.new_full: lambda _, __, number, *___: number,
+}
+_FILLS = frozenset({_aten.zero_.default, _aten.fill_.Scalar})
+_OVERWRITES = _FILLS | {_aten.copy_.default, _aten.fill_.Tensor}
+_SPECIAL: dict[OpOverload, _Kind] = {
+    **dict.fromkeys((_aten._local_scalar_dense.default, _aten.equal.default), _Kind.ASKS),
+    **dict.fromkeys((_aten.lift_fresh.default, _aten.lift.default), _Kind.VIEWS),
+} | {
+    getattr(packet, overload): _Kind.SIZES
+    for packet in (
+        *(_aten.nonzero, _aten.masked_select, _aten.index, _aten._unique2, _aten.unique_dim),
+        *(_aten.unique_consecutive, _aten.bincount, _aten.repeat_interleave),
+    )
+    for overload in {"default", "Tensor"}.intersection(packet.overloads())
+}
+# Their schemas do not say that they write into running statistics.
+_WRITES_UNSAID = frozenset(
+    getattr(_aten, name).default
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats")
+)
+
+
+@functools.cache
+def _kind(func: Any) -> _Kind:
+    if func in _SPECIAL:
+        return _SPECIAL[func]
+    if not isinstance(func, OpOverload):
+        return _Kind.NOTHING
+    return _kind_of_write(func) if func._schema.is_mutable or func in _WRITES_UNSAID else _kind_of_result(func)
+
+
+def _is_computable(func: OpOverload) -> bool:
+    return func.namespace in ("aten", "prims") and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _kind_of_write(func: OpOverload) -> _Kind:
+    if func in _WRITES_UNSAID or not _is_computable(func) or func is _aten.resize_.default:
+        return _Kind.SPOILS
+    return _Kind.NOTHING if torch.Tag.inplace_view in func.tags else _Kind.WRITES
+
+
+def _kind_of_result(func: OpOverload) -> _Kind:
+    schema = func._schema
+    makes_tensors = any("Tensor" in str(result.type) for result in schema.returns)
+    if not makes_tensors or not _is_computable(func) or "empty" in func.overloadpacket._qualified_op_name:
+        return _Kind.NOTHING
+    if func.overloadpacket in _NUMBERS or not any("Tensor" in str(argument.type) for argument in schema.arguments):
+        return _Kind.MAKES
+    return _Kind.VIEWS if any(result.alias_info is not None for result in schema.returns) else _Kind.COMPUTES

@@ -1,0 +1,581 @@
+"""A module's fake copy: the same module on tensors that have a shape, a dtype and a device, but no memory.
+
+Changes with torch's fake tensors. Checked on torch 2.11 and 2.13. `faking` patches torch's classes for the whole
+process while it is on, and no other thread may use torch meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import operator
+import random
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memguard.core.batch.known_values import KnownValues
+from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.foreign import find
+from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
+from lightning_memguard.errors import CannotTraceError
+
+Function = Callable[..., Any]  # one of torch
+
+
+_training_threads = 0
+
+
+def run_on_one_thread() -> None:
+    """Let the operators of this process run on one thread; the training will have those that it has now."""
+    global _training_threads  # noqa: PLW0603
+    _training_threads = training_threads()
+    torch.set_num_threads(1)
+
+
+def training_threads() -> int:
+    """The intra-op threads of the training."""
+    return _training_threads or torch.get_num_threads()
+
+
+class ValueNeededError(CannotTraceError):
+    """The step depends on a value, and a fake tensor has none."""
+
+
+def _unknown(operation: Callable[..., float]) -> Callable[..., UnknownFloat]:
+    def apply(*operands: float) -> UnknownFloat:
+        return UnknownFloat(operation(*map(float, operands)))
+
+    return apply
+
+
+class UnknownFloat(float):
+    """The result of ``.item()`` for a float that is unknown: it can be logged and printed, not compared."""
+
+    def _refuse(self, *_: object) -> bool:
+        raise ValueNeededError("The step compares the value of a tensor (`.item()`), which only a real run can give.")
+
+    __neg__, __abs__ = _unknown(operator.neg), _unknown(abs)
+    __add__ = __radd__ = _unknown(operator.add)
+    __mul__ = __rmul__ = _unknown(operator.mul)
+    __sub__, __rsub__ = _unknown(operator.sub), _unknown(lambda self, other: other - self)
+    __truediv__, __rtruediv__ = _unknown(operator.truediv), _unknown(lambda self, other: other / self)
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse
+    __hash__ = float.__hash__
+
+
+_MOST_FLAGS = 64  # elements of a frozen parameter that the step may read: a pointer into a queue, a flag
+
+
+class _FakeCopy(TorchFunctionMode):
+    """While this is on, ``copy.deepcopy`` makes fake copies of tensors.
+
+    Tensors with a storage in ``moving`` are copied to ``device``; where several share a storage, so do their copies.
+    """
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device, moving: Counter[int]) -> None:
+        super().__init__()
+        self.mode, self.device, self.moving = mode, device, moving
+        self.bases: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if func is torch._C.TensorBase.clone:  # how a Parameter is deep-copied
+            return self._fake(args[0])
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._fake(tensor).requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        fake = self._without_memory(tensor)
+        is_trained = tensor.requires_grad or (isinstance(tensor, nn.Parameter) and tensor.numel() > _MOST_FLAGS)
+        if isinstance(self.mode, KnownFakeMode) and not is_trained:
+            self.mode.set_value(fake, tensor)
+        return fake
+
+    def _without_memory(self, tensor: Tensor) -> Tensor:
+        address = storage_address(tensor)
+        device = self.device if address in self.moving or tensor.is_meta else tensor.device
+        shared = self.moving[address] > 1
+        if not shared and (tensor.layout is not torch.strided or tensor.is_quantized):
+            return self.mode.from_tensor(tensor, static_shapes=True)
+        with self.mode, torch.no_grad():
+            if not shared:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            base = self.bases.get(address)
+            if base is None or base.dtype != tensor.dtype:
+                length = tensor.untyped_storage().nbytes() // tensor.element_size()
+                base = self.bases[address] = torch.empty(length, dtype=tensor.dtype, device=device)
+            return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def fake_copy(
+    module: nn.Module, mode: FakeTensorMode, device: torch.device, instead: Mapping[int, object] | None = None
+) -> nn.Module:
+    """Copy a module without its memory: parameters and buffers become fake tensors on ``device``.
+
+    Datasets, loaders and arrays in the module's attributes are shared, not copied; so is what cannot be copied.
+
+    Args:
+        module: any module; it is not changed.
+        mode: the fake tensors' mode.
+        device: the device of the copy's parameters and buffers.
+        instead: by ``id``, what the copy holds in place of an object that the module holds.
+
+    Returns:
+        The copy. Nothing done to its tensors, lists or counters reaches the module.
+    """
+    moving = Counter(storage_address(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    # With the mode on, a real Parameter's `.data` would already be fake, with another storage.
+    with unset_fake_temporarily(), _FakeCopy(mode, device, moving):
+        module_copy = real_copy(module, instead)
+        for mine, theirs in zip(module.parameters(), module_copy.parameters(), strict=True):
+            _copy_attributes(mine, theirs)
+    return module_copy
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Identifies the storage of a strided tensor while it lives; -1 for a lazy tensor before its first batch."""
+    return -1 if torch.nn.parameter.is_lazy(tensor) else tensor.untyped_storage()._cdata
+
+
+def _copy_attributes(parameter: Tensor, parameter_copy: Tensor) -> None:
+    """Copy what users set on parameters, such as ``no_decay``: a deep copy of a Parameter drops it."""
+    for name, value in vars(parameter).items():
+        vars(parameter_copy).setdefault(name, copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value)
+
+
+def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
+    """Deep-copy a module, but share its datasets and what cannot be copied (locks, files, generators)."""
+    shared = (*_data_attributes(module), *_compilers(module))
+    memo = {**{id(value): value for value in shared}, **(instead or {})}
+    try:
+        module_copy = copy.deepcopy(module, dict(memo))
+    except Exception:  # noqa: BLE001 - a deep copy can fail in any way; find what cannot be copied, and share it
+        for child in reversed(list(module.modules())):  # innermost first, so that only what fails is shared
+            values = (value for name, value in vars(child).items() if name not in _OWN_DICTS)
+            memo |= {id(value): value for value in values if not _can_be_copied(value, memo)}
+        module_copy = copy.deepcopy(module, dict(memo))
+    _rebind_functions(module, module_copy)
+    return module_copy
+
+
+def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
+    """Have functions that a module keeps as attributes use the copy: a deep copy shares them.
+
+    These are compiled methods, as ``Trainer.fit(torch.compile(module))`` sets them, and those that close over a module.
+    """
+    theirs = dict(module_copy.named_modules(remove_duplicate=False))
+    copies = {id(mine): theirs[path] for path, mine in module.named_modules() if path in theirs}
+    for child in module.modules():
+        own = vars(copies.get(id(child), child))
+        for name, value in vars(child).items():
+            if not isinstance(value, types.FunctionType) or own.get(name) is not value:
+                continue
+            function: Any = torch._dynamo.eval_frame.innermost_fn(value)
+            rebound = _rebound(function, copies)
+            if rebound is not function:
+                own[name] = _compiled_like(rebound, value)
+            elif any(_rebound(each, copies) is not each for each in _closed_over(function)):
+                own[name] = _compiled_like(_with_modules(function, copies), value)
+        if child._compiled_call_impl is not None and id(child) in copies:  # a deep copy drops it
+            own["_compiled_call_impl"] = _compiled_like(copies[id(child)]._call_impl, child._compiled_call_impl)
+
+
+def _rebound(value: Any, copies: Mapping[int, nn.Module]) -> Any:
+    """The copy of a module, or a method of a module bound to its copy; all else as it is."""
+    if id(getattr(value, "__self__", None)) in copies:
+        return types.MethodType(value.__func__, copies[id(value.__self__)])
+    return copies.get(id(value), value)
+
+
+def _compiled_like(function: Function, other: Any) -> Function:
+    """A function, compiled (or kept from being compiled) as another one is. Checked on torch 2.11 and 2.13."""
+    cells = dict(zip(other.__code__.co_freevars, other.__closure__ or (), strict=True))
+    how = cells["self"].cell_contents if "self" in cells and hasattr(other, "_torchdynamo_orig_callable") else None
+    return how(function) if isinstance(how, torch._dynamo.eval_frame._TorchDynamoContext) else function
+
+
+def _compilers(module: nn.Module) -> Iterator[object]:
+    """How the compiled parts of a module are compiled, which says nothing of the module."""
+    for child in module.modules():
+        if isinstance(child, torch._dynamo.OptimizedModule):
+            yield child.dynamo_ctx
+
+
+def _closed_over(function: Function) -> list[object]:
+    """What a function closes over; for a cell that is not set yet, the cell."""
+    found: list[object] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # noqa: PERF203 - a function has a few
+            found.append(cell)
+    return found
+
+
+def _with_modules(function: Any, copies: Mapping[int, nn.Module]) -> types.FunctionType:
+    """The same function over the copies of its modules."""
+    pairs = zip(function.__closure__, _closed_over(function), strict=True)
+    rebound = [(cell, value, _rebound(value, copies)) for cell, value in pairs]
+    closure = tuple(cell if theirs is value else types.CellType(theirs) for cell, value, theirs in rebound)
+    code, defaults = function.__code__, function.__defaults__
+    own = types.FunctionType(code, function.__globals__, function.__name__, defaults, closure)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+_OWN_DICTS = ("_parameters", "_buffers", "_modules")  # never shared with the user's module
+
+
+def _data_attributes(module: nn.Module) -> Iterator[object]:
+    for child in module.modules():
+        for value in vars(child).values():
+            items = value.values() if isinstance(value, dict) else value
+            for item in items if isinstance(value, (list, tuple, dict)) else [value]:
+                if isinstance(item, (Dataset, DataLoader, np.ndarray)):
+                    yield item
+
+
+def _can_be_copied(value: object, memo: dict[int, object]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:  # noqa: BLE001 - any error counts
+        return False
+    return True
+
+
+# -- running under fake tensors
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Restore Python's, NumPy's and torch's random generators afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from the global one
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002 - as above
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators that `isolated_rng` restores."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - as above
+    torch.default_generator.manual_seed(seed)  # the CPU's alone: a child must not ask CUDA
+
+
+@contextmanager
+def faking(mode: FakeTensorMode) -> Iterator[None]:
+    """Run what is inside on fake tensors, compiled modules eagerly.
+
+    Patches ``nn.Module._apply`` and torch's lists of types for ``foreach``, for all threads of the process.
+    """
+    with ExitStack() as exits:
+        exits.enter_context(torch.compiler.set_stance("force_eager"))
+        exits.enter_context(_modules_can_move())
+        exits.enter_context(mock.patch.object(torch._subclasses, "FakeTensor", _Unknown))
+        for home in _USES_FOREACH:
+            types = [*home._foreach_supported_types, FakeTensor]
+            exits.enter_context(mock.patch.object(home, "_foreach_supported_types", types))
+        exits.enter_context(mode)
+        yield
+
+
+class _UnknownOnly(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        if not isinstance(instance, FakeTensor):
+            return False
+        return instance.is_floating_point() or instance.is_complex() or known_value(instance) is None
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, FakeTensor)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is FakeTensor
+
+    def __hash__(cls) -> int:
+        return hash(FakeTensor)
+
+
+class _Unknown(metaclass=_UnknownOnly):
+    """What libraries see as ``torch._subclasses.FakeTensor``: those whose values they cannot ask for.
+
+    With a mask whose values are known, transformers takes the way that it takes in the training. Torch's own uses of
+    this name are of tensors with floats, or in tracers. Checked on torch 2.11 and 2.13, transformers 5.23.
+    """
+
+
+_USES_FOREACH = [importlib.import_module(name) for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")]
+
+
+@contextmanager
+def _modules_can_move() -> Iterator[None]:
+    """Let ``module.to(...)`` work on fake parameters: torch swaps them in place, which their weak references forbid.
+
+    Checked on torch 2.9 to 2.13 (``Module._apply``, the branch for ``FakeTensor``).
+    """
+    original = nn.Module._apply
+    # Parameters may be tied. The old ones are held, so that their ids stay unique.
+    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        own = [*self._parameters.values(), *self._buffers.values()]
+        if not any(isinstance(tensor, FakeTensor) for tensor in own):
+            return original(self, fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                self._parameters[name] = move(parameter, fn)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+        return self
+
+    def move(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+        with torch.no_grad():
+            result = fn(parameter)
+        if result is parameter or (result.device == parameter.device and result.dtype == parameter.dtype):
+            return parameter
+        if id(parameter) not in moved:
+            moved[id(parameter)] = parameter, nn.Parameter(result, parameter.requires_grad)
+            _copy_attributes(parameter, moved[id(parameter)][1])
+        return moved[id(parameter)][1]
+
+    with mock.patch.object(nn.Module, "_apply", apply):
+        yield
+
+
+def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Call a torch function for a step that may run on fake tensors.
+
+    Three things differ there: torch's deep copy of a fake tensor would make a real storage; a float that is read
+    (usually to be logged) has no value; and the rows of a packed sequence, which the step reads, are known.
+    ``float(tensor)`` must return a plain float, so comparing that one goes unnoticed; comparing ``tensor.item()``, the
+    usual way, does not.
+    """
+    if args and isinstance(args[0], FakeTensor):
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
+        if func in _READS_FLOAT and args[0].is_floating_point() and known_value(args[0]) is None:
+            return UnknownFloat(1.0) if func is torch.Tensor.item else 1.0
+        if func in _READS_ARRAY and (value := known_value(args[0])) is not None:
+            return func(value, *args[1:], **kwargs)
+        if func is _PACK_PADDED:
+            data, rows = func(*args, **kwargs)
+            return data, rows.as_subclass(KnownValues)
+    return func(*args, **kwargs)
+
+
+_PACK_PADDED = find("torch._VF._pack_padded_sequence")
+_READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
+_READS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+# Operators that write into their first argument and return it, with nothing else to do for a fake tensor. Torch's fake
+# dispatch takes some 0.1 ms for that; an optimizer step does little else.
+_WRITES_FIRST = frozenset(
+    getattr(getattr(_aten, name), overload)
+    for name in ("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "sqrt_", "zero_", "fill_")
+    for overload in getattr(_aten, name).overloads()
+    if overload not in ("out", "t")  # "t" writes lists, not tensors
+)
+
+
+def known_result(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
+    """The result of an operator that is known without running it, else None."""
+    if func not in _WRITES_FIRST or type(args[0]) is not FakeTensor:
+        return None
+    mode = args[0].fake_mode
+    return args[0] if not isinstance(mode, KnownFakeMode) or mode.note_write(func, args) else None
+
+
+def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operator whose fake kernel gives it other strides than the real one; None for others.
+
+    Batch norms give theirs in the order that `suggest_memory_format` says, torch's fake kernels in that of the input
+    (aten/src/ATen/native/Normalization.cpp). Zeros that autograd makes of no tangent have no memory, and the operators
+    that read them see one number (aten/src/ATen/ZeroTensorFallback.cpp), on real tensors as well.
+    """
+    if func is _aten._efficientzerotensor.default:
+        return torch.zeros((), dtype=kwargs.get("dtype"), device=kwargs.get("device")).expand(args[0])
+    place = _BATCH_NORMS.get(func)
+    if place is None or type(args[place]) is not FakeTensor:
+        return None
+    first, *others = func(*args, **kwargs)
+    order = torch._prims_common.suggest_memory_format(args[place])
+    if first is not None and not first.is_contiguous(memory_format=order):
+        first = torch.empty(first.shape, dtype=first.dtype, device=first.device, memory_format=order)
+    return first, *others
+
+
+_BATCH_NORMS = {  # with the place of the input
+    _aten.native_batch_norm.default: 0,
+    _aten.cudnn_batch_norm.default: 0,
+    _aten.native_batch_norm_backward.default: 1,
+}
+
+
+def only_writes(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether an operator returns nothing and torch has no fake kernel for it: torch would ask for a device."""
+    return func in _ONLY_WRITES and bool(args[0]) and isinstance(args[0][0], FakeTensor)
+
+
+_ONLY_WRITES = frozenset(
+    getattr(packet, overload)
+    for packet in (_aten._fused_sgd_, _aten._fused_adagrad_)
+    for overload in {"default", "tensor_lr"}.intersection(packet.overloads())
+)
+
+
+# -- operators of others than torch
+
+# Namespaces of operators that allocate what their rules say, or nothing; torchvision's are fused loops.
+_KNOWN_NAMESPACES = frozenset(
+    {
+        *("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "mkldnn", "mkl", "quantized", "rngprims"),
+        *("inductor", "fsdp", "symm_mem", "sparse", "torchvision"),
+    }
+)
+
+
+def is_custom(func: object) -> bool:
+    """Whether an operator comes from neither torch nor torchvision."""
+    return isinstance(func, OpOverload) and func.namespace not in _KNOWN_NAMESPACES
+
+
+def python_implementation(func: OpOverload, device_type: str) -> Function | None:
+    """What an operator runs whose kernel was registered in Python; None for others. Checked on torch 2.11 and 2.13."""
+    definition = torch._library.custom_ops.OPDEFS.get(func.name())
+    if definition is not None:
+        kernels: dict[str | None, Function] = definition._backend_fns
+        return kernels.get(device_type) or kernels.get(None)
+    for key in (device_type.upper(), "CompositeExplicitAutograd"):
+        parsed = torch._C._parse_dispatch_key(key)
+        if parsed is not None and func.name().replace("::", "/") + f"/{key}" in torch.library._impls:
+            return functools.partial(func._op_dk, parsed)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+            return None
+    return None
+
+
+class NoAddressError(CannotTraceError):
+    """A kernel in C asked where a fake tensor is."""
+
+
+def _refuse_address(_: FakeTensor) -> int:
+    raise NoAddressError("A kernel in C asks for memory, which fake tensors lack.")
+
+
+def without_addresses() -> AbstractContextManager[object]:
+    """Inside, a fake tensor has no address, instead of that of nothing, which a kernel in C would write to."""
+    return mock.patch.object(FakeTensor, "data_ptr", _refuse_address)
+
+
+def unseen(func: OpOverload) -> str:
+    """Says that memory inside an operator is not predicted."""
+    return f"what {func.name()} allocates inside is not seen: it is not implemented in Python"
+
+
+# -- the largest result of operators whose result depends on values
+
+
+def assumption(func: OpOverload) -> str:
+    """What `worst_case_result` assumes for an operator."""
+    assumed = "minlength bins" if func is _aten.bincount.default else "its largest result"
+    return f"{func} was assumed to return {assumed}"
+
+
+def worst_case_result(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """The largest result of an operator whose size depends on values: a mask keeps everything.
+
+    Raises:
+        ValueNeededError: no such bound is known, or the step asks for the value itself.
+    """
+    rule = _WORST_CASE.get(func)
+    if rule is None:
+        raise ValueNeededError(f"{func} needs the values of its input, which only a real run can give.")
+    return rule(*args, **kwargs)
+
+
+def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """Each boolean mask becomes the indices of all its elements; torch's fake kernel does the rest."""
+    expanded: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            kept = index.new_empty((index.numel(),), dtype=torch.long)
+            expanded.extend([kept] * index.dim())
+        else:
+            expanded.append(index)
+    return _aten.index.Tensor(x, expanded)  # type: ignore[no-any-return]
+
+
+def _unique(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor, Tensor]:
+    size = (x.numel(),)
+    return x.new_empty(size), x.new_empty(x.shape, dtype=torch.long), x.new_empty(size, dtype=torch.long)
+
+
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Values above ``minlength`` would add bins; those who pass it have none, such as torchmetrics counting classes."""
+    if not minlength:
+        raise ValueNeededError(
+            "aten.bincount without `minlength` has as many bins as its largest value, which only a real run knows."
+        )
+    return x.new_empty((minlength,), dtype=torch.long if weights is None else torch.double)
+
+
+def _pack_padded(x: Tensor, _: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """All samples are as long as the longest. The rows at each step are real: the step reads them."""
+    steps, rows = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
+    data = x.new_empty((steps * rows, *x.shape[2:]))
+    with unset_fake_temporarily():
+        return data, torch.full((steps,), rows)
+
+
+_WORST_CASE: dict[OpOverload, Callable[..., object]] = {
+    _aten.bincount.default: _bincount,
+    _aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.long),
+    _aten.masked_select.default: lambda x, mask: x.new_empty(torch.broadcast_shapes(x.shape, mask.shape).numel()),
+    _aten.index.Tensor: _index,
+    _aten._unique2.default: _unique,
+    _aten._pack_padded_sequence.default: _pack_padded,
+}
+
+
+# -- the arguments of an operator
+
+
+@functools.cache
+def _defaults(operator: OpOverload) -> dict[str, Any]:
+    """The names of all arguments in order, with their defaults; None where there is none."""
+    return {argument.name: argument.default_value for argument in operator._schema.arguments}
+
+
+def by_name(operator: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Any]:
+    """An operator's arguments by name, in the order of its schema, defaults filled in."""
+    defaults = _defaults(operator)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}

@@ -1,0 +1,297 @@
+"""A simulated CUDA: steps run on fake ``cuda`` tensors on machines without a GPU, on every build of torch.
+
+Three things are missing there. A CPU-only build has no device guard for CUDA. Python's `torch.cuda` reports no device,
+so autocast, gradient scaling and users' code turn themselves off. And some operators ask the driver which kernel to use
+(batch norm, RNNs, attention); here the choice of the target GPU is made instead. Checked on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.foreign import find, gaps
+from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.isolation.pool import in_child
+from lightning_memguard.core.simulation import cudnn_rnn, sdpa, streams
+from lightning_memguard.core.simulation.constants import KnownFakeMode
+from lightning_memguard.core.simulation.fake import Function
+from lightning_memguard.errors import CannotTraceError
+
+FAKE_DEVICE = torch.device("cuda", 0)  # the only device under `simulated_cuda`, whichever is trained on
+
+_CUDA, _META, _LAZY = 1, 14, 17  # c10::DeviceType (torch/headeronly/core/DeviceType.h)
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+_REGISTER = "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
+
+
+class FakeCudaMode(KnownFakeMode):
+    """Fake tensors that never touch a device, whatever `torch.cuda` reports."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """Always True: no device is initialized."""
+        return True
+
+
+def can_simulate_cuda() -> bool:
+    """Whether this torch exposes device guards and what autograd saved (2.11 to 2.15 do)."""
+    return not gaps("cuda")
+
+
+@functools.cache
+def _guard_cuda() -> None:
+    """Give CUDA a device guard that does nothing: in a CPU-only build, which has none, and in a child.
+
+    A child cannot use the driver that its parent may have initialized (``cudaErrorInitializationError``).
+
+    Every build can make such a guard, but only in place of one that counts no devices
+    (`c10::impl::ensureCUDADeviceGuardSet`). The lazy backend's counts none, so it takes that place for a moment,
+    registered by `c10::impl::registerDeviceGuard` as a build with CUDA registers its own. The guard stays for the
+    process: fake tensors may outlive the capture, and nothing else in a build without CUDA uses it.
+    """
+    if not can_simulate_cuda():
+        raise CannotTraceError(f"{gaps('cuda')}. Install torch 2.11 or newer, or predict for device='cpu'.")
+    has_own = torch.version.cuda is not None or torch.version.hip is not None
+    if has_own and not in_child():
+        return
+    folder = Path(torch.__file__).parent / "lib"
+    paths = [path for name in ("libc10.so", "libc10.dylib", "c10.dll") if (path := folder / name).exists()]
+    try:
+        library = ctypes.CDLL(str(paths[0]))
+        registry = (ctypes.c_void_p * (_LAZY + 1)).in_dll(library, _REGISTRY)
+        register = getattr(library, _REGISTER)
+    except (IndexError, OSError, AttributeError, ValueError) as error:
+        raise CannotTraceError(
+            f"This build of torch ({torch.__version__}) has no CUDA and cannot simulate it ({error}). Install a build "
+            "with CUDA (it needs no GPU), or predict for device='cpu'."
+        ) from error
+    register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
+    if (has_own or registry[_CUDA] in (None, registry[_META])) and registry[_LAZY] is not None:
+        register(_CUDA, registry[_LAZY])
+        torch._C._ensureCUDADeviceGuardSet()
+    if registry[_CUDA] in (None, registry[_LAZY]):
+        register(_CUDA, registry[_META])  # its device is "meta": `.to("cuda")` then needs an index
+
+
+@contextmanager
+def simulated_cuda(gpu: Gpu) -> Iterator[None]:
+    """Inside, fake ``cuda`` tensors work and `torch.cuda` reports one device like ``gpu``.
+
+    Patches functions of `torch.cuda`, `torch.nn.functional` and `torch` for the whole process: no other thread may use
+    torch meanwhile.
+
+    Args:
+        gpu: the GPU to simulate. A device that is present is not touched.
+
+    Raises:
+        CannotTraceError: this build of torch cannot simulate CUDA.
+    """
+    _guard_cuda()
+    with ExitStack() as exits:
+        for name, answer in _torch_cuda_of(gpu).items():
+            exits.enter_context(mock.patch.object(torch.cuda, name, answer))
+        exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
+        exits.enter_context(mock.patch.object(torch.Tensor, "record_stream", streams.record_stream))
+        exits.enter_context(mock.patch.object(torch.Tensor, "pin_memory", _pinned(torch.Tensor.pin_memory)))
+        for home, name, _ in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
+            if hasattr(home, name):
+                exits.enter_context(mock.patch.object(home, name, _overriding(getattr(home, name))))
+        _simulated.append(gpu)
+        exits.callback(_simulated.pop)
+        yield
+
+
+def _nothing(*_: object) -> None:
+    """In place of what is called for each tensor: a mock would take longer than the rest."""
+
+
+def _pinned(pin: Function) -> Function:
+    """A fake tensor on the host is as good as pinned, which torch cannot fake."""
+
+    def pinned(tensor: Tensor, *args: Any, **kwargs: Any) -> object:
+        return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args, **kwargs)
+
+    return pinned
+
+
+def leave_driver_alone() -> None:
+    """Have what users call of `torch.cuda` do nothing, for good: in a child the driver cannot be used."""
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        for name in (*_COMMANDS, *_RESETS, "synchronize"):
+            setattr(torch.cuda, name, lambda *_, **__: None)
+        for name in _COUNTERS:
+            setattr(torch.cuda, name, lambda *_, **__: 0)
+
+
+def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
+    """Functions of `torch.cuda` on a machine with this GPU."""
+    major, minor = gpu.compute_capability
+    properties = SimpleNamespace(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        total_memory=gpu.memory_bytes,
+        multi_processor_count=gpu.multiprocessors,
+        max_threads_per_multi_processor=2048 if (major, minor) in ((7, 0), (8, 0), (9, 0), (10, 0)) else 1536,
+        **_OF_ALL_GPUS,
+    )
+    return {
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda *_: (major, minor),
+        "get_device_name": lambda *_: gpu.name,
+        "get_device_properties": lambda *_: properties,
+        "mem_get_info": lambda *_: (gpu.memory_bytes, gpu.memory_bytes),
+        "is_initialized": lambda: True,
+        "device": _no_change,
+        **streams.functions(),
+        **dict.fromkeys(_COMMANDS, lambda *_: None),
+        **dict.fromkeys((*_COUNTERS, *_RESETS), lambda *_, **__: 0),
+    }
+
+
+@contextmanager
+def _no_change(_: object) -> Iterator[None]:
+    """``torch.cuda.device``, where there is one device."""
+    yield
+
+
+_COMMANDS = ("set_device", "empty_cache", "manual_seed", "manual_seed_all")
+_COUNTERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+_RESETS = ("reset_peak_memory_stats", "reset_max_memory_allocated")
+_OF_ALL_GPUS = {"warp_size": 32, "gcnArchName": "", "is_integrated": 0, "is_multi_gpu_board": 0}
+
+_simulated: list[Gpu] = []  # the innermost last
+
+
+def simulated_gpu() -> Gpu | None:
+    """The GPU that is simulated now."""
+    return _simulated[-1] if _simulated else None
+
+
+def is_overridden(func: Function, args: tuple[Any, ...]) -> bool:
+    """Whether `call` chooses the kernel that the simulated GPU would use, in place of torch."""
+    if not _simulated or not args:
+        return False
+    return func in _OVERRIDES and isinstance(args[0], FakeTensor) and args[0].is_cuda
+
+
+def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Call the kernel that the simulated GPU would use in place of a torch function."""
+    return _OVERRIDES[func](_simulated[-1], func, *args, **kwargs)
+
+
+def _batch_norm(
+    _: Gpu,
+    func: Function,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """`_select_batch_norm_backend` (aten/src/ATen/native/Normalization.cpp), which is wrong in a CPU-only build."""
+    args = (x, weight, bias, running_mean, running_var, training, momentum, eps)
+    if torch.version.cuda is None and cudnn_enabled and _takes_cudnn_batch_norm(*args[:6]):
+        return _aten.cudnn_batch_norm(*args)[0]  # type: ignore[no-any-return]
+    return func(*args, cudnn_enabled)  # type: ignore[no-any-return]
+
+
+def _takes_cudnn_batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool
+) -> bool:
+    if weight is None or bias is None or x.dim() < 3 or (mean is None) != (var is None):
+        return False
+    if mean is None and not training:
+        return False
+    if torch.bfloat16 in (x.dtype, weight.dtype) or (x.dtype == torch.half and weight.dtype != torch.float):
+        return False
+    return x.shape[0] <= (880_801 if training else 65_535)
+
+
+def _rms_norm(
+    _: Gpu, func: Function, x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """`rms_norm_symint` (aten/src/ATen/native/layer_norm.cpp): the fused kernel, which CPU-only builds lack."""
+    if torch.version.cuda is not None or (weight is not None and weight.dtype != x.dtype):
+        return func(x, shape, weight, eps)  # type: ignore[no-any-return]
+    return _FusedRmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """The fused kernel with its gradient: autograd decomposes it in a build without such a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = _aten._fused_rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.shape, ctx.eps = shape, eps
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, rstd, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # torch decomposes it for a gradient's gradient, too
+            inputs = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
+            out = _aten._fused_rms_norm(x, ctx.shape, weight, ctx.eps)[0]
+            grads = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
+            return tuple(next(grads) if needed else None for needed in ctx.needs_input_grad)
+        mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        grad_x, grad_weight = _aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, mask)
+        return grad_x, None, grad_weight, None
+
+
+def _attention(gpu: Gpu, _: Function, *args: Any, **kwargs: Any) -> Tensor:
+    return sdpa.attend(sdpa.Attention(*args, **kwargs, capability=gpu.compute_capability))
+
+
+def _rnn(_: Gpu, func: Function, *args: Any) -> tuple[Tensor, ...]:
+    return cudnn_rnn.call(func, *args) if cudnn_rnn.takes_cudnn(args[0]) else func(*args)
+
+
+_PATCHED: tuple[tuple[ModuleType, str, Function], ...] = (
+    (torch, "batch_norm", _batch_norm),
+    (torch.nn.functional, "scaled_dot_product_attention", _attention),
+    (torch, "rms_norm", _rms_norm),
+    *((find("torch._VF"), name, _rnn) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+)
+_OVERRIDES = {getattr(home, name): override for home, name, override in _PATCHED if hasattr(home, name)}
+
+
+def _overriding(func: Function) -> Function:
+    def ask(*args: Any, **kwargs: Any) -> object:
+        return call(func, args, kwargs) if is_overridden(func, args) else func(*args, **kwargs)
+
+    return functools.wraps(func)(ask)
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The CUDA GPU behind ``device`` as PyTorch reports it; None for any other device, including AMD's.
+
+    None also on a torch too old to simulate it: torch's own engine then runs the fake step, without our rules.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or not can_simulate_cuda():
+        return None
+    facts = torch.cuda.get_device_properties(device)
+    return Gpu(facts.name, facts.total_memory, (facts.major, facts.minor), facts.multi_processor_count)

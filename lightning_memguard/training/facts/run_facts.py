@@ -1,0 +1,133 @@
+"""The settings of one run, read from its Trainer once: later stages take these facts, never the Trainer.
+
+Private names of Lightning were checked on 2.5.0 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lightning_memguard.core.decision.decision import LimitedBy
+from lightning_memguard.training.facts.lightning_types import is_a
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback, LightningDataModule, Trainer
+    from pytorch_lightning.loggers import Logger
+    from pytorch_lightning.strategies import Strategy
+
+Stage = Literal["fit", "validate", "test", "predict"]
+Role = Literal["train", "val", "validate", "test", "predict"]
+"""Which loaders: the fit's for training or for validation, or those of ``trainer.validate``, ``test``, ``predict``."""
+
+LIMIT_NAMES: dict[Role, LimitedBy] = {
+    "train": "limit_train_batches",
+    "val": "limit_val_batches",
+    "validate": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
+ROLES: dict[Stage, Role] = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Where a loop gets its loaders: as given to the Trainer, or from a hook of the module or datamodule."""
+
+    instance: object
+    hook: str  # such as "train_dataloader"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The settings of one run; fields not listed here mean what they mean on the Trainer.
+
+    Attributes:
+        stage: what runs.
+        device: the device of this process.
+        data_ranks: how many ranks train on samples of their own; the others of ``world_size`` share those of one.
+        accumulate_grad_batches: batches per optimizer step, as set now.
+        validates: whether a fit runs validation.
+        val_check_interval: None where validation comes by time, so that it may come at any batch.
+        check_val_every_n_epoch: None where the interval counts batches over all epochs.
+        limits: ``limit_train_batches`` and similar, by role.
+        uses_distributed_sampler: whether Lightning spreads each loader's samples over the processes.
+        sources: where each loop gets its loaders.
+        leaves_files: False for a trial (``fast_dev_run``, ``barebones``), and on ranks other than zero.
+    """
+
+    stage: Stage
+    device: torch.device
+    strategy: Strategy
+    datamodule: LightningDataModule | None
+    callbacks: tuple[Callback, ...]
+    world_size: int
+    data_ranks: int
+    global_rank: int
+    accumulate_grad_batches: int
+    validates: bool
+    val_check_interval: int | float | None
+    check_val_every_n_epoch: int | None
+    overfit_batches: int | float
+    limits: Mapping[Role, int | float]
+    uses_distributed_sampler: bool
+    sources: Mapping[Role, DataSource]
+    loggers: Sequence[Logger]
+    default_root_dir: str
+    leaves_files: bool
+
+    @property
+    def role(self) -> Role:
+        """Which loaders the run is about."""
+        return ROLES[self.stage]
+
+
+LOOPS: dict[Role, Callable[[Trainer], Any]] = {
+    "train": lambda trainer: trainer.fit_loop,
+    "val": lambda trainer: trainer.fit_loop.epoch_loop.val_loop,
+    "validate": lambda trainer: trainer.validate_loop,
+    "test": lambda trainer: trainer.test_loop,
+    "predict": lambda trainer: trainer.predict_loop,
+}
+
+
+def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
+    """Read a Trainer whose run is set up, or that never runs."""
+    return RunFacts(
+        stage=stage,
+        device=trainer.strategy.root_device,
+        strategy=trainer.strategy,
+        datamodule=getattr(trainer, "datamodule", None),
+        callbacks=tuple(getattr(trainer, "callbacks", ())),
+        world_size=trainer.world_size,
+        data_ranks=data_ranks(trainer.strategy, trainer.world_size),
+        global_rank=trainer.global_rank,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        validates=trainer.enable_validation,
+        # Lightning 2.6 sets no such attribute where the interval is a time
+        val_check_interval=getattr(trainer, "val_check_interval", None),
+        check_val_every_n_epoch=trainer.check_val_every_n_epoch,
+        overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]  # set by a connector
+        limits={role: getattr(trainer, name) for role, name in LIMIT_NAMES.items()},
+        uses_distributed_sampler=trainer._accelerator_connector.use_distributed_sampler,
+        sources={role: _source(loop(trainer)) for role, loop in LOOPS.items()},
+        loggers=trainer.loggers,
+        default_root_dir=trainer.default_root_dir,
+        # fast_dev_run is set by a connector
+        leaves_files=trainer.is_global_zero and not (trainer.fast_dev_run or trainer.barebones),  # type: ignore[attr-defined]
+    )
+
+
+def data_ranks(strategy: Any, world_size: int, devices: int = 0) -> int:
+    """How many ranks train on samples of their own: those of a tensor-parallel group share theirs."""
+    if not is_a(strategy, "ModelParallelStrategy"):
+        return world_size
+    tensor = strategy._tensor_parallel_size
+    return max(1, world_size // max(1, int((devices or strategy.num_processes) if tensor == "auto" else tensor)))
+
+
+def _source(loop: Any) -> DataSource:
+    return DataSource(loop._data_source.instance, loop._data_source.name)

@@ -1,0 +1,215 @@
+"""A training that shards, on one of its ranks: FSDP, FSDP2 and tensor parallelism as Lightning sets them up.
+
+The shadow Trainer is given a copy of the user's own strategy, as the first rank of a process group whose other ranks do
+not exist (`lightning_memguard.core.simulation.one_rank`): what it wraps, gathers and reduces is seen like all else.
+Private names of Lightning were checked on 2.5.0 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_memguard.core.simulation.one_rank import one_rank_of
+from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training.facts.lightning_types import is_a
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+    from pytorch_lightning.plugins import Precision
+    from pytorch_lightning.strategies import ParallelStrategy, Strategy
+
+    _Strategy = ParallelStrategy
+else:
+    _Strategy = object
+
+CAPTURED = ("FSDPStrategy", "ModelParallelStrategy")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of a training that shards, of which one is captured.
+
+    Attributes:
+        strategy: the user's; only copies of it run.
+        devices: ranks on each node.
+        nodes: how many nodes.
+    """
+
+    strategy: Strategy
+    devices: int
+    nodes: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.devices * self.nodes
+
+    @classmethod
+    def of(cls, strategy: Any, devices: int = 0, nodes: int = 0) -> Layout | None:
+        """The ranks of a strategy that can be captured, else None; as many as it has, or as many as are given."""
+        if not is_a(strategy, *CAPTURED):
+            return None
+        return cls(strategy, devices or max(1, strategy.num_processes), nodes or max(1, strategy.num_nodes))
+
+    @property
+    def begins_on_host(self) -> bool:
+        """Whether the parameters must not be on the device before they are sharded, as they stay off it."""
+        return bool(getattr(getattr(self.strategy, "cpu_offload", None), "offload_params", False))
+
+    @contextlib.contextmanager
+    def one_rank(self) -> Iterator[None]:
+        """Inside, this process is the first of the ranks, also to Lightning."""
+        from lightning_utilities.core.rank_zero import rank_zero_only
+
+        before = vars(rank_zero_only).get("rank")
+        with one_rank_of(self.ranks):
+            try:
+                yield
+            finally:
+                vars(rank_zero_only).pop("rank", None) if before is None else vars(rank_zero_only).update(rank=before)
+
+    def strategy_for(
+        self, trainer: Trainer, device: torch.device, precision: Precision, start: Callable[[nn.Module], None]
+    ) -> Strategy:
+        """A copy of the strategy to run a copy of the module with.
+
+        Args:
+            trainer: the shadow Trainer, made for one device.
+            device: where the copy runs.
+            precision: the plugin to run with.
+            start: called with the module as it is trained, before it has optimizers.
+        """
+        kind: Any = type("OneRankStrategy", (OneRankStrategyMixin, type(self.strategy)), {})
+        own = kind.__new__(kind)
+        vars(own).update(vars(self.strategy))
+        kwargs = self.arguments(getattr(own, "kwargs", {}))
+        unused = {name: copy.copy(value) for name, value in _UNUSED.items() if name in vars(own)}
+        vars(own).update(kwargs=kwargs, num_nodes=self.nodes, start=start, **unused)
+        self.place(own, device, trainer.strategy.accelerator)
+        own.precision_plugin = precision
+        return own  # type: ignore[no-any-return]
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that the strategy passes to FSDP, without what was made for a real group of processes.
+
+        Raises:
+            CannotTraceError: there is no doing without.
+        """
+        kwargs = dict(given)
+        if "process_group" in kwargs:
+            raise CannotTraceError(f"{type(self.strategy).__name__} was given process groups of its own")
+        mesh = kwargs.get("device_mesh")
+        if mesh is not None and not isinstance(mesh, tuple):
+            kwargs["device_mesh"] = tuple(mesh.shape)  # made again by `setup_environment`
+        return kwargs
+
+    def place(self, own: Any, device: torch.device, accelerator: object = None) -> None:
+        """Tell a copy of the strategy which rank it is on."""
+        own.parallel_devices, own.cluster_environment = [device] * self.devices, _Environment(self)
+        own.accelerator = _AnyDevice(accelerator)
+
+
+def communicators(strategy: Any) -> int:
+    """How many groups of several ranks a rank talks to: all of them, and those of its row and column in a mesh."""
+    if is_a(strategy, "ModelParallelStrategy"):
+        return 1 + (strategy._data_parallel_size != 1) + (strategy._tensor_parallel_size != 1)  # type: ignore[no-any-return]
+    return 3 if is_a(strategy, "FSDPStrategy") and "HYBRID" in strategy.sharding_strategy.name else 1
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """A module of an earlier run may be sharded already, over the ranks of that run.
+
+    Raises:
+        CannotTraceError: it is.
+    """
+    for each in module.modules():
+        own = each._parameters.values()
+        if is_a(each, "FullyShardedDataParallel", "FSDPModule") or any(is_a(one, "DTensor") for one in own):
+            raise CannotTraceError("its parameters are sharded already, as an earlier run has left them")
+
+
+class _AnyDevice:
+    """An accelerator that does not touch the device."""
+
+    def __init__(self, original: object) -> None:
+        self.original = original
+
+    def setup_device(self, _: torch.device) -> None:
+        pass
+
+    def setup(self, _: object) -> None:
+        pass
+
+    def teardown(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["original"], name)
+
+
+class _Environment:
+    """A cluster of which this process is the first."""
+
+    creates_processes_externally = True
+    main_address, main_port = "localhost", 0
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def world_size(self) -> int:
+        return self.layout.ranks
+
+    def global_rank(self) -> int:
+        return 0
+
+    local_rank = node_rank = global_rank
+
+    def _nothing(self, *_: object) -> None:
+        pass
+
+    set_world_size = set_global_rank = teardown = validate_settings = _nothing
+
+
+# What a strategy has after an earlier setup.
+_UNUSED: Mapping[str, Any] = {
+    **dict.fromkeys(("_lightning_module", "_model", "_launcher", "_device_mesh")),
+    **{name: [] for name in ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")},
+}
+
+
+class OneRankStrategyMixin(_Strategy):
+    """The user's strategy on the first of its ranks: it makes of the copy what it makes of the module."""
+
+    start: Callable[[nn.Module], None]
+
+    def barrier(self, *_: object, **__: object) -> None:
+        pass
+
+    def broadcast(self, obj: Any, *_: object, **__: object) -> Any:
+        return obj
+
+    def reduce_boolean_decision(self, decision: bool, *_: object, **__: object) -> bool:
+        return decision
+
+    def model_to_device(self) -> None:
+        super().model_to_device()  # type: ignore[safe-super]
+        if not is_a(self, "FSDPStrategy"):
+            self._start(self.model)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        wrapped = super()._setup_model(model)
+        self._start(wrapped)
+        return wrapped
+
+    def _start(self, model: Any) -> None:
+        self.start(model)  # from here on storages are recorded
+
+    def teardown(self) -> None:
+        pass  # moves the model to the CPU

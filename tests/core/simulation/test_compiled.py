@@ -1,0 +1,214 @@
+"""torch.compile on fake tensors: what its programs allocate, and the private names of torch that this takes."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_memguard import estimate
+from lightning_memguard.core.capture.predict import Prediction
+from lightning_memguard.core.decision.decision import Budget, Request
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.simulation import compiled
+from lightning_memguard.core.simulation.compiled import NOTE
+from lightning_memguard.core.simulation.fake import fake_copy
+from lightning_memguard.core.trace.growth import grow
+from lightning_memguard.core.trace.trace import Event, Trace
+from lightning_memguard.training.planning.search import largest_that_runs
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def small_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+
+def planned(model: nn.Module) -> Any:
+    return estimate(model, torch.ones(256, 64), step=lambda m, x: m(x).sum(), optimizer=torch.optim.AdamW, device="cpu")
+
+
+# -- torch's private names: a version that renames one fails here
+
+
+def test_the_compilers_of_kernels_are_known():
+    from torch._inductor.async_compile import AsyncCompile
+
+    assert {"cpp_pybinding", "triton", "multi_kernel"} <= {
+        name for name in compiled.COMPILERS if hasattr(AsyncCompile, name)
+    }
+    assert list(inspect.signature(AsyncCompile.wait).parameters) == ["self", "scope"]
+
+
+def test_what_is_patched_takes_what_it_took():
+    from torch._inductor import codecache, output_code
+
+    assert list(inspect.signature(codecache.write).parameters)[:3] == ["content", "extension", "extra"]
+    assert list(inspect.signature(codecache.PyCodeCache.load_by_key_path).parameters)[:4] == [
+        "key",
+        "path",
+        "linemap",
+        "attrs",
+    ]
+    assert "return write(source_code" in inspect.getsource(codecache.PyCodeCache.write)
+    assert "open(graph.cache_path)" in inspect.getsource(output_code)
+
+
+def test_the_stance_is_asked_whenever_something_compiled_is_called():
+    notes: list[str] = []
+    with torch.compiler.set_stance("force_eager"), compiled.noting(notes.append):
+        torch.ones(2) + 1
+        assert notes == []
+        torch.compile(lambda x: x + 1)(torch.ones(2))
+    assert set(notes) == {NOTE}
+
+
+# -- copies
+
+
+class WithLoss(nn.Sequential):
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).sum()
+
+
+def test_a_copy_of_a_module_is_compiled_as_it_is():
+    module: Any = WithLoss(*small_net())
+    module[0].compile(backend="eager")
+    module.loss = torch.compile(module.loss, backend="eager")
+    with FakeTensorMode() as mode:
+        copy: Any = fake_copy(module, mode, CPU)
+    wrapper = copy[0]._compiled_call_impl
+    assert wrapper is not None
+    assert wrapper._torchdynamo_orig_callable.__self__ is copy[0]
+    assert copy.loss._torchdynamo_orig_callable.__self__ is copy
+    assert copy[2]._compiled_call_impl is None
+
+
+# -- a compiled step
+
+
+@pytest.fixture(scope="module")
+def as_written() -> Any:
+    return planned(small_net())
+
+
+@pytest.fixture(scope="module")
+def as_compiled() -> Any:
+    return planned(torch.compile(small_net()))
+
+
+def test_a_compiled_step_is_what_inductor_makes_of_it(as_written, as_compiled):
+    assert (as_compiled.method, as_compiled.notes) == ("compiled", ())
+    assert as_compiled.high.allocated_bytes == as_compiled.peak_allocated_bytes
+    before, after = ({event.operator for event in found.trace} for found in (as_written, as_compiled))
+    assert "aten.gelu.default" in before
+    assert "aten.gelu.default" not in after  # it is inside a kernel
+    assert "aten.empty_strided.default" in after  # as Inductor's programs allocate
+
+
+def test_kernels_that_are_chosen_by_their_speed_give_a_range(as_compiled):
+    found = planned(torch.compile(small_net(), mode="max-autotune"))
+    largest_product = 256 * 64 * 4
+    assert found.peak_allocated_bytes == as_compiled.peak_allocated_bytes
+    assert found.high.allocated_bytes == found.peak_allocated_bytes + largest_product
+    assert [note.partition(" ")[0] for note in found.notes] == ["max-autotune"]
+
+
+def test_a_backend_that_fails_leaves_the_step_as_written(as_written):
+    def broken(graph: object, inputs: object) -> Any:
+        raise ZeroDivisionError("by design")
+
+    found = planned(torch.compile(small_net(), backend=broken))
+    assert (found.method, found.peak_allocated_bytes) == ("fake", as_written.peak_allocated_bytes)
+    assert NOTE in found.notes
+    assert any("torch.compile could not run" in note and "by design" in note for note in found.notes)
+
+
+MEASURE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from torch.profiler import ProfilerActivity, profile
+from shared.truth import memory_events, peak_of
+from test_compiled import small_net
+
+model, batch = torch.compile(small_net()), torch.ones(256, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+for index in range(2):
+    optimizer.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        loss = model(batch).sum()
+        loss.backward()
+        optimizer.step()
+states = [value for state in optimizer.state.values() for value in state.values()]
+held = sum(tensor.nbytes for tensor in (*model.parameters(), *states, batch))
+print(held + peak_of(memory_events(profiler))[1])
+"""
+
+
+@pytest.mark.long  # `make compiled`
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on the CPU")
+def test_a_compiled_step_is_as_large_as_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    here = Path(__file__)
+    monkeypatch.setenv("PYTHONPATH", str(here.parent), prepend=":")
+    command = [sys.executable, "-c", MEASURE, str(here.parents[3] / "benchmarks")]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    measured = int(answer.stdout.split()[-1])
+    assert abs(planned(torch.compile(small_net())).peak_allocated_bytes - measured) <= 64
+
+
+# -- the size that is chosen
+
+
+class Stepping(Prediction):
+    """Its step takes 1 MiB a sample as written, 2 MiB a sample and 3 MiB more compiled."""
+
+    captured: ClassVar[list[int]] = []
+
+    def _with_compiled(self, batch_size: int) -> Prediction:
+        self.captured.append(batch_size)
+        compiled = {**self.compiled, batch_size: trace_of(batch_size, (2 * batch_size + 3) * MIB)}
+        return replace(self, compiled=compiled)
+
+
+def trace_of(batch_size: int, nbytes: int, *notes: str) -> Trace:
+    return Trace(batch_size, "cpu", "fake", (Event("alloc", 0, nbytes, "activations"),), notes)
+
+
+def test_a_size_is_chosen_by_few_captures_of_the_compiled_step():
+    traces = [trace_of(size, size * MIB, NOTE) for size in (4, 8)]
+    rules = AllocatorSettings.for_device("cpu", {})
+    Stepping.captured = []
+    nothing: Any = None
+    prediction = Stepping(nothing, rules, "fake", grow(traces), compiles=True)
+    budget = Budget(203 * MIB, 203 * MIB, 0, "given")
+    decision, proven = largest_that_runs(prediction, budget, Request(8))
+    assert decision.batch_size == 100
+    assert decision.footprint is not None
+    assert decision.footprint.peak_allocated_bytes == 203 * MIB
+    assert 100 in proven.compiled
+    assert len(Stepping.captured) <= 4
+
+
+def test_between_the_sizes_captured_a_compiled_step_is_on_a_line():
+    rules = AllocatorSettings.for_device("cpu", {})
+    traces = [trace_of(size, size * MIB, NOTE) for size in (4, 8)]
+    nothing: Any = None
+    known = {size: trace_of(size, (2 * size + 3) * MIB) for size in (10, 20)}
+    prediction = Prediction(nothing, rules, "fake", grow(traces), compiles=True, compiled=known)
+    found = prediction.footprint_at(14)
+    assert (found.batch_size, found.peak_allocated_bytes) == (14, 31 * MIB)
+    assert sum(found.parts.values()) == 31 * MIB
+    assert prediction.uncompiled().footprint_at(14).peak_allocated_bytes == 14 * MIB
+    assert replace(prediction, compiled={}).footprint_at(14).peak_allocated_bytes == 14 * MIB

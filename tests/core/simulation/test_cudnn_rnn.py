@@ -1,0 +1,261 @@
+"""RNNs that run through cuDNN: one operator for all layers, whose weights' gradients lie in one buffer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_memguard import estimate
+from lightning_memguard.core import gpus
+from lightning_memguard.core.batch.batches import batches_from_one
+from lightning_memguard.core.capture.predict import capture
+from lightning_memguard.core.capture.program import LoopProgram, tensors
+from lightning_memguard.core.capture.recorder import Recorder, watching
+from lightning_memguard.core.simulation import cudnn_rnn
+from lightning_memguard.core.trace.trace import Event, Trace
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+]
+
+H200 = gpus.find("NVIDIA H200")
+TIMES, SAMPLES, FEATURES, HIDDEN = 5, 4, 6, 8
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "batch first": {"batch_first": True},
+    "both directions": {"bidirectional": True},
+    "two layers": {"num_layers": 2},
+    "two layers both ways": {"num_layers": 2, "bidirectional": True},
+    "dropout between layers": {"num_layers": 2, "dropout": 0.5},
+    "no bias": {"bias": False},
+}
+LAYERS = [(kind, name) for kind in (nn.LSTM, nn.GRU, nn.RNN) for name in OPTIONS]
+IDS = [f"{kind.__name__}, {name}" for kind, name in LAYERS]
+
+
+def sum_of_output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)[0].float().sum()
+
+
+def shapes_of(out: Any) -> list[tuple[int, ...]]:
+    if isinstance(out, torch.Tensor):
+        return [tuple(out.shape)]
+    return [shape for item in out for shape in shapes_of(item)]
+
+
+def steps(model: nn.Module, samples: int = SAMPLES, **options: Any) -> Trace:
+    """Two steps on a pretended H200; samples go first."""
+    batch = torch.ones(samples, TIMES, FEATURES)
+    program = LoopProgram(
+        model, batches_from_one(batch), sum_of_output, None, torch.device("cuda"), gpu=H200, **options
+    )
+    return capture(program, samples, "fake")
+
+
+def taken(trace: Trace, operator: str, step: int = 0) -> list[Event]:
+    name = f"aten.{operator}.default"
+    return [e for e in trace if e.action == "alloc" and e.operator == name and e.step == step]
+
+
+def states(shape: tuple[int, ...], kind: type[nn.Module], device: str) -> Any:
+    hidden = torch.zeros(shape, device=device)
+    return (hidden, hidden.clone()) if kind is nn.LSTM else hidden
+
+
+# What comes out
+
+
+def shapes_there_and_here(model: nn.Module, *batch: Any) -> list[list[tuple[int, ...]]]:
+    """Those of the output and of the last states: on a pretended GPU, and really on the CPU."""
+    here = shapes_of(model(*(torch.ones(shape) for shape in batch)))
+    with tensors(fake=True, gpu=H200), watching(Recorder("cuda", kernel_target=H200.kernel_target), model):
+        there = shapes_of(model.to("cuda")(*(torch.ones(shape, device="cuda") for shape in batch)))
+    return [there, here]
+
+
+@pytest.mark.parametrize(("kind", "name"), LAYERS, ids=IDS)
+def test_output_and_states_are_shaped_as_the_real_ones(kind: Any, name: str) -> None:
+    model = kind(FEATURES, HIDDEN, **OPTIONS[name])
+    there, here = shapes_there_and_here(model, (TIMES, SAMPLES, FEATURES))
+    assert there == here
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"num_layers": 2}])
+def test_projected_states_are_shaped_as_the_real_ones(options: dict[str, Any]) -> None:
+    there, here = shapes_there_and_here(nn.LSTM(FEATURES, HIDDEN, proj_size=3, **options), (TIMES, SAMPLES, FEATURES))
+    assert there == here
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_one_sequence_without_a_batch_is_shaped_as_the_real_one(kind: Any) -> None:
+    there, here = shapes_there_and_here(kind(FEATURES, HIDDEN), (TIMES, FEATURES))
+    assert there == here
+
+
+# How it gets there
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("kind", "name"), LAYERS, ids=IDS)
+def test_a_whole_step_runs_on_fake_tensors_through_one_operator(kind: Any, name: str, training: bool) -> None:
+    found = estimate(
+        kind(FEATURES, HIDDEN, **OPTIONS[name]),
+        torch.ones(SAMPLES, TIMES, FEATURES),
+        step=sum_of_output,
+        optimizer=torch.optim.Adam,
+        device="NVIDIA H200",
+        training=training,
+    )
+    assert (found.method, found.notes) == ("fake", (cudnn_rnn.NOTE,))
+    assert sum(found.parts.values()) == found.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("options", [{"proj_size": 3}, {"proj_size": 3, "num_layers": 2, "bidirectional": True}])
+def test_a_projected_layer_trains(options: dict[str, Any]) -> None:
+    trace = steps(nn.LSTM(FEATURES, HIDDEN, batch_first=True, **options))
+    assert len(taken(trace, "_cudnn_rnn_backward")) >= 1
+
+
+def test_all_layers_are_one_operator_there_and_back() -> None:
+    trace = steps(nn.GRU(FEATURES, HIDDEN, 3, batch_first=True, bidirectional=True))
+    operators = {e.operator for e in trace if e.operator}
+    assert {"aten._cudnn_rnn.default", "aten._cudnn_rnn_backward.default"} <= operators
+    assert not operators & {"aten.addmm.default", "aten.mm.default", "aten.sigmoid.default", "aten.tanh.default"}
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one layer", "four"])
+def test_gradients_of_weights_are_one_buffer(kind: Any, options: dict[str, Any]) -> None:
+    model = kind(FEATURES, HIDDEN, batch_first=True, **options)
+    trace = steps(model)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    made = [e for e in taken(trace, "_cudnn_rnn_backward") if e.part == "gradients"]
+    assert [e.nbytes for e in made] == [weights]
+
+
+def test_gradients_are_views_shaped_as_their_weights() -> None:
+    model = nn.LSTM(FEATURES, HIDDEN, 2)
+    with tensors(fake=True, gpu=H200), watching(Recorder("cuda", kernel_target=H200.kernel_target), model):
+        model.to("cuda")
+        model(torch.ones(TIMES, SAMPLES, FEATURES, device="cuda"))[0].sum().backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        assert all(isinstance(grad, FakeTensor) for grad in grads)
+        assert [grad.shape for grad in grads] == [parameter.shape for parameter in model.parameters()]
+        assert len({grad.untyped_storage()._cdata for grad in grads}) == 1
+        offsets = [grad.storage_offset() for grad in grads]
+        sizes = [grad.numel() for grad in grads]
+        assert offsets == [sum(sizes[:place]) for place in range(len(sizes))]
+
+
+def test_the_reserve_grows_with_samples_and_layers_and_lives_until_the_backward_pass() -> None:
+    def reserve(samples: int, layers: int) -> int:
+        trace = steps(nn.LSTM(FEATURES, HIDDEN, layers, batch_first=True), samples)
+        (largest,) = {max(e.nbytes for e in taken(trace, "_cudnn_rnn") if e.part == "activations")}
+        return largest
+
+    one = SAMPLES * TIMES * HIDDEN * 4
+    assert reserve(SAMPLES, 1) >= 4 * one, "the four gates at least"
+    assert reserve(2 * SAMPLES, 1) == reserve(SAMPLES, 2) == 2 * reserve(SAMPLES, 1)
+
+
+def test_an_inference_keeps_no_reserve() -> None:
+    trace = steps(nn.LSTM(FEATURES, HIDDEN, batch_first=True), training=False)
+    results = [e.nbytes for e in taken(trace, "_cudnn_rnn") if e.part != "workspaces"]
+    assert results == [SAMPLES * TIMES * HIDDEN * 4, SAMPLES * HIDDEN * 4, SAMPLES * HIDDEN * 4]
+
+
+def test_dropout_between_layers_keeps_cudnns_state_of_random_numbers() -> None:
+    with_dropout, without = (
+        {e.nbytes for e in steps(nn.LSTM(FEATURES, HIDDEN, 2, batch_first=True, dropout=p)) if e.action == "alloc"}
+        for p in (0.5, 0.0)
+    )
+    assert 1_572_864 in with_dropout - without
+
+
+# Precision
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_under_autocast_it_computes_in_two_bytes_and_keeps_weights_of_four(kind: Any, precision: str) -> None:
+    model = kind(FEATURES, HIDDEN, batch_first=True)
+    trace = steps(model, precision=precision)
+    assert taken(trace, "_cudnn_rnn")[0].nbytes == SAMPLES * TIMES * HIDDEN * 2
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(e.nbytes for e in trace if e.part == "parameters" and e.action == "alloc") == weights
+    gradients = [e.nbytes for e in trace if e.part == "gradients" and e.action == "alloc" and e.step == 0]
+    assert sum(gradients) == weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_cudnn_takes_these_types(dtype: torch.dtype) -> None:
+    assert cudnn_rnn.takes_cudnn(torch.ones(2, dtype=dtype))
+    with torch.backends.cudnn.flags(enabled=False):
+        assert not cudnn_rnn.takes_cudnn(torch.ones(2, dtype=dtype))
+
+
+def test_cudnn_takes_no_other_types_and_nothing_empty() -> None:
+    assert not cudnn_rnn.takes_cudnn(torch.ones(2, dtype=torch.int64))
+    assert not cudnn_rnn.takes_cudnn(torch.ones(0))
+
+
+def test_where_cudnn_is_off_the_layers_run_step_by_step() -> None:
+    with torch.backends.cudnn.flags(enabled=False):
+        trace = steps(nn.RNN(FEATURES, HIDDEN, batch_first=True))
+    assert taken(trace, "_cudnn_rnn") == []
+    assert len(taken(trace, "tanh")) == TIMES
+
+
+# Packed sequences
+
+
+def test_packed_sequences_reach_cudnn_with_their_lengths() -> None:
+    """Three sequences of 3, 2 and 1 steps: six rows."""
+    model = nn.LSTM(FEATURES, HIDDEN)
+    with tensors(fake=True, gpu=H200) as mode, watching(Recorder("cuda", kernel_target=H200.kernel_target), model):
+        assert mode is not None
+        weights = [parameter.to("cuda") for parameter in model.parameters()]
+        state = torch.zeros(1, 3, HIDDEN, device="cuda")
+        output, hidden, cell = cudnn_rnn.call(
+            torch.lstm,
+            torch.ones(6, FEATURES, device="cuda"),
+            _Lengths([3, 2, 1]),
+            (state, state.clone()),
+            weights,
+            True,
+            1,
+            0.0,
+            True,
+            False,
+        )
+    assert shapes_of((output, hidden, cell)) == [(6, HIDDEN), (1, 3, HIDDEN), (1, 3, HIDDEN)]
+
+
+class _Lengths:
+    """Stands for ``batch_sizes``, whose values a step needs."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def tolist(self) -> list[int]:
+        return self.sizes
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_packed_in_the_step_all_samples_are_taken_to_be_as_long_as_the_longest(kind: Any) -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.full((len(x),), x.shape[1])
+        output, _ = model(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))
+        return nn.utils.rnn.pad_packed_sequence(output, batch_first=True)[0].sum()
+
+    model = kind(FEATURES, HIDDEN, batch_first=True)
+    found = estimate(model, torch.ones(SAMPLES, TIMES, FEATURES), step=step, device="NVIDIA H200")
+    assert found.method == "worst-case"
+    assert re.search("_pack_padded_sequence.* its largest result", found.notes[0])

@@ -1,0 +1,201 @@
+"""Two gloo processes on this machine: one size for both, or neither run is tuned; none waits forever."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memguard import CannotTraceError, DoesNotFitError
+from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.training.facts import ranks as ranks_module
+from lightning_memguard.training.facts.ranks import Attempt, Ranks
+
+PROGRAM = Path(__file__).with_name("two_ranks.py")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+Seen = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
+    """What each rank saw in every scenario of the program, run once."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = subprocess.run(
+        [sys.executable, PROGRAM, folder], capture_output=True, text=True, timeout=600, check=False, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    both = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return {name: (both[0][name], both[1][name]) for name in both[0]}
+
+
+@pytest.mark.parametrize("scenario", ["budgets", "swapped"])
+def test_the_smallest_of_what_each_rank_can_hold_is_chosen_by_all(
+    seen: dict[str, tuple[Seen, Seen]], scenario: str
+) -> None:
+    """100 KiB on one rank and 200 KiB on the other, whichever it is: the size that 100 KiB hold."""
+    here, there = seen[scenario]
+    assert here["size"] == there["size"] == seen["budgets"][0]["size"]
+    assert 4 < here["size"] < 100
+    assert here["limited_by"] == there["limited_by"] == "memory"
+    assert here["fits"]
+    assert there["fits"]
+    batches = -(-500 // here["size"])
+    assert here["sizes"][:-1] == there["sizes"][:-1] == [here["size"]] * (batches - 1)
+    assert sum(here["sizes"]) == sum(there["sizes"]) == 500
+
+
+def test_the_buckets_that_ranks_exchange_are_counted(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    """1,348 float32 parameters: one bucket of all gradients."""
+    for rank in seen["budgets"]:
+        assert rank["parts"]["communication"] >= 4 * 1348
+
+
+def test_if_one_rank_fails_to_predict_none_tunes_the_run(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    for rank in seen["one fails"]:
+        assert rank["error"] == ""
+        assert rank["outcome"] == "stepped aside"
+        assert rank["reason"] == "rank 1: ZeroDivisionError: only here"
+        assert rank["sizes"] == [4] * 125
+
+
+def test_a_rank_that_nothing_fits_stops_all_before_they_start(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    for rank in seen["one too small"]:
+        assert rank["error"].startswith("DoesNotFitError: rank 1: Batch size 1 needs")
+        assert rank["sizes"] == []
+
+
+def test_the_effective_batch_counts_all_ranks(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    here, there = seen["effective"]
+    assert (here["size"], here["accumulate"]) == (there["size"], there["accumulate"])
+    assert here["size"] * here["accumulate"] * 2 == 256
+
+
+def test_ranks_on_one_host_share_what_it_has_free(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    here, there = seen["shared"]
+    assert here["device"] == there["device"] == "CPU, shared by 2 ranks"
+    assert here["free"] == there["free"] > 0
+
+
+def test_only_rank_zero_speaks(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    here, there = seen["check"]
+    assert [text for text in here["warned"] if "does NOT fit" in text]
+    assert not [text for text in there["warned"] if "MemGuard" in text or "does NOT fit" in text]
+    assert here["outcome"] == there["outcome"] == "checked"
+
+
+def test_a_resume_keeps_the_size_on_all_ranks(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    for rank in seen["resume"]:
+        first, again = rank["first"], rank["again"]
+        assert again["size"] == first["size"]
+        assert again["limited_by"] == "checkpoint"
+        assert again["step"] == 2 * first["step"]
+
+
+def test_spawned_ranks_choose_alike(tmp_path: Path) -> None:
+    """``ddp_spawn``: the guard is pickled to processes that were not there before."""
+    program = tmp_path / "spawned.py"
+    program.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(PROGRAM.parent)!r})\n"
+        "from two_ranks import MemGuard, KIB, Module, pl, DataLoader, TensorDataset, torch, count_tensors_alone\n"
+        "count_tensors_alone()\n"
+        "class Telling(Module):\n"
+        "    def on_train_end(self):\n"
+        f"        with open({str(tmp_path)!r} + f'/rank{{self.trainer.global_rank}}', 'w') as seen:\n"
+        "            seen.write(f'{self.sizes[0]} {len(self.sizes)}')\n"
+        "if __name__ == '__main__':\n"
+        "    data = TensorDataset(torch.randn(1000, 16), torch.randint(0, 4, (1000,)))\n"
+        "    trainer = pl.Trainer(accelerator='cpu', devices=2, strategy='ddp_spawn', max_epochs=1, logger=False,\n"
+        "        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,\n"
+        "        callbacks=[MemGuard(budget=100 * KIB)])\n"
+        "    trainer.fit(Telling(), DataLoader(data, batch_size=4))\n"
+    )
+    words = [sys.executable, program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
+    assert told[0] == told[1]
+    assert int(told[0].split()[0]) > 4
+
+
+# -- in one process
+
+
+def test_one_rank_asks_no_other() -> None:
+    assert Ranks().gather("mine") == ["mine"]
+    assert Ranks().agree(Attempt(5)) == 5
+
+
+class Others(Ranks):
+    """Ranks whose other values come from the test."""
+
+    others: tuple[Any, ...] = ()
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine, *self.others]
+
+
+def ranks(*others: Any) -> Ranks:
+    made = Others(size=1 + len(others))
+    object.__setattr__(made, "others", others)
+    return made
+
+
+def test_what_does_not_fit_elsewhere_outweighs_what_failed_elsewhere() -> None:
+    with pytest.raises(DoesNotFitError, match="rank 2: too large"):
+        ranks(("broken", None), ("too large", DoesNotFitError("too large"))).agree(Attempt(5))
+    with pytest.raises(CannotTraceError, match="rank 1: broken"):
+        ranks(("broken", None)).agree(Attempt(5))
+
+
+def test_a_shared_device_is_divided_and_what_is_ones_own_stays() -> None:
+    """1,000 bytes free besides the 100 of this rank's model, 900 besides another's: 450 more for each."""
+    name = ranks_module._name(torch.device("cpu"), 0)
+    budget = Budget(10_000, 1100, 110, "host", "CPU")
+    mine = ranks_module.shared(ranks((name, 900, "host")), budget, torch.device("cpu"), held_bytes=100)
+    assert (mine.free_bytes, mine.margin_bytes, mine.device) == (550, 55, "CPU, shared by 2 ranks")
+
+
+@pytest.mark.parametrize("other", [(("elsewhere", "cpu"), 900, "host"), (("here", "cpu"), 900, "given")])
+def test_another_machine_and_a_given_budget_are_not_shared(other: Any) -> None:
+    budget = Budget(10_000, 1100, 110, "host", "CPU")
+    assert ranks_module.shared(ranks(other), budget, torch.device("cpu"), held_bytes=0) == budget
+
+
+@pytest.mark.parametrize("scenario", ["in turns", "again"])
+def test_ranks_that_run_out_of_memory_in_turns_take_the_same_steps(
+    seen: dict[str, tuple[Seen, Seen]], scenario: str
+) -> None:
+    """Each rank runs out of memory in ten of its 20 batches, in five of them with the other: 15 batches on any.
+
+    A part that runs out of memory again sends no buffers again, which the other rank would not receive.
+    """
+    whole, _ = seen["whole"]
+    for number, rank in enumerate(seen[scenario]):
+        assert (rank["error"], rank["step"], rank["counts"]) == ("", 20, [[15, 15]])
+        torch.testing.assert_close(rank["parameters"], whole["parameters"], rtol=0, atol=1e-6)
+        (said,) = [text for text in rank["warned"] if "ran out of memory" in text]
+        assert said.startswith(f"Rank {number}: A training batch of 4 samples ran out of memory.")
+
+
+def test_batches_after_a_failure_are_done_in_parts_and_tried_whole_again(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    """The first of 20 batches fails, and the one after 16 in parts; then it takes longer until the next is tried."""
+    whole, _ = seen["whole twice"]
+    for rank in seen["always"]:
+        assert (rank["error"], rank["step"], rank["counts"]) == ("", 40, [[2, 20], [0, 20]])
+        torch.testing.assert_close(rank["parameters"], whole["parameters"], rtol=0, atol=1e-6)
+
+
+def test_a_rank_that_validates_in_parts_sends_the_buffers_as_often_as_the_other(
+    seen: dict[str, tuple[Seen, Seen]],
+) -> None:
+    """In the second epoch its first batch is taken in parts from the start; else both would wait forever."""
+    for whole, parts in zip(seen["validated"], seen["validated in parts"], strict=True):
+        assert (parts["error"], parts["step"]) == ("", 16)
+        assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-6)
