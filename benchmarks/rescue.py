@@ -84,7 +84,7 @@ def forget(rescuer: Any, batch: Any, step: int) -> None:
     """Have a batch tried as a whole, however many failed before; and choose the first size of its parts."""
     from lightning_memguard.core.batch.nesting import batch_bytes
 
-    rescuer.policy._too_large_bytes, rescuer.policy._wait = math.inf, 0
+    rescuer.policy.too_large_bytes, rescuer.policy._wait = math.inf, 0
     rescuer.policy._fitting_bytes = batch_bytes(batch) * FITTING[step % len(FITTING)]
 
 

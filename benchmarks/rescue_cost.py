@@ -234,7 +234,7 @@ class Alternates(pl.Callback):
         samples, policy = len(batch[0]), rescuer_of(trainer).policy
         most = math.ceil(samples / self.count)
         module.most = math.inf if self.count == 1 else most
-        policy._too_large_bytes, policy._fitting_bytes = math.inf, sum(each.nbytes for each in batch) * most / samples
+        policy.too_large_bytes, policy._fitting_bytes = math.inf, sum(each.nbytes for each in batch) * most / samples
         self.started = time.thread_time()
 
     def on_train_batch_end(self, *_: Any) -> None:

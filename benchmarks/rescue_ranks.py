@@ -179,7 +179,7 @@ class Trainings(pl.Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self.forgets:  # each batch is tried as a whole, whatever failed before
             guard = next(each for each in trainer.callbacks if isinstance(each, MemGuard))
-            guard._run._rescuer.policy._too_large_bytes = math.inf  # type: ignore[union-attr]
+            guard._run._rescuer.policy.too_large_bytes = math.inf  # type: ignore[union-attr]
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"]))

@@ -14,12 +14,13 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import math
 import traceback
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,14 +28,13 @@ import torch
 from lightning_memguard.core.batch.nesting import batch_bytes
 from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.rescue.cut import Cut, cuts_for, part_of
 from lightning_memguard.training.rescue.layout import Refused
 from lightning_memguard.training.rescue.memory import free, ran_out_of_memory, release
 from lightning_memguard.training.rescue.parts import Passes
-from lightning_memguard.training.rescue.policy import Part, Policy
+from lightning_memguard.training.rescue.policy import Policy, Samples
 from lightning_memguard.training.rescue.ranks import (
-    Lightning,
     OtherRanks,
     clears_otherwise,
     hooks_once,
@@ -42,7 +42,7 @@ from lightning_memguard.training.rescue.ranks import (
     without_gradients,
 )
 from lightning_memguard.training.rescue.sizes import plain
-from lightning_memguard.training.rescue.state import Left, Noted, StepState
+from lightning_memguard.training.rescue.state import EVERYWHERE, Left, Noted, StepState
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -50,20 +50,44 @@ if TYPE_CHECKING:
 _EVALUATIONS = ("validation_step", "test_step")  # of a strategy, which calls the module's
 
 
+class Gradients:
+    """Which gradients there are, and how often each was written to."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self._parameters = parameters
+        self._grads = [each.grad for each in parameters]
+        self._versions = [0 if each is None else each._version for each in self._grads]
+        self._kept: list[torch.Tensor | None] = []
+
+    def keep(self) -> None:
+        """Copy them to the host."""
+        self._kept = [None if each is None else each.to("cpu", copy=True) for each in self._grads]
+
+    def put_back(self) -> None:
+        """Make them as they were when they were kept."""
+        with torch.no_grad():
+            for parameter, grad, value in zip(self._parameters, self._grads, self._kept, strict=True):
+                parameter.grad = grad
+                if grad is not None and value is not None:
+                    grad.copy_(value)
+
+    def written(self) -> set[torch.Tensor]:
+        """The parameters whose gradient was added to since."""
+        return {
+            p
+            for p, grad, version in zip(self._parameters, self._grads, self._versions, strict=True)
+            if p.grad is not grad or (grad is not None and grad._version != version)
+        }
+
+
 class Step:
     """One step on a batch: of training (`TrainingStep`), or of validation and test (`EvaluationStep`)."""
 
     def __init__(self, again: Again, batch: Any, place: int) -> None:
-        self.again = again
-        self.batch = batch
-        self.place = place
+        self.again, self.batch, self.place = again, batch, place
         self.passes: Passes | None = None
         self.failed = False  # as a whole
         self.noted: Noted | None = None
-
-    @abstractmethod
-    def whole(self) -> Any:
-        """Run it as Lightning does."""
 
     @abstractmethod
     def obstacle(self, error: BaseException | None) -> str:
@@ -80,7 +104,7 @@ class Step:
     @contextlib.contextmanager
     def logging(self, *, wanted: bool) -> Iterator[None]:
         """Log values of the whole batch, once: while the last part runs."""
-        results, passes = self.again.lightning.results(), self.passes
+        results, passes = self.again.results(), self.passes
         if results is None or passes is None:
             yield
             return
@@ -124,8 +148,8 @@ class Step:
     def noted_tensors(self) -> list[torch.Tensor] | None:  # noqa: D102
         return self.again.state.tensors(self.noted) if self.failed and self.noted is not None else None
 
-    def notes_draws(self) -> bool:  # noqa: D102
-        return self.noted is not None and not self.again.state.draws_elsewhere(self.noted)
+    def unknown_draws(self) -> Collection[str]:  # noqa: D102
+        return EVERYWHERE if self.noted is None else self.again.state.unknown_draws(self.noted)
 
     def is_memory(self, error: BaseException) -> bool:  # noqa: D102
         return ran_out_of_memory(error)
@@ -147,18 +171,14 @@ class Step:
 class TrainingStep(Step):
     """A step of automatic optimization."""
 
-    def __init__(self, again: TrainingAgain, closure: Any, call: tuple[Any, Any, int]) -> None:
-        self.kwargs, self.optimizer, self.batch_idx = call
+    def __init__(self, again: TrainingAgain, closure: Any, gradients: Gradients | None) -> None:
+        self.kwargs, self.optimizer, self.batch_idx = closure.call
         super().__init__(again, self.kwargs.get("batch"), self.batch_idx)
-        self.closure = closure
         self.again: TrainingAgain = again
-        self.ran = closure
-        self.gradients = _Gradients(again.parameters) if closure._zero_grad_fn is None else None
+        self.closure = self.ran = closure
+        self.gradients = gradients  # before it, if it accumulates
         self.in_backward = self.zeroed = self.had_backward = self.had_hooks = False
         self.theirs: set[torch.Tensor] = set()  # parameters that have the gradient of the samples that run
-
-    def whole(self) -> Any:  # noqa: D102
-        return type(self.closure).closure(self.closure)
 
     def obstacle(self, error: BaseException | None) -> str:  # noqa: D102
         if error is not None:
@@ -188,7 +208,7 @@ class TrainingStep(Step):
         elif not self.failed and self.gradients is not None:
             self.gradients.keep()
         self.zeroed = True
-        self.noted = self.again.note(self, draws=True)  # with what the hooks have changed
+        self.noted = self.again.note(self.batch, draws=True)  # with what the hooks have changed
 
     def before_whole(self) -> None:
         """Put back what accumulated before."""
@@ -213,7 +233,7 @@ class TrainingStep(Step):
     def backward(self, result: Any, share: float, *, is_last: bool) -> None:  # noqa: D102
         if self.ran._backward_fn is None or result.closure_loss is None:
             return
-        self.begun = _Gradients(self.again.parameters)
+        self.begun = Gradients(self.again.parameters)
         with ExitStack() as around:
             around.enter_context(torch.enable_grad())
             around.enter_context(hooks_once(self.again.calls, share, is_last=is_last, again=self.had_hooks))
@@ -248,9 +268,6 @@ class EvaluationStep(Step):
     def __init__(self, again: Again, own: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> None:
         super().__init__(again, batch, int(rest[0]) if rest else 0)
         self.own, self.rest = own, rest
-
-    def whole(self) -> Any:  # noqa: D102
-        return self.own(self.batch, *self.rest)
 
     def obstacle(self, error: BaseException | None) -> str:  # noqa: ARG002, D102
         return self.again.ranks.obstacle(in_backward=False)
@@ -304,62 +321,79 @@ class Again:
         self.refused = ""
         self.state = StepState(trainer, module)
         self.ranks = OtherRanks(trainer, module)
-        self.lightning = Lightning(trainer)
         self._cut = cut
         self._announce = announce
-        self._broken = False
+        self.broken = False
 
-    def run(self, step: Step) -> Any:
-        """Run a step, in parts if it has to be."""
-        at_once = self._quietly(lambda: self.policy.at_once(step.batch), 0)
-        if at_once:
-            done, result = self._planned(step, at_once)
+    def run(self, batch: Any, whole: Callable[[], Any], make: Callable[[], Step]) -> Any:
+        """Run a step, in parts if it has to be.
+
+        Args:
+            batch: its batch.
+            whole: runs it as Lightning does.
+            make: describes it; called if it is to be run in parts.
+        """
+        if self.broken:
+            return whole()
+        has_limit, noted = self.policy.too_large_bytes < math.inf, None
+        if has_limit and (at_once := self._quietly(lambda: self.policy.at_once(batch), 0)):
+            done, result = self._planned(make(), at_once)
             if done:
                 return result
-        step.noted = None if self._broken else self._quietly(lambda: self.note(step), None)
         try:
-            result = step.whole()
+            noted = self.note(batch)
+        except Exception as error:  # noqa: BLE001 - see `_quietly`
+            self._breaks(error)
+        try:
+            result = whole()
         except Exception as error:
-            if not ran_out_of_memory(error) or not self._takes(step, error):
+            if not ran_out_of_memory(error):
+                raise
+            step = self._quietly(make, None)
+            if step is None or not self._takes(step, noted, error):
                 raise
             failed = error
         else:
-            self._quietly(lambda: self._succeeded(step), None)
+            if has_limit or self.state.is_thorough:
+                self._quietly(lambda: self._succeeded(batch), None)
             return result
         return self._again(step, failed)
 
-    def part_of(self, step: Step, start: int, stop: int) -> Part:
+    def part_of(self, step: Step, start: int, stop: int) -> Samples:
         """What is known of some samples of a step's batch."""
         samples, cut = next(cuts_for(step.batch, self._cut))
         nbytes = batch_bytes(part_of(step.batch, cut, samples, start, stop))
-        return Part(stop - start, nbytes)
+        return Samples(stop - start, nbytes)
 
-    def note(self, step: Step, *, draws: bool = False) -> Noted:
+    def note(self, batch: Any, *, draws: bool = False) -> Noted:
         """Note the state before a step."""
-        self.ranks.begin()
-        return self.state.note(self.lightning.results(), step.batch, draws=draws)
+        if self.ranks.are_many:
+            self.ranks.begin()
+        return self.state.note(self.results(), batch, draws=draws)
 
-    def _succeeded(self, step: Step) -> None:
-        if step.noted is not None:
-            self.state.watch()
-        self.policy.ran_whole(step.batch)
+    def _succeeded(self, batch: Any) -> None:
+        self.state.watch()
+        self.policy.ran_whole(batch)
 
     def _quietly(self, work: Callable[[], Any], otherwise: Any) -> Any:
         """Do something of ours, which must not stop a training that has enough memory."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001
-            if not self._broken:
-                self._broken = True
-                self._announce(f"MemGuard will not do steps that run out of memory again in parts: {reason_of(error)}")
+            self._breaks(error)
             return otherwise
+
+    def _breaks(self, error: Exception) -> None:
+        if not self.broken:
+            self.broken = True
+            self._announce(f"MemGuard will not do steps that run out of memory again in parts: {reason_of(error)}")
 
     # -- after a failure
 
-    def _takes(self, step: Step, error: BaseException) -> bool:
+    def _takes(self, step: Step, noted: Noted | None, error: BaseException) -> bool:
         """Whether a step that raised is to be done again; if so, what it made is held no more."""
         try:
-            step.failed = True
+            step.failed, step.noted = True, noted
             self.policy.failed(step.place)
             self.refused = self._obstacle(step, error)
         except BaseException as failure:  # noqa: BLE001 - the user's error is the one to be raised
@@ -414,7 +448,7 @@ class Again:
     def _planned(self, step: Step, at_once: int) -> tuple[bool, Any]:
         """Do a step in parts from the start, because it would run out of memory; False if it has to be whole."""
         try:
-            step.noted = self.note(step, draws=True)
+            step.noted = self.note(step.batch, draws=True)
             if step.obstacle(None) or self._obstacle_of_batch(step):
                 return False, None
             self.ranks.send_buffers()
@@ -463,6 +497,10 @@ class Again:
         self.policy.rescued(step.place, self.part_of(step, 0, passes.total), passes.largest, passes.changes)
         return result
 
+    def results(self) -> Any:
+        """Lightning's collection of the values that a step logs, or None."""
+        return self.trainer._results
+
     @abstractmethod
     def install(self) -> None:
         """Guard the steps from now on."""
@@ -477,14 +515,18 @@ class TrainingAgain(Again):
 
     def __init__(self, trainer: Trainer, module: LightningModule, *args: Any, **kwargs: Any) -> None:
         super().__init__(trainer, module, *args, **kwargs)
-        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        epoch: Any = trainer.fit_loop.epoch_loop
+        self._loop, self._results = epoch.automatic_optimization, epoch._results
         self.parameters = [each for each in module.parameters() if each.requires_grad]
-        self.calls = self.lightning.calls(module)
+        self.calls = importlib.import_module(f"{lightning_of(module).__name__}.trainer.call")  # calls hooks
+
+    def results(self) -> Any:  # noqa: D102
+        return self._results
 
     def install(self) -> None:
         """Guard the steps from now on."""
         self.make = self._loop._make_closure
-        self._loop._make_closure = self._guarded
+        self._loop._make_closure = self._make
         self.ranks.install()
 
     def close(self) -> None:
@@ -492,19 +534,35 @@ class TrainingAgain(Again):
         vars(self._loop).pop("_make_closure", None)
         self.ranks.close()
 
-    def _guarded(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
-        closure = self.make(kwargs, optimizer, batch_idx)
-        own = weakref.ref(closure)  # in a cycle, it would keep its batch until garbage is collected
-        closure.closure = partial(self._run, own, (kwargs, optimizer, batch_idx))
+    def _make(self, *call: Any) -> Any:
+        closure = self.make(*call)
+        if not self.broken:
+            try:
+                closure.__class__ = _guarded(type(closure))  # type: ignore[arg-type]
+                closure.guard, closure.call = self, call
+            except Exception as error:  # noqa: BLE001 - see `_quietly`
+                self._breaks(error)
         return closure
 
-    def _run(self, own: weakref.ref[Any], call: tuple[Any, Any, int], *_: Any, **__: Any) -> Any:
-        closure: Any = own()
-        run_whole = type(closure).closure
-        if self._broken:
-            return run_whole(closure)
-        step = self._quietly(lambda: TrainingStep(self, closure, call), None)
-        return run_whole(closure) if step is None else self.run(step)
+    def step_of(self, closure: Any) -> Any:
+        """Run the step of a closure."""
+        try:
+            gradients = Gradients(self.parameters) if closure._zero_grad_fn is None else None
+        except Exception as error:  # noqa: BLE001 - see `_quietly`
+            self._breaks(error)
+            return closure.whole()
+        return self.run(closure.call[0].get("batch"), closure.whole, partial(TrainingStep, self, closure, gradients))
+
+
+@lru_cache
+def _guarded(closure: Any) -> Any:
+    """Return a class of closures whose steps are guarded."""
+    whole = closure.closure
+
+    def guarded(self: Any, *_: object, **__: object) -> Any:
+        return self.guard.step_of(self)
+
+    return type(closure.__name__, (closure,), {"closure": guarded, "whole": whole})
 
 
 class EvaluationAgain(Again):
@@ -524,34 +582,4 @@ class EvaluationAgain(Again):
         self.ranks.close()
 
     def _run(self, own: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        return self.run(EvaluationStep(self, own, batch, rest))
-
-
-class _Gradients:
-    """Which gradients there are, and how often each was written to."""
-
-    def __init__(self, parameters: list[Any]) -> None:
-        self._parameters = parameters
-        self._grads = [each.grad for each in parameters]
-        self._versions = [0 if each is None else each._version for each in self._grads]
-        self._kept: list[torch.Tensor | None] = []
-
-    def keep(self) -> None:
-        """Copy them to the host."""
-        self._kept = [None if each is None else each.to("cpu", copy=True) for each in self._grads]
-
-    def put_back(self) -> None:
-        """Make them as they were when they were kept."""
-        with torch.no_grad():
-            for parameter, grad, value in zip(self._parameters, self._grads, self._kept, strict=True):
-                parameter.grad = grad
-                if grad is not None and value is not None:
-                    grad.copy_(value)
-
-    def written(self) -> set[torch.Tensor]:
-        """The parameters whose gradient was added to since."""
-        return {
-            p
-            for p, grad, version in zip(self._parameters, self._grads, self._versions, strict=True)
-            if p.grad is not grad or (grad is not None and grad._version != version)
-        }
+        return self.run(batch, partial(own, batch, *rest), partial(EvaluationStep, self, own, batch, rest))

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,8 +55,8 @@ class Step(Protocol):
     def noted_tensors(self) -> list[torch.Tensor] | None:
         """The tensors whose versions were noted before an attempt that failed; None if none did."""
 
-    def notes_draws(self) -> bool:
-        """Whether the states of Python's and NumPy's random numbers before the step are known."""
+    def unknown_draws(self) -> Collection[str]:
+        """The random numbers whose states before the step are not known; see `random_states`."""
 
     def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:
         """Run a part forward; ``final`` where its backward pass follows, ``is_last`` where no other part does."""
@@ -287,7 +287,8 @@ class Passes:
         self.flow.begin(start, stop, extends=extends)
         self.step.begin()
         self.reductions.begin()
-        before = None if self.step.notes_draws() else random_states()
+        unknown = self.step.unknown_draws()
+        before = random_states(unknown)
         refusals, gradients = Refused.raised, self._gradients()
         with ExitStack() as around:
             around.enter_context(torch.compiler.set_stance("force_eager"))
@@ -313,8 +314,8 @@ class Passes:
             raise Refused("training_step changes gradients")
         if Refused.raised != refusals:
             raise Refused("its code has caught a refusal")
-        if before is not None and before != random_states():
-            raise Refused("it draws random numbers from Python or NumPy, whose states before the step are not known")
+        if before != random_states(unknown):
+            raise Refused("it draws random numbers, whose states before are not known: earlier steps drew none")
 
     def _gradients(self) -> list[tuple[int, int]]:
         """Which gradients there are, and how often they were written to."""

@@ -13,10 +13,10 @@ _PATIENCE, _MORE = 16, 4  # steps until a size that failed is tried again, and h
 
 
 @dataclass(frozen=True)
-class Part:
+class Samples:
     """Some samples of a batch: how many, and the bytes of their tensors."""
 
-    samples: int
+    count: int
     nbytes: int
 
 
@@ -46,16 +46,17 @@ class Policy:
     Attributes:
         failures: which steps ran out of memory since `restart`, by their place in the epoch.
         steps: which were done in parts.
+        too_large_bytes: batches from this size on go in parts before they fail.
     """
 
     def __init__(
         self,
         fits_now: Callable[[int], bool] = lambda _: True,
-        fitting: Callable[[Part], int | None] = lambda _: None,
+        fitting: Callable[[Samples], int | None] = lambda _: None,
         notify: Callable[[Rescue], None] = lambda _: None,
     ) -> None:
         self._fits_now, self._fitting, self._notify = fits_now, fitting, notify
-        self._too_large_bytes = math.inf  # batches from this size on go in parts
+        self.too_large_bytes = math.inf
         self._fitting_bytes = 0.0  # the largest part that ran, or is predicted to
         self._wait, self._patience = 0, _PATIENCE
         self._announced = False  # too large by the prediction, not by a failure
@@ -69,10 +70,8 @@ class Policy:
 
     def at_once(self, batch: Any) -> int:
         """How many samples of a batch to run at once; 0 for all of them."""
-        if self._too_large_bytes == math.inf:
-            return 0
         nbytes = batch_bytes(batch)
-        if nbytes < self._too_large_bytes:
+        if nbytes < self.too_large_bytes:
             return 0
         self._wait -= 1
         if self._wait < 0:
@@ -89,7 +88,7 @@ class Policy:
         samples, nbytes = batch_size_of(batch), batch_bytes(batch)
         if samples < 2 or share <= 0:
             return 0
-        self._too_large_bytes = min(self._too_large_bytes, nbytes)
+        self.too_large_bytes = min(self.too_large_bytes, nbytes)
         self._fitting_bytes = max(self._fitting_bytes, nbytes * share)
         self._wait = self._patience
         return self._within(samples, nbytes)
@@ -106,28 +105,28 @@ class Policy:
 
     def ran_whole(self, batch: Any) -> None:
         """A step ran as a whole: batches as large as it are tried again."""
-        if self._too_large_bytes < math.inf and batch_bytes(batch) >= self._too_large_bytes:
-            self._too_large_bytes, self._patience = math.inf, _PATIENCE
+        if self.too_large_bytes < math.inf and batch_bytes(batch) >= self.too_large_bytes:
+            self.too_large_bytes, self._patience = math.inf, _PATIENCE
 
-    def most_samples(self, failed: Part) -> int:
+    def most_samples(self, failed: Samples) -> int:
         """How many samples of a whole batch that failed to run at once."""
-        if failed.nbytes >= self._too_large_bytes:
+        if failed.nbytes >= self.too_large_bytes:
             self._patience *= _MORE  # it was tried again, and failed again
-        self._too_large_bytes = min(self._too_large_bytes, failed.nbytes)
+        self.too_large_bytes = min(self.too_large_bytes, failed.nbytes)
         self._wait = self._patience
-        half = math.ceil(failed.samples / 2)
+        half = math.ceil(failed.count / 2)
         if self._fitting_bytes:
-            return self._within(failed.samples, failed.nbytes)
+            return self._within(failed.count, failed.nbytes)
         known = self._fitting(failed)
         return half if known is None else max(1, min(known, half))
 
-    def smaller(self, failed: Part) -> int:
+    def smaller(self, failed: Samples) -> int:
         """How many samples of a part that failed to run at once."""
         self._fitting_bytes = min(self._fitting_bytes, failed.nbytes / 2)
-        return math.ceil(failed.samples / 2)
+        return math.ceil(failed.count / 2)
 
-    def rescued(self, place: int, batch: Part, largest: int, changes: tuple[str, ...]) -> None:
+    def rescued(self, place: int, batch: Samples, largest: int, changes: tuple[str, ...]) -> None:
         """A step was done in parts."""
         self.steps.add(place)
-        self._fitting_bytes = max(self._fitting_bytes, batch.nbytes * largest / batch.samples)
-        self._notify(Rescue(batch.samples, largest, changes))
+        self._fitting_bytes = max(self._fitting_bytes, batch.nbytes * largest / batch.count)
+        self._notify(Rescue(batch.count, largest, changes))

@@ -6,7 +6,6 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6, those of torch on 2.1
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,21 +24,6 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
 _HAS_SENT = "DistributedDataParallel cannot start a backward pass again"
-
-
-class Lightning:
-    """The parts of a Trainer that a step in parts needs."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer: Any = trainer
-
-    def results(self) -> Any:
-        """Lightning's collection of logged values, which a step logs to."""
-        return self._trainer._results
-
-    def calls(self, module: LightningModule) -> Any:
-        """The module of Lightning that calls hooks."""
-        return importlib.import_module(f"{lightning_of(module).__name__}.trainer.call")
 
 
 def clears_otherwise(module: LightningModule) -> bool:
@@ -122,6 +106,7 @@ class OtherRanks:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer: Any = trainer
         self._module = module
+        self.are_many = trainer.world_size > 1
         self.has_sent = False
         self._collectives = -1
         self._entering: RemovableHandle | None = None
@@ -133,7 +118,7 @@ class OtherRanks:
 
     def install(self) -> None:
         """Count the collective calls of each step from now on."""
-        if self._trainer.world_size > 1:
+        if self.are_many:
             self._entering = self._module.register_forward_pre_hook(self._count)
 
     def close(self) -> None:
@@ -190,7 +175,7 @@ class OtherRanks:
         name = type(strategy).__name__
         if strategy.handles_gradient_accumulation:
             return f"{name} accumulates gradients by itself"
-        alone = self._trainer.world_size == 1 or self._ddp is not None
+        alone = not self.are_many or self._ddp is not None
         return "" if alone else f"{name} talks to the other ranks while the step runs"
 
     def obstacle(self, *, in_backward: bool) -> str:
@@ -202,7 +187,7 @@ class OtherRanks:
         """
         if own := self.obstacle_of_strategy():
             return own
-        if self._ddp is None or self._trainer.world_size == 1:
+        if self._ddp is None or not self.are_many:
             return ""
         if self._collectives < 0 or _calls() != self._collectives:
             return "it had begun to talk to the other ranks"

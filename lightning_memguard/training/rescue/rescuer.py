@@ -9,7 +9,7 @@ from lightning_memguard.report.failure import Larger, rescue_words
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.rescue.again import Again, EvaluationAgain, TrainingAgain
 from lightning_memguard.training.rescue.cut import Cut
-from lightning_memguard.training.rescue.policy import Part, Policy, Rescue
+from lightning_memguard.training.rescue.policy import Policy, Rescue, Samples
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -40,7 +40,7 @@ class Rescuer:
         by_name: bool = False,
         cuts: Mapping[Any, Cut] | None = None,
         fits_now: Callable[[int], bool] = lambda _: True,
-        fitting: Callable[[Part], int | None] = lambda _: None,
+        fitting: Callable[[Samples], int | None] = lambda _: None,
     ) -> None:
         self._trainer: Any = trainer
         self._announce = announce

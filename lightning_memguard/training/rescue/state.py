@@ -50,8 +50,9 @@ _LIBRARIES = re.compile(  # their objects have state of their own: connections, 
     r"concurrent|multiprocessing|asyncio|weakref|pathlib|datetime|tqdm|rich|wandb|mlflow|comet_ml|neptune|clearml|aim|"
     r"tensorboardX?)(\.|$)"
 )
+_CHANGED = ("training", "_current_fx_name")  # attributes that every module has, or that Lightning sets
 _ABSENT = object()
-_TRAINING = itemgetter("training")
+_VERSION = attrgetter("_version")
 
 
 class _Kind(NamedTuple):
@@ -90,31 +91,32 @@ class _Held(NamedTuple):
 
 
 class RandomStates(NamedTuple):
-    """States of Python's and NumPy's global generators."""
+    """States of the global generators of Python and NumPy, and of torch's; None if they were not noted."""
 
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
+    python: tuple[Any, ...] | None
+    numpy: tuple[Any, ...] | None
+    torch: list[bytes] | None
+
+
+_NOT_NOTED = RandomStates(None, None, None)
+EVERYWHERE = frozenset(RandomStates._fields)
 
 
 class Noted(NamedTuple):
     """State before a step; what it means is worked out if the step fails."""
 
     results: Any  # Lightning's collection of logged values
-    hooks: tuple[Any, Any, Any]
     collection: dict[str, Any]
     logged: list[tuple[str, Any, dict[str, Any]]]
     batch: Any
-    in_batch: list[tuple[_Cell, Any]]
+    in_batch: list[tuple[_Kind, Any, Any]]  # its containers, and a copy of each
     of_batch: int  # tensors
     cells: list[_Cell]
     saved: list[Any]
     tensors: list[torch.Tensor]  # of the batch, parameters, and those in cells
     versions: list[int]
     copies: dict[int, torch.Tensor | None]  # of some tensors, by ``id``
-    training: list[bool]
-    requires_grad: list[bool]
-    generators: list[torch.Tensor]
-    others: RandomStates | None
+    random: RandomStates
 
     @property
     def held(self) -> list[_Held]:
@@ -149,12 +151,12 @@ class StepState:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._connector: Any = trainer._logger_connector
         self._module = module
-        self._generators = _generators(trainer.strategy.root_device)
         self._own = frozenset(vars(lightning_of(module).LightningModule()))  # attributes that the user did not set
         self._changing: set[tuple[str, Any]] = set()  # places of tensors that steps change in place
         self._busy: set[str] = set()  # names of cells that change from step to step
-        self._draws = False
+        self._draws: set[str] = set()  # from where steps draw random numbers, by the fields of `RandomStates`
         self._steps = 0
+        self.is_thorough = False  # whether more was noted, to learn from
         self._last: Noted | None = None
         self._list()
 
@@ -169,19 +171,18 @@ class StepState:
             draws: note the states of Python's and NumPy's generators in any case.
         """
         self._steps += 1
-        is_thorough = not self._steps & (self._steps - 1)  # at powers of two
-        if is_thorough or [*map(len, self._watched)] != self._lengths:
+        self.is_thorough = is_thorough = not self._steps & (self._steps - 1)  # at powers of two
+        if is_thorough:
             self._list()
         saved, in_cells = self._save()
         in_batch, in_it = _of_batch(batch)
         tensors = [*in_it, *self._every_parameter, *in_cells]
         try:
-            versions, copies = [each._version for each in tensors], is_thorough or bool(self._changing)
+            versions, copies = [*map(_VERSION, tensors)], is_thorough or bool(self._changing)
         except RuntimeError:  # an inference tensor does not count
             versions, copies = [*map(_version, tensors)], True
         noted = Noted(
             results,
-            (self._module._current_fx_name, self._connector._current_fx, self._connector._first_loop_iter),
             {} if results is None else vars(results).copy(),
             [(key, each, vars(each).copy()) for key, each in results.items()] if results else [],
             batch,
@@ -192,10 +193,7 @@ class StepState:
             tensors,
             versions,
             {},
-            [*map(_TRAINING, self._modules)],
-            [each.requires_grad for each in self._every_parameter],
-            [each.get_state() for each in self._generators],
-            random_states() if draws or is_thorough or self._draws else None,
+            random_states(EVERYWHERE if draws or is_thorough else self._draws),
         )
         if copies:
             self._copy(noted, is_thorough=is_thorough)
@@ -204,33 +202,35 @@ class StepState:
 
     def _list(self) -> None:
         """List all that a step may change."""
-        self._modules = [vars(each) for each in self._module.modules()]
         self._parameters = {name: p for name, p in self._module.named_parameters() if not p.is_inference()}
         self._every_parameter = [*self._parameters.values()]
         self._trees: list[list[_Cell]] = []
         self._known: set[int] = set()  # by ``id``, the containers of all cells
-        self._no_buffers: list[dict[str, Any]] = []
-        self._watched: list[dict[str, Any]] = []  # all is listed again if one of them has a new entry
+        layers, without_buffers = [], []
         for path, each in self._module.named_modules():
-            name = f"self.{path}".removesuffix(".")
-            if isinstance(each, _BatchNorm):
-                continue
-            if each._buffers:
+            name, attributes = f"self.{path}".removesuffix("."), vars(each)
+            is_users = not type(each).__module__.startswith("torch.nn.")
+            if is_users:
+                self._plant(_SIZE, attributes, name)
+                self._plant(_names(attributes, self._is_users), attributes, name)
+            else:
+                layers.append(attributes)
+            if each._buffers and not isinstance(each, _BatchNorm):
                 self._plant(_BUFFERS, each._buffers, name)
-            if not type(each).__module__.startswith("torch.nn."):
-                self._plant(_names(vars(each), self._is_users), vars(each), name)
-                self._watched.append(vars(each))
-                if not each._buffers:
-                    self._no_buffers.append(each._buffers)
-        self._watched += self._no_buffers
+            elif is_users:
+                without_buffers.append(each._buffers)
         for source in {cls.__module__: None for cls in type(self._module).__mro__ if not _is_library(cls)}:
             names = vars(sys.modules[source])
             self._plant(_names(names, _is_global_state), names, source)
-        self._lengths = [*map(len, self._watched)]
+        self._plant(_NO_BUFFERS, without_buffers, "buffers")
+        self._plant(_TRAINING, layers, "training")
+        self._plant(_REQUIRES_GRAD, self._every_parameter, "requires_grad")
+        connector = vars(self._connector)
+        self._plant(_names(connector, lambda key, _: key == "_current_fx"), connector, "logging")
         self._sort()
 
     def _is_users(self, key: str, _: object) -> bool:
-        return key not in self._own and not key.startswith("_jit")
+        return key in _CHANGED or (key not in self._own and not key.startswith("_jit"))
 
     def _plant(self, kind: _Kind, container: Any, name: str) -> None:
         self._trees.append([_Cell(kind, container, name, _MOST_DEPTH, len(self._trees))])
@@ -266,10 +266,16 @@ class StepState:
                 self._list()
                 continue
             calm, mappings, walked = self._ends
+            if calm == len(saved) and _equal(saved, self._calm):
+                return saved, []
             if not _equal(saved[:calm], self._calm):
                 pairs = zip(self._cells, saved, self._calm, strict=False)
-                self._busy.update(cell.name for cell, now, before in pairs if not _equal(now, before))
-                self._sort()
+                changed = [cell for cell, now, before in pairs if not _equal(now, before)]
+                if any(cell.kind.save in (len, any) for cell in changed):
+                    self._list()
+                else:
+                    self._busy.update(cell.name for cell in changed)
+                    self._sort()
                 continue
             below = [*map(dict.values, saved[calm:mappings]), *saved[mappings:walked]]
             values = [*chain.from_iterable(below)]
@@ -307,7 +313,7 @@ class StepState:
         return {
             cell.root
             for cell, values in zip(self._cells, saved, strict=True)
-            if cell.depth and cell.kind.pairs is not _nothing and len(values) <= _WALKED
+            if cell.depth and _length(cell, values) <= _WALKED
             for _, each in _entries(cell, values)
             if _is_new(each, self._known)
         }
@@ -329,6 +335,7 @@ class StepState:
 
     def obstacle(self, noted: Noted) -> str:
         """Return why the state before a failed step cannot be put back, or nothing if it can."""
+        self._draws.update(EVERYWHERE)  # from now on, it is known
         pairs = zip(noted.tensors, noted.versions, strict=True)
         is_changed = [_version(tensor) != version for tensor, version in pairs]
         if any(is_changed[: noted.of_batch]):
@@ -346,8 +353,8 @@ class StepState:
         for cell, saved in zip(noted.cells, noted.saved, strict=True):
             if cell.kind is _LARGE and len(cell.container) != saved and not _has_grown(cell.container, saved):
                 return _unknown(f"`{cell.name}`")
-            is_walked = cell.depth and cell.kind.compares and len(saved) <= _WALKED and len(known) < _MOST_CELLS
-            for key, each in _entries(cell, saved) if is_walked else ():
+            is_walked = cell.depth and cell.kind.compares and _length(cell, saved) <= _WALKED
+            for key, each in _entries(cell, saved) if is_walked and len(known) < _MOST_CELLS else ():
                 if _is_new(each, known):
                     return f"`{cell.label(key)}` is new, and its contents before the step are not known"
         return ""
@@ -360,31 +367,27 @@ class StepState:
 
     def put_back(self, noted: Noted) -> None:
         """Make everything as it was; this may be done again and again."""
-        self._module._current_fx_name, self._connector._current_fx, self._connector._first_loop_iter = noted.hooks
         if noted.results is not None:
             noted.results.clear()
             _put_dict(vars(noted.results), noted.collection)
         for key, result, values in noted.logged:
             noted.results[key] = result
             _put_dict(vars(result), values)
-        for cell, saved in [*zip(noted.cells, noted.saved, strict=True), *noted.in_batch]:
+        for cell, saved in zip(noted.cells, noted.saved, strict=True):
             cell.kind.put(cell.container, saved)
-        for buffers in self._no_buffers:
-            buffers.clear()
+        for kind, container, saved in noted.in_batch:
+            kind.put(container, saved)
         for held in noted.held:
             if held.copy is not None and (held.version < 0 or _version(held.tensor) != held.version):
                 with torch.inference_mode(held.tensor.is_inference()), torch.no_grad():
                     held.tensor.copy_(held.copy)
-        for attributes, training in zip(self._modules, noted.training, strict=True):
-            attributes["training"] = training
-        for parameter, requires_grad in zip(self._parameters.values(), noted.requires_grad, strict=True):
-            if parameter.requires_grad != requires_grad:
-                parameter.requires_grad_(requires_grad)
-        for generator, state in zip(self._generators, noted.generators, strict=True):
-            generator.set_state(state)
-        if noted.others is not None:
-            random.setstate(noted.others.python)
-            name, keys, *rest = noted.others.numpy
+        if noted.random.torch is not None:
+            for generator, state in zip(_generators(), noted.random.torch, strict=False):
+                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        if noted.random.python is not None:
+            random.setstate(noted.random.python)
+        if noted.random.numpy is not None:
+            name, keys, *rest = noted.random.numpy
             np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002 - users draw from it
 
     def watch(self) -> None:
@@ -392,11 +395,12 @@ class StepState:
         last, self._last = self._last, None
         if last is not None:
             self._changing.update((each.cell.name, each.key) for each in last.held if _has_changed(each))
-            self._draws = self._draws or last.others != random_states()
+            pairs = zip(RandomStates._fields, last.random, random_states(), strict=True)
+            self._draws.update(field for field, before, now in pairs if before != now)
 
-    def draws_elsewhere(self, noted: Noted) -> bool:
-        """Whether the states of Python's and NumPy's generators were not noted; see `random_states`."""
-        return noted.others is None
+    def unknown_draws(self, noted: Noted) -> list[str]:
+        """The random numbers whose states were not noted; see `random_states`."""
+        return [field for field, state in zip(RandomStates._fields, noted.random, strict=True) if state is None]
 
     def tensors_left(self, noted: Noted) -> Iterator[Left]:
         """Yield the tensors that Python's state has got since, or that were changed in place."""
@@ -420,16 +424,19 @@ class StepState:
                     cell.kind.replace(cell.container, key, number)
 
 
-def random_states() -> RandomStates:
-    """Return the states of Python's and NumPy's global generators, which can be compared."""
-    state: Any = np.random.get_state()  # noqa: NPY002 - users draw from the global one
-    return RandomStates(random.getstate(), (state[0], state[1].tobytes(), *state[2:]))
+def random_states(where: Collection[str] = EVERYWHERE) -> RandomStates:
+    """Return the states of global generators, which can be compared."""
+    if not where:
+        return _NOT_NOTED
+    python = random.getstate() if "python" in where else None
+    numpy: Any = np.random.get_state() if "numpy" in where else None  # noqa: NPY002 - users draw from the global one
+    of_torch = [each.get_state().numpy().tobytes() for each in _generators()] if "torch" in where else None
+    return RandomStates(python, numpy and (numpy[0], numpy[1].tobytes(), *numpy[2:]), of_torch)
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    if device.type != "cuda":
-        return [torch.default_generator]
-    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
+def _generators() -> list[torch.Generator]:
+    on_gpu = torch.cuda.is_initialized() and torch.cuda.default_generators[torch.cuda.current_device()]
+    return [torch.default_generator, *([on_gpu] if on_gpu else ())]
 
 
 # -- tensors
@@ -490,17 +497,17 @@ def _left(value: Any, name: str, replace: Callable[[Any], None], seen: set[int])
 # -- cells
 
 
-def _of_batch(batch: Any) -> tuple[list[tuple[_Cell, Any]], Collection[torch.Tensor]]:
+def _of_batch(batch: Any) -> tuple[list[tuple[_Kind, Any, Any]], Collection[torch.Tensor]]:
     """Return the containers of a batch, with a copy of each, and its tensors."""
     if (kind := _FLAT.get(type(batch))) is not None:
         saved = kind.save(batch)
         values = saved.values() if kind is _DICT else saved
         if {*map(type, values)} == {torch.Tensor}:
-            return [(_Cell(kind, batch, "batch", 0, 0), saved)], values
+            return [(kind, batch, saved)], values
     cells: list[_Cell] = []
     tensors: list[torch.Tensor] = []
     _walk(batch, "batch", _MOST_DEPTH, 0, cells, set(), tensors)
-    return [(cell, cell.kind.save(cell.container)) for cell in cells], tensors
+    return [(cell.kind, cell.container, cell.kind.save(cell.container)) for cell in cells], tensors
 
 
 def _walk(
@@ -530,6 +537,11 @@ def _walk_below(cell: _Cell, cells: list[_Cell], seen: set[int], tensors: list[t
             _walk(value, cell.label(key), cell.depth, cell.root, cells, seen, tensors)
 
 
+def _length(cell: _Cell, saved: Any) -> int:
+    """How many entries of a cell may hold further cells."""
+    return 0 if cell.kind.pairs is _nothing else len(saved)
+
+
 def _entries(cell: _Cell, saved: Any) -> Iterator[tuple[Any, Any]]:
     """Yield what was saved of a cell, by key, but for plain values; of a long list, the last ones."""
     pairs = [*cell.kind.pairs(saved)]
@@ -547,9 +559,7 @@ def _is_new(value: Any, known: set[int]) -> bool:
 def _is_calm(cell: _Cell) -> bool:
     values = (each for _, value in cell.kind.pairs(cell.kind.save(cell.container)) for each in _flat(value))
     others = [each for each in values if each.__class__ not in _PLAIN]
-    return cell.kind.compares and not any(
-        isinstance(each, torch.Tensor) or _kind_of(each.__class__) not in (None, _OBJECT) for each in others
-    )
+    return cell.kind.compares and not any(isinstance(each, torch.Tensor) for each in others)
 
 
 def _equal(now: Any, before: Any) -> bool:
@@ -631,6 +641,30 @@ def _put_large(container: Any, length: int) -> None:
         del container[length:]
 
 
+def _training(modules: list[dict[str, Any]]) -> list[bool]:
+    return [*map(itemgetter("training"), modules)]
+
+
+def _put_training(modules: list[dict[str, Any]], saved: list[bool]) -> None:
+    for attributes, training in zip(modules, saved, strict=True):
+        attributes["training"] = training
+
+
+def _put_no_buffers(modules: list[dict[str, Any]], _: object) -> None:
+    for buffers in modules:
+        buffers.clear()
+
+
+def _requires_grad(parameters: list[nn.Parameter]) -> list[bool]:
+    return [*map(attrgetter("requires_grad"), parameters)]
+
+
+def _put_requires_grad(parameters: list[nn.Parameter], saved: list[bool]) -> None:
+    for parameter, requires_grad in zip(parameters, saved, strict=True):
+        if parameter.requires_grad != requires_grad:
+            parameter.requires_grad_(requires_grad)
+
+
 def _put_generator(generator: torch.Generator, state: torch.Tensor) -> None:
     generator.set_state(state)
 
@@ -684,6 +718,10 @@ _BUFFERS = _DICT._replace(label="{0}.{1}", replace=dict.__setitem__)
 _LIST = _Kind(tuple, enumerate, _put_list, lambda each: [*enumerate(each)])
 _SET = _Kind(frozenset, _nothing, _put_set, _nothing)
 _SLOTS = _Kind(_slots, dict.items, _put_slots, lambda each: _slots(each).items(), object.__setattr__, "{0}.{1}")
+_SIZE = _Kind(len, _nothing, lambda *_: None, _nothing)  # all is listed again if it changes
+_NO_BUFFERS = _SIZE._replace(save=any, put=_put_no_buffers)
+_TRAINING = _SIZE._replace(save=_training, put=_put_training)
+_REQUIRES_GRAD = _SIZE._replace(save=_requires_grad, put=_put_requires_grad)
 _OPAQUE = _Kind(len, _nothing, _put_large, _nothing, compares=False)
 _LARGE = _OPAQUE
 _ARRAY = _OPAQUE._replace(save=np.copy, put=np.copyto)

@@ -21,7 +21,7 @@ from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.failure import Failure, Larger
 from lightning_memguard.training.facts.ranks import attempt
-from lightning_memguard.training.rescue.policy import Part
+from lightning_memguard.training.rescue.policy import Samples
 from lightning_memguard.training.run.profile import RunProfile
 
 _NEXT = 1.1  # what was announced once is announced again when it is this much larger
@@ -133,14 +133,14 @@ def fits_now(watch: BatchWatch | None, nbytes: int, device: torch.device) -> boo
     return fits is not None and fits * of_prediction >= size * nbytes
 
 
-def fitting(watch: BatchWatch | None, failed: Part, device: torch.device) -> int | None:
+def fitting(watch: BatchWatch | None, failed: Samples, device: torch.device) -> int | None:
     """How many samples of a batch that failed fit now, if memory grows with its bytes; None if nothing is known."""
     if watch is None:
         return None
     size = would_fit(watch, _budget_now(watch, device), 1.0)
     if size is None:
         return 1
-    return int(failed.samples * watch.prediction.expected_batch(size)[1] / max(1, failed.nbytes))
+    return int(failed.count * watch.prediction.expected_batch(size)[1] / max(1, failed.nbytes))
 
 
 def _budget_now(watch: BatchWatch, device: torch.device) -> Budget:

@@ -121,7 +121,7 @@ class Failing(Module):
     def on_train_batch_start(self, *_: Any) -> None:
         if not self.always and os.getpid() == self.process:  # try each batch as a whole, whatever has failed before
             (guard,) = (each for each in self.trainer.callbacks if isinstance(each, MemGuard))
-            guard._run._rescuer.policy._too_large_bytes = float("inf")  # type: ignore[union-attr]
+            guard._run._rescuer.policy.too_large_bytes = float("inf")  # type: ignore[union-attr]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         failing = ((), (0,), (1,), (0, 1))[batch_idx % 4]

@@ -37,8 +37,8 @@ class PlainStep:
     def noted_tensors(self) -> list[torch.Tensor] | None:
         return None
 
-    def notes_draws(self) -> bool:
-        return True
+    def unknown_draws(self) -> list[str]:
+        return []
 
     def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:
         result = self.function(self.module, batch)

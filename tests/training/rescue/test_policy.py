@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memguard.training.rescue.policy import Part, Policy, Rescue
+from lightning_memguard.training.rescue.policy import Policy, Rescue, Samples
 
 SIZE = 8
 BATCH, SMALLER = torch.zeros(SIZE, 4), torch.zeros(SIZE - 1, 4)
-FAILED = Part(SIZE, SIZE * 16)
+FAILED = Samples(SIZE, SIZE * 16)
 
 
 def failed_once(**settings: Any) -> Policy:
@@ -33,13 +33,13 @@ def test_batches_are_whole_until_one_fails() -> None:
 
 def test_a_batch_that_fails_is_halved() -> None:
     assert Policy().most_samples(FAILED) == 4
-    assert Policy().most_samples(Part(7, 112)) == 4
+    assert Policy().most_samples(Samples(7, 112)) == 4
 
 
 def test_a_part_that_fails_is_halved_and_later_batches_start_there() -> None:
     policy = Policy()
     policy.most_samples(FAILED)
-    assert policy.smaller(Part(4, 64)) == 2
+    assert policy.smaller(Samples(4, 64)) == 2
     policy.rescued(0, FAILED, 2, ())
     assert policy.most_samples(FAILED) == 2
 

@@ -281,6 +281,27 @@ def test_dropout_draws_the_masks_of_the_whole_batch(trainer: Any, norm: Any, mos
     check(trainer, lambda limit: Net(limit, "mid backward", norm=norm()), most)
 
 
+def test_a_step_that_draws_though_earlier_ones_did_not_is_refused(trainer: Any) -> None:
+    """Before the third step the state of random numbers is not noted; before the fourth it is."""
+
+    def drawing_from(step: int) -> Loss:
+        def loss(module: Any, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            is_late = module.global_step + 1 >= step
+            return F.cross_entropy(out + 0.1 * torch.randn_like(out) if is_late else out, y)
+
+        return loss
+
+    class Late(Net):
+        def is_too_large(self, x: torch.Tensor) -> bool:
+            return self.global_step == 2 and super().is_too_large(x)
+
+    rescue = Rescue()
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(trainer, Late(3, loss=drawing_from(3)), rescue, max_epochs=2)
+    assert "draws random numbers, whose states before are not known" in rescue.refused
+    check(trainer, lambda most: Late(most, loss=drawing_from(2)), max_epochs=2)
+
+
 def test_attributes_are_those_of_whole_batches(trainer: Any) -> None:
     """Each step counts once; what single samples left in a list is joined; a size is the whole batch's."""
     counted = check(trainer, lambda most: Net(most, loss=counting)).module
@@ -369,7 +390,7 @@ def test_gradients_scaled_by_nothing_would_make_another_training(trainer: Any, m
 
 def test_gradients_that_a_failed_attempt_left_would_count_twice(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another control: later in an accumulation, parameters that have their gradient must keep it."""
-    monkeypatch.setattr(again._Gradients, "written", lambda _: set())
+    monkeypatch.setattr(again.Gradients, "written", lambda _: set())
     with pytest.raises(AssertionError, match="not close"):
         check(trainer, lambda most: Net(most, "last gradient"), accumulate_grad_batches=4)
 

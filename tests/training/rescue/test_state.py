@@ -399,21 +399,22 @@ def test_random_states_are_put_back_where_they_were_noted(state: StepState) -> N
     drawn = random.random(), np.random.rand(), torch.rand(1).item()
     state.put_back(noted)
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
-    assert not state.draws_elsewhere(noted)
+    assert not state.unknown_draws(noted)
 
 
-def test_python_states_are_noted_only_if_steps_draw_from_them(state: StepState) -> None:
+def test_random_states_are_noted_only_if_steps_draw_from_them(state: StepState) -> None:
     settled(state)
     noted, before = state.note(None, None), random_states()
-    assert state.draws_elsewhere(noted)
+    assert len(state.unknown_draws(noted)) == 3
     assert random_states() == before
     np.random.rand()
     assert random_states() != before
     for _ in range(4):
         noted = state.note(None, None)
         random.random()
+        torch.rand(1)
         state.watch()
-    assert not state.draws_elsewhere(state.note(None, None))
+    assert state.unknown_draws(state.note(None, None)) == ["numpy"]
 
 
 # -- Lightning
