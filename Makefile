@@ -27,7 +27,7 @@ FIELD_STAMP := $(FIELD_VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test long lint bench compiled field histories suite effects deciding accuracy builds matrix nohang clean
+.PHONY: help demo demo-sharded test long lint bench compiled field histories suite deciding accuracy builds matrix nohang clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -49,19 +49,18 @@ lint: $(STAMP) ## check rules, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## measure accuracy on the CPU, speed and advice, and compare with BatchSizeFinder
+bench: $(STAMP) ## measure accuracy on the CPU, costs and advice, and compare with BatchSizeFinder
 	$(BIN)/python benchmarks/cpu_truth.py
-	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/versus_batch_size_finder.py
-	$(BIN)/python benchmarks/freed_memory.py
-	$(BIN)/python benchmarks/long_tail.py
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/overhead.py malloc
+	$(BIN)/python benchmarks/overhead.py process
+	$(BIN)/python benchmarks/overhead.py step
 	$(BIN)/python benchmarks/advice.py
 
 compiled: $(STAMP) ## compare predictions for models under torch.compile with really compiled steps (needs g++; ten minutes)
 	$(BIN)/python benchmarks/compiled.py
 
-field: $(FIELD_STAMP) ## train models of some sixty libraries and compare with predictions (two hours on two cores; continues)
+field: $(FIELD_STAMP) ## train models of some sixty libraries and compare with predictions (over an hour on two cores; continues)
 	@mkdir -p build
 	HF_HUB_OFFLINE=1 $(FIELD_BIN)/python benchmarks/field.py --json build/field.jsonl
 
@@ -74,12 +73,9 @@ CHECKOUT ?= build/lightning
 suite: $(STAMP) ## run Lightning's own tests under MemGuard (CHECKOUT=a checkout of Lightning's repository)
 	$(BIN)/python benchmarks/lightning_suite.py $(CHECKOUT)
 
-effects: $(STAMP) ## show what is left of what a step does beside its loss, with MemGuard and without
-	$(BIN)/python benchmarks/side_effects.py
-
 accuracy: $(CUDA_STAMP) ## compare predictions for CUDA with measurements on GPUs (downloads several GB on first use; no GPU needed)
 	$(CUDA_BIN)/python benchmarks/accuracy.py
-	$(CUDA_BIN)/python benchmarks/large.py
+	$(CUDA_BIN)/python benchmarks/overhead.py large
 
 builds: $(STAMP) $(CUDA_STAMP) ## compare predictions for CUDA of a CPU-only build of torch with those of a CUDA build
 	@mkdir -p build
@@ -87,7 +83,7 @@ builds: $(STAMP) $(CUDA_STAMP) ## compare predictions for CUDA of a CPU-only bui
 	$(CUDA_BIN)/python benchmarks/builds.py --compare build/one.json
 
 deciding: $(STAMP) ## time and memory of a decision, of two checkouts in turns: make deciding BEFORE=path AFTER=path
-	$(BIN)/python benchmarks/deciding.py $(BEFORE) $(or $(AFTER),.)
+	$(BIN)/python benchmarks/overhead.py decision $(BEFORE) $(or $(AFTER),.)
 
 matrix: $(STAMP) ## test with other versions of Lightning, torch and Python (16 environments of several GB; an hour)
 	$(BIN)/python benchmarks/matrix.py

@@ -154,20 +154,15 @@ def image_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any]
     return model, batch, step
 
 
-def text_loop(row: dict[str, str], first: int = TOKENS) -> tuple[nn.Module, Any, Callable[[Any, Any], Any]]:
-    """A language model of transformers on 128 tokens of wikitext-2; the lengths of the real batches are unknown.
-
-    ``first`` is how many tokens the first batch has.
-    """
+def text_loop(row: dict[str, str]) -> tuple[nn.Module, Any, Callable[[Any, Any], Any]]:
+    """A language model of transformers on 128 tokens of wikitext-2; the lengths of the real batches are unknown."""
     model = on_meta(lambda: language_model(row["constructor"]))
     tokens = torch.empty(int(row["batch"]), TOKENS, dtype=torch.long, device="meta")
     mask = torch.empty_like(tokens)
     outputs = []
-    shorter = [first] if first < TOKENS else []
 
     def step(model: Any, batch: Any) -> Any:
-        tokens, mask = (each[:, : shorter[0]].contiguous() for each in batch) if shorter else batch
-        shorter.clear()
+        tokens, mask = batch
         outputs[:] = [model(input_ids=tokens, attention_mask=mask, labels=tokens)]
         return outputs[0].loss
 
@@ -211,8 +206,8 @@ class Captured:
     setup: int  # reserved before the first step, which the first sample may have included
 
 
-def captured(row: dict[str, str], first: int = TOKENS) -> Captured:
-    """Capture one published run; of text, with a first batch of this many tokens."""
+def captured(row: dict[str, str]) -> Captured:
+    """Capture one published run."""
     from lightning_memguard.core import gpus
     from lightning_memguard.core.batch.batches import batches_from_one
     from lightning_memguard.core.capture.predict import capture
@@ -225,7 +220,7 @@ def captured(row: dict[str, str], first: int = TOKENS) -> Captured:
     quieten()
     sdpa.cudnn_version = lambda: OLD_CUDNN  # type: ignore[assignment]
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0" if row["version"] == "2025-05" else ""
-    model, batch, step = image_loop(row) if is_image(row) else text_loop(row, first)
+    model, batch, step = image_loop(row) if is_image(row) else text_loop(row)
     chosen = getattr(torch.optim, row["optimizer"])
     program = LoopProgram(
         model,

@@ -269,9 +269,15 @@ def trained(compute: Callable[..., Any], *tensors: Any) -> Step:
 FAMILIES: dict[str, Callable[[Draw], Step]] = {}
 
 
-def family(name: str) -> Callable[[Callable[[Draw], Step]], Callable[[Draw], Step]]:
-    def register(make: Callable[[Draw], Step]) -> Callable[[Draw], Step]:
-        FAMILIES[name] = make
+def family(name: str) -> Callable[[Callable[[Draw], Any]], Callable[[Draw], Any]]:
+    """Of a list of functions that it returns, one is drawn, and trained."""
+
+    def register(make: Callable[[Draw], Any]) -> Callable[[Draw], Any]:
+        def step(draw: Draw) -> Step:
+            made = make(draw)
+            return trained(draw.one_of(*made)) if isinstance(made, list) else made
+
+        FAMILIES[name] = step
         return make
 
     return register
@@ -535,14 +541,13 @@ def _pooling(draw: Draw) -> Step:
     image = [draw.size(6, (200, 30, 12)[dims - 1])] * dims
     x = draw.tensor(draw.size(1, 8), draw.size(1, 20), *image)
     kernel, stride, size = draw.one_of(2, 3), draw.one_of(1, 2), draw.one_of(1, 2, 3)
-    choices = [
+    return [
         lambda: getattr(F, f"max_pool{dims}d")(x, kernel, stride),
         lambda: getattr(F, f"avg_pool{dims}d")(x, kernel, stride),
         lambda: getattr(F, f"adaptive_avg_pool{dims}d")(x, size),
         lambda: getattr(F, f"adaptive_max_pool{dims}d")(x, size),
         lambda: F.lp_pool1d(x.flatten(2), 2, kernel),
     ]
-    return trained(draw.one_of(*choices))
 
 
 @family("resizing")
@@ -562,7 +567,7 @@ def _images(draw: Draw) -> Step:
     grid = draw.tensor(batch, 8, 8, 2, layout="contiguous")
     pad = draw.one_of("constant", "reflect", "replicate", "circular")
     sampling = draw.one_of("bilinear", "nearest", "bicubic")
-    choices = [
+    return [
         lambda: F.pad(x, (1, 2, 1, 0), mode=pad),
         lambda: F.unfold(x, 3),
         lambda: F.fold(F.unfold(x, 3), (side, side), 3),
@@ -575,7 +580,6 @@ def _images(draw: Draw) -> Step:
         lambda: x.flip(3),
         lambda: F.dropout2d(x, 0.3, True),
     ]
-    return trained(draw.one_of(*choices))
 
 
 @family("indexing")
@@ -585,7 +589,7 @@ def _indexing(draw: Draw) -> Step:
     some = draw.integers(rows, draw.size(1, 100))
     like = draw.integers(rows, rows, columns)
     mask = torch.rand(rows, columns) > 0.5
-    choices = [
+    return [
         lambda: x[some],
         lambda: x[mask],
         lambda: x[some, some % columns],
@@ -605,7 +609,6 @@ def _indexing(draw: Draw) -> Step:
         x.tril,
         lambda: torch.take_along_dim(x, like, 0),
     ]
-    return trained(draw.one_of(*choices))
 
 
 @family("sorting")
@@ -613,7 +616,7 @@ def _sorting(draw: Draw) -> Step:
     x = draw.any_tensor(1, 3)
     dim, flat = draw.random.randrange(x.dim()), x.detach().flatten()
     stable, most = draw.chance(), max(1, x.shape[dim] // 2)
-    choices = [
+    return [
         lambda: x.sort(dim, stable=stable),
         lambda: x.topk(most, dim),
         lambda: x.argsort(dim),
@@ -629,7 +632,6 @@ def _sorting(draw: Draw) -> Step:
         lambda: torch.multinomial(x.detach().flatten().abs() + 0.1, 1),
         lambda: torch.randperm(x.numel()),
     ]
-    return trained(draw.one_of(*choices))
 
 
 @family("copies")
@@ -639,7 +641,7 @@ def _copies(draw: Draw) -> Step:
     target = torch.empty(x.shape, dtype=draw.one_of(draw.dtype, other))
     order = list(range(x.dim()))
     draw.random.shuffle(order)
-    choices = [
+    return [
         x.contiguous,
         x.clone,
         lambda: x.to(other),
@@ -652,7 +654,6 @@ def _copies(draw: Draw) -> Step:
         lambda: x.expand(3, *x.shape).contiguous(),
         lambda: torch.complex(x.float(), x.float()).real,
     ]
-    return trained(draw.one_of(*choices))
 
 
 @family("distances")
@@ -668,7 +669,7 @@ def _linear_algebra(draw: Draw) -> Step:
     x, y = draw.tensor(*batch, n, n), draw.tensor(*batch, n, draw.size(1, 20))
     spd = lambda: x @ x.mT + n * torch.eye(n, dtype=x.dtype)  # noqa: E731
     linalg = torch.linalg
-    choices = [
+    return [
         lambda: linalg.cholesky(spd()),
         lambda: linalg.solve(spd(), y),
         lambda: linalg.inv(spd()),
@@ -683,7 +684,6 @@ def _linear_algebra(draw: Draw) -> Step:
         lambda: linalg.solve_triangular(spd().tril(), y, upper=False),
         lambda: torch.einsum("...ij,...jk->...ik", x, y),
     ]
-    return trained(draw.one_of(*choices))
 
 
 @family("fourier")
@@ -691,14 +691,13 @@ def _fourier(draw: Draw) -> Step:
     x = draw.any_tensor(1, 3)
     window = torch.hann_window(16)
     long = draw.tensor(draw.size(1, 4), draw.size(100, 900), dtype=torch.float32)
-    choices = [
+    return [
         lambda: torch.fft.rfft(x),
         lambda: torch.fft.irfft(torch.fft.rfft(x)),
         lambda: torch.fft.fft(x),
         lambda: torch.fft.rfft2(x),
         lambda: torch.stft(long, 16, window=window, return_complex=True).abs(),
     ]
-    return trained(draw.one_of(*choices))
 
 
 @family("recurrent")

@@ -1,21 +1,23 @@
-"""Predictions for DeepSpeed's ZeRO against DeepSpeed itself, on CPU tensors under a fake process group.
+"""Predictions for DeepSpeed against real steps of Lightning and DeepSpeed, on CPU tensors under a fake process group.
 
 DeepSpeed runs on a CPU (``DS_ACCELERATOR=cpu``), and torch's fake process group lets one process be one rank of any
 number: collectives return at once, and everything that a rank allocates is real. The peak of its second and later
-steps, as PyTorch's profiler sees it, is compared with the prediction, phase by phase. What this cannot show: CUDA
-streams, and offload, whose two sides are one device here. Needs ``deepspeed`` (``DS_BUILD_OPS=0 pip install
---no-build-isolation deepspeed``); without it, the cases are predicted alone.
+steps, as PyTorch's profiler sees it, is compared with the prediction, phase by phase; once more without what operators
+allocate and free inside, which depends on the processor. What this cannot show: CUDA streams, and offload, whose two
+sides are one device here. Needs ``deepspeed`` (``pip install deepspeed``).
 
     python benchmarks/deepspeed_truth.py                   # all cases
     python benchmarks/deepspeed_truth.py stage3 stage2_fp32
 """
 
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,23 +25,34 @@ from unittest import mock
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.strategies import DeepSpeedStrategy
 from torch import nn
 from torch._C._profiler import _EventType
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning.subject import trainer_for
 from lightning_memguard.training.strategies import deepspeed
+from lightning_memguard.training.strategies.sharded import Layout
 
 TOKENS, WORDS, SAMPLES, STEPS = 64, 1000, 8, 3
+PHASES = ("forward", "backward", "optimizer")
 LIGHTNINGS = {"contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True}
 SMALL = {**LIGHTNINGS, "reduce_bucket_size": 1_000_000, "sub_group_size": int(1e12)}
 TIGHT = {"stage3_param_persistence_threshold": 1000, "stage3_prefetch_bucket_size": 400_000}
 LIVE = {"stage3_max_reuse_distance": 500_000, "stage3_max_live_parameters": 1_500_000}
+ANY_OPTIMIZER = {
+    "train_micro_batch_size_per_gpu": SAMPLES,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+STATES = {"offload_optimizer": {"device": "cpu"}}
+BOTH = {**STATES, "offload_param": {"device": "cpu"}}
 
 Case = tuple[int, str, dict[str, Any], dict[str, Any]]  # ranks, precision, zero_optimization, options of the model
 CASES: dict[str, Case] = {
@@ -60,6 +73,13 @@ CASES: dict[str, Case] = {
     "stage3_subgroups": (4, "bf16-mixed", {"stage": 3, **SMALL, "sub_group_size": 200_000}, {}),
     "stage3_checkpointed": (4, "bf16-mixed", {"stage": 3, **SMALL, **TIGHT, **LIVE}, {"checkpointed": True}),
     "stage3_accumulated": (4, "bf16-mixed", {"stage": 3, **SMALL, **TIGHT}, {"accumulate": 2}),
+    "stage3_called": (4, "bf16-mixed", {"stage": 3, **SMALL, **TIGHT, **LIVE}, {"called": True}),
+    "stage3_fp16": (4, "16-mixed", {"stage": 3, **SMALL, **TIGHT}, {}),
+    "stage3_offload": (4, "bf16-mixed", {"stage": 3, **SMALL, **TIGHT, **BOTH}, {}),
+    "stage2_offload": (4, "bf16-mixed", {"stage": 2, **SMALL, **STATES}, {}),
+    "stage2_fp16": (4, "16-mixed", {"stage": 2, **SMALL}, {}),
+    "stage2_called": (4, "bf16-mixed", {"stage": 2, **SMALL}, {"called": True}),
+    "stage3_frozen": (4, "bf16-mixed", {"stage": 3, **SMALL, **TIGHT}, {"frozen": True}),
     "stage3_groups": (8, "bf16-mixed", {"stage": 3, **SMALL, **TIGHT}, {"groups": True}),
 }
 
@@ -84,12 +104,21 @@ class Block(nn.Module):
 class Gpt(pl.LightningModule):
     """A small GPT, of 3.7 million parameters."""
 
-    def __init__(self, *, checkpointed: bool = False, groups: bool = False, width: int = 256) -> None:
+    def __init__(
+        self,
+        *,
+        checkpointed: bool = False,
+        groups: bool = False,
+        called: bool = False,
+        frozen: bool = False,
+        width: int = 256,
+    ) -> None:
         super().__init__()
-        self.checkpointed, self.groups = checkpointed, groups
+        self.checkpointed, self.groups, self.called = checkpointed, groups, called
         self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(TOKENS, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(4))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
+        self.words.requires_grad_(not frozen)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.words(words) + self.places(torch.arange(TOKENS, device=words.device))
@@ -99,7 +128,8 @@ class Gpt(pl.LightningModule):
         return F.cross_entropy(logits.view(-1, WORDS), words.view(-1))
 
     def training_step(self, words: torch.Tensor, _: int) -> torch.Tensor:
-        return self(words)
+        # ``self(words)`` runs the hooks of stage 3 a second time: DeepSpeed then takes its order of modules for lost.
+        return self(words) if self.called else self.forward(words)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if not self.groups:
@@ -109,109 +139,178 @@ class Gpt(pl.LightningModule):
         return torch.optim.AdamW([{"params": large}, {"params": small, "weight_decay": 0.0}], lr=1e-3)
 
 
-class DeepSpeedStrategy:
-    """Stands for Lightning's, which refuses a CPU; it keeps DeepSpeed's own configuration."""
-
-    def __init__(self, zero: dict[str, Any]) -> None:
-        self.config = {"zero_optimization": zero}
+def strategy_of(case: Case) -> DeepSpeedStrategy:
+    """Lightning's own, with DeepSpeed's configuration."""
+    return DeepSpeedStrategy(config={**ANY_OPTIMIZER, "zero_optimization": dict(case[2])}, loss_scale=1.0)
 
 
 def model_of(options: dict[str, Any]) -> Gpt:
     return Gpt(**{name: value for name, value in options.items() if name != "accumulate"})
 
 
-def predicted(case: Case) -> tuple[dict[str, int], int]:
-    """The peak of each phase, from the second step on, and for which rank: the one that holds most."""
-    ranks, precision, zero, options = case
+def predicted(case: Case, *, scratch: bool = True) -> tuple[dict[str, int], int]:
+    """The peak of each phase, from the second step on, and for which rank: the one that holds most.
+
+    Without ``scratch`` all but what operators take inside, which depends on the processor.
+    """
+    ranks, precision, _, options = case
     model = model_of(options)
     trainer = trainer_for(model, "32-true", None, accumulate_grad_batches=options.get("accumulate", 1))
+    strategy = strategy_of(case)
     program = LightningProgram(
         trainer,
         model,
         batches_from_one(torch.zeros(SAMPLES, TOKENS, dtype=torch.long)),
         torch.device("cpu"),
         batches_per_epoch=lambda _: 100,
-        strategy=DeepSpeedStrategy(zero),  # type: ignore[arg-type]
+        strategy=strategy,
+        layout=Layout.of(strategy, ranks, 1),
         ranks=ranks,
         precision=precision,
     )
     recorder = Recorder("cpu")
-    engines: list[deepspeed.Engine] = []
-    take_over = deepspeed.Engine.take_over
+    fullest: list[int] = []
+    find = deepspeed.fullest_rank
 
-    def keep(engine: deepspeed.Engine, optimizers: list[torch.optim.Optimizer]) -> None:
-        engines.append(engine)
-        take_over(engine, optimizers)
+    def keep(*arguments: Any) -> int:
+        fullest.append(find(*arguments))
+        return fullest[0]
 
-    with mock.patch.object(deepspeed.Engine, "take_over", keep):
+    with mock.patch.object(deepspeed, "fullest_rank", keep):
         program.run(recorder, SAMPLES, fake=True)
-    live, peaks = 0, dict.fromkeys(("forward", "backward", "optimizer"), 0)
+    live, peaks = 0, dict.fromkeys(PHASES, 0)
     first = options.get("accumulate", 1)
     for event in recorder.trace(SAMPLES, "fake").events:
+        if event.part == "workspaces" and not scratch:
+            continue
         live += event.nbytes if event.action == "alloc" else -event.nbytes
         if event.step >= first and event.phase in peaks:
             peaks[event.phase] = max(peaks[event.phase], live)
-    return peaks, engines[0].rank
+    return peaks, (fullest or [0])[0]
 
 
-def measured(case: Case, rank: int) -> dict[str, int]:
-    """The same of DeepSpeed."""
+class OnCpu(DeepSpeedStrategy):
+    """Lightning's own, which refuses a CPU."""
+
+    initializes = False
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", 0) if self.initializes else torch.device("cpu")
+
+    def setup_environment(self) -> None:
+        self.set_world_ranks()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def _setup_model_and_optimizer(self, *args: Any) -> Any:
+        with mock.patch.object(self, "initializes", True):
+            return super()._setup_model_and_optimizer(*args)
+
+
+class Phases(pl.Callback):
+    """Names the phases of each step to the profiler, as the prediction does."""
+
+    def __init__(self, accumulate: int) -> None:
+        self.accumulate, self.batch, self.running = accumulate, 0, contextlib.ExitStack()
+
+    def mark(self, phase: str) -> None:
+        self.running.close()
+        self.running.enter_context(record_function(("later " if self.batch >= self.accumulate else "first ") + phase))
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
+        self.batch = index
+        self.mark("forward")
+
+    def on_before_backward(self, *_: object) -> None:
+        self.mark("backward")
+
+    def on_after_backward(self, *_: object) -> None:
+        self.mark("forward")
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.model.is_gradient_accumulation_boundary():
+            self.mark("optimizer")
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.mark("end")
+
+
+def measured(case: Case, rank: int) -> tuple[dict[str, int], dict[str, int]]:
+    """The same of DeepSpeed, as Lightning runs it, with scratch and without."""
     os.environ.update(
         DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(case[0]), MASTER_ADDR="127.0.0.1",
         MASTER_PORT="29511",
     )  # fmt: skip
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    ranks, precision, zero, options = case
+    ranks, precision, _, options = case
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     import deepspeed as library
 
-    library.utils.logging.logger.setLevel("ERROR")
     library.init_distributed("fake", dist_init_required=False)
     accumulate = options.get("accumulate", 1)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "gradient_accumulation_steps": accumulate,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
-        **({"bf16": {"enabled": True}} if precision.startswith("bf16") else {}),
-    }
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=OnCpu(config=strategy_of(case).config, logging_level="ERROR", loss_scale=1.0),
+        precision=precision,
+        accumulate_grad_batches=accumulate,
+        max_epochs=1,
+        limit_train_batches=STEPS * accumulate,
+        callbacks=[Phases(accumulate)],
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    )
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        model = model_of(options)
-        engine, *_ = library.initialize(
-            config=config,
-            model=model,
-            model_parameters=[*model.parameters()],
-            optimizer=model.configure_optimizers(),
-            dist_init_required=False,
-        )
-        for step in range(STEPS * accumulate):
-            later = "later " if step >= accumulate else "first "
-            words = torch.zeros(SAMPLES, TOKENS, dtype=torch.long)
-            with record_function(later + "forward"):
-                loss = engine(words)
-            with record_function(later + "backward"):
-                engine.backward(loss)
-            with record_function(later + "optimizer"):
-                engine.step()
-    return peaks_of(profiled)
+        words = torch.zeros(SAMPLES, TOKENS, dtype=torch.long)
+        trainer.fit(model_of(options), DataLoader([words] * 100, batch_size=None))  # type: ignore[arg-type]
+    return peaks_of(profiled), peaks_of(profiled, scratch=False)
 
 
-def peaks_of(profiled: Any) -> dict[str, int]:
-    found: list[tuple[int, int, str]] = []
-    todo = [(event, "") for event in profiled.profiler.kineto_results.experimental_event_tree()]
+def peaks_of(profiled: Any, *, scratch: bool = True) -> dict[str, int]:
+    """The peaks of a profile; without ``scratch`` but for what an operator allocates and frees inside itself."""
+    found: list[tuple[int, int, int, str, int]] = []  # time, address, bytes, phase, end of the operator
+    todo = [(event, "", 0) for event in profiled.profiler.kineto_results.experimental_event_tree()]
     while todo:
-        event, phase = todo.pop()
-        begins = event.name.startswith(("later ", "first "))
-        todo += [(child, event.name if begins else phase) for child in event.children]
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields.alloc_size, phase))
-    live, peaks = 0, dict.fromkeys(("forward", "backward", "optimizer"), 0)
-    for _, nbytes, phase in sorted(found, key=lambda each: each[0]):
-        live += nbytes
-        if phase.startswith("later "):
-            peaks[phase[6:]] = max(peaks[phase[6:]], live)
+        event, phase, end = todo.pop()
+        phase = event.name if event.name.startswith(("later ", "first ")) else phase
+        if event.tag == _EventType.TorchOp and not event.name.startswith(("aten::empty", "aten::resize_")):
+            end = event.end_time_ns if event.name.startswith("aten::") else 0
+        todo += [(child, phase, end) for child in event.children]
+        memory = event.extra_fields
+        if event.tag == _EventType.Allocation and memory.device.type == "cpu":
+            found.append((event.start_time_ns, memory.ptr, memory.alloc_size, phase, end))
+    live, peaks = 0, dict.fromkeys(PHASES, 0)
+    found.sort(key=lambda each: each[0])
+    inside = set() if scratch else {*_inside_an_operator(found)}
+    for place, (_, _, nbytes, phase, _) in enumerate(found):
+        if place not in inside:
+            live += nbytes
+            if phase.removeprefix("later ") in peaks:
+                peaks[phase[6:]] = max(peaks[phase[6:]], live)
     return peaks
+
+
+def _inside_an_operator(found: list[tuple[int, int, int, str, int]]) -> Iterator[int]:
+    """The places of allocations that end within the operator that made them, and of their ends."""
+    made: dict[int, int] = {}
+    for place, (time, address, nbytes, _, _) in enumerate(found):
+        if nbytes > 0:
+            made[address] = place
+        elif address in made:
+            start = made.pop(address)
+            if time <= found[start][4]:
+                yield from (start, place)
+
+
+def measured_apart(name: str, rank: int) -> Any:
+    """The same in a process of its own, which DeepSpeed and its accelerator are loaded for."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__)), "--measure", name, str(rank)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise RuntimeError(answer.stderr.strip().splitlines()[-1])
+    return json.loads(answer.stdout.strip().splitlines()[-1])
 
 
 def main(names: list[str]) -> None:
@@ -227,13 +326,16 @@ def main(names: list[str]) -> None:
             continue
         line = f"{name:22}" + "".join(f" {phase} {nbytes:>12,}" for phase, nbytes in ours.items())
         if there:
-            command = [sys.executable, "-W", "ignore", str(Path(__file__)), "--measure", name, str(rank)]
-            answer = subprocess.run(command, capture_output=True, text=True, check=False)
-            if answer.returncode:
-                line += f"  DeepSpeed failed: {answer.stderr.strip().splitlines()[-1]}"
+            try:
+                truth, without = measured_apart(name, rank)
+            except RuntimeError as error:
+                line += f"  DeepSpeed failed: {error}"
             else:
-                truth = json.loads(answer.stdout.strip().splitlines()[-1])
                 line += "  off by " + ", ".join(f"{ours[phase] - truth[phase]:+,}" for phase in ours)
+                ours, _ = predicted(CASES[name], scratch=False)
+                line += "  without scratch " + ", ".join(
+                    f"{nbytes:,} ({ours[phase] - nbytes:+,})" for phase, nbytes in without.items()
+                )
         print(line, flush=True)
 
 

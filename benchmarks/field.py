@@ -294,7 +294,7 @@ def tune(run: Any, batch_size: int, larger: int, steps: int, times: float) -> di
     asked = MemGuard(mode="check", budget=64 * GIB)
     stop_at_first_step(run.build(), run.data(larger, steps), trainer_options(steps, run), asked)
     budget = int(times * asked.decision.footprint.most_device_bytes)
-    guard = MemGuard(budget=budget)
+    guard = MemGuard(budget=budget, min_steps_per_epoch=None)
     module, data = run.build(), run.data(batch_size, ENOUGH // batch_size)
     started = time.perf_counter()
     fit(module, data, trainer_options(steps, run), guard, Sizes())

@@ -26,8 +26,6 @@ from pathlib import Path
 from lightning_memguard.core.replay.history import History, read_histories, replay_as_recorded, replay_history
 from lightning_memguard.errors import MemGuardError
 
-HISTORIES = Path(__file__).parent / "data" / "histories.csv"
-
 
 @dataclass(frozen=True)
 class Replayed:

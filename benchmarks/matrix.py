@@ -181,13 +181,7 @@ def run(cell: Cell, tests: tuple[str, ...]) -> Result:
         surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             subprocess.run(
-                command,
-                cwd=ROOT,
-                env=surroundings,
-                stdout=file,
-                stderr=file,
-                timeout=_PATIENCE_SECONDS,
-                check=False,
+                command, cwd=ROOT, env=surroundings, stdout=file, stderr=file, timeout=_PATIENCE_SECONDS, check=False
             )
         except subprocess.TimeoutExpired:
             return Result(cell, seconds=_PATIENCE_SECONDS, trouble="took too long")

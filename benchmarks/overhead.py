@@ -1,27 +1,225 @@
-"""The cost of MemGuard while training: time per step with and without it, in pairs, over many tiny steps.
+"""What MemGuard costs: seconds and bytes of a decision, of a step, of a large model, and on the CPU.
 
-Two Trainers train the same tiny module in one process, taking turns of a block of steps, so that other load slows both.
-Printed are the median ratio of the times of a pair of blocks, and the time of a step.
+decision   `tune`, from `setup` to the decision, for the zoo, of two checkouts in turns: seconds, processor seconds of
+           all processes, and resident memory left behind. Each measurement is a process of its own, and each number a
+           median: first of processes that have trained the model for two steps, then of new ones.
+large      predictions of large models for a GPU that is not there, in a process each (needs torchvision, transformers)
+step       thread time of a step with and without MemGuard: two trainings take turns of blocks of tiny steps
+malloc     seconds of steps on the CPU with glibc's own rule, and with freed memory returned at once, in turns
+process    what a process that trains on the CPU takes besides its tensors (RssAnon): what MKL keeps after a linear
+           layer's products, and objects from `setup` to the second step; the recordings behind `process_bytes`
 
-    python benchmarks/overhead.py                 # 20,000 steps with and 20,000 without, in blocks of 500
+    python benchmarks/overhead.py step
+    python benchmarks/overhead.py decision BEFORE AFTER --only mlp gpt --rounds 1     # two checkouts
+    python benchmarks/overhead.py large llama_7b
+    python benchmarks/overhead.py process 1 4 8            # numbers of threads
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import resource
 import statistics
+import subprocess
+import sys
 import threading
 import time
-import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from lightning_memguard import MemGuard
+import lightning_memguard
+from lightning_memguard import MemGuard, estimate
 from shared.truth import QUIET, quieten
+from shared.zoo import CASES, LARGE, Case, Supervised, case_named, images, resnet_small, vectors
+
+MIB = 1 << 20
+Measured = dict[str, float]  # by quantity
+
+# Decision ------------------------------------------------------------------------------------------------------------
+
+BUDGET = 8 << 30  # the same for both checkouts, whatever else the machine does
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+class Validated(Supervised):
+    """Trains, and validates the same way."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+VALIDATED = Case(
+    "resnet_validated", lambda name: Validated(resnet_small(), name, F.cross_entropy), images(3, 48), (8, 16, 32)
+)
+NAMES = [case.name for case in (*CASES, *LARGE, VALIDATED)]
+
+
+def measure_decision(case: Case, checkout: Path, *, warm: bool) -> Measured:
+    from lightning_memguard.training.run.tune import tune
+
+    if checkout not in Path(lightning_memguard.__file__).parents:
+        raise SystemExit(f"{lightning_memguard.__file__} is not the package of {checkout}.")
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that processes that outlive theirs count too
+    module = case.build(case.optimizers[0])
+    if warm:
+        trainer_of(case, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0).fit(module, *loaders(case))
+    trainer = trainer_of(case)
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module, *loaders(case))
+    settings = MemGuard(budget=BUDGET, min_steps_per_epoch=None)._settings
+    held, used = resident(), processor_seconds()
+    started = time.perf_counter()
+    tuning = tune(trainer, module, settings)
+    seconds = time.perf_counter() - started
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+    used = processor_seconds() - used
+    after = resident()
+    if tuning.profile is None:
+        raise SystemExit(f"{case.name}: {tuning.decision.reason}")
+    left = {name: (after[name] - held[name]) / MIB for name in held}
+    return {"batch_size": tuning.decision.batch_size, "seconds": seconds, "processor": used, **left}
+
+
+def trainer_of(case: Case, **settings: Any) -> pl.Trainer:
+    return pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET, **case.trainer_kwargs, **settings)
+
+
+def loaders(case: Case) -> list[DataLoader]:
+    count = 2 if case is VALIDATED else 1
+    return [DataLoader(case.dataset(100_000), batch_size=case.batch_sizes[0]) for _ in range(count)]
+
+
+def resident() -> dict[str, int]:
+    """Bytes in memory, once what can be given back was."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return {name: memory_of(name) for name in ("VmRSS", "RssAnon")}
+
+
+def memory_of(name: str) -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[name].split()[0]) * 1024
+
+
+def processor_seconds() -> float:
+    """Of this process and of those that have ended below it."""
+    of = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in of)
+
+
+def measured_in(checkout: Path, name: str, *, warm: bool) -> Measured:
+    command = [sys.executable, __file__, "decision", str(checkout), "--measure", name, *(["--warm"] if warm else [])]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def print_decisions(names: list[str], checkouts: list[Path], rounds: int, *, warm: bool) -> None:
+    state = "that has trained the model for two steps" if warm else "that has just started"
+    print(f"\nIn a process {state}, before and after; memory in MiB, median of {rounds} rounds:\n")
+    quantities = ("seconds", "processor", "VmRSS", "RssAnon")
+    print(f"| model | batch size | ratio of seconds | {' | '.join(quantities)} |")
+    print(f"|---|{'---:|' * (2 + len(quantities))}", flush=True)
+    ratios, left = [], []
+    for name in names:
+        turns = [[measured_in(checkout, name, warm=warm) for checkout in checkouts] for _ in range(rounds)]
+        before, after = ({key: statistics.median(t[i][key] for t in turns) for key in turns[0][0]} for i in (0, 1))
+        ratios.append(before["seconds"] / after["seconds"])
+        left.append(after["VmRSS"])
+        sizes = " / ".join(dict.fromkeys(f"{each['batch_size']:g}" for each in (before, after)))
+        cells = [f"{before[key]:.2f} / {after[key]:.2f}" for key in quantities]
+        print(f"| {name} | {sizes} | {ratios[-1]:.2f} | {' | '.join(cells)} |", flush=True)
+    print(f"\nSeconds before / after: {statistics.median(ratios):.2f} in the median, {min(ratios):.2f} at least.")
+    print(f"Left behind after: {statistics.median(left):.2f} MiB in the median, {max(left):.2f} MiB at most.")
+
+
+def decision(options: argparse.Namespace) -> None:
+    checkouts = [Path(path).resolve() for path in options.checkouts]
+    if options.measure:
+        case = VALIDATED if options.measure == VALIDATED.name else case_named(options.measure)
+        print(json.dumps(measure_decision(case, checkouts[0], warm=options.warm)))
+        return
+    if len(checkouts) != 2:
+        raise SystemExit("Give two checkouts: the one before, and the one after.")
+    for warm in (True, False):
+        print_decisions(options.only, checkouts, options.rounds, warm=warm)
+
+
+# Large models --------------------------------------------------------------------------------------------------------
+
+GPU = "NVIDIA H200"
+Model = tuple[nn.Module, Any, Callable[[Any, Any], Any]]
+
+
+def resnet50() -> Model:
+    import torchvision
+
+    batch = torch.empty(32, 3, 224, 224), torch.empty(32, dtype=torch.long)
+    return torchvision.models.resnet50(), batch, lambda m, b: F.cross_entropy(m(b[0]), b[1])
+
+
+def language_model(name: str, samples: int, length: int, **settings: int) -> Model:
+    import transformers
+
+    configuration = getattr(transformers, f"{name}Config")(**settings)
+    head = {"Bert": "BertForMaskedLM", "GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}[name]
+    batch = torch.empty(samples, length, dtype=torch.long)
+    return getattr(transformers, head)(configuration), batch, lambda m, b: m(input_ids=b, labels=b).loss
+
+
+BERT_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+MODELS: dict[str, tuple[int, Callable[[], Model]]] = {  # the goal in seconds
+    "resnet50": (3, resnet50),
+    "bert_large": (5, lambda: language_model("Bert", 8, 512, **BERT_LARGE)),
+    "gpt2_small": (4, lambda: language_model("GPT2", 8, 1024)),
+    "llama_7b": (15, lambda: language_model("Llama", 1, 2048)),
+}
+
+
+def large(options: argparse.Namespace) -> None:
+    """Each model's definition is real; its weights are never allocated."""
+    from lightning_memguard.units import format_bytes
+
+    if len(options.models) != 1:
+        print(f"Predicted for the {GPU} with AdamW in float32, on {torch.get_num_threads()} threads:", flush=True)
+        for name in options.models or MODELS:
+            subprocess.run([sys.executable, __file__, "large", name], check=True)
+        return
+    (name,) = options.models
+    goal, build = MODELS[name]
+    with torch.device("meta"):
+        model, batch, step = build()
+    model.train()
+    started = time.perf_counter()
+    found = estimate(model, batch, step=step, optimizer=torch.optim.AdamW, device=GPU)
+    seconds = time.perf_counter() - started
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
+    print(
+        f"{name:<12}{seconds:>6.1f} s (goal {goal:>2}){format_bytes(most):>12} resident"
+        f"{format_bytes(found.peak_allocated_bytes):>12} allocated"
+        f"{format_bytes(found.peak_reserved_bytes):>12} reserved"
+        f"  in {found.phase} at {found.operator} ({found.method})",
+        flush=True,
+    )
+
+
+# Step ----------------------------------------------------------------------------------------------------------------
 
 
 class Tiny(pl.LightningModule):
@@ -39,7 +237,7 @@ class Tiny(pl.LightningModule):
 
 
 class Turns(pl.Callback):
-    """Lets two trainings take turns of a block of steps, and times the blocks."""
+    """Lets two trainings take turns of a block of steps, so that other load slows both, and times the blocks."""
 
     def __init__(self, mine: threading.Semaphore, other: threading.Semaphore, block: int) -> None:
         self.mine, self.other, self.block = mine, other, block
@@ -59,35 +257,19 @@ class Turns(pl.Callback):
         self.other.release()
 
 
-def train(turns: Turns, guards: list[Any], steps: int) -> None:
-    """Train for some steps, in turns."""
-    data = TensorDataset(torch.zeros(steps, 4))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        **QUIET,
-        callbacks=[*guards, turns],
-    )
-    trainer.fit(Tiny(), DataLoader(data, batch_size=1))
+def train_in_turns(turns: Turns, guards: list[Any], steps: int) -> None:
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET, callbacks=[*guards, turns])
+    trainer.fit(Tiny(), DataLoader(TensorDataset(torch.zeros(steps, 4)), batch_size=1))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--block", type=int, default=500)
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    quieten()
+def step(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     first, second = threading.Semaphore(1), threading.Semaphore(0)
-    turns = {
-        "without": Turns(first, second, options.block),
-        "with": Turns(second, first, options.block),
-    }
+    alone, guarded = Turns(first, second, options.block), Turns(second, first, options.block)
     guard = MemGuard(max_batch_size=1)
     threads = [
-        threading.Thread(target=train, args=(turns["without"], [], options.steps)),
-        threading.Thread(target=train, args=(turns["with"], [guard], options.steps)),
+        threading.Thread(target=train_in_turns, args=(turns, guards, options.steps))
+        for turns, guards in ((alone, []), (guarded, [guard]))
     ]
     for thread in threads:
         thread.start()
@@ -95,14 +277,169 @@ def main() -> None:
         thread.join()
     assert guard.decision is not None
     print(f"MemGuard: {guard.decision.outcome} at batch size {guard.decision.batch_size}, {options.steps} steps each")
-    pairs = list(zip(turns["without"].seconds, turns["with"].seconds, strict=True))[1:]  # the first warms up
-    ratios = [guarded / alone for alone, guarded in pairs]
-    each = {name: statistics.median(turn.seconds) / options.block * 1e6 for name, turn in turns.items()}
-    print(f"a step without {each['without']:.1f} us, with {each['with']:.1f} us")
+    pairs = list(zip(alone.seconds, guarded.seconds, strict=True))[1:]  # the first warms up
+    ratios = [with_it / without for without, with_it in pairs]
+    each = [statistics.median(turns.seconds) / options.block * 1e6 for turns in (alone, guarded)]
+    print(f"a step without {each[0]:.1f} us, with {each[1]:.1f} us")
     print(
         f"ratio, median of {len(ratios)} pairs of {options.block} steps: {statistics.median(ratios):.4f} "
         f"(quartiles {', '.join(f'{value:.4f}' for value in statistics.quantiles(ratios)[::2])})"
     )
+
+
+# Freed memory --------------------------------------------------------------------------------------------------------
+
+ROUNDS = 6
+SIZES = {"resnet": 32, "unet": 32, "mlp": 1024}
+
+
+def seconds_with_freed_memory(name: str) -> tuple[float, float, float]:
+    """Seconds of two steps with glibc's rule, with MemGuard's, and the median ratio of neighbors."""
+    from lightning_memguard.core.device.malloc import return_freed_memory
+
+    case = case_named(name)
+    module = case.build("sgd")
+    optimizer = module.configure_optimizers()
+    dataset = case.dataset(SIZES[name])
+    batch = default_collate([dataset[i] for i in range(SIZES[name])])
+
+    def two_steps() -> float:
+        started = time.perf_counter()
+        for _ in range(2):
+            optimizer.zero_grad()
+            module.training_step(batch, 0).backward()
+            optimizer.step()
+        return time.perf_counter() - started
+
+    undo = return_freed_memory(torch.device("cpu"))
+    undo()  # from here on the threshold is where glibc's own rule lets it rise to
+    kept, returned = [], []
+    for _ in range(ROUNDS):
+        two_steps()
+        kept.append(two_steps())
+        undo = return_freed_memory(torch.device("cpu"))
+        two_steps()
+        returned.append(two_steps())
+        undo()
+    ratio = statistics.median(b / a for a, b in zip(kept, returned, strict=True))
+    return statistics.median(kept), statistics.median(returned), ratio
+
+
+def malloc(_: argparse.Namespace) -> None:
+    torch.set_flush_denormal(True)
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        raise SystemExit("This C library has no mallopt: there is nothing to compare.")
+    for name in SIZES:
+        kept, returned, ratio = seconds_with_freed_memory(name)
+        print(f"{name:8} two steps: kept {kept:.3f} s, returned {returned:.3f} s, ratio {ratio:.2f}", flush=True)
+
+
+# Process -------------------------------------------------------------------------------------------------------------
+
+ROWS = (64, 512, 2048)
+LAYERS = (  # inputs, outputs
+    *((128, 128), (256, 256), (128, 512), (512, 128), (512, 512)),
+    *((512, 2048), (2048, 512), (1024, 1024), (384, 4096), (384, 16384)),
+)
+MOST_FLOPS = 6e9
+
+
+def in_a_fork(work: Callable[[], float]) -> float:
+    """From a process that has computed nothing."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, str(work()).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        found = answer.read()
+    os.waitpid(child, 0)
+    return float(found)
+
+
+def anonymous_mib() -> float:
+    return memory_of("RssAnon") / MIB
+
+
+def products_mib(threads: int, rows: int, inputs: int, outputs: int) -> float:
+    """What stays once the three products of a linear layer were computed."""
+    torch.set_num_threads(threads)
+    x, weight, y = torch.ones(rows, inputs), torch.ones(outputs, inputs), torch.ones(rows, outputs)
+    dx, dweight = torch.ones_like(x), torch.ones_like(weight)
+    before = anonymous_mib()
+    torch.mm(x, weight.t(), out=y)
+    torch.mm(y, weight, out=dx)
+    torch.mm(y.t(), x, out=dweight)
+    return anonymous_mib() - before
+
+
+class Objects(pl.Callback):
+    """Reads what the process holds when its second step is over."""
+
+    def __init__(self) -> None:
+        self.before = anonymous_mib()
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.taken = anonymous_mib() - self.before
+
+
+def objects_mib(threads: int) -> float:
+    """From the setup of a fit to its second step, without a logger; the model and its batches are a few KiB."""
+    from lightning_memguard.core.device.malloc import return_freed_memory
+
+    torch.set_num_threads(threads)
+    return_freed_memory(torch.device("cpu"))
+    module = Supervised(nn.Linear(16, 10), "adam", F.cross_entropy)
+    trainer = pl.Trainer(accelerator="cpu", max_steps=2, **QUIET)
+    watch = Objects()
+    trainer.callbacks += [watch, MemGuard(max_batch_size=8)]
+    with Path(os.devnull).open("w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        trainer.fit(module, DataLoader(vectors(16)(64), batch_size=8))
+    return watch.taken
+
+
+def process(options: argparse.Namespace) -> None:
+    from lightning_memguard.core.device.process import OBJECTS_BYTES, process_bytes
+
+    for threads in options.threads:
+        taken = [in_a_fork(lambda: objects_mib(threads)) for _ in range(3)]  # noqa: B023 - it is called here
+        print(f"{threads} threads: objects {statistics.median(taken):.2f} (of {min(taken):.2f} to {max(taken):.2f})")
+        print(f"{'inputs':>8} {'outputs':>8} {'at most':>8}   kept at {', '.join(map(str, ROWS))} rows")
+        for inputs, outputs in LAYERS:
+            most = process_bytes([torch.empty(outputs, inputs, device="meta")], threads)[2] - OBJECTS_BYTES
+            kept = [
+                in_a_fork(lambda: products_mib(threads, rows, inputs, outputs))  # noqa: B023
+                for rows in ROWS
+                if rows * inputs * outputs < MOST_FLOPS
+            ]
+            words = " ".join(f"{each:6.2f}" for each in kept)
+            above = "  ABOVE" if max(kept) > most / MIB else ""
+            print(f"{inputs:>8} {outputs:>8} {most / MIB:>8.2f}   {words}{above}", flush=True)
+
+
+# Run -----------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(required=True, metavar="PART")
+    adding = {part.__name__: parts.add_parser(part.__name__) for part in (decision, large, step, malloc, process)}
+    for name, part in adding.items():
+        part.set_defaults(run=globals()[name])
+    adding["decision"].add_argument("checkouts", nargs="+", metavar="CHECKOUT")
+    adding["decision"].add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="MODEL")
+    adding["decision"].add_argument("--rounds", type=int, default=3)
+    adding["decision"].add_argument("--measure", choices=NAMES, help=argparse.SUPPRESS)
+    adding["decision"].add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
+    adding["large"].add_argument("models", nargs="*", choices=[*MODELS, []], metavar="MODEL")
+    adding["step"].add_argument("--steps", type=int, default=20_000)
+    adding["step"].add_argument("--block", type=int, default=500)
+    adding["process"].add_argument("threads", type=int, nargs="*", default=[1, 2])
+    options = parser.parse_args()
+    quieten()
+    options.run(options)
 
 
 if __name__ == "__main__":

@@ -365,11 +365,7 @@ class Gpu:
         }
         if self.history:
             snapshot = cuda.memory._snapshot()
-            self.seen |= {
-                "history": events(snapshot),
-                "addresses": addresses(snapshot),
-                "segments": segments(snapshot),
-            }
+            self.seen |= {"history": events(snapshot), "addresses": addresses(snapshot), "segments": segments(snapshot)}
 
     def measured(self) -> dict[str, Any]:
         self.look()

@@ -807,7 +807,7 @@ def sorted_by_length(s, seq, lens):
     return (values * torch.linspace(1, 2, len(lens), dtype=values.dtype)[:, None]).mean()
 
 
-@programs("either")
+@programs("equal")
 def sorted_and_unsorted(s, seq, lens, y):
     order = lens.argsort(descending=True)
     out = s.net(seq[order]).mean(1)[order.argsort()]
@@ -1221,7 +1221,7 @@ programs("equal", net=net(lambda: nn.GRU(6, 8), linear(8)))(
 )
 
 
-@programs("either", net=net(lambda: nn.LSTM(6, 8, batch_first=True), linear(8)))
+@programs("equal", net=net(lambda: nn.LSTM(6, 8, batch_first=True), linear(8)))
 def packed_sequence(s, seq, lens, y):
     packed = nn.utils.rnn.pack_padded_sequence(seq, lens.cpu(), batch_first=True, enforce_sorted=False)
     return F.cross_entropy(s.net[1](s.net[0](packed)[1][0][-1]), y)
@@ -1292,7 +1292,7 @@ programs("either")(
 )
 
 
-@programs("either", net=net(linear(6), linear(6), linear(6, 2)))
+@programs("equal", net=net(linear(6), linear(6), linear(6, 2)))
 def routed_experts(s, x, y):
     choice = s.net[2](x).argmax(1)
     out = x.new_zeros(len(x), CLASSES)
@@ -1308,6 +1308,184 @@ def mixed_experts(s, x, y):
     out = gates[:, :1] * s.net[0](x) + gates[:, 1:] * s.net[1](x)
     importance = gates.sum(0)
     return F.cross_entropy(out, y) + 0.1 * (importance.std() / importance.mean()) ** 2
+
+
+# -- packed sequences: each part sorts and packs its own samples
+
+rnn = nn.utils.rnn
+descending = lambda batch: {**batch, "lens": batch["lens"].sort(descending=True).values}  # noqa: E731
+listed = lambda batch: {**batch, "lens": batch["lens"].tolist()}  # noqa: E731
+
+
+def packed(x: torch.Tensor, lens: Any, **options: Any) -> Any:
+    return rnn.pack_padded_sequence(x, lens, **{"batch_first": True, "enforce_sorted": False, **options})
+
+
+def recurrent(kind: Any = nn.LSTM, outputs: int = 8, **options: Any) -> Callable[[], nn.Module]:
+    return net(lambda: kind(6, 8, **{"batch_first": True, **options}), linear(outputs))
+
+
+def attended(s: Any, out: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    absent = torch.arange(out.shape[1]) >= lens[:, None]
+    return s.net[1]((s.net[1](out).masked_fill(absent[..., None], -1e9).softmax(1).mT @ out).mean(1))
+
+
+programs("equal", net=recurrent())(
+    packed_last_list=lambda s, seq, lens, y: F.cross_entropy(
+        s.net[1](s.net[0](packed(seq, lens.tolist()))[1][0][-1]), y
+    ),
+    packed_mean_over_time=lambda s, seq, lens, y: F.cross_entropy(
+        s.net[1](rnn.pad_packed_sequence(s.net[0](packed(seq, lens))[0], batch_first=True)[0].mean(1)), y
+    ),
+    packed_total_length=lambda s, seq, lens, tags: F.cross_entropy(
+        s.net[1](rnn.pad_packed_sequence(s.net[0](packed(seq, lens))[0], True, 0.5, seq.shape[1])[0]).mT, tags
+    ),
+    packed_attention=lambda s, seq, lens, y: F.cross_entropy(
+        attended(s, *rnn.pad_packed_sequence(s.net[0](packed(seq, lens))[0], batch_first=True)), y
+    ),
+    packed_tokens=lambda s, seq, lens, ids: F.cross_entropy(
+        s.net[1](s.net[0](packed(seq, lens))[0].data), packed(ids % 3, lens).data
+    ),
+    packed_tokens_sum=lambda s, seq, lens, ids: (
+        F.cross_entropy(s.net[1](s.net[0](packed(seq, lens))[0].data), packed(ids % 3, lens).data, reduction="sum")
+        / lens.sum()
+    ),
+    packed_statistics=lambda s, seq, lens: (
+        (out := s.net[1](s.net[0](packed(seq, lens))[0].data)).var(0).sum() + out.square().sum() / len(out) + out.amax()
+    ),
+    packed_state=lambda s, seq, lens, y: F.cross_entropy(
+        s.net[1](s.net[0](packed(seq, lens), ((h := seq[None, :, 0].repeat(1, 1, 2)[..., :8]), h.tanh()))[1][1][0]), y
+    ),
+    packed_replaced=lambda s, seq, lens, y: F.cross_entropy(
+        s.net[1](s.net[0]((p := packed(seq, lens))._replace(data=p.data.tanh() * 2))[1][0][0]), y
+    ),
+    packed_returned=lambda s, seq, lens, y: {
+        "loss": F.cross_entropy(s.net[1](h := s.net[0](packed(seq, lens))[1][0][0]), y), "state": h.detach()
+    },
+    packed_two=lambda s, seq, lens, y, x: F.cross_entropy(
+        s.net[1](s.net[0](packed(seq, lens))[1][0][0] + s.net[0](packed(seq + x[:, None], 8 - lens))[1][0][0]), y
+    ),
+)  # fmt: skip
+programs("equal", net=recurrent(), form=listed)(
+    packed_lengths_listed=lambda s, seq, lens, y: F.cross_entropy(s.net[1](s.net[0](packed(seq, lens))[1][0][-1]), y)
+)
+programs("equal", net=recurrent(), form=descending)(
+    packed_sorted=lambda s, seq, lens, y: F.cross_entropy(
+        s.net[1](s.net[0](packed(seq, lens, enforce_sorted=True))[1][0][-1]), y
+    ),
+    packed_sorted_padded=lambda s, seq, lens: s.net[1](
+        rnn.pad_packed_sequence(s.net[0](packed(seq, lens.cpu(), enforce_sorted=True))[0], True)[0]
+    ).logsumexp(-1).mean(),
+)  # fmt: skip
+programs("equal", net=recurrent(nn.GRU, 16, num_layers=2, bidirectional=True))(
+    packed_gru=lambda s, seq, lens, y: F.cross_entropy(
+        s.net[1](torch.cat(s.net[0](packed(seq, lens))[1].unbind(0)[-2:], 1)), y
+    )
+)
+programs("equal", net=recurrent(nn.RNN, nonlinearity="relu", batch_first=False))(
+    packed_rnn_time_first=lambda s, seq, lens, y: F.cross_entropy(
+        s.net[1](rnn.pad_packed_sequence(s.net[0](packed(seq.transpose(0, 1), lens, batch_first=False))[0])[0].amax(0)),
+        y,
+    )
+)
+programs("equal", net=net(embedding, lambda: nn.LSTM(6, 8, batch_first=True, proj_size=4), linear(4)))(
+    packed_embedding=lambda s, ids, lens, y: F.cross_entropy(
+        s.net[2](s.net[1](packed(s.net[0](ids), lens.cpu()))[1][0][-1]), y
+    )
+)
+
+
+@programs("equal", net=recurrent())
+def packed_by_hand(s, seq, lens, y):
+    lens, order = lens.sort(descending=True)
+    out, _ = rnn.pad_packed_sequence(s.net[0](packed(seq[order], lens.tolist(), enforce_sorted=True))[0], True)
+    inverse = torch.zeros_like(order)
+    inverse[order] = torch.arange(len(order))
+    return F.cross_entropy(s.net[1](out.sum(1)[inverse]), y)
+
+
+@programs("equal", net=recurrent())
+def packed_written_back(s, seq, lens, y):
+    lens, order = lens.sort(0, descending=True)
+    state = s.net[0](packed(seq[order], lens, enforce_sorted=True))[1][0][0]
+    back = torch.zeros_like(seq[:, 0, :1].expand(-1, 8))
+    back[order] = state
+    return F.cross_entropy(s.net[1](back), y) + F.cross_entropy(s.net[1](state), y[order])
+
+
+programs("equal")(
+    sorted_losses=lambda s, x, y: each(s, x, y).sort(descending=True).values.square().mean(),
+    sorted_by_weight=lambda s, x, y, w: F.cross_entropy(s.net(x[order := w.argsort()]), y[order]),
+)
+
+
+@programs("refused", net=recurrent())
+def packed_unpaired(s, seq, lens, y):  # labels are not in the order of the states
+    lens, order = lens.sort(descending=True)
+    return F.cross_entropy(s.net[1](s.net[0](packed(seq[order], lens, enforce_sorted=True))[1][0][-1]), y)
+
+
+@programs("refused", net=recurrent())
+def packed_loop(s, seq, lens):
+    tokens, sizes = packed(seq, lens)[:2]
+    return sum(s.net[0](each)[0].mean() for each in tokens.split(sizes.tolist()))
+
+
+programs("refused", net=recurrent())(
+    packed_mixed=lambda s, seq, lens, y: F.cross_entropy(
+        s.net[1](s.net[0](0.5 * seq + 0.5 * seq[packed(seq, lens).sorted_indices])[1][0][-1]), y
+    ),
+    packed_swapped=lambda s, seq, lens, y: F.cross_entropy(
+        s.net[1](s.net[0](rnn.PackedSequence((p := packed(seq, lens))[0], p[1], p[3], p[2]))[1][0][-1]), y
+    ),
+    packed_first_tokens=lambda s, seq, lens, y: F.cross_entropy(
+        s.net[1](s.net[0](packed(seq, lens))[0].data[: len(y)]), y
+    ),
+    packed_some_tokens=lambda s, seq, lens: s.net[1](s.net[0](packed(seq, lens))[0].data[:5]).logsumexp(1).mean(),
+    packed_cumsum=lambda s, seq, lens: s.net[1](s.net[0](packed(seq, lens))[0].data.cumsum(0)).logsumexp(1).mean(),
+    packed_softmax=lambda s, seq, lens: s.net[1](s.net[0](packed(seq, lens))[0].data.softmax(0)).logsumexp(1).mean(),
+    packed_neighbors=lambda s, seq, lens: (
+        (out := s.net[1](s.net[0](packed(seq, lens))[0].data))[1:] - out[:-1]
+    ).square().mean(),
+    packed_masked=lambda s, seq, lens: (out := s.net[1](s.net[0](packed(seq, lens))[0].data))[out > 0].mean(),
+    packed_sizes=lambda s, seq, lens: (
+        s.net[1](s.net[0](packed(seq, lens))[0].data).logsumexp(1).sum() / packed(seq, lens).batch_sizes.max()
+    ),
+    packed_returns_order=lambda s, seq, lens, y: {
+        "loss": F.cross_entropy(s.net[1](s.net[0](p := packed(seq, lens))[1][0][-1]), y), "data": p.data.detach()
+    },
+)  # fmt: skip
+programs("refused", net=recurrent())(
+    packed_list_kept=lambda s, seq, lens: (
+        setattr(s, "kept", lens.tolist()) or s.net[1](s.net[0](packed(seq, s.kept))[1][0][-1]).logsumexp(1).mean()
+    ),
+    packed_list_compared=lambda s, seq, lens: (
+        s.net[1](s.net[0](packed(seq, lens))[1][0][-1]).logsumexp(1).mean() * (1 + (lens.tolist() == [7] * len(lens)))
+    ),
+    packed_order_kept=lambda s, seq, lens: (
+        setattr(s, "kept", packed(seq, lens)) or s.net[1](s.net[0](s.kept)[1][0][-1]).logsumexp(1).mean()
+    ),
+)
+programs("refused", net=recurrent(num_layers=2, dropout=0.3))(
+    packed_dropout=lambda s, seq, lens, y: F.cross_entropy(s.net[1](s.net[0](packed(seq, lens))[1][0][-1]), y)
+)
+programs("equal")(
+    codebook=lambda s, x, z: torch.cdist(s.net(x), s.net[2].weight[:, :3].detach()).amin(1).mean(),
+    selected_tokens=lambda s, seq, tags: F.cross_entropy(
+        s.net(seq[(at := (tags != -100).nonzero(as_tuple=True))]), tags[at], reduction="sum"
+    ) / max(1, len(at[0])),
+    size_in_rows=lambda s, x, y: (each(s, x, y) / torch.full((len(x),), len(x))).sum(),
+    row_for_each=lambda s, x, y: ce(s, x, y) * (1 + x.mean(0).expand_as(x).sum() / x.mean(0).expand(len(x), 6).numel()),
+)  # fmt: skip
+programs("refused")(
+    first_four=lambda s, x, y: ce(s, x[:4], y[:4]) + s.net(x).square().mean(),
+    last_four=lambda s, x, y: ce(s, x[-4:], y[-4:]) + s.net(x).square().mean(),
+    places_masked=lambda s, x, y, pos: ce(s, x, y) * (1 + torch.arange(len(x))[pos > 0].sum()),
+    places_written=lambda s, x, y, pos: F.cross_entropy(
+        s.net(x[(at := torch.arange(len(x))).__setitem__(pos > 0, 0) or at]), y
+    ),
+    places_returned=lambda s, x, y: {"loss": ce(s, x, y), "at": torch.arange(len(x))},
+)
 
 
 # -- checkpoints and functions with a backward pass of their own

@@ -3,12 +3,8 @@
 Each run is a separate process under RLIMIT_AS: an allocation past the limit fails, as on a full GPU. Both choose a
 batch size for the same module and data; then the largest that really trains is found by trying, one process per try.
 
-A second part, `finder_defects.py`, runs both in situations where BatchSizeFinder is known to go wrong.
-
-    python benchmarks/versus_batch_size_finder.py                      # both parts; 1 GiB above the start
+    python benchmarks/versus_batch_size_finder.py                      # 1 GiB above the start
     python benchmarks/versus_batch_size_finder.py mlp --room 512MiB
-    python benchmarks/versus_batch_size_finder.py --size               # only size and speed
-    python benchmarks/versus_batch_size_finder.py --defects            # only the situations
 """
 
 import argparse
@@ -27,7 +23,6 @@ import torch
 from pytorch_lightning.callbacks import BatchSizeFinder
 from torch.utils.data import DataLoader
 
-from finder_defects import SCENARIOS, print_defects
 from lightning_memguard import MemGuard
 from lightning_memguard.units import format_bytes, parse_bytes
 from shared.truth import QUIET, quieten
@@ -48,10 +43,18 @@ class Outcome:
     error: str = ""
 
 
-class Timed:
-    """Records how long a hook of another callback takes."""
+class Seen:
+    """Seconds that a callback's hook took, and allocations that failed and were caught."""
 
     seconds = 0.0
+    failures = 0
+
+
+class Stop(pl.Callback):
+    """Ends the training after some steps; with `limit_train_batches`, MemGuard would keep the batch size."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = trainer.should_stop or batch_idx + 1 >= STEPS
 
 
 def timed(callback: Any, hook: str) -> Any:
@@ -62,26 +65,21 @@ def timed(callback: Any, hook: str) -> Any:
         try:
             return original(*args, **kwargs)
         finally:
-            Timed.seconds += time.perf_counter() - started
+            Seen.seconds += time.perf_counter() - started
 
     setattr(callback, hook, run)
     return callback
 
 
-class Failures:
-    """Counts allocations that failed and were caught, where Lightning checks the kind of an error."""
-
-    count = 0
-
-
 def count_failures() -> None:
+    """Lightning asks about the kind of each error that it catches."""
     from pytorch_lightning.tuner import batch_size_scaling as scaling
 
     original = scaling.is_oom_error
 
     def asked(error: BaseException) -> bool:
         failed = original(error)
-        Failures.count += failed
+        Seen.failures += failed
         return failed
 
     scaling.is_oom_error = asked
@@ -98,7 +96,7 @@ def trained_here(case: Case, who: str, batch_size: int, room_bytes: int) -> Outc
     torch.ones(1 << 20).add_(1).sum()  # start the worker threads: their stacks are not part of the comparison
     limit_address_space(room_bytes)
     callbacks: dict[str, Any] = {
-        "MemGuard": lambda: timed(MemGuard(), "setup"),
+        "MemGuard": lambda: timed(MemGuard(min_steps_per_epoch=None), "setup"),
         "BatchSizeFinder": lambda: timed(
             BatchSizeFinder("binsearch", STEPS, batch_size, 25, max_val=1 << 20), "on_fit_start"
         ),
@@ -107,18 +105,17 @@ def trained_here(case: Case, who: str, batch_size: int, room_bytes: int) -> Outc
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        limit_train_batches=STEPS,
         limit_val_batches=0,
         **QUIET,
-        callbacks=[guard] if guard else [],
+        callbacks=[guard, Stop()] if guard else [Stop()],
     )
     error = ""
     try:
         trainer.fit(module)
     except (RuntimeError, MemoryError) as failure:
         error = str(failure).splitlines()[0][:160]
-        Failures.count += 1
-    return Outcome(who, module.batch_size, Timed.seconds, Failures.count, not error, error)
+        Seen.failures += 1
+    return Outcome(who, module.batch_size, Seen.seconds, Seen.failures, not error, error)
 
 
 def limit_address_space(room_bytes: int) -> None:
@@ -174,8 +171,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="?", default="cnn_batch_norm")
     parser.add_argument("--room", default="1GiB", help="memory beyond what the process has at the start")
-    parser.add_argument("--size", action="store_true", help="compare size and speed; not the situations")
-    parser.add_argument("--defects", action="store_true", help="compare the situations; not size and speed")
     parser.add_argument("--who", help=argparse.SUPPRESS)
     parser.add_argument("--batch-size", type=int, default=2)
     options = parser.parse_args()
@@ -183,10 +178,7 @@ def main() -> None:
     if options.who:
         print(json.dumps(asdict(trained_here(case_named(options.case), options.who, options.batch_size, room_bytes))))
         return
-    if options.size or not options.defects:
-        print_sizes(options.case, room_bytes)
-    if options.defects or not options.size:
-        print_defects(list(SCENARIOS))
+    print_sizes(options.case, room_bytes)
 
 
 if __name__ == "__main__":

@@ -98,16 +98,6 @@ def deepar() -> Run:
 
 
 @pattern("pytorch-forecasting", sizes=(16, 64))
-def pf_nbeats() -> Run:
-    from pytorch_forecasting import NBeats
-
-    def model(dataset: Any) -> pl.LightningModule:
-        return NBeats.from_dataset(dataset, widths=[64, 256], log_interval=-1, learning_rate=1e-3)
-
-    return forecasting(model)
-
-
-@pattern("pytorch-forecasting", sizes=(16, 64))
 def pf_nhits() -> Run:
     from pytorch_forecasting import NHiTS
 
@@ -117,57 +107,24 @@ def pf_nhits() -> Run:
     return forecasting(model, time_varying_known_reals=["price"])
 
 
-@pattern("pytorch-forecasting", sizes=(16, 64))
-def pf_recurrent() -> Run:
-    from pytorch_forecasting import RecurrentNetwork
-
-    def model(dataset: Any) -> pl.LightningModule:
-        return RecurrentNetwork.from_dataset(dataset, hidden_size=64, rnn_layers=2, log_interval=-1, learning_rate=1e-3)
-
-    return forecasting(model)
-
-
-@pattern("pytorch-forecasting", sizes=(16, 64))
-def pf_tide() -> Run:
-    from pytorch_forecasting import TiDEModel
-
-    def model(dataset: Any) -> pl.LightningModule:
-        return TiDEModel.from_dataset(dataset, hidden_size=64, log_interval=-1, learning_rate=1e-3)
-
-    return forecasting(model, time_varying_known_reals=["price"])
-
-
 # neuralforecast ------------------------------------------------------------------------------------------------------
 
 
-def neural(name: str, **options: Any) -> Run:
+@pattern("neuralforecast", sizes=(16, 64))
+def neural_patchtst() -> Run:
     """A model of neuralforecast with its own datamodule: a batch is of series, the step cuts windows."""
     import pandas as pd
-    from neuralforecast import models
+    from neuralforecast.models import PatchTST
     from neuralforecast.tsdataset import TimeSeriesDataModule, TimeSeriesDataset
 
     rows = [(str(s), t, float(np.sin(t / 5 + s))) for s in range(192) for t in range(90)]
     dataset, *_ = TimeSeriesDataset.from_df(pd.DataFrame(rows, columns=["unique_id", "ds", "y"]))
 
     def build() -> pl.LightningModule:
-        return getattr(models, name)(h=12, input_size=24, max_steps=10, **options)
+        sizes = {"windows_batch_size": 128, "hidden_size": 32, "n_heads": 4, "linear_hidden_size": 64}
+        return PatchTST(h=12, input_size=24, max_steps=10, **sizes)
 
     return Run(build, lambda batch_size, batches: TimeSeriesDataModule(dataset, batch_size=batch_size))
-
-
-@pattern("neuralforecast", sizes=(16, 64))
-def neural_nhits() -> Run:
-    return neural("NHITS", mlp_units=3 * [[128, 128]], windows_batch_size=256)
-
-
-@pattern("neuralforecast", sizes=(16, 64))
-def neural_patchtst() -> Run:
-    return neural("PatchTST", windows_batch_size=128, hidden_size=32, n_heads=4, linear_hidden_size=64)
-
-
-@pattern("neuralforecast", sizes=(16, 64))
-def neural_lstm() -> Run:
-    return neural("LSTM", encoder_hidden_size=64, decoder_hidden_size=64, windows_batch_size=128)
 
 
 # GluonTS -------------------------------------------------------------------------------------------------------------

@@ -80,20 +80,6 @@ def hf_mixtral() -> Run:
     )
 
 
-@pattern("transformers", sizes=(4, 16))
-def hf_qwen3() -> Run:
-    return causal(
-        "Qwen3Config", "Qwen3ForCausalLM", num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, **SMALL
-    )
-
-
-@pattern("transformers", sizes=(4, 16))
-def hf_gemma2() -> Run:
-    return causal(
-        "Gemma2Config", "Gemma2ForCausalLM", num_key_value_heads=2, head_dim=16, attn_implementation="eager", **SMALL
-    )
-
-
 @pattern("transformers", sizes=(2, 4))
 def hf_mamba() -> Run:
     return causal("MambaConfig", "MambaForCausalLM", vocab_size=500, hidden_size=64, num_hidden_layers=2, state_size=8)
@@ -124,13 +110,6 @@ def hf_bert_padded() -> Run:
 
 
 @pattern("transformers", sizes=(4, 16))
-def hf_deberta() -> Run:
-    return causal(
-        "DebertaV2Config", "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"], **SMALL
-    )
-
-
-@pattern("transformers", sizes=(4, 16))
 def hf_t5() -> Run:
     import transformers
 
@@ -139,27 +118,6 @@ def hf_t5() -> Run:
             vocab_size=500, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
         )
         return Step(transformers.T5ForConditionalGeneration(config), loss_of, transformers.Adafactor)
-
-    ids = lambda length: lambda _: torch.randint(3, 500, (length,))  # noqa: E731
-    return Run(build, dictionary(input_ids=ids(48), labels=ids(24)))
-
-
-@pattern("transformers", sizes=(4, 16))
-def hf_bart() -> Run:
-    import transformers
-
-    def build() -> Step:
-        config = transformers.BartConfig(
-            vocab_size=500,
-            d_model=64,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_ffn_dim=128,
-            decoder_ffn_dim=128,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-        )
-        return Step(transformers.BartForConditionalGeneration(config), loss_of, adamw)
 
     ids = lambda length: lambda _: torch.randint(3, 500, (length,))  # noqa: E731
     return Run(build, dictionary(input_ids=ids(48), labels=ids(24)))
@@ -196,138 +154,6 @@ def wav2vec2_ctc() -> Run:
         }
 
     return Run(build, data(lambda i: (torch.randn(seconds[i]), torch.randint(1, 32, (5 + i % 8,))), collate))
-
-
-@pattern("transformers", sizes=(2, 4))
-def hf_wav2vec2_fixed() -> Run:
-    import transformers
-
-    def build() -> Step:
-        config = transformers.Wav2Vec2Config(
-            vocab_size=32,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=128,
-            layerdrop=0.0,
-            conv_dim=(32,) * 7,
-            num_conv_pos_embeddings=16,
-            num_conv_pos_embedding_groups=4,
-            apply_spec_augment=False,
-        )
-        return Step(transformers.Wav2Vec2ForCTC(config), loss_of, adamw)
-
-    return Run(
-        build, dictionary(input_values=lambda _: torch.randn(16000), labels=lambda _: torch.randint(1, 32, (10,)))
-    )
-
-
-@pattern("transformers", sizes=(2, 4))
-def hf_whisper() -> Run:
-    import transformers
-
-    def build() -> Step:
-        config = transformers.WhisperConfig(
-            vocab_size=500,
-            d_model=64,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=128,
-            decoder_ffn_dim=128,
-            max_source_positions=100,
-            num_mel_bins=20,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-            suppress_tokens=[],
-            begin_suppress_tokens=[],
-        )
-        return Step(transformers.WhisperForConditionalGeneration(config), loss_of, adamw)
-
-    return Run(
-        build, dictionary(input_features=lambda _: torch.randn(20, 200), labels=lambda _: torch.randint(3, 500, (16,)))
-    )
-
-
-@pattern("transformers", sizes=(4, 8))
-def hf_vit() -> Run:
-    import transformers
-
-    config = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "image_size": 64,
-        "patch_size": 8,
-    }
-    return Run(
-        lambda: Step(
-            transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=10, **config)), loss_of, adamw
-        ),
-        dictionary(pixel_values=lambda _: torch.randn(3, 64, 64), labels=lambda i: i % 10),
-    )
-
-
-@pattern("transformers", sizes=(4, 8))
-def hf_segformer() -> Run:
-    import transformers
-
-    config = {"hidden_sizes": [16, 32, 40, 64], "decoder_hidden_size": 64, "num_labels": 5}
-    return Run(
-        lambda: Step(
-            transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig(**config)), loss_of, adamw
-        ),
-        dictionary(pixel_values=lambda _: torch.randn(3, 64, 64), labels=lambda _: torch.randint(5, (64, 64))),
-    )
-
-
-@pattern("transformers", sizes=(4, 8))
-def hf_clip() -> Run:
-    import transformers
-
-    text = {**SMALL, "max_position_embeddings": 32}
-    vision = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "image_size": 32,
-        "patch_size": 8,
-    }
-
-    def build() -> Step:
-        config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)
-        return Step(transformers.CLIPModel(config), lambda n, b: n(**b, return_loss=True).loss, adamw)
-
-    return Run(
-        build,
-        dictionary(pixel_values=lambda _: torch.randn(3, 32, 32), input_ids=lambda _: torch.randint(3, 500, (16,))),
-    )
-
-
-@pattern("transformers", sizes=(4, 16))
-def hf_patchtst() -> Run:
-    import transformers
-
-    config = {
-        "num_input_channels": 4,
-        "context_length": 64,
-        "prediction_length": 16,
-        "patch_length": 8,
-        "patch_stride": 8,
-        "d_model": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_dim": 128,
-    }
-    return Run(
-        lambda: Step(transformers.PatchTSTForPrediction(transformers.PatchTSTConfig(**config)), loss_of, adamw),
-        dictionary(past_values=lambda _: torch.randn(64, 4), future_values=lambda _: torch.randn(16, 4)),
-    )
 
 
 @pattern("peft", sizes=(4, 16))
@@ -401,18 +227,6 @@ def x_transformers_decoder() -> Run:
         layers = Decoder(dim=64, depth=2, heads=4, rotary_pos_emb=True, ff_glu=True, use_rmsnorm=True)
         network = AutoregressiveWrapper(TransformerWrapper(num_tokens=500, max_seq_len=64, attn_layers=layers))
         return Step(network, lambda n, b: n(b[0]))
-
-    return Run(build, tokens(64, 500))
-
-
-@pattern("x-transformers", sizes=(4, 16))
-def x_transformers_alibi_memory() -> Run:
-    from x_transformers import Encoder, TransformerWrapper
-
-    def build() -> Step:
-        layers = Encoder(dim=64, depth=2, heads=4, alibi_pos_bias=True, attn_num_mem_kv=4, attn_pre_talking_heads=True)
-        network = TransformerWrapper(num_tokens=500, max_seq_len=64, num_memory_tokens=4, attn_layers=layers)
-        return Step(network, next_token)
 
     return Run(build, tokens(64, 500))
 
@@ -564,29 +378,6 @@ def conformer_ctc() -> Run:
         return F.ctc_loss(scores.transpose(0, 1), batch[2], lengths, batch[3])
 
     return Run(lambda: Step(Recognizer(), loss), utterances())
-
-
-@pattern("torchaudio", sizes=(4, 16))
-def spectrogram_classifier() -> Run:
-    import torchaudio.transforms as T
-
-    class Sound(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.features = nn.Sequential(
-                T.MelSpectrogram(8000, n_fft=256, n_mels=32),
-                T.AmplitudeToDB(),
-                T.FrequencyMasking(8),
-                T.TimeMasking(10),
-            )
-            self.net = nn.Sequential(
-                nn.Conv2d(1, 16, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 10)
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(self.features(x)[:, None])
-
-    return Run(lambda: Step(Sound(), classify), data(lambda i: (torch.randn(8000), i % 10)))
 
 
 @pattern("torchaudio", sizes=(2, 4))

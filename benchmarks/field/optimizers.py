@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from field.own import Gpt
 from field.pattern import Run, Step, classifier, classify, mlp, next_token, pattern, tokens, vectors
@@ -59,24 +59,10 @@ def shampoo() -> Run:
 
 
 @pattern("pytorch-optimizer", sizes=(16, 64))
-def soap() -> Run:
-    from pytorch_optimizer import SOAP
-
-    return trained_by(lambda p: SOAP(p, lr=1e-3, precondition_frequency=1))
-
-
-@pattern("pytorch-optimizer", sizes=(16, 64))
 def adafactor_and_lookahead() -> Run:
     from pytorch_optimizer import AdaFactor, Lookahead
 
     return trained_by(lambda p: Lookahead(AdaFactor(p, lr=1e-3), k=2))
-
-
-@pattern("pytorch-optimizer", sizes=(16, 64))
-def prodigy() -> Run:
-    from pytorch_optimizer import Prodigy
-
-    return trained_by(Prodigy)
 
 
 @pattern("pytorch-optimizer", sizes=(16, 64))
@@ -136,32 +122,3 @@ def adamw_8bit() -> Run:
     from bitsandbytes.optim import AdamW8bit
 
     return trained_by(lambda p: AdamW8bit(p, lr=1e-3))
-
-
-@pattern(sizes=(16, 64))
-def galore_by_hand() -> Run:
-    """Gradients projected to a low rank by an SVD now and then."""
-
-    class GaLore(torch.optim.Optimizer):
-        def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-3) -> None:
-            super().__init__(parameters, {"lr": lr})
-
-        @torch.no_grad()
-        def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            for group in self.param_groups:
-                for p in group["params"]:
-                    state, g = self.state[p], p.grad
-                    if g.ndim == 2:
-                        if "basis" not in state:
-                            state["basis"] = torch.linalg.svd(g, full_matrices=False)[0][:, :4].clone()
-                        g = state["basis"].t() @ g
-                    m = state.setdefault("m", torch.zeros_like(g))
-                    m.mul_(0.9).add_(g, alpha=0.1)
-                    p.add_(state["basis"] @ m if p.ndim == 2 else m, alpha=-group["lr"])
-            return loss
-
-    return trained_by(GaLore)

@@ -13,52 +13,14 @@ from field.pattern import Run, Step, data, mlp, pattern, regress, regression
 # Neural operators ----------------------------------------------------------------------------------------------------
 
 
-def fields(side: int = 32) -> Callable[[int, int], Any]:
-    return data(lambda _: (torch.randn(1, side, side), torch.randn(1, side, side)))
-
-
 @pattern("neuraloperator", sizes=(4, 16))
 def fno() -> Run:
     from neuralop.models import FNO
 
-    return Run(lambda: Step(FNO((8, 8), 1, 1, hidden_channels=16, n_layers=2), regress), fields())
-
-
-@pattern("neuraloperator", sizes=(4, 16))
-def tucker_fno_h1_loss() -> Run:
-    from neuralop import H1Loss
-    from neuralop.models import TFNO
-    from neuralop.training import AdamW
-
-    def build() -> Step:
-        criterion = H1Loss(d=2)
-        return Step(
-            TFNO((8, 8), 1, 1, hidden_channels=16, n_layers=2),
-            lambda n, b: criterion(n(b[0]), b[1]),
-            lambda p: AdamW(p, lr=1e-3),
-        )
-
-    return Run(build, fields())
-
-
-@pattern("neuraloperator", sizes=(4, 16))
-def uno() -> Run:
-    from neuralop.models import UNO
-
-    def build() -> Step:
-        network = UNO(
-            1,
-            1,
-            hidden_channels=16,
-            n_layers=3,
-            uno_out_channels=[16, 16, 16],
-            uno_n_modes=[[8, 8]] * 3,
-            uno_scalings=[[1.0, 1.0], [0.5, 0.5], [2.0, 2.0]],
-            channel_mlp_skip="linear",
-        )
-        return Step(network, regress)
-
-    return Run(build, fields())
+    return Run(
+        lambda: Step(FNO((8, 8), 1, 1, hidden_channels=16, n_layers=2), regress),
+        data(lambda _: (torch.randn(1, 32, 32), torch.randn(1, 32, 32))),
+    )
 
 
 # Graphs --------------------------------------------------------------------------------------------------------------
@@ -95,13 +57,6 @@ def graph_convolutions() -> Run:
     from torch_geometric.nn import GCN
 
     return graphs(lambda: GCN(16, 64, 3))
-
-
-@pattern("torch-geometric", sizes=(8, 32))
-def graph_attention() -> Run:
-    from torch_geometric.nn import GAT
-
-    return graphs(lambda: GAT(16, 64, 2, heads=4))
 
 
 @pattern("torch-geometric", sizes=(8, 32))
@@ -216,28 +171,6 @@ def pyro_svi_vae() -> Run:
 
 
 # Flows ---------------------------------------------------------------------------------------------------------------
-
-
-@pattern("nflows", sizes=(32, 128))
-def neural_spline_flow() -> Run:
-    from nflows.distributions.normal import StandardNormal
-    from nflows.flows.base import Flow
-    from nflows.transforms.autoregressive import MaskedPiecewiseRationalQuadraticAutoregressiveTransform
-    from nflows.transforms.base import CompositeTransform
-    from nflows.transforms.permutations import ReversePermutation
-
-    def build() -> Step:
-        layers: list[nn.Module] = []
-        for _ in range(2):
-            layers += [
-                ReversePermutation(8),
-                MaskedPiecewiseRationalQuadraticAutoregressiveTransform(
-                    8, 32, tails="linear", tail_bound=3.0, num_bins=6
-                ),
-            ]
-        return Step(Flow(CompositeTransform(layers), StandardNormal([8])), lambda n, b: -n.log_prob(b[0]).mean())
-
-    return Run(build, regression(8))
 
 
 @pattern("nflows", sizes=(32, 128))
@@ -397,16 +330,7 @@ def tab_transformer() -> Run:
 
 
 @pattern("pytorch-tabular", sizes=(64, 256))
-def pytorch_tabular_gandalf() -> Run:
-    return tabular("GANDALFConfig", gflu_stages=3)
-
-
-@pattern("pytorch-tabular", sizes=(64, 256))
 def pytorch_tabular_ft_transformer() -> Run:
-    return tabular("FTTransformerConfig", num_heads=4, num_attn_blocks=2, input_embed_dim=32)
-
-
-def tabular(name: str, **options: Any) -> Run:
     """The library's own LightningModule and loader, made as its `TabularModel.fit` makes them."""
     import pandas as pd
     from pytorch_tabular import TabularModel, models
@@ -419,7 +343,9 @@ def tabular(name: str, **options: Any) -> Run:
     def made(batch_size: int) -> tuple[Any, Any]:
         model = TabularModel(
             data_config=DataConfig(target=["y"], continuous_cols=[f"n{i}" for i in range(8)], categorical_cols=["c"]),
-            model_config=getattr(models, name)(task="classification", **options),
+            model_config=models.FTTransformerConfig(
+                task="classification", num_heads=4, num_attn_blocks=2, input_embed_dim=32
+            ),
             optimizer_config=OptimizerConfig(),
             trainer_config=TrainerConfig(
                 batch_size=batch_size, accelerator="cpu", checkpoints=None, load_best=False, progress_bar="none"

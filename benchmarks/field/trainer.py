@@ -166,30 +166,6 @@ def metric_that_keeps_batches() -> Run:
     return Run(lambda: Measured(mlp(64, 128, 100), None), vectors(64, 100))
 
 
-@pattern(sizes=(16, 64))
-def scheduler_and_two_optimizers() -> Run:
-    class Alternating(Step):
-        def __init__(self) -> None:
-            super().__init__(mlp(64, 256), classify)
-            self.other = mlp(64, 256)
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()[batch_idx % 2]
-            loss = self.loss(self.network if batch_idx % 2 == 0 else self.other, batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            for scheduler in self.lr_schedulers():
-                scheduler.step()
-
-        def configure_optimizers(self) -> Any:
-            optimizers = [adam(self.network.parameters()), torch.optim.SGD(self.other.parameters(), 0.1)]
-            return optimizers, [torch.optim.lr_scheduler.StepLR(o, 10) for o in optimizers]
-
-    return Run(Alternating, vectors(64))
-
-
 @pattern(sizes=(16, 64), steps=6)
 def gradual_unfreezing() -> Run:
     """A frozen backbone that is trained from the second epoch on."""

@@ -60,11 +60,6 @@ def faster_rcnn() -> Run:
 
 
 @pattern("torchvision", sizes=(2, 4))
-def faster_rcnn_mobilenet() -> Run:
-    return detector("fasterrcnn_mobilenet_v3_large_320_fpn", objects())
-
-
-@pattern("torchvision", sizes=(2, 4))
 def mask_rcnn() -> Run:
     return detector("maskrcnn_resnet50_fpn", objects(masks=True))
 
@@ -72,11 +67,6 @@ def mask_rcnn() -> Run:
 @pattern("torchvision", sizes=(1, 2))
 def keypoint_rcnn() -> Run:
     return detector("keypointrcnn_resnet50_fpn", objects(keypoints=17), num_classes=2)
-
-
-@pattern("torchvision", sizes=(2, 4))
-def retinanet() -> Run:
-    return detector("retinanet_resnet50_fpn", objects())
 
 
 @pattern("torchvision", sizes=(2, 4))
@@ -110,40 +100,13 @@ def resnet18() -> Run:
 
 
 @pattern("torchvision", sizes=(4, 16))
-def resnet50() -> Run:
-    return torchvision_classifier("resnet50")
-
-
-@pattern("torchvision", sizes=(4, 16))
 def mobilenet_v3() -> Run:
     return torchvision_classifier("mobilenet_v3_small")
-
-
-@pattern("torchvision", sizes=(4, 16))
-def efficientnet_b0() -> Run:
-    return torchvision_classifier("efficientnet_b0")
-
-
-@pattern("torchvision", sizes=(4, 16))
-def densenet121() -> Run:
-    return torchvision_classifier("densenet121")
-
-
-@pattern("torchvision", sizes=(4, 8))
-def convnext_tiny() -> Run:
-    return torchvision_classifier("convnext_tiny")
 
 
 @pattern("torchvision", sizes=(2, 4))
 def swin_t() -> Run:
     return torchvision_classifier("swin_t")
-
-
-@pattern("torchvision", sizes=(4, 8))
-def vit_b_16_small() -> Run:
-    from torchvision.models import VisionTransformer
-
-    return Run(classifier(lambda: VisionTransformer(64, 8, 4, 4, 128, 512, num_classes=10), adamw), images(64))
 
 
 @pattern("torchvision", sizes=(2, 4))
@@ -208,16 +171,6 @@ def timm_vit_tiny() -> Run:
 
 
 @pattern("timm", sizes=(4, 16))
-def timm_mlp_mixer() -> Run:
-    return timm_classifier("mixer_s16_224", img_size=64)
-
-
-@pattern("timm", sizes=(4, 16))
-def timm_efficientformer() -> Run:
-    return timm_classifier("mobilevitv2_050")
-
-
-@pattern("timm", sizes=(4, 16))
 def timm_regnet_ema_mixup() -> Run:
     """timm's own training recipe: mixup, an average of the weights, LAMB."""
     import timm
@@ -250,20 +203,11 @@ def timm_regnet_ema_mixup() -> Run:
 
 @pattern("ultralytics", sizes=(2, 4))
 def yolov8() -> Run:
-    return yolo("yolov8n.yaml")
-
-
-@pattern("ultralytics", sizes=(2, 4))
-def yolo11() -> Run:
-    return yolo("yolo11n.yaml")
-
-
-def yolo(config: str) -> Run:
     from ultralytics.cfg import get_cfg
     from ultralytics.nn.tasks import DetectionModel
 
     def build() -> Step:
-        network = DetectionModel(config, nc=5, verbose=False)
+        network = DetectionModel("yolov8n.yaml", nc=5, verbose=False)
         network.args = get_cfg()
         return Step(network, lambda n, b: n(b)[0].sum(), sgd)
 
@@ -283,12 +227,13 @@ def yolo(config: str) -> Run:
 # Segmentation, medical, augmentation ---------------------------------------------------------------------------------
 
 
-def smp_model(name: str, **options: Any) -> Run:
+@pattern("segmentation-models-pytorch", sizes=(4, 8))
+def smp_unet() -> Run:
     import segmentation_models_pytorch as smp
 
     def build() -> Step:
         dice, focal = smp.losses.DiceLoss("multiclass"), smp.losses.FocalLoss("multiclass")
-        network = getattr(smp, name)("resnet18", encoder_weights=None, classes=4, **options)
+        network = smp.Unet("resnet18", encoder_weights=None, classes=4)
 
         def loss(network: nn.Module, batch: Any) -> Tensor:
             logits = network(batch[0])
@@ -297,16 +242,6 @@ def smp_model(name: str, **options: Any) -> Run:
         return Step(network, loss)
 
     return Run(build, data(lambda _: (torch.randn(3, 64, 64), torch.randint(4, (64, 64)))))
-
-
-@pattern("segmentation-models-pytorch", sizes=(4, 8))
-def smp_unet() -> Run:
-    return smp_model("Unet")
-
-
-@pattern("segmentation-models-pytorch", sizes=(4, 8))
-def smp_fpn() -> Run:
-    return smp_model("FPN")
 
 
 @pattern("monai", sizes=(2, 4))
@@ -355,26 +290,6 @@ def kornia_augmentations() -> Run:
     return Run(classifier(Augmented), data(lambda i: (torch.rand(3, 32, 32), i % 10)))
 
 
-@pattern("kornia", sizes=(4, 8))
-def kornia_ssim_homography() -> Run:
-    from kornia.geometry.transform import HomographyWarper
-    from kornia.losses import ssim_loss
-
-    class Register(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.warp = nn.Sequential(nn.Flatten(), nn.Linear(2 * 1024, 9)), HomographyWarper(32, 32)
-
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            shift = 0.01 * self.net(torch.cat([a, b], 1)).view(-1, 3, 3)
-            moved = self.warp(a, torch.eye(3, device=a.device) + shift)
-            return ssim_loss(moved, b, 5)
-
-    return Run(
-        lambda: Step(Register(), lambda n, b: n(*b)), data(lambda _: (torch.rand(1, 32, 32), torch.rand(1, 32, 32)))
-    )
-
-
 # Self-supervised and contrastive -------------------------------------------------------------------------------------
 
 
@@ -392,23 +307,6 @@ def backbone() -> nn.Sequential:
 
 def views() -> Callable[[int, int], Any]:
     return data(lambda _: (torch.randn(3, 48, 48), torch.randn(3, 48, 48)))
-
-
-@pattern("lightly", sizes=(8, 32))
-def lightly_simclr() -> Run:
-    from lightly.loss import NTXentLoss
-    from lightly.models.modules import SimCLRProjectionHead
-
-    class SimClr(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(backbone(), SimCLRProjectionHead(64, 64, 32))
-            self.criterion = NTXentLoss(0.5)
-
-        def forward(self, batch: Any) -> Tensor:
-            return self.criterion(self.net(batch[0]), self.net(batch[1]))
-
-    return Run(lambda: Step(SimClr(), lambda n, b: n(b)), views())
 
 
 @pattern("lightly", sizes=(8, 32))
@@ -433,26 +331,6 @@ def lightly_moco_memory_bank() -> Run:
             return self.criterion(self.network(batch[0]), key)
 
     return Run(MoCo, views())
-
-
-@pattern("lightly", sizes=(8, 32))
-def lightly_barlow_twins() -> Run:
-    from lightly.loss import BarlowTwinsLoss, VICRegLoss
-
-    class Twins(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.one, self.two = (
-                nn.Sequential(backbone(), mlp(64, 128, 128, 1)),
-                BarlowTwinsLoss(),
-                VICRegLoss(),
-            )
-
-        def forward(self, batch: Any) -> Tensor:
-            a, b = self.net(batch[0]), self.net(batch[1])
-            return self.one(a, b) + self.two(a, b)
-
-    return Run(lambda: Step(Twins(), lambda n, b: n(b)), views())
 
 
 @pattern("open-clip-torch", sizes=(4, 16))
@@ -487,37 +365,6 @@ def metric_learning_miner() -> Run:
     return Run(build, data(lambda i: (torch.randn(64) + i % 8, i % 8)))
 
 
-@pattern("pytorch-metric-learning", sizes=(16, 64))
-def arcface_and_ntxent() -> Run:
-    from pytorch_metric_learning import losses
-
-    class Both(Step):
-        def __init__(self) -> None:
-            super().__init__(mlp(64, 256, 64), None)
-            self.arc, self.ntxent = losses.ArcFaceLoss(8, 64), losses.NTXentLoss()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            z = self.network(batch[0])
-            return self.arc(z, batch[1]) + self.ntxent(z, batch[1])
-
-    return Run(Both, data(lambda i: (torch.randn(64), i % 8)))
-
-
-@pattern("pytorch-metric-learning", sizes=(16, 64), steps=6)
-def cross_batch_memory() -> Run:
-    from pytorch_metric_learning import losses
-
-    class Memory(Step):
-        def __init__(self) -> None:
-            super().__init__(mlp(64, 256, 64), None)
-            self.criterion = losses.CrossBatchMemory(losses.ContrastiveLoss(), 64, memory_size=256)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.criterion(self.network(batch[0]), batch[1])
-
-    return Run(Memory, data(lambda i: (torch.randn(64), i % 8)))
-
-
 # Generation ----------------------------------------------------------------------------------------------------------
 
 
@@ -546,47 +393,6 @@ def diffusers_unet() -> Run:
             return F.mse_loss(self.network(self.scheduler.add_noise(x, noise, t), t).sample, noise)
 
     return Run(Ddpm, images(32))
-
-
-@pattern("diffusers", sizes=(2, 8))
-def diffusers_conditional_unet() -> Run:
-    from diffusers import UNet2DConditionModel
-
-    def build() -> Step:
-        network = UNet2DConditionModel(
-            16,
-            4,
-            4,
-            block_out_channels=(32, 64),
-            layers_per_block=1,
-            cross_attention_dim=32,
-            norm_num_groups=8,
-            attention_head_dim=8,
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        )
-        network.enable_gradient_checkpointing()
-        return Step(network, lambda n, b: F.mse_loss(n(b[0], b[1], b[2]).sample, b[0]), adamw)
-
-    return Run(build, data(lambda i: (torch.randn(4, 16, 16), torch.tensor(i), torch.randn(12, 32))))
-
-
-@pattern("diffusers", sizes=(2, 8))
-def diffusers_autoencoder_kl() -> Run:
-    from diffusers import AutoencoderKL
-
-    def build() -> Step:
-        network = AutoencoderKL(
-            3, 3, ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2, (16, 32), norm_num_groups=8, latent_channels=4
-        )
-
-        def loss(network: nn.Module, batch: Any) -> Tensor:
-            posterior = network.encode(batch[0]).latent_dist
-            return F.mse_loss(network.decode(posterior.sample()).sample, batch[0]) + 1e-6 * posterior.kl().mean()
-
-        return Step(network, loss)
-
-    return Run(build, images(32))
 
 
 @pattern("denoising-diffusion-pytorch", sizes=(2, 8))

@@ -228,54 +228,6 @@ def separable() -> nn.Module:
     return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 1000))
 
 
-class ConvNextBlock(nn.Module):
-    """A wide depthwise convolution, then a norm and an MLP over the channels of every pixel."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.scale = nn.Parameter(torch.full((width,), 1e-6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        pixels = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        return x + (self.scale * self.mlp(pixels)).permute(0, 3, 1, 2)
-
-
-def convnext() -> nn.Module:
-    """ConvNeXt-Tiny, except that the norms between stages are group norms of one group."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 96, 4, 4), nn.GroupNorm(1, 96)]
-    before = 96
-    for width, depth in ((96, 3), (192, 3), (384, 9), (768, 3)):
-        if width != before:
-            layers += [nn.GroupNorm(1, before), nn.Conv2d(before, width, 2, 2)]
-        layers += [ConvNextBlock(width) for _ in range(depth)]
-        before = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(768), nn.Linear(768, 1000))
-
-
-class Vae(nn.Module):
-    """The zoo's autoencoder with a random code between its halves."""
-
-    def __init__(self, width: int = 64, code: int = 256, side: int = 8) -> None:
-        super().__init__()
-        shape = (4 * width, side, side)
-        features = shape[0] * side * side
-        self.encoder = nn.Sequential(zoo.encoder(width), nn.Flatten(), nn.Linear(features, 2 * code))
-        self.decoder = nn.Sequential(nn.Linear(code, features), nn.Unflatten(1, shape), zoo.decoder(width))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mean, log_variance = self.encoder(x).chunk(2, dim=-1)
-        code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-        return self.decoder(code), mean, log_variance
-
-
-def variational_loss(outputs: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
-    image, mean, log_variance = outputs
-    return F.mse_loss(image, target) - (1 + log_variance - mean.square() - log_variance.exp()).mean() / 2
-
-
 def tower() -> nn.Module:
     """A ResNet that ends in an embedding."""
     return nn.Sequential(*list(zoo.resnet_small())[:-1], nn.Linear(256, 128))
@@ -320,8 +272,6 @@ BASES = (
     Training("lstm", "lstm", LstmLanguageModel, zoo.next_tokens(16000, 128), 64, zoo.token_loss, history=True),
     Training("gan", "gan", nn.Identity, zoo.images(3, 32), 256),
     Training("mlp", "mlp", lambda: zoo.mlp(512, 4096, 4), zoo.vectors(512), 4096),
-    Training("convnext", "cnn", convnext, IMAGES, 32, history=True),
-    Training("vae", "vae", Vae, zoo.image_pairs(3, 64), 128, variational_loss),
     Training("contrastive", "contrastive", tower, zoo.image_pairs(3, 64), 512),
 )
 
@@ -355,7 +305,7 @@ def corpus() -> tuple[Training, ...]:
     vary("gpt bert", "clip_norm", trainer_kwargs={"gradient_clip_val": 1.0})
     vary("llama", "clip_value", trainer_kwargs={"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"})
     vary("resnet50 unet separable", "channels_last", channels_last=True)
-    vary("resnet50 convnext", "channels_last_bf16", channels_last=True, precision="bf16-mixed")
+    vary("resnet50", "channels_last_bf16", channels_last=True, precision="bf16-mixed")
     vary("gpt", "checkpointed", network=gpt(reentrant=False))
     vary("gpt", "checkpointed_reentrant", network=gpt(reentrant=True))
     vary("gpt", "without_dropout", network=gpt(dropout=0.0))
@@ -611,12 +561,7 @@ def loss_probes() -> Iterator[Probe]:
         pixels, labels = Sample((8, 21, 128, 128), dtype), Sample((8, 128, 128), "int64", 21)
         yield from both_ways("cross_entropy", F.cross_entropy, pixels, labels)
         x = Sample((256, 4096), dtype)
-        for name in (
-            "mse_loss",
-            "smooth_l1_loss",
-            "huber_loss",
-            "binary_cross_entropy_with_logits",
-        ):
+        for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"):
             yield from both_ways(name, getattr(F, name), x, x)
 
 

@@ -118,7 +118,7 @@ class Observer:
         def wrapper(trainer: Trainer, *args: Any, callbacks: Any = None, **kwargs: Any) -> None:
             if self.mode != "none" and not is_shadow(trainer):
                 own = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
-                guard = Sized() if self.mode == "sized" else MemGuard(mode=self.mode)
+                guard = Sized() if self.mode == "sized" else MemGuard(mode=self.mode, min_steps_per_epoch=None)
                 trainer.memguard, callbacks = guard, [*own, guard]  # finders put other callbacks in their place
             init(trainer, *args, callbacks=callbacks, **kwargs)
 

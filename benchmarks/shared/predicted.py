@@ -1,21 +1,23 @@
-"""What lightning_memguard predicts for the cases of the zoo, through a Trainer as a user would ask."""
+"""What lightning_memguard predicts for the cases of the zoo, through a Trainer as a user would ask.
 
+cd benchmarks
+python -m shared.predicted mlp --optimizer adam --batch-size 64            # the prediction, as JSON
+python -m shared.predicted mlp --optimizer adam --batch-size 64 --budget 1000000000   # the size it chooses
+"""
+
+import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from shared.truth import QUIET, quieten
-from shared.zoo import Case
+from shared.truth import QUIET, quieten, run_module
+from shared.zoo import Case, case_named
 
-SCRIPT = Path(__file__).parents[1] / "predicted.py"  # what a fresh process runs
 LENGTH_TO_CHOOSE_FROM = 1_000_000  # samples: no choice is limited by the dataset
 
 
@@ -46,7 +48,8 @@ def predict_here(case: Case, optimizer: str, batch_size: int, budget_bytes: int 
         guard, length = MemGuard(mode="check"), batch_size * 3 * case.period
     else:
         budget_bytes += process_bytes(module.parameters(), torch.get_num_threads())[2]  # it is measured by its tensors
-        guard, length = MemGuard(mode="tune", budget=budget_bytes, margin=0.0), LENGTH_TO_CHOOSE_FROM
+        guard = MemGuard(mode="tune", budget=budget_bytes, margin=0.0, min_steps_per_epoch=None)
+        length = LENGTH_TO_CHOOSE_FROM
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -83,7 +86,25 @@ def predict_all(
     arguments = [case.name, "--optimizer", *optimizers, "--batch-size", *map(str, batch_sizes)]
     arguments += ["--threads", str(threads)] if threads else []
     arguments += ["--budget", str(budget_bytes)] if budget_bytes else []
-    process = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
-    if process.returncode != 0:
-        raise RuntimeError(f"The prediction for {case.name} failed:\n{process.stderr[-2000:]}")
-    return [Predicted(**json.loads(line)) for line in process.stdout.splitlines() if line.startswith("{")]
+    lines = run_module("shared.predicted", arguments, f"The prediction for {case.name}")
+    return [Predicted(**json.loads(line)) for line in lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case")
+    parser.add_argument("--optimizer", nargs="+", help="default: the case's first")
+    parser.add_argument("--batch-size", nargs="+", type=int, help="default: the case's middle size")
+    parser.add_argument("--threads", type=int, help="torch.set_num_threads: some kernels' scratch depends on it")
+    parser.add_argument("--budget", type=int, help="bytes; with it, MemGuard chooses the batch size")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    case = case_named(arguments.case)
+    for optimizer in arguments.optimizer or case.optimizers[:1]:
+        for batch_size in arguments.batch_size or case.batch_sizes[1:2]:
+            print(json.dumps(asdict(predict_here(case, optimizer, batch_size, arguments.budget))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

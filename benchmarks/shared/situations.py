@@ -76,7 +76,7 @@ def loader(**settings: Any) -> DataLoader[Any]:
 
 def fit(out: Path, data: DataLoader[Any] | None = None, module: Net | None = None, **settings: Any) -> None:
     """One guarded fit of one epoch."""
-    callbacks = [Tell(out), MemGuard(max_batch_size=32), *settings.pop("callbacks", [])]
+    callbacks = [Tell(out), MemGuard(max_batch_size=32, min_steps_per_epoch=None), *settings.pop("callbacks", [])]
     settings = {**QUIET, "accelerator": "cpu", "max_epochs": 1, **settings}
     trainer = pl.Trainer(**settings, callbacks=callbacks)
     trainer.fit(module or Net(), loader() if data is None else data)

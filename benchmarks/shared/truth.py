@@ -12,21 +12,24 @@ the scratch that kernels (oneDNN's too) take through PyTorch's allocator. What i
 How exact it is: after every event the replay must have changed as the allocator's own counter did (`miscounted` is 0),
 a repetition gives the same byte, and an MLP's peak is the sum added by hand (`--by-hand`).
 
-    python benchmarks/truth.py mlp --optimizer adam --batch-size 64             # what stood at the peak, as text
-    python benchmarks/truth.py mlp --optimizer sgd adam --batch-size 64 256 --json
-    python benchmarks/truth.py mlp --by-hand                                    # against the sum added by hand
+    cd benchmarks
+    python -m shared.truth mlp --optimizer adam --batch-size 64             # what stood at the peak, as text
+    python -m shared.truth mlp --optimizer sgd adam --batch-size 64 256 --json
+    python -m shared.truth mlp --by-hand                                    # compared with a sum added by hand
 """
 
+import argparse
 import gc
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,9 +40,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
-from shared.zoo import Case
+from shared.zoo import Case, case_named
 
-SCRIPT = Path(__file__).parents[1] / "truth.py"  # what a fresh process runs
 MARKER = "truth::"
 # Operators that only allocate: the operator that called them is more informative.
 MEMORY_ONLY = (
@@ -271,22 +273,97 @@ def count_disagreements(events: Sequence[MemoryEvent]) -> int:
 # In a separate process -----------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, optimizer: str, batch_size: int, steps: int = 3) -> Truth:
-    """Train in a fresh process and return its peak."""
-    return measure_all(case, [optimizer], [batch_size], steps)[0]
-
-
 def measure_all(
     case: Case, optimizers: Sequence[str], batch_sizes: Sequence[int], steps: int = 3, threads: int | None = None
 ) -> list[Truth]:
     """Train at every optimizer and batch size, one after the other in one fresh process."""
     arguments = [case.name, "--optimizer", *optimizers, "--batch-size", *map(str, batch_sizes)]
     arguments += ["--steps", str(steps), "--json"] + (["--threads", str(threads)] if threads else [])
-    process = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    lines = run_module("shared.truth", arguments, f"The measurement of {case.name}")
+    return [truth_from(json.loads(line)) for line in lines]
+
+
+def run_module(name: str, arguments: Sequence[str], what: str) -> list[str]:
+    """The JSON objects that a module of `shared` prints in a fresh process, a line each."""
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", name, *arguments]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if process.returncode != 0:
-        raise RuntimeError(f"The measurement of {case.name} failed:\n{process.stderr[-2000:]}")
-    return [truth_from(json.loads(line)) for line in process.stdout.splitlines()]
+        raise RuntimeError(f"{what} failed:\n{process.stderr[-2000:]}")
+    return [line for line in process.stdout.splitlines() if line.startswith("{")]
 
 
 def truth_from(fields: dict[str, Any]) -> Truth:
     return Truth(**{**fields, "held": tuple(Held(**group) for group in fields["held"])})
+
+
+# As a script ----------------------------------------------------------------------------------------------------------
+
+
+def mlp_by_hand(optimizer: str, batch_size: int) -> int:
+    """The peak of the zoo's MLP (512 -> 1024 -> 1024 -> 1024 -> 10), added up by hand.
+
+    With SGD it is at the last ReLU: parameters, the last step's gradients, momentum, the batch, the outputs of
+    three ReLUs and the input of the third. With Adam and a small batch it is in the update of a 1024 x 1024
+    weight: parameters, gradients, two moments, a step count each, the batch, and the two temporaries of the
+    denominator, while the name `denominator` still holds that of the bias before. Five scalars take 20 bytes more.
+    """
+    sizes = [512 * 1024, 1024, 1024 * 1024, 1024, 1024 * 1024, 1024, 1024 * 10, 10]
+    parameter_bytes = 4 * sum(sizes)
+    batch_bytes = batch_size * (512 * 4 + 8)
+    if optimizer == "sgd":
+        return 3 * parameter_bytes + batch_bytes + 4 * batch_size * 1024 * 4
+    if optimizer == "adam":
+        return 4 * parameter_bytes + 4 * len(sizes) + batch_bytes + 2 * 1024 * 1024 * 4 + 1024 * 4 + 20
+    raise ValueError(f"No sum by hand for {optimizer}.")
+
+
+def check_by_hand() -> None:
+    for optimizer, batch_size in (("sgd", 64), ("sgd", 256), ("sgd", 1024), ("adam", 8), ("adam", 16), ("adam", 64)):
+        measured = measure_here(case_named("mlp"), optimizer, batch_size).peak_bytes
+        by_hand = mlp_by_hand(optimizer, batch_size)
+        print(
+            f"mlp, {optimizer:4}, {batch_size:>4}: measured {measured:,}, by hand {by_hand:,}: {measured - by_hand:+,}"
+        )
+
+
+def as_text(truth: Truth) -> str:
+    lines = [
+        (
+            f"{truth.case}, {truth.optimizer}, batch size {truth.batch_size}, {truth.threads} threads: "
+            f"peak {truth.peak_bytes:,} bytes ({truth.peak_bytes / 2**20:.2f} MiB)"
+        ),
+        (
+            f"in {truth.phase}, at {truth.operator}; {truth.event_count} events, {truth.miscounted} miscounted, "
+            f"{truth.wall_seconds:.2f} s"
+        ),
+    ]
+    lines += [f"  {group.bytes:>14,} bytes  {group.count:>5} x {group.operator}" for group in truth.held]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case")
+    parser.add_argument("--optimizer", nargs="+", help="default: the case's first")
+    parser.add_argument("--batch-size", nargs="+", type=int, help="default: the case's middle size")
+    parser.add_argument("--steps", type=int, default=3, help="periods of the case; the second is the first with states")
+    parser.add_argument("--threads", type=int, help="torch.set_num_threads: some kernels' scratch depends on it")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--by-hand", action="store_true", help="compare the MLP's peak with a sum added by hand")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    if arguments.by_hand:
+        check_by_hand()
+        return
+    case = case_named(arguments.case)
+    for optimizer in arguments.optimizer or case.optimizers[:1]:
+        for batch_size in arguments.batch_size or case.batch_sizes[1:2]:
+            truth = measure_here(case, optimizer, batch_size, arguments.steps)
+            print(json.dumps(asdict(truth)) if arguments.json else as_text(truth), flush=True)
+
+
+if __name__ == "__main__":
+    main()

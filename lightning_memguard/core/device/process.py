@@ -10,7 +10,7 @@ from lightning_memguard.units import MIB
 
 OBJECTS_BYTES = 4 * MIB
 """Objects of Python's, threads, what is first imported meanwhile: 2.7 MiB from `setup` to the second step
-(`benchmarks/cpu_process.py`, which reproduces the figures below as well); the rest is for loggers and validation."""
+(`benchmarks/overhead.py process`, which gives the figures below as well); the rest is for loggers and validation."""
 
 LESS = (0, 0, OBJECTS_BYTES)
 """What of it is counted first at the smallest batch size, where all of it leaves no room: it refuses no training."""

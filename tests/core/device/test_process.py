@@ -20,14 +20,14 @@ def test_what_a_process_takes_is_a_range_that_grows_with_threads_and_with_the_la
 
 
 def test_a_head_as_wide_as_a_vocabulary_is_packed_in_panels() -> None:
-    # kept by 448 x 768 times 768 x 50257: 17 MiB on one thread, 35 on two (benchmarks/cpu_process.py)
+    # kept by 448 x 768 times 768 x 50257: 17 MiB on one thread, 35 on two (benchmarks/overhead.py)
     one, two = (process_bytes([weight(50257, 768)], threads)[2] / MIB for threads in (1, 2))
     assert 17 < one < 28
     assert 35 < two < 48
 
 
 def test_what_was_recorded_is_within_the_range() -> None:
-    """MiB kept after a linear layer's products: inputs, outputs, threads, from `benchmarks/cpu_process.py`."""
+    """MiB kept after a linear layer's products: inputs, outputs, threads, from `benchmarks/overhead.py`."""
     recorded = {
         (2048, 512, 1): 7.31,
         (384, 4096, 1): 6.60,

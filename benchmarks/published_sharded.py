@@ -1,0 +1,130 @@
+"""Predictions of one rank of sharded trainings that others published, and for a thousand GPUs. Needs no GPU.
+
+torchtitan: ``benchmarks/llama3_h100_202412_torchtitan.md`` of pytorch/torchtitan @b5bcd76c6: max reserved over ranks,
+on H100 with 96 GB; here H200, which has the same kernels and does not run short either. The model is that of
+`examples/fsdp.py`. The row of 70B was measured with torch.compile and float8, which are not predicted: it is compared
+with the same training without them.
+
+Lightning's FSDP guide: docs/source-pytorch/advanced/model_parallel/fsdp.rst trains a transformer of 1,009 M parameters
+on 2 A100 under several strategies, on one sentence of 35 words, and prints ``torch.cuda.memory_summary``: allocated.
+
+    python benchmarks/published_sharded.py                 # all rows
+    python benchmarks/published_sharded.py 8B ranks FULL_SHARD
+"""
+
+import argparse
+import importlib.util
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.demos import Transformer
+from pytorch_lightning.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import nn
+
+from lightning_memguard import estimate
+from lightning_memguard.core import gpus
+from lightning_memguard.core.batch.batches import batches_from_one
+from lightning_memguard.core.capture.capture import capture
+from lightning_memguard.core.replay.replay import replay
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.training.adapter.program import LightningProgram
+from lightning_memguard.training.strategies.sharded import Layout
+from shared.truth import QUIET, quieten
+
+MIB = 1 << 20
+# size, checkpointing, batch, data x tensor parallel, devices and nodes, published MiB
+TORCHTITAN: dict[str, tuple[str, str, int, tuple[int, int], tuple[int, int], int]] = {
+    "8B": ("8B", "selective", 2, (8, 1), (8, 1), 84_378),
+    "70B": ("70B", "full", 16, (32, 8), (8, 32), 73_626),
+    "ranks": ("70B", "full", 1, (128, 8), (8, 128), 0),
+}
+# settings of the strategy, printed MiB
+GUIDE: dict[str, tuple[dict[str, Any], int]] = {
+    "NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, 19_296),
+    "SHARD_GRAD_OP": ({"sharding_strategy": "SHARD_GRAD_OP"}, 11_772),
+    "FULL_SHARD": ({}, 9_627),
+    "offload": ({"cpu_offload": True}, 2_790),
+}
+WORDS, LENGTH, RANKS = 33_278, 35, 2
+LAYERS = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
+
+
+def example() -> Any:
+    path = Path(__file__).parents[1] / "examples" / "fsdp.py"
+    specification = importlib.util.spec_from_file_location("fsdp_example", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["fsdp_example"] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def reserved_by_torchtitan(name: str) -> tuple[str, int]:
+    size, checkpointing, batch, (data, tensor), (devices, nodes), _ = TORCHTITAN[name]
+    with torch.device("meta"):
+        model = example().Llama(size, checkpointing=checkpointing)
+    tokens = torch.empty(batch, 8192, dtype=torch.int64, device="meta")
+    strategy = ModelParallelStrategy(data, tensor)
+    found = estimate(model, tokens, strategy=strategy, devices=devices, num_nodes=nodes, device="H200")
+    return f"{size}, {data} x {tensor} ranks: reserved", found.peak_reserved_bytes
+
+
+class LanguageModel(pl.LightningModule):
+    """The guide's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Transformer(vocab_size=WORDS, nlayers=32, nhid=4096, ninp=1024, nhead=64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        words, target = batch
+        return nn.functional.nll_loss(self.model(words, target), target.view(-1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def allocated_in_the_guide(name: str) -> tuple[str, int]:
+    with torch.device("meta"):
+        module = LanguageModel()
+    strategy = FSDPStrategy(auto_wrap_policy=LAYERS, **GUIDE[name][0])
+    sentence = torch.zeros(1, LENGTH, dtype=torch.long)
+    program = LightningProgram(
+        pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET),
+        module,
+        batches_from_one((sentence, sentence.clone())),
+        torch.device("cuda", 0),
+        gpu=gpus.find("A100-SXM4-40GB"),
+        strategy=strategy,
+        layout=Layout.of(strategy, RANKS, 1),
+    )
+    return f"{name}: allocated", replay(capture(program, 1, "fake"), AllocatorSettings()).peak_allocated_bytes
+
+
+def main() -> None:
+    rows = [*TORCHTITAN, *GUIDE]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="ROW", help=", ".join(rows))
+    quieten()
+    for name in parser.parse_args().names or rows:
+        started = time.monotonic()
+        what, nbytes = reserved_by_torchtitan(name) if name in TORCHTITAN else allocated_in_the_guide(name)
+        seconds = time.monotonic() - started
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        published = (TORCHTITAN.get(name) or GUIDE[name])[-1]
+        versus = f", published {published:,} ({nbytes / MIB / published - 1:+.2%})" if published else ""
+        print(
+            f"{what} {nbytes / MIB:,.0f} MiB{versus}; {seconds:.0f} s; children so far: "
+            f"{usage.ru_utime + usage.ru_stime:.0f} s of processor time, {usage.ru_maxrss >> 10} MiB",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
