@@ -195,7 +195,6 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "torch.distributed.tensor._sharding_prop.ShardingPropagator: _propagate_tensor_meta_non_cached; "
             "torch.distributed.tensor.debug: _clear_sharding_prop_cache; "
             "torch.distributed.fsdp._fully_shard._fsdp_param: _chunk_with_empty; "
-            "torch.distributed.fsdp.FSDPModule: _get_fsdp_state; "
             "torch.distributed.fsdp._runtime_utils: _register_post_backward_hook _post_backward_hook; "
             "torch.distributed.fsdp._init_utils: _get_compute_device; "
             "torch.distributed.fsdp._flat_param: _data_ptr_allocated",
@@ -213,18 +212,13 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "strategy: _fsdp_kwargs; wrappers: _FabricModule; fabric_module: _forward_module _register_backward_hook",
             _NOT_SUCH,
         ),
-        Need("follow DeepSpeed", "strategy: _create_default_config; optimizer: _optimizer_step_post_hooks", _NOT_SUCH),
-        Need(
-            "follow pipelines",
-            "torch.distributed.pipelining.schedules: _PipelineSchedule; schedule: _stage",
-            _NOT_SUCH,
-        ),
+        Need("follow DeepSpeed", "torch._C: _will_engine_execute_node; strategy: _init_optimizers", _NOT_SUCH),
     ),
 }
 
 _THEIRS = ("torch", "torchmetrics", "pytorch_lightning", "lightning", "lightning_fabric")
 # Where a path begins, if not at a trainer or another object of Lightning's.
-_OF_TORCH = ("torch", "operator", "definition", "mode", "storage", "node", "memory", "cuda", "optimizer", "schedule")
+_OF_TORCH = ("torch", "operator", "definition", "mode", "storage", "node", "memory", "cuda", "optimizer")
 
 
 class Absent:
@@ -272,6 +266,37 @@ def find(path: str, **roots: object) -> Any:
 
 
 _NOTHING = object()
+
+
+def nothing(*_: object, **__: object) -> None:
+    """In place of what is not to be done."""
+
+
+def patched(owner: Any, /, **values: Any) -> contextlib.AbstractContextManager[None]:
+    """Give a module, a class or an object other attributes, and put back its own at the end.
+
+    Raises:
+        AttributeError: it lacks one.
+    """
+    for name in values:
+        getattr(owner, name)
+    return added(owner, **values)
+
+
+@contextlib.contextmanager
+def added(owner: Any, /, **values: Any) -> Iterator[None]:
+    """Like `patched`, with attributes that it may lack."""
+    before = {name: vars(owner).get(name, _NOTHING) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _NOTHING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 def gaps(*parts: str, **roots: object) -> str:

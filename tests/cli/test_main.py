@@ -20,6 +20,7 @@ from lightning_memguard.cli.main import BAD_USE, DOES_NOT_FIT, FITS, main
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import find
 from lightning_memguard.units import MIB
+from tests.training.planning.test_on_ranks import INSTALLED
 
 NET = ["net:Net", "--args", "width=64"]
 DATA = ["--datamodule", "net:Data"]
@@ -135,7 +136,7 @@ def test_a_plan_is_what_the_callback_would_decide(capsys, leaves_room: bool) -> 
     status = FITS if leaves_room else DOES_NOT_FIT
     arguments = ("plan", *NET, *DATA, "--device", "cpu", "--budget", budget, "--margin", "0")
     answer = answered(capsys, *arguments, status=status)
-    guard = MemGuard(budget=int(budget), margin=0.0)
+    guard = MemGuard(budget=int(budget), margin=0.0, min_steps_per_epoch=None)
     trainer = pl.Trainer(
         accelerator="cpu",
         callbacks=[guard],
@@ -250,6 +251,7 @@ def test_a_lightning_cli_config_is_read_with_its_optimizer_and_trainer(capsys, p
     assert asked["optimizer_state"] == asked["parameters"]
 
 
+@INSTALLED
 def test_a_plan_on_several_nodes_is_that_of_a_rank_and_of_all(capsys, project: Path) -> None:
     on_sixteen = ("--strategy", "deepspeed_stage_2", "--devices-per-node", "8", "--num-nodes", "2")
     answer = answered(capsys, "plan", *NET, *DATA, *on_sixteen, "--device", "H100")
@@ -260,6 +262,7 @@ def test_a_plan_on_several_nodes_is_that_of_a_rank_and_of_all(capsys, project: P
     assert plan["asked"]["parts_bytes"]["communication"] > 0
 
 
+@INSTALLED
 def test_a_config_may_name_a_strategy_that_shards(capsys, project: Path) -> None:
     pytest.importorskip("jsonargparse")
     settings = """

@@ -74,7 +74,6 @@ def samples() -> dict[str, list[Any]]:
         "memory": [torch.cuda.memory],
         "cuda": [torch._C],
         "optimizer": [optimizer],
-        "schedule": [SimpleNamespace(_stage=None)],  # needs a pipeline; tests/core/capture/test_pipelines.py runs one
     }
 
 
@@ -110,8 +109,9 @@ def test_no_run_has_a_gap() -> None:
 # Of Python itself, and of named tuples; and what is read only if it is there.
 NOT_FOREIGN = {"_replace", "_fields", "_exit", "_getframe"}
 IF_THERE = {
-    *("_compute_coordinate_on_dim", "_warmup_p2p", "_inference_mode", "_fsdp_param_group", "_fsdp_param_groups"),
-    *("_post_backward_hook_state", "_torchdynamo_orig_callable", "_CudaDeviceProperties", "_experiment"),
+    *("_compute_coordinate_on_dim", "_post_backward_hook_state", "_torchdynamo_orig_callable"),
+    *("_CudaDeviceProperties", "_experiment"),
+    "_optimizer_step",  # of DeepSpeed, whose own test runs it
 }
 
 
@@ -234,10 +234,10 @@ def test_no_name_of_torch_stops_a_run(part: str) -> None:
 
 
 NOT_NEEDED = {
+    "torch._C._will_engine_execute_node",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache",
     "torch._C._get_sdp_priority_order",
     "torch._C._autograd._get_current_graph_task_keep_graph",
-    "torch.distributed.pipelining.schedules._PipelineSchedule",
 }
 
 
@@ -277,7 +277,10 @@ def test_a_lightning_that_renamed_a_name_still_trains(name: str, tmp_path: Path)
         text = file.read_text()
         if name in text:
             file.write_text(re.sub(rf"\b{name}\b", f"{name}_renamed", text))
-    code = "import without_a_name as w; from lightning_memguard import MemGuard; print(*w.fit(MemGuard(budget='1GiB')))"
+    code = (
+        "import without_a_name as w; from lightning_memguard import MemGuard; "
+        "print(*w.fit(MemGuard(budget='1GiB', min_steps_per_epoch=None)))"
+    )
     paths = os.pathsep.join(map(str, (tmp_path, PACKAGE.parent, PROGRAM.parent)))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     said = output_of("-c", code, cwd=tmp_path, env=environment)

@@ -16,7 +16,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from lightning_memguard.core.foreign import added, nothing, patched
 from lightning_memguard.core.kernels.layout import is_dense
 from lightning_memguard.core.simulation import plain
 
@@ -73,8 +73,8 @@ def walking(enter: Callable[[dict[str, Any]], None] | None = None, *, as_plain: 
     """
     engine = _Walker(enter, as_plain=as_plain)
     with (
-        mock.patch.object(Variable, "_execution_engine", engine),
-        mock.patch.object(torch._C, "_current_graph_task_id", graph_task),
+        patched(Variable, _execution_engine=engine),
+        patched(torch._C, _current_graph_task_id=graph_task),
         engine.hooks_seen(),
         engine.saved.hooked(),
     ):
@@ -148,17 +148,18 @@ class _Saved:
 
         with (
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
-            mock.patch.object(autograd, "_push_saved_tensors_default_hooks", push_users),
-            mock.patch.object(autograd, "_pop_saved_tensors_default_hooks", pop_users),
-            mock.patch.object(torch.utils.checkpoint, "_make_saved_tensor", self._of_no_node, create=True),
-            mock.patch.object(autograd, "_saved_tensors_hooks_disable"),  # torch.func refuses hooks, which do no harm
-            mock.patch.object(autograd, "_saved_tensors_hooks_enable"),
+            patched(autograd, _push_saved_tensors_default_hooks=push_users, _pop_saved_tensors_default_hooks=pop_users),
+            added(torch.utils.checkpoint, _make_saved_tensor=self._of_no_node),
+            # torch.func refuses hooks, which do no harm
+            patched(autograd, _saved_tensors_hooks_disable=nothing, _saved_tensors_hooks_enable=nothing),
         ):
             yield
 
     def _pack(self, tensor: Tensor) -> _Handle:
-        # A node's own result comes with its history, and the node would keep itself alive.
-        return self.handle(_without_history(tensor) if tensor.requires_grad else tensor, None, _saver(tensor))
+        # A node's own result comes with its history, and the node would keep itself alive. A parameter is saved itself,
+        # as autograd does: DeepSpeed frees its memory in between, by ``parameter.data = ...``.
+        has_history = tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
+        return self.handle(_without_history(tensor) if has_history else tensor, None, _saver(tensor))
 
     def handle(self, content: object, hooks: _Hooks | None, number: int) -> _Handle:
         self.count += 1
@@ -169,7 +170,7 @@ class _Saved:
 
     def _of_no_node(self, tensor: Tensor, *, is_output: bool) -> Any:
         """A checkpoint keeps what it is given by itself (``save_inputs``, torch 2.13): no node frees it."""
-        with mock.patch.object(self, "made_by_node", False):
+        with patched(self, made_by_node=False):
             return torch._C._autograd._make_saved_tensor(tensor, is_output=is_output)
 
     def _unpack(self, handle: _Handle) -> Any:
@@ -328,7 +329,7 @@ class _Walker:
         allow_unreachable: bool = True,
         accumulate_grad: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """See `torch.autograd.graph._engine_run_backward`."""
+        """Walk the graph, in place of `torch.autograd.graph._engine_run_backward`."""
         edges = [_edge(tensor) for tensor in tensors]
         grads = [_valid(grad, *edge) for grad, edge in zip(grad_tensors, edges, strict=True)]
         wanted = [_edge(tensor) for tensor in inputs]
@@ -403,11 +404,9 @@ class _Walker:
             return register
 
         with (
-            mock.patch.object(torch.Tensor, "register_hook", hook_tensor),
-            mock.patch.object(torch.Tensor, "retain_grad", retain),
-            mock.patch.object(FunctionCtx, "set_materialize_grads", set_materialize),
-            mock.patch.object(BackwardCFunction, "register_hook", hook_node(_POST_HOOKS)),
-            mock.patch.object(BackwardCFunction, "register_prehook", hook_node(_PRE_HOOKS)),
+            patched(torch.Tensor, register_hook=hook_tensor, retain_grad=retain),
+            patched(FunctionCtx, set_materialize_grads=set_materialize),
+            patched(BackwardCFunction, register_hook=hook_node(_POST_HOOKS), register_prehook=hook_node(_PRE_HOOKS)),
         ):
             yield
 

@@ -18,12 +18,12 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from lightning_memguard.core.foreign import added, patched
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.simulation.backward import release_saved
 
@@ -41,7 +41,7 @@ def noting(note: Callable[[str], object]) -> Iterator[None]:
             note(NOTE)
         return original(callback)
 
-    with mock.patch.object(frames, "_callback_from_stance", callback_of):
+    with patched(frames, _callback_from_stance=callback_of):
         yield
 
 
@@ -88,7 +88,7 @@ def compiling(on_autotune: Callable[[], object] = lambda: None) -> Iterator[None
         exits.enter_context(functorch.patch(enable_autograd_cache=False))
         patches = (*_without_kernels(), *_in_memory(), *_through_dispatch(), *_when_walked())
         for home, name, instead in (*patches, _without_timing(on_autotune, always=always)):
-            exits.enter_context(mock.patch.object(home, name, instead, create=name == "open"))
+            exits.enter_context((added if name == "open" else patched)(home, **{name: instead}))
         exits.enter_context(torch.compiler.set_stance("default"))
         torch._dynamo.reset()
         exits.callback(torch._dynamo.reset)

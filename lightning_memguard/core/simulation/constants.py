@@ -23,6 +23,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
 
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.core.simulation.repeated import RepeatingFakeMode
 
 MOST_ELEMENTS = 2**22  # that one operator reads and makes: a mask of 2,000 x 2,000
@@ -149,7 +150,7 @@ class KnownFakeMode(RepeatingFakeMode):
 
     def _knows_all(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         written_whole = func in _OVERWRITES and _covers_its_storage(args[0])
-        read = [*_tensors([args[1:] if written_whole else args, kwargs])]
+        read = [*operands([args[1:] if written_whole else args, kwargs])]
         for tensor in read:
             if isinstance(tensor, FakeTensor):
                 if tensor.untyped_storage()._cdata not in self._values:
@@ -158,7 +159,7 @@ class KnownFakeMode(RepeatingFakeMode):
                 return False
         if any(not isinstance(tensor, FakeTensor) for tensor in _written(func, args, kwargs)):
             return False  # someone else's
-        elements = sum(tensor.numel() for tensor in (*read, *_tensors(args[:1] if written_whole else ())))
+        elements = sum(tensor.numel() for tensor in (*read, *operands(args[:1] if written_whole else ())))
         return 0 < elements <= MOST_ELEMENTS
 
     def _is_overwritten(self, real: Tensor) -> bool:
@@ -215,13 +216,13 @@ class KnownFakeMode(RepeatingFakeMode):
             return real
         if kind is _Kind.SIZES:
             with self:
-                device = next(_tensors(args)).device
+                device = next(operands(args)).device
                 out = tree_map(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), real)
         else:
             out = self.run(func, types, args, kwargs)
         if kind is not _Kind.WRITES:
             with _computing():
-                for fake, value in zip(_tensors(out), _tensors(real), strict=True):
+                for fake, value in zip(operands(out), operands(real), strict=True):
                     if value.numel() <= MOST_ELEMENTS and fake.shape == value.shape:
                         self._keep(fake, value, owned=kind is not _Kind.VIEWS)
         return out
@@ -276,17 +277,6 @@ def forget_written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
             mode.forget(tensor)
 
 
-def _tensors(tree: object) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _tensors(item)
-
-
 def _laid_over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
     """A storage as a tensor sees it."""
     with _computing():
@@ -303,9 +293,9 @@ def _covers_its_storage(tensor: object) -> bool:
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """What an operator writes into."""
     if func in _WRITES_UNSAID:
-        return [*_tensors([args, kwargs])]
+        return [*operands([args, kwargs])]
     places, names = _writes(func)
-    return [*_tensors([[args[place] for place in places if place < len(args)], [kwargs.get(name) for name in names]])]
+    return [*operands([[args[place] for place in places if place < len(args)], [kwargs.get(name) for name in names]])]
 
 
 @functools.cache

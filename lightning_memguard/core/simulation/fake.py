@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memguard.core.batch.known_values import KnownValues
 from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.foreign import find
+from lightning_memguard.core.foreign import find, patched
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
 from lightning_memguard.errors import CannotTraceError
 
@@ -293,10 +292,10 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
     with ExitStack() as exits:
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(_modules_can_move())
-        exits.enter_context(mock.patch.object(torch._subclasses, "FakeTensor", _Unknown))
+        exits.enter_context(patched(torch._subclasses, FakeTensor=_Unknown))
         for home in _USES_FOREACH:
             types = [*home._foreach_supported_types, FakeTensor]
-            exits.enter_context(mock.patch.object(home, "_foreach_supported_types", types))
+            exits.enter_context(patched(home, _foreach_supported_types=types))
         exits.enter_context(mode)
         yield
 
@@ -363,7 +362,7 @@ def _modules_can_move() -> Iterator[None]:
             _copy_attributes(parameter, moved[id(parameter)][1])
         return moved[id(parameter)][1]
 
-    with mock.patch.object(nn.Module, "_apply", apply):
+    with patched(nn.Module, _apply=apply):
         yield
 
 
@@ -493,7 +492,7 @@ def _refuse_address(_: FakeTensor) -> int:
 
 def without_addresses() -> AbstractContextManager[object]:
     """Inside, a fake tensor has no address, instead of that of nothing, which a kernel in C would write to."""
-    return mock.patch.object(FakeTensor, "data_ptr", _refuse_address)
+    return patched(FakeTensor, data_ptr=_refuse_address)
 
 
 def unseen(func: OpOverload) -> str:

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.foreign import find, gaps
+from lightning_memguard.core.foreign import find, gaps, nothing, patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation import cudnn_rnn, sdpa, streams
@@ -102,20 +101,16 @@ def simulated_cuda(gpu: Gpu) -> Iterator[None]:
     _guard_cuda()
     with ExitStack() as exits:
         for name, answer in _torch_cuda_of(gpu).items():
-            exits.enter_context(mock.patch.object(torch.cuda, name, answer))
-        exits.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
-        exits.enter_context(mock.patch.object(torch.Tensor, "record_stream", streams.record_stream))
-        exits.enter_context(mock.patch.object(torch.Tensor, "pin_memory", _pinned(torch.Tensor.pin_memory)))
+            exits.enter_context(patched(torch.cuda, **{name: answer}))
+        exits.enter_context(patched(fake_tensor, init_gpu_context=nothing))
+        pin = _pinned(torch.Tensor.pin_memory)
+        exits.enter_context(patched(torch.Tensor, record_stream=streams.record_stream, pin_memory=pin))
         for home, name, _ in _PATCHED:  # functions of `torch.nn.functional` call these outside of any mode
             if hasattr(home, name):
-                exits.enter_context(mock.patch.object(home, name, _overriding(getattr(home, name))))
+                exits.enter_context(patched(home, **{name: _overriding(getattr(home, name))}))
         _simulated.append(gpu)
         exits.callback(_simulated.pop)
         yield
-
-
-def _nothing(*_: object) -> None:
-    """In place of what is called for each tensor: a mock would take longer than the rest."""
 
 
 def _pinned(pin: Function) -> Function:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.simulation import fake_cuda, sdpa
 
 
@@ -42,7 +42,7 @@ def taken() -> Iterator[None]:
         with torch._C.DisableTorchFunction():
             return asked(arguments)
 
-    with mock.patch.object(torch.overrides, "has_torch_function", has_torch_function):
+    with patched(torch.overrides, has_torch_function=has_torch_function):
         yield
 
 

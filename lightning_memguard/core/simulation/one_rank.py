@@ -18,14 +18,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map
 
-from lightning_memguard.core.foreign import reason_of
+from lightning_memguard.core.foreign import added, nothing, patched, reason_of
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation.constants import known_value
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, simulated_gpu
@@ -54,8 +53,8 @@ class Watcher(Protocol):
 
 
 @contextmanager
-def one_rank_of(size: int, rank: int = 0) -> Iterator[None]:
-    """Inside, this process is one of several ranks: the first has the largest shards (``torch.chunk``'s first).
+def one_rank_of(size: int) -> Iterator[None]:
+    """Inside, this process is the first of several ranks, which has the largest shards (``torch.chunk``'s first).
 
     Raises:
         CannotTraceError: torch has no such group, or this process is of a real one.
@@ -69,11 +68,20 @@ def one_rank_of(size: int, rank: int = 0) -> Iterator[None]:
         for patch in _patches():
             exits.enter_context(patch)
         with unset_fake_temporarily():
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         exits.callback(_destroy)
         _sizes.append(size)
         exits.callback(_sizes.pop)
         yield
+
+
+def become(rank: int) -> None:
+    """Be another of the ranks, before anything has asked which one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    with unset_fake_temporarily():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks_here())
 
 
 def _destroy() -> None:
@@ -109,15 +117,16 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     importlib.import_module("torch.distributed.tensor")  # adds its type to lists that `faking` replaces for a while
     from torch.distributed import device_mesh
 
-    for name, instead in {"_dispatch.is_rng_supported_mesh": _is_not, "_random._rng_tracker": None}.items():
-        yield mock.patch(f"torch.distributed.tensor.{name}", instead)  # random numbers as on plain tensors
+    # Random numbers are as on plain tensors.
+    yield patched(importlib.import_module("torch.distributed.tensor._dispatch"), is_rng_supported_mesh=_is_not)
+    yield patched(importlib.import_module("torch.distributed.tensor._random"), _rng_tracker=None)
     for name in _READS_RANKS:
         method = vars(device_mesh.DeviceMesh).get(name)
         if method is not None:
-            yield mock.patch.object(device_mesh.DeviceMesh, name, _on_real_tensors(method))
+            yield patched(device_mesh.DeviceMesh, **{name: _on_real_tensors(method)})
     if hasattr(device_mesh, "init_device_mesh"):
-        yield mock.patch.object(device_mesh, "init_device_mesh", _on_real_tensors(device_mesh.init_device_mesh))
-        yield mock.patch.object(dist, "init_device_mesh", device_mesh.init_device_mesh)
+        yield patched(device_mesh, init_device_mesh=_on_real_tensors(device_mesh.init_device_mesh))
+        yield patched(dist, init_device_mesh=device_mesh.init_device_mesh)
     new_group = dist.new_group
 
     def like_the_first(ranks: Any = None, timeout: Any = None, _: object = None, *rest: Any, **kwargs: Any) -> Any:
@@ -126,13 +135,15 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
             return new_group(ranks, timeout, None, *rest, **kwargs)
 
     for home in (dist, dist.distributed_c10d):
-        yield mock.patch.object(home, "new_group", like_the_first)
+        yield patched(home, new_group=like_the_first)
         for name in _OF_OBJECTS:
-            yield mock.patch.object(home, name, functools.partial(_refuse, name))
+            yield patched(home, **{name: functools.partial(_refuse, name)})
+    yield patched(dist.ProcessGroup, monitored_barrier=nothing)  # Lightning's, around ``prepare_data``
     accelerator = torch._C._get_accelerator
-    yield mock.patch.object(torch._C, "_get_accelerator", lambda *args: _simulated_device() or accelerator(*args))
-    yield mock.patch.object(FakeTensor, "data", property(_DATA.__get__, _set_data), create=True)
-    yield mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", _first_of_all)
+    yield patched(torch._C, _get_accelerator=lambda *args: _simulated_device() or accelerator(*args))
+    yield added(FakeTensor, data=property(_DATA.__get__, _set_data))
+    fsdp2 = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    yield patched(fsdp2, _chunk_with_empty=_first_of_all)
     yield from _fsdp1()
 
 
@@ -210,7 +221,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
         return result
 
     with ExitStack() as exits:
-        exits.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_and_tell))
+        exits.enter_context(patched(torch.UntypedStorage, resize_=resize_and_tell))
         propagator = _sharding_propagator()
         if propagator is not None:
             ask = propagator._propagate_tensor_meta_non_cached
@@ -219,7 +230,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
                 with watcher.paused():
                     return ask(*args)
 
-            exits.enter_context(mock.patch.object(propagator, "_propagate_tensor_meta_non_cached", ask_aside))
+            exits.enter_context(patched(propagator, _propagate_tensor_meta_non_cached=ask_aside))
         yield
 
 
@@ -251,18 +262,6 @@ def any_wrapped(types: Any) -> bool:
     return any(issubclass(kind, _wrapper_types()) for kind in types)
 
 
-def unsharded_gradients(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """What FSDP2 accumulates before it reduces it (``FSDPParam.unsharded_accumulated_grad``)."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for each in module.modules():
-        state: Any = each._get_fsdp_state() if isinstance(each, FSDPModule) else None
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for parameter in (parameter for group in groups if group for parameter in group.fsdp_params):
-            if parameter.unsharded_accumulated_grad is not None:
-                yield parameter.unsharded_accumulated_grad
-
-
 def _fsdp1() -> Iterator[AbstractContextManager[Any]]:
     """Have FSDP1 hook its flat parameters instead of the nodes that accumulate their gradients (`_runtime_utils`).
 
@@ -291,7 +290,7 @@ def _fsdp1() -> Iterator[AbstractContextManager[Any]]:
     def device_of(module: Any, ignored: Any, given: torch.device | None, *rest: Any) -> torch.device:
         return given or computed_on(module, ignored, given, *rest)
 
-    yield mock.patch.object(_init_utils, "_get_compute_device", device_of)
-    yield mock.patch.object(_runtime_utils, "_register_post_backward_hook", register)
-    yield mock.patch.object(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().size() > 0)
-    yield mock.patch.object(FullyShardedDataParallel, "__init__", make_on_device)
+    yield patched(_init_utils, _get_compute_device=device_of)
+    yield patched(_runtime_utils, _register_post_backward_hook=register)
+    yield patched(_flat_param, _data_ptr_allocated=lambda tensor: tensor.untyped_storage().size() > 0)
+    yield patched(FullyShardedDataParallel, __init__=make_on_device)

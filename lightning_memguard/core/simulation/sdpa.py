@@ -36,8 +36,8 @@ _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # `at::SDPBacke
 _DEFAULT_ORDER = ["flash", "efficient", "math", "cudnn"]
 _CUDNN_FIRST = ["cudnn", "flash", "efficient", "math"]
 
-# What the wheels on PyPI require for Linux: `nvidia-cudnn-cu12` up to 2.10, `nvidia-cudnn-cu13` from 2.11 on.
-_CUDNN_OF_WHEELS = {(2, 9): 91_002, (2, 10): 91_002, (2, 11): 91_900, (2, 12): 92_000, (2, 13): 92_000}
+# What the wheels on PyPI require for Linux: `nvidia-cudnn-cu13`.
+_CUDNN_OF_WHEELS = {(2, 11): 91_900, (2, 12): 92_000, (2, 13): 92_000}
 
 
 @functools.cache
@@ -134,10 +134,7 @@ def _order(capability: tuple[int, int], cudnn: int) -> list[str]:
 
 
 def _prefers_cudnn(capability: tuple[int, int], cudnn: int) -> bool:
-    """`check_prefer_cudnn_attention`: on by default in 2.9; from 2.10 on only with a cuDNN that 2.11's wheels bring."""
-    if _TORCH < (2, 10):
-        wanted = os.environ.get("TORCH_CUDNN_SDPA_PREFERRED") != "0"
-        return wanted and cudnn >= 90_900 and capability in ((9, 0), (10, 0))
+    """`check_prefer_cudnn_attention`: only with a cuDNN that 2.11's wheels bring."""
     wanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     return wanted and cudnn > 91_500 and capability[0] in (9, 10) and capability[1] in (0, 3)
 
@@ -222,10 +219,10 @@ def _cudnn_takes_dropout(call: Attention) -> bool:
 
 
 def _cudnn_takes_widths(call: Attention) -> bool:
-    """`check_cudnn_tensor_shapes`; 192 with 128 on Blackwell is from pull request 172621, in 2.11."""
+    """`check_cudnn_tensor_shapes`; 192 with 128 on Blackwell is from pull request 172621."""
     widths = call.query.shape[-1], call.value.shape[-1]
     hopper = call.capability == (9, 0) and call.cudnn >= 91_000
-    blackwell = call.capability[0] == 10 and call.cudnn >= 91_100 and widths == (192, 128) and _TORCH >= (2, 11)
+    blackwell = call.capability[0] == 10 and call.cudnn >= 91_100 and widths == (192, 128)
     limit = 256 if hopper else 192 if blackwell else 128
     return all(width <= limit and width % 8 == 0 for width in widths)
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import override
 
 from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.capture.capture import CaptureFailedError, isolated
@@ -68,8 +69,9 @@ class LightningProgram(LightningStep):
             return None
         return int(self.accumulate_grad_batches or self.trainer.accumulate_grad_batches)
 
+    @override
     def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
-        """See `Program.inspect`; ``configure_model`` and ``setup`` may make parts of the module."""
+        # ``configure_model`` and ``setup`` may make parts of the module.
         try:
             return isolated(lambda: self._inspect_copy(examine))
         except CaptureFailedError:
@@ -85,38 +87,37 @@ class LightningProgram(LightningStep):
         self.with_change(show).run_states(Recorder(self.device.type))
         return found[0]
 
+    @override
     def setting(self, name: str, value: str | int) -> str:
-        """See `Program.setting`."""
         return f'Trainer({name}="{value}")' if isinstance(value, str) else f"Trainer({name}={value})"
 
+    @override
     def with_optimizer(self, swap: SwapOptimizer) -> LightningProgram:
-        """See `Program.with_optimizer`."""
-
         def change(module_copy: Any) -> None:
             configure = module_copy.configure_optimizers
             module_copy.configure_optimizers = lambda: _swap_optimizers(configure(), swap)
 
         return self.with_change(change)
 
+    @override
     def with_bucket_views(self) -> LightningProgram | None:
-        """See `Program.with_bucket_views`."""
         if not ddp.wraps_in_ddp(self.strategy) or ddp.Arguments.of(self.strategy).gradient_as_bucket_view:
             return None
         return self._with(strategy=ddp.with_bucket_views(self.strategy))
 
+    @override
     def unfrozen(self) -> LightningProgram | None:
-        """See `Program.unfrozen`."""
         others = getattr(self.trainer, "callbacks", ())
         if not self.trains or not callbacks.may_unfreeze(others, self.module, self.trainer.max_epochs):
             return None
         return self.with_change(callbacks.unfreeze)
 
+    @override
     def with_batches(self, batches: Batches) -> LightningProgram:
-        """See `Program.with_batches`."""
         return replace(self, batches=batches, transferred=True)
 
+    @override
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
-        """See `lightning_memguard.core.capture.program.Program`."""
         with self._stage(recorder, batch_size, fake) as (shadow, module_copy):
             with contextlib.suppress(StepsDone):
                 shadow.run(module_copy, self.families, batch_size, fake=fake)
@@ -131,7 +132,8 @@ class LightningProgram(LightningStep):
         """What each layer holds, keeps and computes in the first step, called as Lightning calls it."""
         found: list[LayerTable] = []
         recorder = Recorder(self.device.type)
-        with self._stage(recorder, batch_size, True, recorded=False) as (shadow, module_copy):
+        whole = replace(self, layout=self.layout.whole) if self.layout else self
+        with whole._stage(recorder, batch_size, True, recorded=False) as (shadow, module_copy):
             hook = _STEP_HOOKS[self.stage]
             step = getattr(module_copy, hook)
 
@@ -145,8 +147,8 @@ class LightningProgram(LightningStep):
             raise CannotTraceError(f"{type(self.module).__name__}.{hook} was not called.")
         return found[0]
 
+    @override
     def run_states(self, recorder: Recorder) -> None:
-        """See `lightning_memguard.core.capture.program.Program`."""
         size = self.families[0].small_size
         with self._stage(recorder, size, True) as (shadow, module_copy):
             if self.stage != "fit":
@@ -154,6 +156,10 @@ class LightningProgram(LightningStep):
                 return
 
             def step_and_stop() -> None:
+                optimizer: Any
+                for optimizer in shadow.trainer.optimizers:
+                    if deepspeed.is_deepspeeds(optimizer):
+                        optimizer.step = functools.partial(deepspeed.step_partitions, optimizer)
                 step_states(recorder, module_copy, shadow.trainer.optimizers)
                 raise StepsDone
 
@@ -170,7 +176,6 @@ class LightningProgram(LightningStep):
             preserve_loader_classes(),
             tensors(fake=fake, gpu=self.gpu) as mode,
             lending_optimizers(self.trainer),
-            deepspeed.without_kernels(),
             ExitStack() as watch,
         ):
             if mode is None:
@@ -182,16 +187,9 @@ class LightningProgram(LightningStep):
             def start(model: nn.Module) -> None:
                 for change in self.changes:
                     change(model)
-                engine = self._engine(recorder, model) if recorded else None
-                if engine is not None:
-                    engine.before_recording(trains=self.trains)
                 watch.enter_context(watching(recorder, model) if recorded else _ReadableTotals())
                 if recorded:
                     self._record_surroundings(recorder, model, shadow.marker)
-                if self.trains:
-                    shadow.marker.engine = engine
-                elif engine is not None:
-                    engine.evaluate(_STEP_HOOKS[self.stage])
 
             shadow = Shadow(self, device, recorder, start, batch_size)
             for path, child in self.module.named_modules():
@@ -199,10 +197,6 @@ class LightningProgram(LightningStep):
                     vars(module_copy.get_submodule(path))[name] = shadow.trainer
             with contextlib.suppress(StepsDone):
                 yield shadow, module_copy
-
-    def _engine(self, recorder: Recorder, model: nn.Module) -> deepspeed.Engine | None:
-        ranks = self.ranks or self.trainer.world_size
-        return deepspeed.engine_for(self.strategy, self.precision_in_use, ranks, model, recorder)
 
     def _copy_module(self, mode: FakeTensorMode | None, device: torch.device, batch_size: int) -> LightningModule:
         """A copy whose hooks that prepare the run, or need other ranks, do nothing."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.batch.nesting import tensors_in
@@ -106,8 +107,8 @@ class LightningStep(Program):
     loaders_at: Callable[[Role, int], object] | None = field(default=None, compare=False)
 
     @property
+    @override
     def trains(self) -> bool:
-        """See `Program.trains`."""
         return self.stage == "fit"
 
 
@@ -299,7 +300,6 @@ class PhaseMarkerMixin:
         self.limit: int | float = 1.0 if program.trains else getattr(program.trainer, LIMIT_NAMES[ROLES[program.stage]])
         self.on_ready: Callable[[], object] = lambda: None
         self.averages: list[Average] = []
-        self.engine: deepspeed.Engine | None = None
         self.batch_size = 0
         self.loaders = 1
         self.fake = True
@@ -315,8 +315,7 @@ class PhaseMarkerMixin:
         self.use_hooks_of_datamodule(trainer)
         user, lent = self.program.trainer.strategy, vars(trainer.strategy)
         vars(user).update({name: lent[name] for name in _OPTIMIZERS if name in vars(user) and name in lent})
-        if self.engine is not None:
-            self.engine.take_over(trainer.optimizers)
+        deepspeed.label(trainer.strategy.model, self.recorder)
         for optimizer in trainer.optimizers:
             self.steps[id(optimizer)] = 0
             _call_after_step(optimizer, self.after_optimizer)
@@ -357,14 +356,13 @@ class PhaseMarkerMixin:
         self.recorder.mark("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.engine is not None:
-            self.engine.after_backward()
         self.label_gradients(trainer, pl_module)
         self.recorder.mark("forward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.label_gradients(trainer, pl_module)
-        self.recorder.mark("optimizer")
+        if deepspeed.steps_now(trainer.strategy.model):
+            self.recorder.mark("optimizer")
 
     def after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         self.steps[id(optimizer)] += 1
@@ -392,7 +390,11 @@ class PhaseMarkerMixin:
         if datamodule is not None and selector is not None and not self.program.transferred:
             selector.datamodule = datamodule
 
-    on_validation_start = on_test_start = on_predict_start = use_hooks_of_datamodule
+    def on_validation_start(self, trainer: Trainer, *_: object) -> None:
+        self.use_hooks_of_datamodule(trainer)
+        deepspeed.label(trainer.strategy.model, self.recorder)
+
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
@@ -512,7 +514,7 @@ def _precision_of(program: LightningStep) -> Precision:
     """The user's precision plugin, or one for one device that computes alike; or the one asked for instead."""
     plugin, plugins = program.trainer.precision_plugin, lightning_of(program.module).plugins
     if is_a(program.strategy, "DeepSpeedStrategy"):
-        return deepspeed.precision_of(program.module, program.precision or plugin.precision)
+        return plugins.DeepSpeedPrecision(program.precision or plugin.precision)  # type: ignore[no-any-return]
     if program.layout is not None and is_a(program.layout.strategy, "FSDPStrategy"):
         return plugins.FSDPPrecision(program.precision or plugin.precision)  # type: ignore[no-any-return]
     if not (program.precision or is_a(plugin, "FSDPPrecision")):

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import predict
-from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.planning.subject import MakeOptimizer, Step, Subject, on_ranks, program_of
+from lightning_memguard.training.planning.subject import (
+    MakeOptimizer,
+    Step,
+    is_lightning,
+    on_ranks,
+    program_of,
+    subject_of,
+)
 from lightning_memguard.training.planning.target import target_of
 
 if TYPE_CHECKING:
@@ -77,21 +82,18 @@ def estimate(
         >>> footprint.parts["optimizer_state"] == 2 * footprint.parts["parameters"] + 2 * 4
         True
     """
-    shapes = {"step": (step, "(model, batch) -> loss"), "optimizer": (optimizer, "(parameters) -> it")}
-    for argument, (given, shape) in shapes.items():
-        if given is not None and not callable(given):
-            raise MemGuardError(f"{argument}= is a {type(given).__name__}; give a class or a function: {shape}.")
-    target, batches = target_of(device, model), batches_from_one(batch)
-    size = batches.small_size if batch_size is None else batch_size
-    check_count("batch_size", size)
-    subject = Subject(model, batches, size, precision, step=step, optimizer=optimizer, training=training)
-    if (strategy, devices, num_nodes) != ("auto", 1, 1):
-        subject = on_ranks(subject, strategy, devices, num_nodes)
-    target = target.talking(subject.communicators)
-    if subject.runs_in_lightning and (step is not None or optimizer is not None):
+    if training and is_lightning(model) and (step, optimizer) != (None, None):
         raise MemGuardError(
             "A LightningModule brings its own training_step and configure_optimizers: leave out step and optimizer."
         )
+    if batch is None:
+        raise CannotTraceError("There is no batch to size by: pass an example batch.")
+    subject = subject_of(
+        model, batch, batch_size=batch_size, precision=precision, step=step, optimizer=optimizer, training=training
+    )
+    if (strategy, devices, num_nodes) != ("auto", 1, 1):
+        subject = on_ranks(subject, strategy, devices, num_nodes)
+    target, size = target_of(device, model).talking(subject.communicators), subject.batch_size
     settings = AllocatorSettings.for_device(target.device.type, os.environ)
     settings = replace(settings, capacity_bytes=target.capacity_bytes)
     program = program_of(subject, target)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memguard.core.capture.predict import Prediction
 from lightning_memguard.core.capture.program import Program, SwapOptimizer
 from lightning_memguard.core.capture.recorder import written_path
-from lightning_memguard.core.foreign import find
+from lightning_memguard.core.foreign import added, find
 from lightning_memguard.core.simulation.fake import UnknownFloat
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
@@ -193,7 +192,7 @@ _SMALLER_OPTIMIZERS = (
         "torch.optim.Adafactor(parameters, lr=...)",
         "keeps second moments by row and column and no momentum: another learning rate, a slower optimizer step",
         _adafactor_of,
-        during=partial(mock.patch.object, find("torch.optim._adafactor"), "max", _larger, create=True),
+        during=partial(added, find("torch.optim._adafactor"), max=_larger),
     ),
     _optimizer(
         "SGD",

@@ -12,13 +12,16 @@ from typing import TypeVar
 import torch
 
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
-from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
 from lightning_memguard.core.device.process import LESS
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import DoesNotFitError
 
 T = TypeVar("T")
 Context = int | tuple[int, int, int]
+
+Refusal = Callable[[int], "LimitedBy | None"]
+"""Batch size -> what forbids it, so that the next smaller one is looked at."""
 
 
 def or_the_smallest(choose: Callable[[Request, Context | None], T], request: Request, device: torch.device) -> T:
@@ -51,7 +54,7 @@ def largest_that_runs(
     request: Request,
     *,
     footprint_at: Callable[[Prediction, int], Footprint] = Prediction.footprint_at,
-    is_refused: Callable[[int], bool] = lambda _: False,
+    refused_by: Refusal = lambda _: None,
 ) -> tuple[Decision, Prediction]:
     """Decide, and capture the step at the chosen size; where it fails there, a multiple of 2, 4, ... may run.
 
@@ -60,7 +63,7 @@ def largest_that_runs(
         budget: what the device offers.
         request: what was asked for.
         footprint_at: a prediction and a batch size -> what to compare with the budget.
-        is_refused: whether a batch size is to be passed over for the next smaller one.
+        refused_by: what has a batch size passed over for the next smaller one; None if nothing does.
 
     Returns:
         The decision, and the prediction that it is made from: another than was passed where the capture disagreed.
@@ -71,21 +74,21 @@ def largest_that_runs(
     """
     failures = []
     if prediction.compiles and request.free_to_choose:
-        prediction = _compiled_around(prediction, budget, request, footprint_at, is_refused)
+        prediction = _compiled_around(prediction, budget, request, footprint_at, refused_by)
     for power in range(5):
         even = replace(request, multiple_of=math.lcm(request.multiple_of, 1 << power))
-        decision = _decide(partial(footprint_at, prediction), budget, even, is_refused)
+        decision = _decide(partial(footprint_at, prediction), budget, even, refused_by)
         try:
             proven = prediction.proven_at(decision.batch_size)
         except StepFailsError as error:
             failures.append(error)
             continue
         if proven is not prediction:
-            decision = _decide(partial(footprint_at, proven), budget, even, is_refused)
+            decision = _decide(partial(footprint_at, proven), budget, even, refused_by)
         if proven.compiles and decision.batch_size not in proven.compiled:  # it is an estimate there
             known = [size for size in proven.compiled if size < decision.batch_size]
             capped = replace(even, max_batch_size=max(known, default=even.smallest_batch_size))
-            decision = _decide(partial(footprint_at, proven), budget, capped, is_refused)
+            decision = _decide(partial(footprint_at, proven), budget, capped, refused_by)
         return decision, proven
     raise failures[0]
 
@@ -95,12 +98,12 @@ def _compiled_around(
     budget: Budget,
     request: Request,
     footprint_at: Callable[[Prediction, int], Footprint],
-    is_refused: Callable[[int], bool],
+    refused_by: Refusal,
 ) -> Prediction:
     """Capture a compiled step at the sizes that are chosen in turn, until one is chosen that is known."""
     for _ in range(_MOST_COMPILED):
         try:
-            size = _decide(partial(footprint_at, prediction), budget, request, is_refused).batch_size
+            size = _decide(partial(footprint_at, prediction), budget, request, refused_by).batch_size
         except DoesNotFitError:
             size = request.smallest_batch_size
         if size in prediction.compiled:
@@ -116,13 +119,13 @@ _MOST_COMPILED = 4
 
 
 def _decide(
-    footprint_at: Callable[[int], Footprint], budget: Budget, request: Request, is_refused: Callable[[int], bool]
+    footprint_at: Callable[[int], Footprint], budget: Budget, request: Request, refused_by: Refusal
 ) -> Decision:
     decision = decide(footprint_at, budget, request)
-    size = decision.batch_size
-    while request.free_to_choose and is_refused(size) and size - request.multiple_of >= request.min_batch_size:
-        size -= request.multiple_of
+    size, limited_by = decision.batch_size, decision.limited_by
+    while request.free_to_choose and size - request.multiple_of >= request.min_batch_size and (by := refused_by(size)):
+        size, limited_by = size - request.multiple_of, by
     if size == decision.batch_size:
         return decision
     smaller = decide(footprint_at, budget, replace(request, max_batch_size=size))
-    return replace(smaller, limited_by="last_batch" if smaller.batch_size == size else decision.limited_by)
+    return replace(smaller, limited_by=limited_by if smaller.batch_size == size else decision.limited_by)

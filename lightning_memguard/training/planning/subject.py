@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -125,17 +124,23 @@ def subject_of(
     optimizer: MakeOptimizer | None = None,
     datamodule: LightningDataModule | None = None,
     trainer: Mapping[str, Any] | None = None,
+    training: bool = True,
 ) -> Subject:
     """Read what to plan for, once for all devices; the arguments are the fields of `Subject`.
 
     Without a ``batch``, one is drawn from ``datamodule``, which is prepared and set up, or from the module's own
     ``train_dataloader``. Without a ``batch_size``, it is the batch's or the loader's. ``model`` may be on the meta
-    device, and ``optimizer`` may replace a LightningModule's own.
+    device, and ``optimizer`` may replace a LightningModule's own. ``strategy``, ``devices`` and ``num_nodes`` are among
+    the settings of ``trainer``, for a plain module as well.
 
     Raises:
         MemGuardError: an argument is unknown, or contradicts another.
         CannotTraceError: no batch can be drawn.
     """
+    shapes = {"step": (step, "(model, batch) -> loss"), "optimizer": (optimizer, "(parameters) -> it")}
+    for argument, (given, shape) in shapes.items():
+        if given is not None and not callable(given):
+            raise MemGuardError(f"{argument}= is a {type(given).__name__}; give a class or a function: {shape}.")
     if batch_size is not None:
         check_count("batch_size", batch_size)
     check_precision(precision)
@@ -143,15 +148,14 @@ def subject_of(
         others = [name for name in trainer or {} if name not in _OF_RANKS]
         if others:
             raise MemGuardError(f"A {type(model).__name__} has no Trainer to set {', '.join(others)} for.")
-    elif step is not None:
+    elif training and step is not None:
         raise MemGuardError("A LightningModule brings its own training_step: leave out step.")
-    elif optimizer is not None:
+    elif training and optimizer is not None:
         model, optimizer = _with_optimizer(model, optimizer), None
-    settings, strategy, devices, nodes = _separate_sharding(model, dict(trainer or {}))
     batches = Batches(None, None, 1, 2) if batch is None else batches_from_one(batch)
     size = batch_size or batches.small_size
-    subject = Subject(model, batches, size, precision, settings, step, optimizer, True, datamodule)
-    subject = replace(subject, strategy=strategy, devices=devices, nodes=nodes)
+    subject = Subject(model, batches, size, precision, {}, step, optimizer, training, datamodule)
+    subject = _with_trainer(subject, trainer or {})
     return _with_loader(subject, batch_size) if batch is None else subject
 
 
@@ -172,7 +176,7 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
         facts = replace(facts, data_ranks=subject.ranks, uses_distributed_sampler=divides)
     loader_info = find(facts, "train")
     sampled = sample(loader_info)
-    known = loader_info.batch_size or sampled.batches[0].small_size
+    known = sampled.batch_size
     if loader_info.fixed_because and batch_size not in (None, known):
         raise MemGuardError(
             f"batch_size={batch_size} was asked for, and {loader_info.fixed_because}: its batches hold {known}. Leave "
@@ -183,7 +187,7 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
         batches=sampled.batches[0],
         batch_size=batch_size or known,
         loader_info=loader_info,
-        unit=math.lcm(loader_info.unit, sampled.unit),
+        unit=sampled.unit,
         notes=sampled.notes,
     )
 
@@ -202,26 +206,26 @@ def _with_optimizer(model: LightningModule, optimizer: MakeOptimizer) -> Lightni
     return other
 
 
-def _separate_sharding(model: nn.Module, settings: dict[str, Any]) -> tuple[dict[str, Any], Strategy | None, int, int]:
-    """Settings of a Trainer that needs no device; a strategy that shards, which would need them; devices and nodes."""
-    strategy: Any = settings.pop("strategy", None) or "auto"
-    count = _count(settings.pop("devices", 1))
-    nodes = int(settings.pop("num_nodes", None) or 1)
+def _with_trainer(subject: Subject, settings: Mapping[str, Any]) -> Subject:
+    """With settings of a Trainer that needs no device; a strategy that shards would need some, and is kept apart."""
+    trainer, model = dict(settings), subject.model
+    strategy: Any = trainer.pop("strategy", None) or "auto"
+    devices, nodes = _count(trainer.pop("devices", 1)), int(trainer.pop("num_nodes", None) or 1)
+    alone = (strategy, devices, nodes) == ("auto", 1, 1)
     if not is_lightning(model):
-        alone = (strategy, count, nodes) == ("auto", 1, 1)
-        return settings, None if alone else fabric.strategy_of(strategy), count, nodes
-    if fabric.is_fabrics(strategy):
+        strategy = None if alone else fabric.strategy_of(strategy)
+    elif fabric.is_fabrics(strategy):
         raise MemGuardError(
             f"{type(strategy).__name__} is Fabric's, and a LightningModule is trained by a Trainer: give that of "
             f"{lightning_of(model).__name__}.strategies."
         )
-    if isinstance(strategy, str) and strategy.startswith(("fsdp", "deepspeed")):
-        strategy = _named_strategy(model, strategy)
-    if is_a(strategy, *CAPTURED, "DeepSpeedStrategy"):
-        return settings, strategy, count, nodes
-    if (strategy, count, nodes) == ("auto", 1, 1):
-        return settings, None, 1, 1
-    return {**settings, "strategy": strategy, "devices": count, "num_nodes": nodes}, None, count, nodes
+    else:
+        if isinstance(strategy, str) and strategy.startswith(("fsdp", "deepspeed")):
+            strategy = _named_strategy(model, strategy)
+        if not is_a(strategy, *CAPTURED, "DeepSpeedStrategy"):
+            trainer |= {} if alone else {"strategy": strategy, "devices": devices, "num_nodes": nodes}
+            strategy = None
+    return replace(subject, trainer=trainer, strategy=strategy, devices=devices, nodes=nodes)
 
 
 def on_ranks(subject: Subject, strategy: str | Strategy, devices: int, nodes: int) -> Subject:
@@ -234,9 +238,8 @@ def on_ranks(subject: Subject, strategy: str | Strategy, devices: int, nodes: in
         raise MemGuardError("strategy, devices and num_nodes are those of a training, which this is not.")
     check_count("devices", devices)
     check_count("num_nodes", nodes)
-    given = {**subject.trainer, "strategy": strategy, "devices": devices, "num_nodes": nodes}
-    trainer, sharding, devices, nodes = _separate_sharding(subject.model, given)
-    return replace(subject, trainer=trainer, strategy=sharding, devices=devices, nodes=nodes)
+    ranks = {"strategy": strategy, "devices": devices, "num_nodes": nodes}
+    return _with_trainer(subject, {**subject.trainer, **ranks})
 
 
 def _named_strategy(model: nn.Module, name: str) -> Strategy:
@@ -245,8 +248,9 @@ def _named_strategy(model: nn.Module, name: str) -> Strategy:
         known = ", ".join(each for each in registry.available_strategies() if each.startswith(("fsdp", "deepspeed")))
         raise MemGuardError(f"strategy={name!r} is not one of Lightning's: {known}.")
     if name.startswith("deepspeed"):
-        strategy: Strategy = deepspeed.without_library(registry[name]["strategy"], registry[name]["init_params"])
-        return strategy
+        if not deepspeed.is_installed():
+            raise MemGuardError(f"strategy={name!r}: {deepspeed.INSTALL}")
+        deepspeed.load()
     with quiet():
         return registry.get(name)  # type: ignore[no-any-return]
 
@@ -293,13 +297,12 @@ def lightning_program(subject: Subject, target: Target) -> LightningProgram:
     """The training step of a LightningModule."""
     model: Any = subject.model
     loader_info, trainer = subject.loader_info, trainer_for(model, subject.precision, target.gpu, **subject.trainer)
-    known = loader_info.batches if loader_info and loader_info.dataset_size is not None else None
     return LightningProgram(
         trainer,
         model,
         subject.batches,
         target.device,
-        batches_per_epoch=known if loader_info else lambda _: 1,
+        batches_per_epoch=loader_info.batches_per_epoch if loader_info else lambda _: 1,
         datamodule=subject.datamodule,
         gpu=target.gpu,
         strategy=subject.strategy or trainer.strategy,
@@ -353,9 +356,9 @@ def _forward(subject: Subject) -> Step | None:
     model, batch = subject.model, subject.batches.small
     if not is_lightning(model):
         return subject.step
-    if _own_hook(model):
+    if own_hook(model, *_EVALUATES):
         return None
-    if type(model).forward is lightning_of(model).LightningModule.forward:  # it has none: its step is all it can run
+    if not own_hook(model, "forward"):  # its step is all it can run
         return run_model
     if isinstance(batch, Mapping):
         return lambda module_copy, given: module_copy(**given)
@@ -365,14 +368,16 @@ def _forward(subject: Subject) -> Step | None:
 
 
 def _inference(model: nn.Module) -> Step:
-    hook = _own_hook(model) if is_lightning(model) else ""
+    hook = own_hook(model, *_EVALUATES)
     if hook:
         return lambda module_copy, batch: getattr(module_copy, hook)(batch, 0)
     return lambda module_copy, batch: module_copy(batch)
 
 
-def _own_hook(model: LightningModule) -> str:
-    """The hook that a LightningModule has of its own to evaluate a batch; empty where it has none."""
-    base = lightning_of(model).LightningModule
-    hooks = ("predict_step", "validation_step")
-    return next((hook for hook in hooks if getattr(type(model), hook) is not getattr(base, hook)), "")
+_EVALUATES = ("predict_step", "validation_step")
+
+
+def own_hook(model: nn.Module, *hooks: str) -> str:
+    """The first of these hooks that a LightningModule has of its own; empty if there is none."""
+    base = lightning_of(model).LightningModule if is_lightning(model) else type(model)
+    return next((hook for hook in hooks if getattr(type(model), hook, None) is not getattr(base, hook, None)), "")

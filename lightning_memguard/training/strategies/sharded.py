@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from lightning_memguard.core.simulation.one_rank import one_rank_of
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.strategies import deepspeed
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -54,14 +55,29 @@ class Layout:
     @classmethod
     def of(cls, strategy: Any, devices: int = 0, nodes: int = 0) -> Layout | None:
         """The ranks of a strategy that can be captured, else None; as many as it has, or as many as are given."""
-        if not is_a(strategy, *CAPTURED):
+        if not is_a(strategy, *CAPTURED, "DeepSpeedStrategy"):
             return None
         return cls(strategy, devices or max(1, strategy.num_processes), nodes or max(1, strategy.num_nodes))
 
     @property
     def begins_on_host(self) -> bool:
-        """Whether the parameters must not be on the device before they are sharded, as they stay off it."""
+        """Whether the parameters must not be on the device before they are sharded, as they stay off it.
+
+        DeepSpeed's engine moves them itself, once it has converted them.
+        """
+        if self.is_deepspeed:
+            return True
         return bool(getattr(getattr(self.strategy, "cpu_offload", None), "offload_params", False))
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed's engine runs the module."""
+        return is_a(self.strategy, "DeepSpeedStrategy")
+
+    @property
+    def whole(self) -> Layout:
+        """The same ranks, each with all parameters between two steps, if DeepSpeed would divide them."""
+        return replace(self, strategy=deepspeed.with_whole_parameters(self.strategy)) if self.is_deepspeed else self
 
     @contextlib.contextmanager
     def one_rank(self) -> Iterator[None]:
@@ -69,7 +85,8 @@ class Layout:
         from lightning_utilities.core.rank_zero import rank_zero_only
 
         before = vars(rank_zero_only).get("rank")
-        with one_rank_of(self.ranks):
+        engine = deepspeed.deepspeed_on_fakes(self.ranks) if self.is_deepspeed else contextlib.nullcontext()
+        with one_rank_of(self.ranks), engine:
             try:
                 yield
             finally:
@@ -86,7 +103,8 @@ class Layout:
             precision: the plugin to run with.
             start: called with the module as it is trained, before it has optimizers.
         """
-        kind: Any = type("OneRankStrategy", (OneRankStrategyMixin, type(self.strategy)), {})
+        mixins = (OneRankStrategyMixin, *((deepspeed.ZeroMixin,) if self.is_deepspeed else ()))
+        kind: Any = type("OneRankStrategy", (*mixins, type(self.strategy)), {})
         own = kind.__new__(kind)
         vars(own).update(vars(self.strategy))
         kwargs = self.arguments(getattr(own, "kwargs", {}))
@@ -94,6 +112,8 @@ class Layout:
         vars(own).update(kwargs=kwargs, num_nodes=self.nodes, start=start, **unused)
         self.place(own, device, trainer.strategy.accelerator)
         own.precision_plugin = precision
+        if self.is_deepspeed:
+            own.prepare()
         return own  # type: ignore[no-any-return]
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from lightning_memguard.training.planning import layouts
 from lightning_memguard.training.planning.layouts import Fit, Way, fitting_layouts, ways_to_train
 from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.subject import Subject, subject_of
-from tests.training.planning.test_on_ranks import Deep
+from tests.training.planning.test_on_ranks import INSTALLED, Deep
 
 
 class Blocky(Deep):
@@ -64,6 +64,7 @@ def test_ways_of_a_module_that_shards_itself_are_meshes(here: None) -> None:
     assert len(ways[3].subject(4, 2).changes) == 1
 
 
+@INSTALLED
 def test_ways_of_deepspeed_are_its_stages(here: None) -> None:
     ways = {way.name: way for way in ways_to_train(on_eight("deepspeed_stage_2"), "T4")}
     assert [*ways] == [
