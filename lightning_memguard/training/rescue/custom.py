@@ -140,7 +140,7 @@ class CustomFunctions:
                 continue
             found = self._layout(grad)
             if layout is not None and layout.kind == "rows":
-                same = found is not None and found.kind == "rows" and found.place() == layout.place()
+                same = found is not None and found.is_aligned(layout)
             else:
                 same = found is not None and found.kind == "sum"
             if not same:

@@ -49,6 +49,7 @@ class Script:
 
     entries: list[Entry] = field(default_factory=list)
     outside: list[Outside] = field(default_factory=list)
+    arrangements: list[int] = field(default_factory=list)  # of its sorts and packings; 0 is that of the batch
     complete: bool = False
 
 
@@ -92,6 +93,8 @@ class Flow(TorchDispatchMode):
         self._written: list[tuple[str, list[torch.Tensor], list[int]]] = []  # whose versions count up after an operator
         self._new: set[int] = set()  # storages of tensors that were made from values of Python
         self._raw: set[int] = set()  # storages that nothing was written to yet
+        self._placed: dict[int, torch.Tensor] = {}  # by storage, those that places were written over
+        self._arranged: list[tuple[Any, torch.Tensor]] = []  # what this pass has sorted, or packed
 
     # -- a pass
 
@@ -117,7 +120,8 @@ class Flow(TorchDispatchMode):
             Refused: another part has not.
         """
         self.check_writes()
-        if self.script.complete and self.place != len(self.script.entries) and not self.is_single:
+        same = self.is_single or self.place == len(self.script.entries)
+        if self.script.complete and not (same and len(self._arranged) == len(self.script.arrangements)):
             raise Refused("parts of its batch run different operators")
         self.script.complete = True
 
@@ -147,6 +151,10 @@ class Flow(TorchDispatchMode):
             return self._from_elsewhere(tensor)
         if self._changed and found.kind in ("constant", "whole"):
             return self._as_changed(tensor, found)
+        if self._placed and found.kind == "rows":
+            with self.silent():
+                if _storage(tensor) in self._placed:
+                    raise refuse("it reads a tensor over which places of samples were written")
         return found
 
     def put(self, tensor: torch.Tensor, layout: Layout) -> None:
@@ -221,7 +229,11 @@ class Flow(TorchDispatchMode):
         tensors = rules.tensors_in(args, kwargs)
         call = rules.Call(info, args, kwargs, tensors, [self.layout(tensor) for tensor in tensors], self.samples)
         self._before(call)
-        out = self._drawn(call) if info.draws else func(*args, **kwargs)
+        return self._after(call, self._drawn(call) if info.draws else func(*args, **kwargs))
+
+    def _after(self, call: rules.Call, out: Any) -> Any:
+        """Say how the samples lie in what an operator has returned."""
+        info = call.info
         call.outs = rules.flat(out)
         layouts = self._found(call)
         self._follow(call, layouts)
@@ -232,6 +244,16 @@ class Flow(TorchDispatchMode):
             if info.empties and tensor.numel():
                 self._raw.add(_storage(tensor))
         return out
+
+    def run_as_one(self, func: Any, kernel: Any, args: tuple[Any, ...]) -> Any:
+        """Run an operator that is made of others as one that has a rule; autograd sees the others."""
+        info, tensors = rules.info_of(func), rules.tensors_in(args, {})
+        call = rules.Call(info, args, {}, tensors, [self.layout(tensor) for tensor in tensors], self.samples)
+        if not self.is_single or self.recomputes:
+            self._before(call)
+        with self.silent():
+            out = self._draw_own(kernel, call) if call.has("dropout") else kernel(*args)
+        return out if self.is_single and not self.recomputes else self._after(call, out)
 
     def _alias(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout = get(args[0], self.token) if self.is_single else self.layout(args[0])
@@ -279,10 +301,33 @@ class Flow(TorchDispatchMode):
                 raise refuse("it reads values of single samples as Python numbers")
             if call.pending:
                 raise Waits
+        if not rules.fits_ragged(call):
+            raise refuse(f"{call.info.name} combines different samples")
+        values = rules.sorted_by(call)
+        if values is not None:
+            call.arranged = self._arrangement(call, values)
+
+    def _arrangement(self, call: rules.Call, values: torch.Tensor) -> int:
+        """Number the order that a sort or a packing brings samples into; the same values are brought into the same."""
+        what = (call.info.func, "sort" in call.info.name and call.numbers(), call.of(values).arranged)
+        with self.silent():
+            before = [n for n, (key, known) in enumerate(self._arranged) if key == what and torch.equal(known, values)]
+            found, place = self.script.arrangements, len(self._arranged)
+            if self.recomputes:
+                return found[before[0]] if before else len(found) + 1
+            self._arranged.append((what, values.detach().clone()))
+        if place == len(found) and self.extends and not self.script.complete:
+            found.append(found[before[0]] if before else place + 1)
+        if place >= len(found) or (found[place] <= place and found[place] - 1 not in before):
+            raise refuse(f"{call.info.name} sorts in another way in other parts of its batch")
+        return found[place]
 
     def _found(self, call: rules.Call) -> list[Layout]:
         """The layouts of what an operator returns."""
-        if self.sized is not None and (not call.is_tracked or call.info.name.startswith("new_")):
+        expands = call.info.name == "expand" and call.kinds == {"whole"}
+        if self.sized is not None and expands:
+            rules.check_gradient("expand", call.tensors[0], call.layouts[0])
+        if self.sized is not None and (expands or not call.is_tracked or call.info.name.startswith("new_")):
             call.makes = all(fits(each, self.sized, self.samples) for each in call.outs)
         if call.makes and self.sized is not None:
             found = [self.sized] * len(call.outs)
@@ -361,9 +406,12 @@ class Flow(TorchDispatchMode):
         if rules.only_views(call.info):  # `transpose_` and its like
             return
         before = next(o for t, o in zip(call.tensors, call.layouts, strict=True) if t is tensor)
-        if layout.kind in ("rows", "order") and self._is_outside(tensor, fresh=True):
+        if layout.has_samples and self._is_outside(tensor, fresh=True):
             raise refuse(f"{call.info.name} writes samples into a tensor that outlives the step")
-        if before.kind == layout.kind and before.place() == layout.place():
+        if before.is_aligned(layout):
+            return
+        if layout.kind == "order" and not tensor._is_view():  # all of it is written
+            self._placed[_storage(tensor)] = tensor
             return
         if before.has_samples:
             raise refuse(f"{call.info.name} writes something else over samples")

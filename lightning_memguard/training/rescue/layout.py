@@ -48,7 +48,7 @@ def _line(frames: traceback.StackSummary) -> str:
     return f" ({where}: `{own[-1].line[:80]}`)" if own[-1].line else f" ({where})"
 
 
-Kind = Literal["rows", "order", "sum", "max", "min", "whole", "constant"]
+Kind = Literal["rows", "order", "packing", "sum", "max", "min", "whole", "constant"]
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,15 @@ class Layout:
     Attributes:
         kind: ``"rows"``: some of its samples; the whole tensor is those of all parts, one after the other.
             ``"order"``: places of samples within the part, which may only be used to index.
+            ``"packing"``: ``PackedSequence.batch_sizes``, which only functions of packed sequences may take.
             ``"sum"``, ``"max"``, ``"min"``: the part's contribution to a reduction.
             ``"whole"``: the same tensor, computed from values of the whole batch. ``"constant"``: the same tensor.
         dim: where the samples are; its size is ``outer`` x samples x ``inner``.
         ragged: how many rows each sample has depends on values, as after a boolean mask.
         pending: computed from a value of the whole batch that is not known yet.
+        arranged: which sort or packing put the samples in this order; 0: they are in the batch's. The whole tensor
+            has them in an order of its own, so that only tensors of one arrangement are aligned.
+        into: of ``"order"``: in which arrangement its values are places; of ``"packing"``: of what was packed.
     """
 
     kind: Kind
@@ -71,11 +75,18 @@ class Layout:
     inner: int = 1
     ragged: bool = False
     pending: bool = False
+    arranged: int = 0
+    into: int = 0
 
     @property
     def has_samples(self) -> bool:
         """Whether some dimension of it is that of the samples."""
-        return self.kind in ("rows", "order")
+        return self.kind in ("rows", "order", "packing")
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the whole tensor is those of all parts, one after the other."""
+        return self.kind == "rows" and not self.arranged
 
     @property
     def is_partial(self) -> bool:
@@ -91,8 +102,12 @@ class Layout:
         return self if pending == self.pending else replace(self, pending=pending)
 
     def place(self) -> tuple[int, int, int]:
-        """What tensors must have in common to be aligned by sample."""
+        """What tensors of one arrangement must have in common to be aligned by sample."""
         return self.dim, self.outer, self.inner
+
+    def is_aligned(self, other: Layout) -> bool:
+        """Whether tensors of the same rank are aligned by sample."""
+        return self.kind == other.kind and (self.arranged, self.place()) == (other.arranged, other.place())
 
 
 CONSTANT, WHOLE = Layout("constant"), Layout("whole")

@@ -35,7 +35,7 @@ from lightning_memguard.training.rescue.layout import (
     refuse_after,
 )
 from lightning_memguard.training.rescue.memory import release
-from lightning_memguard.training.rescue.reductions import Reductions, Totals, lengths
+from lightning_memguard.training.rescue.reductions import Lengths, Reductions, Totals, lengths
 from lightning_memguard.training.rescue.sizes import Size, plain
 from lightning_memguard.training.rescue.state import Left, random_states
 
@@ -169,6 +169,10 @@ class Passes:
                 result = self.step.forward(self._part(start, stop), final=False, is_last=False)
             except Waits:
                 return
+            except Exception as error:
+                if self.flow.pending and not self.step.is_memory(error):
+                    return  # it may be a value that is not known yet
+                raise
             self.flow.finish()
         self._inspect(result)
 
@@ -180,11 +184,16 @@ class Passes:
                 raise Refused("the loss is that of single samples")
             self.custom.refuse_unseen(loss)
         for each in self.step.left():
-            layout = get(each.tensor, self.flow.token)
-            if layout is not None and layout.has_samples and each.tensor.requires_grad:
+            if self._joinable(each.tensor, f"keeps in `{each.name}`") and each.tensor.requires_grad:
                 raise Refused(f"training_step keeps samples with their graph in `{each.name}`")
-            if layout is not None and layout.kind == "order":
-                raise Refused(f"training_step keeps places of samples in `{each.name}`")
+
+    def _joinable(self, tensor: torch.Tensor, what: str) -> Layout | None:
+        """The layout of samples that outlive their part."""
+        layout = self._samples_in(tensor)
+        if layout is not None and not layout.is_joined:
+            kind = "places of samples" if layout.kind == "order" else "samples in another order than the batch's"
+            raise Refused(f"training_step {what} {kind}")
+        return layout
 
     def check_number(self, what: str, value: Any) -> None:
         """Refuse a value of single samples where one of the whole batch is expected."""
@@ -241,7 +250,7 @@ class Passes:
         return layout if layout is not None and layout.has_samples else None
 
     def _as_part(self, tensor: torch.Tensor) -> Any:
-        return _Kept(tensor.detach(), self._samples_in(tensor))
+        return _Kept(tensor.detach(), self._joinable(tensor, "returns"))
 
     def result(self) -> Any:
         """What one step would have returned; what it would have left in Python's state is put there."""
@@ -279,7 +288,10 @@ class Passes:
             return Size(cut.rows * self.total, value)
         if isinstance(value, np.ndarray):
             raise Refused("its batch holds samples in an array of NumPy")
-        return Entries(value) if isinstance(value, list) else value
+        if not isinstance(value, list):
+            return value
+        numbers = {type(each) for each in value} == {int}
+        return Lengths(value, Layout("rows", 0, 1, cut.rows)) if numbers else Entries(value)
 
     @contextmanager
     def _pass(self, start: int, stop: int, *, extends: bool = False) -> Iterator[None]:
@@ -305,8 +317,6 @@ class Passes:
             except Exception as error:
                 if self.step.is_memory(error):
                     raise
-                if self.flow.pending:  # a value that was not known yet
-                    raise Waits from None
                 raise refuse_after(
                     f"a part of its batch raises {type(error).__name__}: {error!s:.160}", error
                 ) from None

@@ -9,13 +9,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_memguard.core.foreign import patched
 from lightning_memguard.training.facts.lightning_types import lightning_of
 from lightning_memguard.training.rescue.layout import Refused, refuse
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
@@ -52,7 +52,7 @@ def hooks_once(calls: Any, share: float, *, is_last: bool, again: bool) -> Itera
     names = {"_call_callback_hooks": again, "_call_lightning_module_hook": False}
     with contextlib.ExitStack() as patches:
         for name, called in names.items():
-            patches.enter_context(mock.patch.object(calls, name, partial(filtered, getattr(calls, name), called)))
+            patches.enter_context(patched(calls, **{name: partial(filtered, getattr(calls, name), called)}))
         yield
 
 

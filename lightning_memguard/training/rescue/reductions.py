@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from torch.utils._pytree import tree_map
 from lightning_memguard.training.rescue.cut import Entries
 from lightning_memguard.training.rescue.flow import Flow, Outside, fits
 from lightning_memguard.training.rescue.layout import CONSTANT, WHOLE, Layout, Refused, Waits, get, refuse
-from lightning_memguard.training.rescue.rules import Drawn, flat, shape_of, tensors_in
-from lightning_memguard.training.rescue.sizes import Size, as_shape, sizes_in
+from lightning_memguard.training.rescue.rules import Drawn, check_gradient, flat, shape_of, tensors_in
+from lightning_memguard.training.rescue.sizes import Size, as_shape, plain, sizes_in
 
 _CLOSE = 1e-3  # relative, between two runs of a part
 _HALF = 1e-4  # the precision of 16 bits
@@ -192,6 +193,21 @@ class Call:
     draws: list[Drawn | None]
 
 
+class Lengths(Entries):
+    """A whole number for each sample, in a list; `torch.as_tensor` may read it."""
+
+    def __init__(self, values: list[int], layout: Layout) -> None:
+        super().__init__(values)
+        self.layout = layout
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise refuse("it reads entries of single samples from a list")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __mul__ = __rmul__ = __imul__ = __iadd__ = _refuse
+    __setitem__ = __delitem__ = append = extend = insert = remove = clear = copy = sort = reverse = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Reductions(TorchFunctionMode):
     """Sees each call of a torch function while a part runs.
 
@@ -226,11 +242,9 @@ class Reductions(TorchFunctionMode):
             return self._recomputed(func, args, kwargs)
         x = args[0] if args and isinstance(args[0], torch.Tensor) else None
         layout = get(x, flow.token) if x is not None else None
-        if layout is not None:
-            sized = self._sized(func, name, layout, args, kwargs)
-            if sized is not None:
-                return sized
-            self._check(name, layout)
+        known = self._known(func, name, layout, args, kwargs)
+        if known is not None:
+            return known
         if name == "backward":
             raise refuse("backward inside of the step")
         if flow.extends and not self.checkpoints:
@@ -302,16 +316,17 @@ class Reductions(TorchFunctionMode):
             self._told(self.script[place], func, numbers, outs, tensors_in(args, kwargs))
 
     def _broadcast(self, outs: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
-        """A constant that was expanded to the shape of samples has a row for each of them, all alike."""
+        """What is the same for all samples, and was expanded to their shape, has a row for each of them."""
         flow = self.flow
         rows = [(t, o) for t in (*outs, *taken) if (o := get(t, flow.token)) is not None and o.kind == "rows"]
         for each in outs:
             layout = get(each, flow.token)
-            if rows and layout is not None and layout.kind == "constant":
+            if rows and layout is not None and layout.kind in ("constant", "whole"):
                 tensor, like = rows[0]
                 dim = like.dim - tensor.dim() + each.dim()
                 if dim >= 0 and each.stride(dim) == 0 and each.shape[dim] == tensor.shape[like.dim]:
-                    flow.put(each, like.at(dim))
+                    check_gradient("expand", each, layout)
+                    flow.put(each, like.at(dim).waiting(like.pending or layout.pending))
 
     def _told(
         self, known: Call, func: Any, numbers: list[Any], outs: list[torch.Tensor], taken: list[torch.Tensor]
@@ -339,7 +354,41 @@ class Reductions(TorchFunctionMode):
         finally:
             self.flow.idle = True
 
-    # -- sizes
+    # -- sizes, and lists of numbers
+
+    def _known(self, func: Any, name: str, layout: Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is known without an operator; None for another function."""
+        if layout is None:
+            listed = func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], Lengths)
+            return self._from_entries(func, args, kwargs) if listed else None
+        if name in ("__getitem__", "__setitem__") and layout.kind == "rows" and not sizes_in(args):
+            self._check_slices(args[0], layout, args[1])
+        if name == "tolist":
+            known = self._listed(args[0], layout)
+        elif layout.kind == "packing" and name == "__getitem__" and type(args[1]) is int and args[1] == 0:
+            known = self._samples(Layout("rows", arranged=layout.into), 1)  # each has one token at least
+        else:
+            known = self._sized(func, name, layout, args, kwargs)
+        if known is None:
+            self._check(name, layout)
+        return known
+
+    def _listed(self, x: torch.Tensor, layout: Layout) -> Any:
+        """Lengths as a list, which may be passed on, but not be read."""
+        with self.flow.silent():
+            is_number = (layout.kind, layout.ragged, *layout.place()) == ("rows", False, 0, 1, 1) and x.dim() == 1
+            if not is_number or x.dtype != torch.int64:
+                return None
+            if layout.pending:
+                raise Waits
+            return Lengths(x.tolist(), layout)
+
+    def _from_entries(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A tensor of the numbers in a list that has one for each sample."""
+        with self.flow.silent():
+            out = func(list.__getitem__(args[0], slice(None)), *args[1:], **kwargs)
+        self.flow.put(out, args[0].layout)
+        return out
 
     def _sized(self, func: Any, name: str, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The sizes of a tensor with samples; None for another function."""
@@ -366,21 +415,26 @@ class Reductions(TorchFunctionMode):
     def _size(self, layout: Layout, part: int) -> int:
         flow = self.flow
         if not layout.ragged:
-            return Size(part * flow.total // flow.samples, part)
+            return self._samples(layout, part // flow.samples)
         with flow.silent():
             count = torch.tensor(part, dtype=torch.int64)
-            flow.put(count, Layout("sum"))
+            flow.put(count, Layout("max" if layout.kind == "packing" else "sum"))
         whole = self.settle(count)
         if get(whole, flow.token).pending:  # type: ignore[union-attr]
             raise Waits
-        with flow.silent():
-            return Size(int(whole), part)
+        with flow.silent():  # all parts are padded to the longest sequence
+            return int(whole) if layout.kind == "packing" else Size(int(whole), part)
+
+    def _samples(self, layout: Layout, rows: int) -> Size:
+        """The number of samples, with so many rows each."""
+        size = Size(rows * self.flow.total, rows * self.flow.samples)
+        size.arranged = layout.arranged
+        return size
 
     def length(self, tensor: torch.Tensor | Entries) -> int:
         """What ``len`` returns for a tensor, or for a list that has an entry for each sample."""
         if isinstance(tensor, Entries):
-            count = list.__len__(tensor)
-            return Size(count * self.flow.total // self.flow.samples, count)
+            return self._samples(CONSTANT, list.__len__(tensor) // self.flow.samples)
         layout = get(tensor, self.flow.token)
         with self.flow.silent():
             size: int = tensor.__len__()
@@ -430,13 +484,25 @@ class Reductions(TorchFunctionMode):
             return self._with_sizes(func, name, args, kwargs)
         if func in _LOSSES and any(self._has_rows(each) for each in tensors_in(args, kwargs)):
             return self._loss(func, name, args, kwargs)
+        if name in _PACKED and len(args) > 1 and not kwargs and self._is_packing(args[1]):
+            out = self.flow.run_as_one(_PACKED[name], func, args)
+            self._end_call(func, name, args, kwargs, out)
+            return out
         if x is None or layout is None or layout.kind != "rows":
             return _NO
-        if name == "one_hot":
-            return self._one_hot(*args, **kwargs)
-        if name == "instance_norm":
-            return self._instance_norm(func, *args, **kwargs)
+        if name in _SPECIAL:
+            return _SPECIAL[name](self, func, *args, **kwargs)
         return self._reduced(name, x, layout, args, kwargs) if name in _REWRITES else _NO
+
+    def _check_slices(self, x: torch.Tensor, layout: Layout, index: Any) -> None:
+        """Refuse ``x[:4]`` in parts of four samples at most: it is all of a part, and not all of the batch."""
+        with self.flow.silent():
+            taken = _taken(index if isinstance(index, tuple) else (index,), x.dim(), layout.dim)
+            part = x.shape[layout.dim]
+        if isinstance(taken, slice) and taken != slice(None):
+            whole = part * self.flow.total // self.flow.samples
+            if layout.ragged or (_is_all(as_shape(taken), part) and not _is_all(taken, whole)):
+                raise refuse("slice takes some of the samples")
 
     def _reduced(self, name: str, x: torch.Tensor, layout: Layout, args: Any, kwargs: Any) -> Any:
         given = dict(zip(_PARAMETERS[name], args[1:], strict=False)) | kwargs
@@ -451,6 +517,10 @@ class Reductions(TorchFunctionMode):
         out = func(*args, **kwargs)
         self._end_call(func, func.__name__, tuple(each for each in args if type(each) is not int), kwargs, out)
         return out
+
+    def _is_packing(self, value: Any) -> bool:
+        layout = get(value, self.flow.token) if isinstance(value, torch.Tensor) else None
+        return layout is not None and layout.kind == "packing"
 
     def _has_rows(self, tensor: torch.Tensor) -> bool:
         layout = get(tensor, self.flow.token)
@@ -471,18 +541,21 @@ class Reductions(TorchFunctionMode):
             return _NO
         if name == "arange":
             return self._arange(func, args, kwargs)
-        if name in ("full", "new_full"):
-            args = (as_shape(args[0]), *args[1:]) if name == "full" else (args[0], as_shape(args[1]), *args[2:])
-            kwargs = {key: as_shape(value) if key == "size" else value for key, value in kwargs.items()}
-            sizes = args[0] if name == "full" else args[1]
         sizes = next((value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))), None)
         own = sizes if sizes is not None else args[name in _METHODS :]
         self.flow.sized = self._made(name, own, args) if name in _MAKES else None
         try:
-            shaped = [as_shape(value) for value in args] if name not in ("full", "new_full") else args
-            return self._called(func, tuple(shaped), {key: as_shape(value) for key, value in kwargs.items()})
+            filled = name in ("full", "new_full")  # with a number of the whole batch
+            shaped = [
+                plain(each) if filled and type(each) is Size else as_shape(each) for each in (*args, *kwargs.values())
+            ]
+            out = self._called(func, tuple(shaped[: len(args)]), dict(zip(kwargs, shaped[len(args) :], strict=True)))
         finally:
             self.flow.sized = None
+        layouts = self._layouts(flat(out)) if name in _MAKES and sizes_in(own) else []
+        if not all(layout is not None and layout.has_samples for layout in layouts):
+            raise refuse(f"{name} depends on how many samples there are, or on their values")
+        return out
 
     def _made(self, name: str, sizes: Any, args: Any) -> Layout | None:
         """The layout of what a function makes that has a row for each sample; None if it has not, or two."""
@@ -498,22 +571,29 @@ class Reductions(TorchFunctionMode):
             with flow.silent():
                 place = places[0] - len(sizes) + args[0].dim()
                 inner *= args[0].shape[place] if place >= 0 else 1
-        return Layout("rows", places[0], 1, inner)
+        return Layout("rows", places[0], 1, inner, arranged=size.arranged)
 
     def _arange(self, func: Any, args: Any, kwargs: Any) -> Any:
         size = args[0] if len(args) == 1 else args[1] if len(args) == 2 and args[0] == 0 else None
         if type(size) is not Size or size.part != self.flow.samples or size != self.flow.total:
             return _NO  # a constant of the whole batch's size
-        self.flow.sized = Layout("order")
+        self.flow.sized = Layout("order", arranged=size.arranged, into=size.arranged)
         try:
             return self._called(func, (size.part,), kwargs)
         finally:
             self.flow.sized = None
 
-    def _one_hot(self, x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    def _one_hot(self, _: Any, x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         with self:
             count = num_classes if num_classes > 0 else int(x.max()) + 1
             return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).to(torch.int64)
+
+    def _opened(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a function that is written in Python as the functions that it calls."""
+        closed = dict.fromkeys(("has_torch_function_unary", "has_torch_function_variadic"), lambda *_: False)
+        opened = FunctionType(func.__code__, {**func.__globals__, **closed}, func.__name__, func.__defaults__)
+        with self:
+            return opened(*args, **kwargs)
 
     def _instance_norm(self, func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         given = _INSTANCE_NORM.bind(x, *args, **kwargs).arguments
@@ -668,6 +748,10 @@ _PARAMETERS = {
     "norm": ("p", "dim", "keepdim"), "linalg_vector_norm": ("ord", "dim", "keepdim"),
     "linalg_norm": ("ord", "dim", "keepdim"), "logsumexp": ("dim", "keepdim"),
 }  # fmt: skip
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "one_hot": Reductions._one_hot, "instance_norm": Reductions._instance_norm, "normalize": Reductions._opened,
+    "gaussian_nll_loss": Reductions._opened,
+}  # fmt: skip
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 _OUTSIDE = {"numpy", "tolist", "__array__", "data_ptr", "__dlpack__", "__cuda_array_interface__", "storage",
             "untyped_storage", "__reduce_ex__", "__contains__"}  # fmt: skip
@@ -678,6 +762,10 @@ _LOOKS = {"__get__", "size", "dim", "ndimension", "numel", "nelement", "stride",
           "__hash__", "__format__", "__repr__", "__len__", "requires_grad_"}  # fmt: skip
 _MAKES = {"zeros", "ones", "empty", "rand", "randn", "full", "randint", "new_zeros", "new_ones", "new_full",
           "new_empty", "expand", "repeat", "tile", "broadcast_to"}  # fmt: skip
+_PACKED = {
+    "lstm": torch.ops.aten.lstm.data, "gru": torch.ops.aten.gru.data, "rnn_tanh": torch.ops.aten.rnn_tanh.data,
+    "rnn_relu": torch.ops.aten.rnn_relu.data, "_pad_packed_sequence": torch.ops.aten._pad_packed_sequence.default,
+}  # fmt: skip
 _METHODS = {"new_zeros", "new_ones", "new_full", "new_empty", "expand", "repeat", "tile"}
 _WEIGHTED = {"mse_loss", "l1_loss", "huber_loss"}
 _NUMBERS = """
@@ -692,6 +780,7 @@ _LOSSES = {
     for name, func in vars(F).items()
     if inspect.isfunction(func)
     and name.endswith(("loss", "entropy", "kl_div", "with_logits"))
+    and name not in _SPECIAL
     and "reduction" in inspect.signature(func).parameters
 }
 
@@ -703,6 +792,25 @@ def _in_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _taken(index: tuple[Any, ...], rank: int, dim: int) -> Any:
+    """What an index takes along a dimension."""
+    widths = [
+        0 if each is None or each is ... or isinstance(each, bool)
+        else each.dim() if isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) else 1
+        for each in index
+    ]  # fmt: skip
+    for each, width in zip(index, widths, strict=True):
+        dim -= width if each is not ... else rank - sum(widths)
+        if dim < 0:
+            return each
+    return None
+
+
+def _is_all(taken: slice, size: int) -> bool:
+    start, stop, step = taken.indices(size)
+    return (start, stop, step) == (0, size, 1)
 
 
 @contextmanager

@@ -94,7 +94,12 @@ def shape_of(tensor: torch.Tensor, layout: Layout) -> tuple[int | None, ...]:
 
 @dataclass
 class Call:
-    """An operator, what it takes and returns; ``makes``: rows for samples, from a size."""
+    """An operator, what it takes and returns.
+
+    Attributes:
+        makes: whether it makes rows for samples, from a size.
+        arranged: the arrangement that a sort or a packing brings samples into.
+    """
 
     info: Info
     args: tuple[Any, ...]
@@ -103,6 +108,7 @@ class Call:
     layouts: list[Layout]
     samples: int
     makes: bool = False
+    arranged: int = 0
     outs: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -168,7 +174,7 @@ class Call:
             return self.get("train") is not False and self.get("p") > 0
         if "dot_product" in name:
             return bool(self.get("dropout_p"))
-        if name in ("_cudnn_rnn", "miopen_rnn"):
+        if self.has("dropout"):  # recurrent layers
             return bool(self.get("dropout")) and bool(self.get("train"))
         if name in ("mkldnn_rnn_layer", "rrelu_with_noise"):
             return bool(self.get("train") or self.get("training"))
@@ -192,18 +198,84 @@ def layouts_of(call: Call) -> list[Layout]:
         Refused: it mixes samples, or that is unknown.
     """
     name, kinds = call.info.name, call.kinds
+    if "packing" in kinds and name not in _PACKED:
+        raise refuse(f"{name} takes how many samples a packed sequence has at each time")
     if kinds & {"sum", "max", "min"}:
         return _of_partial(call, kinds)
     if not kinds & {"rows", "order"}:
         return [WHOLE] * len(call.outs)
     if call.info.namespace not in ("aten", "prims", "prim"):
         raise refuse(f"it is unknown whether {call.info.namespace}::{call.info.name} mixes samples")
-    if "order" in kinds and name not in _MOVES | {"index", "index_put"}:
+    if "order" in kinds and not _keeps_places(call):
         raise refuse(f"{name} takes places of samples within the batch as numbers")
     for tensor, layout in zip(call.tensors, call.layouts, strict=True):
-        if layout.kind == "whole" and tensor.requires_grad and torch.is_grad_enabled():
-            raise refuse(f"{name} uses a value of the whole batch for each sample, with its gradient")
-    rule = _RULES.get(name)
+        check_gradient(name, tensor, layout)
+    if name in _PACKED:
+        return _by_rule(call)
+    if name in _ORDERED and "order" in (call.of(call.args[0]).kind, call.of(_source(call)).kind):
+        return [_inverse(call)]
+    arranged = _arrangement(call)
+    return [replace(o, arranged=arranged) if o.has_samples else o for o in _by_rule(call)]
+
+
+def check_gradient(name: str, tensor: torch.Tensor, layout: Layout) -> None:
+    """Refuse to use a value of the whole batch for each sample if it has a gradient, which all parts would add to."""
+    if layout.kind == "whole" and tensor.requires_grad and torch.is_grad_enabled():
+        raise refuse(f"{name} uses a value of the whole batch for each sample, with its gradient")
+
+
+def sorted_by(call: Call) -> torch.Tensor | None:
+    """The numbers by which an operator brings samples into another order; None if it does not."""
+    place = {"sort": 0, "argsort": 0, "_pack_padded_sequence": 1}.get(call.info.name)
+    values: torch.Tensor | None = call.args[place] if place is not None else None
+    return values if values is not None and values.dim() == 1 and call.of(values).kind == "rows" else None
+
+
+def _arrangement(call: Call) -> int:
+    """The order that an operator returns samples in: that of its arguments, or that of the places which it indexes."""
+    indices, name = _indices(call), call.info.name
+    order = next((o for o in map(call.of, indices) if o.kind == "order"), None)
+    taken = map(call.of, call.tensors if order is None else [*indices, _source(call)])
+    found = {layout.arranged for layout in taken if layout.has_samples}
+    x = call.of(call.args[0])
+    if len(found) > 1 or (order is not None and (name == "scatter" or x.arranged != order.into)):
+        raise refuse(f"{name} combines samples in different orders")
+    arranged = found.pop()
+    if arranged and name != "masked_fill" and any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        raise refuse(f"{name} takes some of the samples, in an order of their own")
+    return x.arranged if order is not None and name == "index_put" else arranged
+
+
+def _indices(call: Call) -> list[torch.Tensor]:
+    return flat(call.get("indices" if call.has("indices") else "index" if call.has("index") else "mask"))
+
+
+def _source(call: Call) -> Any:
+    return call.get(next((name for name in ("values", "source") if call.has(name)), "src"))
+
+
+def _inverse(call: Call) -> Layout:
+    """Places that are written to places: ``inverse[order] = torch.arange(n)``."""
+    indices = _indices(call)
+    x, src = call.of(call.args[0]), call.of(_source(call))
+    at = call.of(indices[0]) if len(indices) == 1 else CONSTANT
+    same = {each.place() for each in (x, at, src)} == {(0, 1, 1)} and not x.ragged
+    same &= call.args[0].dim() == 1 and not call.get("accumulate") and not at.ragged
+    if not same or not x.has_samples or not at.kind == src.kind == "order" or at.arranged != src.arranged:
+        raise refuse(f"{call.info.name} takes places of samples within the batch as numbers")
+    return Layout("order", arranged=at.into, into=src.into)
+
+
+def _keeps_places(call: Call) -> bool:
+    """Whether an operator moves places of samples, or indexes by them; those of some samples may be moved less."""
+    name = call.info.name
+    if any(o.ragged for o in call.layouts if o.kind == "order"):
+        return name in _SOME_PLACES or (name in ("view", "_unsafe_view") and call.first[0].shape[1:].numel() <= 1)
+    return name in _MOVES | _ORDERED | _LIKE | {"sort", "argsort"}
+
+
+def _by_rule(call: Call) -> list[Layout]:
+    rule = _RULES.get(call.info.name)
     if rule is not None:
         found = rule(call)
         return found if isinstance(found, list) else [found] * len(call.outs)
@@ -211,7 +283,7 @@ def layouts_of(call: Call) -> list[Layout]:
         return _loss(call)
     if call.info.pointwise:
         return [pointwise(call)] * len(call.outs)
-    raise refuse(f"it is unknown whether {name} mixes samples")
+    raise refuse(f"it is unknown whether {call.info.name} mixes samples")
 
 
 def _of_partial(call: Call, kinds: set[Kind]) -> list[Layout]:
@@ -241,6 +313,20 @@ def is_same_for_all(tensor: torch.Tensor, dim: int) -> bool:
     if (-dim if dim < 0 else dim + 1) > tensor.dim():
         return True
     return tensor.shape[dim] == 1 or tensor.stride(dim) == 0
+
+
+def fits_ragged(call: Call) -> bool:
+    """Whether tensors have as many rows; a single one of a part would be repeated, and not that of the whole batch."""
+    if not any(layout.ragged for layout in call.layouts) or call.info.name in _UNEQUAL:
+        return True
+    name, rows = call.info.name, call.rows()
+    if name == "expand":
+        (x, layout), sizes = rows[0], call.get("size")
+        return sizes[layout.dim - x.dim()] in (-1, x.shape[layout.dim])
+    if name not in ("index", "index_put"):
+        return len({tensor.shape[layout.dim] for tensor, layout in rows}) == 1
+    taken = [(t, o) for t, o in rows if t is not call.args[0]]
+    return len({int(t.sum()) if t.dtype == torch.bool else t.shape[o.dim] for t, o in taken}) < 2
 
 
 def pointwise(call: Call) -> Layout:
@@ -285,7 +371,8 @@ def _dims(call: Call, *names: str) -> set[int]:
 @_rule("empty_like zeros_like ones_like full_like rand_like randn_like randint_like alias detach clone _to_copy "
        "lift_fresh contiguous")  # fmt: skip
 def _keep(call: Call) -> Layout:
-    return call.first[1]
+    layout = call.first[1]
+    return replace(layout, kind="rows", into=0) if call.info.name.endswith("_like") else layout
 
 
 @_rule("new_empty new_zeros new_ones new_full new_empty_strided")
@@ -360,18 +447,24 @@ def _squeeze(call: Call) -> Layout:
 
 
 @_rule("select unbind")
-def _select(call: Call) -> Layout:
+def _select(call: Call) -> Layout | list[Layout]:
     x, layout = call.first
     dim = (call.get("dim") or 0) % x.dim()
     if dim == layout.dim:
         raise refuse(f"{call.info.name} takes single samples out of the batch")
-    return layout.at(layout.dim - (dim < layout.dim))
+    moved = layout.at(layout.dim - (dim < layout.dim))
+    if layout.kind == "order":  # of `nonzero`
+        columns = [moved, *[replace(moved, kind="rows")] * (x.shape[dim] - 1)]
+        return columns if call.info.name == "unbind" else columns[call.get("index")]
+    return moved
 
 
 @_rule("slice narrow")
 def _slice(call: Call) -> Layout:
     x, layout = call.first
     dim = (call.get("dim") or 0) % x.dim()
+    if dim == layout.dim and layout.ragged and (call.get("start") or (call.get("end") or _ALL) < _ALL):
+        raise refuse(f"{call.info.name} takes some of the samples")
     if dim != layout.dim or call.outs[0].shape == x.shape:
         return layout
     block = x.shape[dim] // layout.outer
@@ -449,11 +542,56 @@ def _along(call: Call, dims: set[int]) -> Layout:
     return replace(layout, ragged=any(o.ragged for _, o in call.rows()))
 
 
-@_rule("_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp sort topk kthvalue flip "
-       "roll gather scatter scatter_add scatter_reduce glu cummax cummin argsort index_fill mode _fft_r2c _fft_c2r "
+@_rule("_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp topk kthvalue flip "
+       "roll gather scatter scatter_add scatter_reduce glu cummax cummin index_fill mode _fft_r2c _fft_c2r "
        "_fft_c2c take_along_dim unfold diff")  # fmt: skip
 def _along_dims(call: Call) -> Layout:
     return _along(call, _dims(call, "dim", "dims", "dimension"))
+
+
+@_rule("sort argsort")
+def _sort(call: Call) -> list[Layout]:
+    """Values and their places; those of places are the places back."""
+    x, layout = call.first
+    if x.dim() > 1:
+        return [_along(call, _dims(call, "dim"))] * len(call.outs)
+    if layout.place() != (0, 1, 1) or layout.ragged or call.info.written:
+        call.mixes()
+    if layout.kind == "order" and call.get("descending"):
+        call.mixes()
+    arranged = layout.into if layout.kind == "order" else call.arranged
+    found = [replace(layout, arranged=arranged), Layout("order", arranged=arranged, into=layout.arranged)]
+    return found[-len(call.outs) :]
+
+
+@_rule("_pack_padded_sequence")
+def _pack(call: Call) -> list[Layout]:
+    """The tokens of all samples, in an order of their own, and how many samples have each."""
+    x, lengths = map(call.of, call.args[:2])
+    if x.place() != (0 if call.args[2] else 1, 1, 1) or lengths.place() != (0, 1, 1) or x.arranged != lengths.arranged:
+        call.mixes()
+    if x.kind != "rows" or lengths.kind != "rows" or x.ragged or lengths.ragged:
+        call.mixes()
+    tokens = Layout("rows", ragged=True, arranged=call.arranged)
+    return [tokens, replace(tokens, kind="packing", into=x.arranged)]
+
+
+@_rule("_pad_packed_sequence lstm gru rnn_tanh rnn_relu")
+def _packed(call: Call) -> list[Layout]:
+    """What returns, or takes, a row for each sample has them in the order of those that were packed."""
+    tokens, sizes, name = call.of(call.args[0]), call.of(call.args[1]), call.info.name
+    if (tokens.kind, tokens.dim, sizes.kind, tokens.arranged) != ("rows", 0, "packing", sizes.arranged):
+        call.mixes()
+    if name == "_pad_packed_sequence":
+        return [Layout("rows", 0 if call.args[2] else 1, arranged=sizes.into), Layout("rows", arranged=sizes.into)]
+    state = Layout("rows", 1, arranged=sizes.into)
+    states = flat(call.args[2])
+    aligned = [call.of(each).waiting(False) == state for each in states]
+    if not all(same or is_same_for_all(each, 1) for same, each in zip(aligned, states, strict=True)):
+        call.mixes()
+    if len(call.rows()) != 2 + sum(aligned):
+        call.mixes()
+    return [tokens, *[state] * (len(call.outs) - 1)]
 
 
 @_rule("tril triu inverse linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular _linalg_det _linalg_slogdet "
@@ -571,10 +709,9 @@ def _batched(call: Call) -> list[Layout]:
     if len({t.shape[0] for t, _ in call.rows()}) != 1:
         call.mixes()
     if "dot_product" in call.info.name or "dist" in call.info.name or "grid_sampler" in call.info.name:
-        aligned = [tensor for tensor in call.others() if tensor.dim() == x.dim()]
-        if not all(is_same_for_all(tensor, 0) for tensor in aligned):
-            call.mixes()
-        if "dist" in call.info.name and x.dim() == 2 and call.of(call.args[1]).has_samples:
+        rows_to_table = "dist" in call.info.name and x.dim() == 2
+        aligned = [tensor for tensor in call.others() if tensor.dim() == x.dim() and not rows_to_table]
+        if not all(is_same_for_all(tensor, 0) for tensor in aligned) or (rows_to_table and len(call.rows()) > 1):
             call.mixes()
         return [layout if t.dim() and t.shape[0] == x.shape[0] else CONSTANT for t in call.outs]
     if "convolution" in call.info.name and len(call.rows()) != 1:
@@ -670,6 +807,14 @@ def _loss(call: Call) -> list[Layout]:
     return [pointwise(call)] * len(call.outs)
 
 
+@_rule("nonzero")
+def _nonzero(call: Call) -> Layout:
+    """A column of places of samples, and others; see `_select`."""
+    if call.first[1] != Layout("rows", pending=call.pending):
+        call.mixes()
+    return Layout("order", ragged=True)
+
+
 @_rule("index masked_select")
 def _index(call: Call) -> Layout:
     x = call.args[0]
@@ -697,9 +842,11 @@ def _own_rows(call: Call, layout: Layout, at: list[int], given: list[tuple[torch
     same = all(is_same_for_all(index, next(iter(dims)) - rank) for index, o in given if not o.has_samples)
     if len(dims) != 1 or not same or any(o.place()[1:] != (1, 1) for _, o in given if o.has_samples):
         call.mixes()
-    if any(o.kind == "order" for _, o in given[1:]):
+    if any(o.kind == "order" for _, o in given[1:]) or len({o.ragged for _, o in given if o.has_samples}) != 1:
         call.mixes()
-    return Layout("rows", dims.pop() + at[0])
+    if given[0][1].ragged and given[0][0].dim() != 1:
+        call.mixes()
+    return Layout("rows", dims.pop() + at[0], ragged=given[0][1].ragged)
 
 
 def _table(call: Call, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
@@ -758,10 +905,8 @@ def _index_put(call: Call) -> Layout:
         if same and not any(o.has_samples for _, o in given) and at[-1] - at[0] + 1 == len(at):
             return layout
         call.mixes()
-    found = _own_rows(call, layout, at, given)
-    if of_values.has_samples and of_values.dim - values.dim() != found.dim - max(i.dim() for i, _ in given):
-        call.mixes()
-    if not of_values.has_samples and not is_same_for_all(values, found.dim - max(i.dim() for i, _ in given)):
+    dim = _own_rows(call, layout, at, given).dim - (x.dim() - len(at) + max(i.dim() for i, _ in given))
+    if not (of_values.dim - values.dim() == dim if of_values.has_samples else is_same_for_all(values, dim)):
         call.mixes()
     return layout
 
@@ -770,6 +915,17 @@ def _index_put(call: Call) -> Layout:
 def _index_select(call: Call) -> Layout:
     x, layout = call.first
     dim = call.get("dim") % x.dim()
+    if call.of(call.get("index")).kind == "order" and call.info.name == "index_add":
+        of_x, of_source = call.of(call.args[0]), call.of(call.get("source"))
+        same = of_x.has_samples and of_source.has_samples and of_x.place() == of_source.place() == (dim, 1, 1)
+        if not same or call.get("index").dim() != 1:
+            call.mixes()
+        return of_x
+    if call.of(call.get("index")).kind == "order":
+        of_x = call.of(call.args[0])
+        if not of_x.has_samples or of_x.place() != (dim, 1, 1) or call.get("index").dim() != 1:
+            call.mixes()
+        return replace(call.of(call.args[0]), ragged=call.of(call.get("index")).ragged)
     if call.of(call.get("index")).has_samples and call.info.name == "index_select":
         if call.of(call.args[0]).has_samples or call.of(call.get("index")).place() != (0, 1, 1):
             call.mixes()
@@ -811,7 +967,7 @@ def drawn_like(call: Call, layout: Layout) -> Drawn:
 def draw_whole(call: Call, drawn: Drawn, total: int) -> Callable[[Take], Any] | None:
     """How to draw the whole batch's numbers and take a part's from them; None if that is not how they are drawn."""
     name, layout = call.info.name, drawn.layout
-    if not call.is_random() or layout.ragged:
+    if not call.is_random() or layout.ragged or layout.arranged:
         return None
     if call.tensors and shape_of(call.tensors[0], layout) != drawn.shape:
         raise refuse(f"{name} draws in another way for a single sample")
@@ -853,11 +1009,17 @@ _VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "
           "new_full"}  # fmt: skip
 _FILLS = {"bernoulli", "uniform", "normal", "random", "exponential", "cauchy", "log_normal", "geometric"}
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like"}
 _GROWING = {"expand"}
+_ALL = 2**63 - 1  # where a slice to the end ends
 _MOVES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias",
           "detach", "clone", "_to_copy", "repeat", "lift_fresh"}  # fmt: skip
 _LINEAR = {"view", "_unsafe_view", "expand", "clone", "_to_copy", "detach", "alias", "unsqueeze", "squeeze", "t",
            "transpose", "permute", "lift_fresh", "reshape"}  # fmt: skip
+_ORDERED = {"index", "index_select", "index_put", "index_add", "scatter"}
+_SOME_PLACES = {"index", "index_select", "index_put", "index_add", "select", "unbind", "squeeze", "alias", "detach"}
+_PACKED = {"sort", "argsort", "_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"}
+_UNEQUAL = _PACKED | {"index_select", "index_add", "cat", "_ctc_loss"}
 _SIZED = _MOVES | {"slice", "narrow", "split_with_sizes", "split", "unsafe_split", "new_zeros", "new_ones", "new_empty",
                    "new_full", "native_group_norm", "as_strided", "select_backward", "_reshape_alias"}  # fmt: skip
 _POINTWISE = {"clone", "copy", "masked_fill", "uniform", "normal", "fill", "zero", "nan_to_num", "where", "rsub",

@@ -27,9 +27,11 @@ class Size(int):
 
     Attributes:
         part: the size of this part's tensor.
+        arranged: the arrangement of its samples; see `Layout`.
     """
 
     part: int
+    arranged: int = 0
 
     def __new__(cls, whole: int, part: int) -> Self:  # noqa: D102
         self = super().__new__(cls, whole)

@@ -125,6 +125,12 @@ ROWS: dict[str, Function] = {
     # reductions, whose value is the whole batch's
     "minus the mean": lambda x: x - x.mean(0).detach(),
     "divided by the largest": lambda x: x / x.detach().abs().max(),
+    "sums of rows that are all alike": lambda x: x * x.detach().mean(0).expand_as(x).sum(),
+    "sums of as many rows": lambda x: x * x.detach().mean(0).expand(len(x), 4).sum(),
+    "the size in each row": lambda x: x / torch.full((len(x), 1), len(x)) + x.new_full((len(x), 4), fill_value=len(x)),
+    "distances to a codebook": lambda x: torch.cdist(x, TABLE),
+    "a norm over constants": lambda x: F.normalize(x.detach(), p=1, dim=0) * x,
+    "places of some samples": lambda x: x.new_zeros(x.shape).index_add(0, (at := (x[:, 0] > 0).nonzero()[:, 0]), x[at]),
     "the size in a number": lambda x: x / len(x) + x * x.shape[0] ** 0.5,
 }
 LAYERS: dict[str, Function] = {
@@ -146,6 +152,10 @@ LAYERS: dict[str, Function] = {
     "transformer layer": lambda m, b: m.encoder(b["texts"]),
     "transformer layer with padding": lambda m, b: m.encoder(b["texts"], src_key_padding_mask=b["texts"][..., 0] > 1),
     "LSTM": lambda m, b: m.lstm(b["texts"])[0],
+    "gaussian_nll_loss": lambda m, b: F.gaussian_nll_loss(b["x"] * m.scale, b["x"], b["x"].exp()),
+    "entries of some samples": lambda m, b: (b["texts"] * m.scale)[
+        (b["texts"][..., 0] > 0).nonzero(as_tuple=True)
+    ].sum(),
 }
 REFUSED: dict[str, tuple[Function, str]] = {
     "similarities": (lambda x: x @ x.T, "mm mixes samples"),
@@ -161,6 +171,8 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "a permutation": (lambda x: x[torch.randperm(len(x))], "mixes samples|differs"),
     "the first sample": (lambda x: x[0] * 2, "select takes single samples out of the batch"),
     "each sample in a loop": (lambda x: sum(row for row in x), "unbind takes single samples out of the batch"),
+    "the first four": (lambda x: x[:4], "slice takes some of the samples"),
+    "the last four": (lambda x: x[-4:], "slice takes some of the samples"),
     "the first half": (lambda x: x[: len(x) // 2], "slice takes some of the samples"),
     "every other sample": (lambda x: x[::2], "slice takes some of the samples"),
     "chunks of samples": (lambda x: x.chunk(2)[0], "split takes some of the samples"),
@@ -188,7 +200,19 @@ REFUSED: dict[str, tuple[Function, str]] = {
     ),
     "as_strided": (lambda x: x.as_strided((2, 2), (1, 1)), "as_strided"),
     "unique": (lambda x: x.unique().sum() * x, "unique"),
-    "nonzero": (lambda x: x.nonzero().sum() * x, "nonzero"),
+    "sums of places": (lambda x: x.nonzero()[:, 0].sum() * x, "sum takes places of samples"),
+    "the place of one": (lambda x: x[(x[:, 0] > 0).nonzero()[0, 0]] * x, "select takes single samples|IndexError"),
+    "constants that are added to": (
+        lambda x: torch.zeros(6, 4).to(x).index_add(0, (at := (x[:, 0] > 0).nonzero()[:, 0]), x[at]),
+        "index_add mixes samples",
+    ),
+    "rows of a table": (lambda x: torch.eye(6, 4).index_select(0, torch.arange(len(x))), "index_select mixes samples"),
+    "places of features": (lambda x: x[(x.T > 0).nonzero()[:, 0]], "nonzero mixes samples"),
+    "a row of the whole batch for each sample": (
+        lambda x: x + x.mean(0).expand_as(x),
+        "value of the whole batch for each sample, with its gradient",
+    ),
+    "distances of constants": (lambda x: torch.cdist(TABLE, x), "mixes samples"),
     "histogram": (lambda x: torch.histc(x.detach()).sum() * x, "histc"),
     "covariance": (lambda x: torch.cov(x.T).sum() * x, "mixes|combines|over the samples"),
     "correlation of samples": (lambda x: torch.corrcoef(x).sum() * x, "mixes|combines|refused|with its gradient|over"),
@@ -244,12 +268,20 @@ def test_layers_that_treat_each_sample_by_itself_are_equal_in_parts(steps: Any, 
 
 # What is refused, and need not be. (`xfail` is strict: where one is done, its mark goes.)
 NEEDLESS: dict[str, tuple[Function, str]] = {
-    "distances to a codebook": (lambda m, b: torch.cdist(b["x"] * m.scale, TABLE), "two tables of rows"),
-    "gaussian_nll_loss": (
-        lambda m, b: F.gaussian_nll_loss(b["x"] * m.scale, b["x"], b["x"].exp()),
-        "its check whether any variance is negative reads a part's contribution",
+    "rows that are written to": (
+        lambda m, b: _written(b["x"] * m.scale, (b["classes"] == 2).nonzero()[:, 0]),
+        "C++ drops the first dimension of what is written if it is one, so that the parts run different operators",
     ),
-}
+    "a norm over samples": (
+        lambda m, b: F.normalize(b["x"] * m.scale, dim=0), "a value of the whole batch for each sample, with a gradient"
+    ),
+}  # fmt: skip
+
+
+def _written(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    out[rows] = x[rows].exp()
+    return out
 
 
 @pytest.mark.parametrize(
@@ -289,6 +321,42 @@ def test_what_mixes_samples_is_refused_by_name(steps: Any, function: Function, w
     for most in (4, 1):
         reason = steps(Weighted).refusal(by_function(function), {"x": X}, most)
         assert any(each in reason for each in why.split("|")), reason
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: a * b,
+        lambda a, b: torch.where(a > 0, a, b),
+        F.cosine_similarity,
+        lambda a, b: torch.addmm(a, b, TABLE[:4]),
+        lambda a, b: a.gather(1, (b > 0).long()),
+        lambda a, b: TABLE[(a[:, 0] > 0).long(), (b[:, 0] > 0).long()],
+        lambda a, b: b.narrow(0, 0, 1) + 0 * a.sum(),
+    ],
+    ids=["product", "where", "similarity", "addmm", "gather", "table", "first"],
+)
+def test_rows_are_aligned_only_if_each_part_has_as_many(steps: Any, function: Function) -> None:
+    """Of the first three samples there are none and one, then two and one: a single row would be repeated."""
+    first, second = torch.tensor([[0, 0, 0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1, 0, 1]]).bool()
+    batch = {"x": torch.cat([X, X[:2]]), "first": first, "second": second}
+
+    def step(module: Any, batch: Any) -> Any:
+        x = batch["x"] * module.scale
+        return function(x[batch["first"]], x[batch["second"]]).square().sum()
+
+    assert steps(Weighted).whole(step, batch).outputs["loss"] > 0
+    reason = steps(Weighted).refusal(step, batch, 3)
+    assert "combines different samples" in reason or "slice takes some of the samples" in reason
+
+
+def test_an_error_of_a_part_is_a_refusal(steps: Any) -> None:
+    """Also where it comes after a value of the whole batch that is not known in the first round."""
+
+    def step(module: Any, batch: Any) -> Any:
+        return ((batch["x"] - batch["x"].mean(0)) * module.scale * torch.ones(6, 1)).sum()
+
+    assert "a part of its batch raises RuntimeError: The size of" in steps(Weighted).refusal(step, {"x": X})
 
 
 def test_a_refusal_names_the_line(steps: Any) -> None:
