@@ -96,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     pl.seed_everything(0)
 
-    guard = MemGuard(budget=options.budget)
+    # A training that matters keeps 50 steps an epoch, the default; here, the largest batch is to be seen.
+    guard = MemGuard(budget=options.budget, min_steps_per_epoch=None)
     trainer = pl.Trainer(
         callbacks=[guard],
         max_epochs=options.epochs,

@@ -95,7 +95,6 @@ ROOMS = {
         "recorder",
         "leftovers",
         "program",
-        "pipelines",
         "capture",
         "predict",
     ],
@@ -150,7 +149,6 @@ ROOMS = {
         "estimate",
         "plan",
         "layouts",
-        "pipeline",
     ],
     "training/rescue": [
         "__init__",
@@ -207,7 +205,6 @@ NOT_STD = {
     "core/capture/recorder.py",
     "core/capture/leftovers.py",
     "core/capture/program.py",
-    "core/capture/pipelines.py",
     "core/capture/capture.py",
     "core/capture/predict.py",
     "core/kernels/attention.py",

@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import nn
 
-from lightning_memguard.cli.target import load, users_code
-from lightning_memguard.core.capture.capture import quiet
+from lightning_memguard.cli.target import load, make, users_code
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.facts.lightning_types import lightning_of
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningDataModule, LightningModule
+    from pytorch_lightning import LightningDataModule
     from pytorch_lightning.cli import LightningCLI
 
 _STEP = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "inference_mode")
@@ -30,12 +29,12 @@ _NOT_OURS = ("seed_everything", "ckpt_path", "weights_only", "return_predictions
 
 @dataclass(frozen=True)
 class Config:
-    """What the file asks for: the model with its optimizer, the data, and the Trainer's settings that affect memory."""
+    """What is asked for: the model with its optimizer, the data, and the Trainer's settings that affect memory."""
 
-    model: LightningModule
-    datamodule: LightningDataModule | None
-    precision: str
-    trainer: Mapping[str, Any]
+    model: nn.Module
+    datamodule: LightningDataModule | None = None
+    precision: str = "32-true"
+    trainer: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_config(
@@ -97,13 +96,9 @@ def _read(
     return reader
 
 
-def _without_memory(kind: type, *args: object, **given: object) -> object:
+def _without_memory(kind: type, **given: object) -> nn.Module:
     given.pop("applied_instantiation_links", None)
-    try:
-        with torch.device("meta"), quiet():
-            return kind(*args, **given)
-    except Exception:  # noqa: BLE001 - what the class needs memory for can be anything
-        return kind(*args, **given)
+    return make(kind, given, kind.__name__)
 
 
 def _package(content: Mapping[str, Any], model_class: type | None) -> Any:

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lightning_memguard.cli import target as typed
-from lightning_memguard.cli.config import read_config
+from lightning_memguard.cli.config import Config, read_config
 from lightning_memguard.cli.progress import Say
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.facts.lightning_types import lightning_of
-from lightning_memguard.training.planning.subject import Subject, inference_of, is_lightning, subject_of
+from lightning_memguard.training.planning.subject import Subject, inference_of, is_lightning, own_hook, subject_of
 
 _T = TypeVar("_T")
 
@@ -26,19 +26,20 @@ def read_subject(options: argparse.Namespace, say: Say, *, meta: bool = True) ->
         )
     say("making the model")
     batch = typed.batch(options.input_shape, options.target_shape, options.input)
-    model, datamodule, trainer, precision = _model_of(options, meta=meta)
-    if options.accumulate:
-        trainer["accumulate_grad_batches"] = options.accumulate
-    given = {"strategy": options.strategy, "devices": options.devices_per_node, "num_nodes": options.num_nodes}
-    trainer |= {name: value for name, value in given.items() if value is not None}
+    config = _config_of(options, meta=meta)
+    model, datamodule = config.model, config.datamodule
+    ranks = {"strategy": options.strategy, "devices": options.devices_per_node, "num_nodes": options.num_nodes}
+    given = {"accumulate_grad_batches": options.accumulate, **ranks}
+    trainer = {**config.trainer, **{name: value for name, value in given.items() if value is not None}}
     if options.data_parallel or options.tensor_parallel:
         trainer["strategy"] = _model_parallel(model, options)
-    step, optimizer = None, typed.optimizer(options.optimizer) if options.optimizer else None
     if batch is None and datamodule is None:
         batch = _own_batch(model, options.target_shape)
+    step, optimizer = None, typed.optimizer(options.optimizer) if options.optimizer else None
     if not is_lightning(model):
         step = typed.step(options.loss, has_target=bool(options.target_shape) or datamodule is not None)
         optimizer = optimizer or typed.optimizer("torch.optim.AdamW")
+    precision = options.precision or config.precision
     say("reading the data")
     with typed.users_code("Reading the data"):
         subject = subject_of(
@@ -54,20 +55,16 @@ def read_subject(options: argparse.Namespace, say: Say, *, meta: bool = True) ->
     return inference_of(subject) if getattr(options, "inference", False) else subject
 
 
-def _model_of(options: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, Any, dict[str, Any], str]:
-    """The model, the datamodule, the Trainer's settings and precision."""
+def _config_of(options: argparse.Namespace, *, meta: bool) -> Config:
     target = typed.load(options.target) if options.target else None
     data = typed.load(options.datamodule) if options.datamodule else None
     if options.config:
         if options.args or options.data_args:
             raise MemGuardError("--args and --data-args cannot be combined with --config: change them in that file.")
-        config = read_config(options.config, target, data, meta=meta)
-        return config.model, config.datamodule, dict(config.trainer), options.precision or config.precision
+        return read_config(options.config, target, data, meta=meta)
     model = typed.make(target, typed.arguments(options.args), options.target, meta=meta)
-    datamodule = (
-        typed.build(data, typed.arguments(options.data_args), options.datamodule) if options.datamodule else None
-    )
-    return model, datamodule, {}, options.precision or "32-true"
+    given = typed.arguments(options.data_args)
+    return Config(model, typed.build(data, given, options.datamodule) if options.datamodule else None)
 
 
 def _model_parallel(model: nn.Module, options: argparse.Namespace) -> Any:
@@ -91,8 +88,7 @@ def _own_batch(model: nn.Module, targets: Sequence[str]) -> object:
     example = getattr(model, "example_input_array", None)
     if example is not None:
         return typed.with_targets(example, targets)
-    own = getattr(type(model), "train_dataloader", None)
-    if is_lightning(model) and own is not lightning_of(model).LightningModule.train_dataloader:
+    if own_hook(model, "train_dataloader"):
         return None
     raise MemGuardError(
         "Pass a batch: --input-shape 8,3,224,224 (and --target-shape 8:int64), or --input name=8,512:int64 for a "

@@ -17,7 +17,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,15 +63,15 @@ def _file(path: Path) -> ModuleType:
     if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
         return known
     name = path.stem if known is None else f"{path.stem}_of_{path.resolve().parent.name}"
-    loader = SourceFileLoader(name, str(path.resolve()))
-    spec = ModuleSpec(name, loader, origin=loader.path)
-    spec.has_location = True  # which makes it the module's __file__
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles look themselves up there
     sys.path.insert(0, str(path.resolve().parent))  # as `python path/to/file.py` would
     try:
         with users_code(f"Importing {path}"):
-            loader.exec_module(module)
+            spec.loader.exec_module(module)
     except MemGuardError:
         del sys.modules[name]
         raise

@@ -17,8 +17,8 @@ from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import PhaseSpan, Timeline
 from lightning_memguard.report.page_data import CurvePoint, drawn_parts
-from lightning_memguard.report.words import COLORS, part_words
-from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
+from lightning_memguard.report.words import COLORS, part_words, round_step, ticks
+from lightning_memguard.units import format_bytes
 
 _OTHER = "#8a8f98"  # the color of a part without one
 _Point = tuple[int, int]  # a batch size and bytes
@@ -98,8 +98,8 @@ class _CurvePlot:
         return self._dot(chosen, "chosen") + _label(chosen[0] / self.last, 0.06, words, "chosen") + "".join(dots)
 
     def size_axis(self) -> str:
-        ticks = range(0, self.last + 1, math.ceil(_nice(self.last / 4)))
-        marks = "".join(f'<span style="left:{100 * tick / self.last:.2f}%">{tick}</span>' for tick in ticks)
+        sizes = range(0, self.last + 1, math.ceil(round_step(self.last / 4)))
+        marks = "".join(f'<span style="left:{100 * size / self.last:.2f}%">{size}</span>' for size in sizes)
         return f'<div class="x-axis" aria-hidden="true">{marks}</div><div class="x-name">batch size</div>'
 
     def _path(self, points: Sequence[_Point]) -> str:
@@ -136,12 +136,8 @@ class _Axis:
 
     @classmethod
     def up_to(cls, nbytes: int) -> _Axis:
-        units = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
-        unit, name = next(((unit, name) for unit, name in units if nbytes >= unit), (1, "B"))
         top = max(nbytes, 1) * 1.1
-        step = _nice(top / unit / 5)
-        count = int(top / unit / step)
-        return cls(top, tuple((index * step * unit, f"{index * step:g} {name}") for index in range(count + 1)))
+        return cls(top, ticks(top))
 
     def y(self, nbytes: float) -> float:
         return 1000 * (1 - nbytes / self.top)
@@ -151,17 +147,8 @@ class _Axis:
         return f'<path class="grid" d="{"".join(places)}"/>'
 
     def labels(self) -> str:
-        marks = (
-            f'<span style="bottom:{100 * nbytes / self.top:.2f}%">{text if nbytes else "0"}</span>'
-            for nbytes, text in self.ticks
-        )
+        marks = (f'<span style="bottom:{100 * nbytes / self.top:.2f}%">{text}</span>' for nbytes, text in self.ticks)
         return f'<div class="y-axis" aria-hidden="true">{"".join(marks)}</div>'
-
-
-def _nice(step: float) -> float:
-    """The next of 1, 2, 2.5, 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(max(step, 1e-9)))
-    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * 0.999)
 
 
 def _label(x: float, y: float, text: str, kind: str) -> str:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import COLORS, bounds_of, part_words, peak_range
-from lightning_memguard.units import GIB, KIB, MIB, format_bytes
+from lightning_memguard.report.words import COLORS, bounds_of, part_words, peak_range, ticks
+from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -199,10 +199,9 @@ class _Drawing:
         return _LEFT + round((_RIGHT - _LEFT) * min(nbytes / self.picture.span_bytes, 1))
 
     def scale(self) -> None:
-        for nbytes in _ticks(self.picture.span_bytes):
+        for nbytes, label in ticks(self.picture.span_bytes):
             x = self.x(nbytes)
             self.pen.line((x, _TOP - 6, x, self.bottom), fill=_GRID)
-            label = format_bytes(nbytes).replace(".0 ", " ") if nbytes else "0"
             self.text((x, self.bottom + 4), label, fill=_PALE, anchor="ma")
         usable, limit = self.picture.usable_bytes, self.picture.limit_bytes
         if usable < self.picture.span_bytes:  # what is to be kept free of the budget, as a pale band
@@ -275,16 +274,8 @@ class _Drawing:
         x = _MARGIN
         for color, text, hatched in entries:
             width = 22 + round(self.pen.textlength(text, font_size=16)) + 18
-            if x + width > _WIDTH + 18:
+            if x + width > _WIDTH - _MARGIN + 18:
                 x, y = _MARGIN, y + 22
             self.box((x, y, x + 15, y + 13), color, hatched=hatched)
             self.text((x + 22, y + 7), text, anchor="lm")
             x += width
-
-
-def _ticks(span_bytes: int) -> list[int]:
-    """Up to six round numbers from 0 up to the span: 1, 2 or 5 times a power of ten, in their printed unit."""
-    unit = next((unit for unit in (GIB, MIB, KIB) if span_bytes >= unit), 1)
-    steps = (digit * 10.0**power for power in count(-1) for digit in (1, 2, 5))
-    step = next(step for step in steps if span_bytes / unit / step <= 5)
-    return [round(unit * step * index) for index in range(int(span_bytes / unit / step) + 1)]

@@ -217,7 +217,11 @@ def _limit(decision: Decision) -> str:
     limit, many = decision.limited_by, decision.multiple_of
     if limit == "memory":
         return "the largest that fits" if many == 1 else f"the largest multiple of {many} that fits"
-    return _LIMITS.get(limit, f"limited by {limit}: with larger batches, an epoch has too few of them for it")
+    if limit == "min_steps_per_epoch":
+        kept = counted(decision.steps_per_epoch or 0, "optimizer step")
+        return f"an epoch keeps {kept} (min_steps_per_epoch; None allows fewer)"
+    too = "has too few of them for it" if limit == "val_check_interval" else "would see more samples, or none"
+    return _LIMITS.get(limit, f"limited by {limit}: with larger batches, an epoch {too}")
 
 
 def warning_of(decision: Decision) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
 
 # The color of each part of the memory, in the order they are stacked: what stays allocated is at the bottom, what comes
 # and goes on top. Most colors are those of Okabe and Ito, which color-blind people can tell apart; neighbors also
@@ -56,6 +57,25 @@ def byte_range(low_bytes: int, high_bytes: int) -> str:
     low, high = format_bytes(low_bytes), format_bytes(high_bytes)
     number, _, unit = low.partition(" ")
     return f"{number if high.endswith(f' {unit}') else low} to {high}"
+
+
+def ticks(span_bytes: float) -> tuple[tuple[float, str], ...]:
+    """Up to six round numbers of bytes for an axis, from 0 up to a span, each with its words.
+
+    >>> [words for _, words in ticks(2_200_000_000)]
+    ['0', '0.5 GiB', '1 GiB', '1.5 GiB', '2 GiB']
+    """
+    units = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+    unit, name = next(((unit, name) for unit, name in units if span_bytes >= unit), (1, "B"))
+    step = round_step(span_bytes / unit / 5)
+    marks = (step * index for index in range(int(span_bytes / unit / step) + 1))
+    return tuple((mark * unit, f"{mark:g} {name}" if mark else "0") for mark in marks)
+
+
+def round_step(step: float) -> float:
+    """The next of 1, 2, 2.5, 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(max(step, 1e-9)))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * 0.999)
 
 
 def bounds_of(footprint: Footprint) -> tuple[int, int] | None:

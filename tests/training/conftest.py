@@ -61,6 +61,13 @@ def _no_bytes_besides_tensors(request: pytest.FixtureRequest, monkeypatch: pytes
         monkeypatch.setattr("lightning_memguard.training.run.profile.process_bytes", lambda *_: 0)
 
 
+@pytest.fixture(autouse=True)
+def of_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings here have few steps: batches may grow until an epoch has one."""
+    defaults = {**MemGuard.__init__.__kwdefaults__, "min_steps_per_epoch": None}
+    monkeypatch.setattr(MemGuard.__init__, "__kwdefaults__", defaults)
+
+
 @pytest.fixture
 def small() -> type[Small]:
     return Small

@@ -131,7 +131,7 @@ class Batches:
             return self.draws.batch(batch_size, self.draw)
 
     def held(self, batch: Any) -> list[torch.Tensor]:
-        """See `Draws.held`."""
+        """Tensors of a batch whose memory is the dataset's own."""
         return self.draws.held(batch) if self.draws else []
 
     def real(self, batch_size: int, device: torch.device) -> Any:

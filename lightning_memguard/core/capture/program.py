@@ -8,12 +8,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from typing_extensions import Self, override
 
 from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.batch.nesting import batch_bytes, map_tensors, shapes_of, tensors_in
@@ -28,9 +29,6 @@ from lightning_memguard.core.simulation.one_rank import one_rank_of
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.units import format_bytes
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T = TypeVar("T")
 Change = Callable[[nn.Module], None]
@@ -191,8 +189,8 @@ def device_to_run_on(program: Program, *, fake: bool) -> torch.device:
 # -- a plain module in PyTorch's canonical loop
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-TRUE_DTYPES = {"32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-PRECISIONS = tuple(sorted({*_AUTOCAST, *TRUE_DTYPES}))
+_TRUE_DTYPES = {"32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+PRECISIONS = tuple(sorted({*_AUTOCAST, *_TRUE_DTYPES}))
 
 
 def check_precision(name: str) -> None:
@@ -237,27 +235,27 @@ class LoopProgram(Program):
         check_precision(self.precision)
 
     @property
+    @override
     def trains(self) -> bool:
-        """See `Program.trains`."""
         return self.training
 
+    @override
     def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
-        """See `Program.inspect`."""
         return examine(self.model, "model")
 
+    @override
     def setting(self, name: str, value: str | int) -> str:
-        """See `Program.setting`."""
         return f"an optimizer step every {value} batches" if name == "accumulate_grad_batches" else f'{name}="{value}"'
 
+    @override
     def with_optimizer(self, swap: SwapOptimizer) -> LoopProgram:
-        """See `Program.with_optimizer`."""
         make = self.optimizer
         if make is None:
             raise CannotTraceError("there is no optimizer")
         return replace(self, optimizer=lambda parameters: swap(make(parameters)))
 
+    @override
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
-        """See `Program.run`."""
         with self._group(), tensors(fake=fake, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy) if self.training else []
@@ -271,8 +269,8 @@ class LoopProgram(Program):
                     with torch.no_grad():
                         self._step(recorder, module_copy, self._next_batch(recorder, batch_size, fake), fake=fake)
 
+    @override
     def run_states(self, recorder: Recorder) -> None:
-        """See `Program.run_states`."""
         with self._group(), tensors(fake=True, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy)
@@ -291,7 +289,7 @@ class LoopProgram(Program):
             refuse_meta(self.model)
         device = self._place_of_copy(fake=mode is not None)
         module_copy = fake_copy(self.model, mode, device) if mode else real_copy(self.model).to(device)
-        dtype = TRUE_DTYPES.get(self.precision)
+        dtype = _TRUE_DTYPES.get(self.precision)
         module_copy = module_copy.to(dtype) if dtype else module_copy
         return self.parallelize(module_copy) if self.parallelize else module_copy
 

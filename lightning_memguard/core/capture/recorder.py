@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +31,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.batch.nesting import batch_bytes, is_dense, shapes_of, tensors_in
 from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.foreign import find
+from lightning_memguard.core.foreign import find, patched
 from lightning_memguard.core.isolation.pool import beat
 from lightning_memguard.core.kernels import table
-from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.kernels.arguments import Call, operands
 from lightning_memguard.core.simulation import (
     compiled,
     cudnn_rnn,
@@ -168,7 +167,7 @@ class Recorder(TorchDispatchMode):
 
     def paused(self) -> AbstractContextManager[Any]:
         """Record nothing while something is made that is not part of the step, such as its example batch."""
-        return mock.patch.object(self, "_recording", False)
+        return patched(self, _recording=False)
 
     def label(self, tensors: Iterable[object], part: str) -> None:
         """Set the part that these tensors belong to; a block that already has one keeps it."""
@@ -185,7 +184,7 @@ class Recorder(TorchDispatchMode):
 
     def on_stream(self, stream: int) -> AbstractContextManager[Any]:
         """What is allocated inside comes from another stream's pool, whose free memory no other stream uses."""
-        return mock.patch.object(self, "_stream", stream)
+        return patched(self, _stream=stream)
 
     def note_batch(self, batch: object) -> None:
         """Note a batch that the step is given; of several the largest."""
@@ -200,7 +199,7 @@ class Recorder(TorchDispatchMode):
 
     def running_linear(self) -> AbstractContextManager[Any]:
         """While a Linear runs, maybe inside another: it adds its bias in place, but under a dispatch mode."""
-        return mock.patch.object(self, "in_linear", len(self._bytes))
+        return patched(self, in_linear=len(self._bytes))
 
     def note_made(self, tensor: Tensor, operator: str) -> None:
         """Record a tensor that no operator made, in a step."""
@@ -348,7 +347,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def _inside_kernel(self) -> Iterator[None]:
         """While a kernel runs in Python: autograd takes no part in it, autocast where it has not cast its arguments."""
-        below = mock.patch.object(self, "_below_autograd", True)
+        below = patched(self, _below_autograd=True)
         with torch.overrides.enable_reentrant_dispatch(), torch._C._AutoDispatchBelowAutograd(), below, self:
             yield
 
@@ -603,15 +602,12 @@ def _is_the_models(frame: FrameType) -> bool:
 
 
 def _tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        names = getattr(out, "__tensor_flatten__", None)  # a jagged tensor's values and offsets, a DTensor's own part
+    for tensor in operands(out):
+        names = getattr(tensor, "__tensor_flatten__", None)  # of a jagged tensor's values and offsets, a DTensor's part
         if names is None or not inside:
-            yield out
+            yield tensor
         else:
-            yield from _tensors([getattr(out, name) for name in names()[0]])
-    elif isinstance(out, (list, tuple)):
-        for item in out:
-            yield from _tensors(item)
+            yield from _tensors([getattr(tensor, name) for name in names()[0]])
 
 
 def _kernel(name: str, call: Call[Any]) -> Kernel:
@@ -781,7 +777,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
             exits.enter_context(compiled.compiling(recorder.note_autotuning))
         else:
             exits.enter_context(compiled.noting(lambda note: recorder.assumptions.update({note: None})))
-            exits.enter_context(mock.patch.object(torch, "get_rng_state", _watched(recorder, torch.get_rng_state)))
+            exits.enter_context(patched(torch, get_rng_state=_watched(recorder, torch.get_rng_state)))
             exits.enter_context(one_rank.watched(recorder))
             exits.enter_context(paths_mode)
             exits.enter_context(fast_paths.taken())

@@ -22,6 +22,7 @@ LimitedBy = Literal[
     "request",
     "checkpoint",
     "last_batch",
+    "min_steps_per_epoch",
     "val_check_interval",
     "overfit_batches",
     "limit_train_batches",
@@ -31,7 +32,8 @@ LimitedBy = Literal[
 ]
 """What keeps the batch size from being larger. ``request``: MemGuard was not free to choose it. ``checkpoint``: the run
 goes on from one that was trained at it. ``last_batch``: a larger one leaves a last batch of a single sample, which
-batch norm refuses. Names of the Trainer's arguments: with larger batches, an epoch would have too few of them."""
+batch norm refuses. ``min_steps_per_epoch``: a larger one leaves an epoch fewer optimizer steps. Names of the Trainer's
+arguments: with larger batches, an epoch would have too few of them, or see more samples."""
 
 Verdict = Literal["fits", "does not fit", "unknown"]
 """Whether a step is within the usable budget. ``unknown``: what is known of it is, but not all of it is known."""
@@ -134,6 +136,8 @@ class Request:
         free_to_choose: False to predict at ``batch_size`` and change nothing.
         fixed_because: why the size is not free to choose, in plain words; empty where it is, or none was to be chosen.
         dataset_limit: what sets ``dataset_size``: the samples there are, or a setting that needs several batches.
+        epoch_size: the largest size that leaves an epoch as it should be, or None.
+        epoch_limit: what sets ``epoch_size``: `Limits.min_steps_per_epoch`, or a setting that counts batches.
     """
 
     batch_size: int
@@ -147,6 +151,8 @@ class Request:
     free_to_choose: bool = True
     fixed_because: str = ""
     dataset_limit: LimitedBy = "dataset"
+    epoch_size: int | None = None
+    epoch_limit: LimitedBy = "min_steps_per_epoch"
 
     @property
     def smallest_batch_size(self) -> int:
@@ -252,6 +258,7 @@ def _range(request: Request) -> tuple[int, int, LimitedBy]:
     step, lowest, effective = request.multiple_of, request.smallest_batch_size, request.keep_effective_batch_size
     bounds: dict[LimitedBy, int | None] = {
         "memory": _NO_LIMIT,
+        request.epoch_limit: request.epoch_size,
         request.dataset_limit: request.dataset_size,
         "max_batch_size": request.max_batch_size,
         "request": None if effective is None else effective // request.ranks,

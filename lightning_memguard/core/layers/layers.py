@@ -432,8 +432,7 @@ def _fast_layer(x: _Shape, width: int, *rest: Any, **_: object) -> int:
 _FFN_WEIGHT = 12  # place of the first Linear's weight after the width, see `_transformer_encoder_layer_fwd`
 
 
-# Products that torch's counter does not know: it would count 0, and up to 2.9 it refuses attention with fewer heads of
-# keys than of queries. Each rule gets shapes in place of tensors.
+# Products that torch's counter does not know: it would count 0. Each rule gets shapes in place of tensors.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/flop_counter.py (`flop_registry`)
 _FLOPS: dict[Any, Callable[..., int]] = {
     getattr(aten, name): rule

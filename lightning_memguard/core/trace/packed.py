@@ -33,7 +33,7 @@ class PackedGrowth:
         return cls(growth.sizes, _pack(growth))
 
     def at(self, batch_size: int) -> Trace:
-        """See `Growth.at`."""
+        """The trace at a batch size."""
         return self.unpacked().at(batch_size)
 
     def unpacked(self) -> Growth:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from lightning_memguard.core.batch.batches import Draws
 from lightning_memguard.core.batch.nesting import is_dense, map_tensors, tensors_in
@@ -46,12 +47,12 @@ class CollatedDraws(Draws):
     in_order: bool
     stay: bool = False
 
+    @override
     def has(self, batch_size: int) -> bool:
-        """See `Draws.has`."""
         return batch_size % self.unit == 0
 
+    @override
     def batch(self, batch_size: int, draw: int) -> Any:
-        """See `Draws.batch`."""
         count = batch_size // self.unit * self.factor
         places = self._places_of_largest() if self.in_order else []
         chosen = self._in_order(count, draw, places) if self.in_order else self._by_chance(count, draw)
@@ -62,8 +63,8 @@ class CollatedDraws(Draws):
         batch = self.collate(chosen)
         return batch if self.stay and in_child() else _apart_from(chosen, batch)  # a step may write to it
 
+    @override
     def held(self, batch: Any) -> list[torch.Tensor]:
-        """See `Draws.held`."""
         own = _storages_of(self.samples) if self.stay else set()
         return [tensor for tensor in tensors_in(batch) if _is_in(own, tensor)]
 
@@ -91,12 +92,12 @@ class TakenDraws(Draws):
     batches: dict[int, list[Any]] = field(default_factory=dict)
     multiple: int = 1
 
+    @override
     def has(self, batch_size: int) -> bool:
-        """See `Draws.has`."""
         return batch_size in self.batches
 
+    @override
     def batch(self, batch_size: int, draw: int) -> Any:
-        """See `Draws.batch`."""
         known = self.batches[batch_size]
         return map_tensors(known[draw % len(known)], lambda tensor: tensor.clone())
 
@@ -109,16 +110,16 @@ class ArrangedDraws(Draws):
     each: Sequence[Draws]
     multiple: int
 
+    @override
     def has(self, batch_size: int) -> bool:
-        """See `Draws.has`."""
         return all(draws.has(batch_size) for draws in self.each)
 
+    @override
     def batch(self, batch_size: int, draw: int) -> Any:
-        """See `Draws.batch`."""
         return arrange(self.combined, [draws.batch(batch_size, draw) for draws in self.each])
 
+    @override
     def held(self, batch: Any) -> list[torch.Tensor]:
-        """See `Draws.held`."""
         return [tensor for draws in self.each for tensor in draws.held(batch)]
 
 

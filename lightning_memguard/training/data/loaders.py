@@ -151,6 +151,11 @@ class LoaderInfo:
         known = [count for count in self.counts(batch_size) if count is not None]
         return self.combined_count(known) if len(known) == len(self.sources) else None
 
+    @property
+    def batches_per_epoch(self) -> Callable[[int], int | None] | None:
+        """`batches`, if the data has a size."""
+        return self.batches if self.dataset_size is not None else None
+
     def counts(self, batch_size: int) -> list[int | None]:
         """Batches an epoch of each loader at a batch size of the whole."""
         return [source.batches(self.size_of(source, batch_size)) for source in self.sources]
@@ -238,11 +243,47 @@ def limit_of(facts: RunFacts, info: LoaderInfo, largest: int | None) -> LimitedB
     return "val_check_interval" if info.role == "train" and isinstance(facts.val_check_interval, int) else "dataset"
 
 
+def spoiled_by(facts: RunFacts, info: LoaderInfo, batch_size: int, min_steps: int | None) -> LimitedBy | None:
+    """Return what forbids a batch size, since an epoch would not be as it should be; None if nothing does.
+
+    An epoch keeps ``min_steps`` optimizer steps, or those that it has at the loader's own size if these are fewer; and
+    where a limit counts batches, it sees no more samples than there.
+    """
+    if batch_size <= info.batch_size or facts.is_rehearsal:
+        return None
+    limit = facts.limits[info.role]
+    taken, own = (_batches(info, size, limit) for size in (batch_size, info.batch_size))
+    if taken is None or own is None:
+        return None
+    if own != info.batches(info.batch_size) and taken * batch_size > own * info.batch_size:
+        return "overfit_batches" if facts.overfit_batches else LIMIT_NAMES[info.role]
+    steps, own_steps = (math.ceil(count / facts.accumulate_grad_batches) for count in (taken, own))
+    is_short = info.role == "train" and min_steps is not None and steps < min(min_steps, own_steps)
+    return "min_steps_per_epoch" if is_short else None
+
+
+def epoch_size_for(facts: RunFacts, info: LoaderInfo, min_steps: int | None) -> tuple[int | None, LimitedBy]:
+    """Return the largest batch size that leaves an epoch as it should be, None if any does, and what sets it."""
+    own, most = info.batch_size, info.dataset_size or _MANY
+    if not own or info.fixed_because:
+        return None, "min_steps_per_epoch"
+    size = largest_that(lambda size: spoiled_by(facts, info, size, min_steps) is None, own, max(own, most))
+    limit = spoiled_by(facts, info, size + 1, min_steps) if size < most else None
+    return (size, limit) if limit else (None, "min_steps_per_epoch")
+
+
+_MANY = 1 << 20  # samples of a dataset without a length
+
+
 def batches_taken(facts: RunFacts, info: LoaderInfo, batch_size: int) -> int | None:
     """Batches of an epoch that the Trainer takes at a batch size; None where unknown."""
-    count, limit = info.batches(batch_size), facts.limits[info.role]
+    return _batches(info, batch_size, facts.limits[info.role])
+
+
+def _batches(info: LoaderInfo, batch_size: int, limit: int | float) -> int | None:  # noqa: PYI041 - they differ here
+    count = info.batches(batch_size)
     if count is None:
-        return None
+        return limit if isinstance(limit, int) else None
     return int(count * limit) if isinstance(limit, float) else min(count, limit)
 
 

@@ -51,12 +51,14 @@ class RunSamples:
 
     Attributes:
         batches: batches of any size; one kind for each loader whose batches come in turn.
+        batch_size: the loaders' own, or that of the first batch if it is unknown.
         notes: how many samples were drawn, where larger ones may follow.
-        unit: batch sizes must be multiples of this for the loaders' collate functions.
+        unit: batch sizes must be multiples of this for the loaders and their collate functions.
         samples: the largest batch size that data without a length can fill, where its end was reached.
     """
 
     batches: tuple[Batches, ...]
+    batch_size: int
     notes: tuple[str, ...]
     unit: int = 1
     samples: int | None = None
@@ -90,8 +92,9 @@ def sample(info: LoaderInfo) -> RunSamples:
         for each, source in zip(drawn, info.sources, strict=True)
         if each.samples is not None and source.dataset_size is None and not source.fixed_because
     ]
-    unit = math.lcm(*(each.unit for each in drawn))
-    return RunSamples(_combine(info, [each.batches for each in drawn]), notes, unit, min(ends, default=None))
+    unit = math.lcm(info.unit, *(each.unit for each in drawn))
+    batches = _combine(info, [each.batches for each in drawn])
+    return RunSamples(batches, info.batch_size or batches[0].small_size, notes, unit, min(ends, default=None))
 
 
 def _draw_from(info: LoaderInfo, source: Source) -> LoaderSamples:

@@ -72,6 +72,7 @@ class RunFacts:
     val_check_interval: int | float | None
     check_val_every_n_epoch: int | None
     overfit_batches: int | float
+    is_rehearsal: bool
     limits: Mapping[Role, int | float]
     uses_distributed_sampler: bool
     sources: Mapping[Role, DataSource]
@@ -110,6 +111,7 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         # Lightning 2.6 sets no such attribute where the interval is a time
         val_check_interval=getattr(trainer, "val_check_interval", None),
         check_val_every_n_epoch=trainer.check_val_every_n_epoch,
+        is_rehearsal=bool(trainer.fast_dev_run),  # type: ignore[attr-defined]  # set by a connector
         overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]  # set by a connector
         limits={role: getattr(trainer, name) for role, name in LIMIT_NAMES.items()},
         uses_distributed_sampler=trainer._accelerator_connector.use_distributed_sampler,

@@ -84,6 +84,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         min_batch_size: the smallest batch size to choose.
         max_batch_size: the largest batch size to choose.
         multiple_of: choose multiples of this only.
+        min_steps_per_epoch: the batch size does not grow so far that an epoch has fewer optimizer steps than this, or
+            than it has anyway: fewer steps train less. ``None`` for no such limit. It is not asked if
+            ``keep_effective_batch_size`` is given.
         keep_effective_batch_size: set ``accumulate_grad_batches`` so that batch size x accumulation x ranks comes as
             close to this as it can without passing it.
         on_oom: what becomes of a step that runs out of memory. ``None`` (the default) does it again in parts of its
@@ -113,6 +116,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         min_batch_size: int = 1,
         max_batch_size: int | None = None,
         multiple_of: int = 1,
+        min_steps_per_epoch: int | None = 50,
         keep_effective_batch_size: int | None = None,
         on_oom: Literal["split", "raise"] | None = None,
     ) -> None:
@@ -125,7 +129,15 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if nbytes is not None and nbytes < KIB:
             raise MemGuardError(f"budget={budget!r} is {nbytes} bytes, too small to train in; is '{budget}MiB' meant?")
         self._settings = GuardSettings(
-            margin, nbytes, min_batch_size, max_batch_size, multiple_of, keep_effective_batch_size, mode, on_oom
+            margin,
+            nbytes,
+            min_batch_size,
+            max_batch_size,
+            multiple_of,
+            keep_effective_batch_size,
+            mode,
+            on_oom,
+            min_steps_per_epoch,
         )
         self.records: list[EpochRecord] = []
         self.evaluations: dict[str, EpochRecord] = {}

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.predict import Prediction, predict
-from lightning_memguard.core.decision.decision import Budget, Decision, Request, decide
+from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
 from lightning_memguard.core.isolation.pool import Pool
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.errors import CannotTraceError, MemGuardError
-from lightning_memguard.training.data.loaders import leaves_one
+from lightning_memguard.training.data.loaders import leaves_one, spoiled_by
 from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt
 from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs
@@ -171,8 +172,7 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Chosen:
         profile.budget,
         profile.request,
         footprint_at=lambda prediction, size: replace(profile, prediction=prediction).footprint_at(size),
-        # a last batch of one sample, which batch norm refuses
-        is_refused=lambda size: profile.avoids_single_sample and leaves_one(profile.loader_info, size),
+        refused_by=partial(_refused_by, profile, settings.steps_to_keep),
     )
     if validation is not None:
         decision = replace(decision, validation_batch_size=validation.batch_size)
@@ -181,6 +181,12 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Chosen:
     if not profile.request.free_to_choose:
         decision = _unchanged(decision, profile.request.fixed_because, settings)
     return decision, replace(profile, prediction=proven)
+
+
+def _refused_by(profile: RunProfile, min_steps: int | None, size: int) -> LimitedBy | None:
+    if profile.avoids_single_sample and leaves_one(profile.loader_info, size):
+        return "last_batch"
+    return spoiled_by(profile.facts, profile.loader_info, size, min_steps)
 
 
 def _with_setting(footprint: Footprint, prediction: Prediction) -> Footprint:

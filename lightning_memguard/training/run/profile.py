@@ -5,7 +5,6 @@ The data is read in the run's own process; the steps are captured in children.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,7 @@ from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, Trace
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.data.loaders import LoaderInfo, find, largest_for, limit_of, loaders_at
+from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
@@ -227,13 +226,13 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     """
     is_fit, device, loader_info = facts.stage == "fit", facts.device, find(facts, facts.role)
     samples = sample(loader_info)
-    size = loader_info.batch_size or samples.batches[0].small_size
+    size = samples.batch_size
     program = LightningProgram(
         trainer,
         module,
         samples.batches[0] if is_fit else samples.batches,
         device,
-        batches_per_epoch=_batches_per_epoch(loader_info),
+        batches_per_epoch=loader_info.batches_per_epoch,
         datamodule=facts.datamodule,
         # where MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
         accumulate_grad_batches=2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts),
@@ -312,22 +311,18 @@ def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -
     return read_budget(facts.device, budget=given, margin=margin, already_held_bytes=held), held
 
 
-def _batches_per_epoch(loader_info: LoaderInfo) -> Callable[[int], int | None] | None:
-    return loader_info.batches if loader_info.dataset_size is not None else None
-
-
 def _evaluation(info: LoaderInfo, facts: RunFacts, training: LightningProgram) -> Evaluation:
-    batches = sample(info).batches
+    samples = sample(info)
     program = replace(
         training,
-        batches=batches,
-        batches_per_epoch=_batches_per_epoch(info),
+        batches=samples.batches,
+        batches_per_epoch=info.batches_per_epoch,
         stage="validate",
         setup_stage="fit",
         callback_bytes=0,
         loaders_at=partial(loaders_at, facts, info),
     )
-    return Evaluation(program, info.batch_size or batches[0].small_size)
+    return Evaluation(program, samples.batch_size)
 
 
 def _validation(run: Run, training: Prediction) -> ValidationRun:
@@ -359,11 +354,19 @@ def _request(
     largest = largest_for(facts, loader_info)
     request = limits.request(
         size,
-        unit=math.lcm(loader_info.unit, samples.unit),
+        unit=samples.unit,
         dataset_size=samples.samples if largest is None else largest,
         accumulate_grad_batches=facts.accumulate_grad_batches,
         ranks=facts.data_ranks,
     )
     free = settings.mode == "tune" and not fixed
-    limit = limit_of(facts, loader_info, largest)
-    return replace(request, free_to_choose=free, fixed_because=fixed, dataset_limit=limit)
+    limit, min_steps = limit_of(facts, loader_info, largest), settings.steps_to_keep
+    epoch_size, epoch_limit = epoch_size_for(facts, loader_info, min_steps)
+    return replace(
+        request,
+        free_to_choose=free,
+        fixed_because=fixed,
+        dataset_limit=limit,
+        epoch_size=epoch_size,
+        epoch_limit=epoch_limit,
+    )

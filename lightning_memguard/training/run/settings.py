@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_memguard.core.decision.decision import Limits
+from lightning_memguard.core.decision.decision import Limits, check_count
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,17 @@ class GuardSettings(Limits):
 
     mode: Literal["tune", "check"] = "tune"
     on_oom: Literal["split", "raise"] | None = None
+    min_steps_per_epoch: int | None = 50
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_steps_per_epoch is not None:
+            check_count("min_steps_per_epoch", self.min_steps_per_epoch)
+
+    @property
+    def steps_to_keep(self) -> int | None:
+        """Optimizer steps that an epoch keeps; None if the user has set the samples of each."""
+        return None if self.keep_effective_batch_size else self.min_steps_per_epoch
 
     @property
     def splits(self) -> bool:

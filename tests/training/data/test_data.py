@@ -443,7 +443,7 @@ def test_an_interval_of_validation_leaves_as_many_batches() -> None:
 def test_a_share_that_needs_several_batches_is_the_limit_by_its_name() -> None:
     for setting in ("limit_train_batches", "overfit_batches"):
         _, decision = ran(DataLoader(numbered(), 4), **{setting: 0.2})
-        assert (decision.batch_size, decision.limited_by) == (24, setting)
+        assert (decision.batch_size, decision.limited_by) == (20, setting)
         assert (decision.steps_per_epoch, decision.requested_steps_per_epoch) == (1, 5)
 
 
@@ -457,8 +457,8 @@ def test_a_dataset_is_the_limit_where_one_batch_holds_all_of_it() -> None:
 def test_a_share_of_the_batches_leaves_one_of_each_loader(mode: Any) -> None:
     loaders = CombinedLoader([DataLoader(numbered(1000), 4), DataLoader(numbered(100), 4)], mode)
     module, decision = ran(loaders, limit_train_batches=0.1)
-    assert decision.batch_size == 11  # ten batches of the smaller: a tenth is one
-    assert len(module.shapes) == (9 if mode == "max_size_cycle" else 1)
+    # At 11, ten batches of the smaller: a tenth is one. With its two batches of 4, an epoch ends after 8 samples.
+    assert (decision.batch_size, len(module.shapes)) == ((11, 9) if mode == "max_size_cycle" else (8, 1))
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,12 @@ class Counted(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def tuned_to_twenty(trainer: Any, dataset: TensorDataset, **settings: Any) -> Counted:
-    """Trained from loaders of 4 with a guard that is to choose 20; validated at 10."""
+def tuned_to_twenty(trainer: Any, dataset: TensorDataset, *, size: int = 20, **settings: Any) -> Counted:
+    """Trained from loaders of 4 with a guard that is to choose 20, or ``size``; validated at 10."""
     module, guard = Counted(), MemGuard(max_batch_size=20)
     trainer(guard, **settings).fit(module, DataLoader(dataset, batch_size=4), DataLoader(dataset, batch_size=10))
     assert guard.decision is not None
-    assert guard.decision.batch_size == 20
+    assert guard.decision.batch_size == size
     return module
 
 
@@ -144,11 +144,11 @@ def test_a_schedule_of_accumulation_leaves_no_effective_batch_size_to_keep(
 @pytest.mark.parametrize(
     ("settings", "sizes"),
     [
-        ({"overfit_batches": 3}, [20] * 3),
+        ({"overfit_batches": 3}, [4] * 3),  # not more samples
         ({"overfit_batches": 0.4}, [20] * 2),
         ({"fast_dev_run": True}, [20]),
         ({"fast_dev_run": 2}, [20] * 2),
-        ({"limit_train_batches": 3}, [20] * 3),
+        ({"limit_train_batches": 3}, [4] * 3),
         ({"limit_train_batches": 0.5}, [20] * 2),
         ({"barebones": True}, [20] * 5),
         ({"max_steps": 7, "max_epochs": -1}, [20] * 7),
@@ -164,7 +164,7 @@ def test_the_number_of_batches_is_that_of_the_chosen_size(
 ) -> None:
     bare = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": None, "enable_model_summary": None}
     more = bare if settings.get("barebones") else {}
-    module = tuned_to_twenty(trainer, dataset, default_root_dir=tmp_path, **{**more, **settings})
+    module = tuned_to_twenty(trainer, dataset, size=sizes[0], default_root_dir=tmp_path, **{**more, **settings})
     assert module.sizes == sizes
 
 
@@ -195,7 +195,7 @@ def test_limits_of_what_is_evaluated_alone(trainer: Any, dataset: TensorDataset,
     module, guard = Counted(), MemGuard(max_batch_size=10)
     run = trainer(guard, **{f"limit_{stage}_batches": limit})
     getattr(run, stage)(module, DataLoader(dataset, batch_size=4))
-    assert module.evaluated == [10] * {0: 0, 2: 2, 0.5: 5}[limit]
+    assert module.evaluated == {0: [], 2: [4] * 2, 0.5: [8] * 6}[limit]  # half of 25 batches of 4 are 48 samples
 
 
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])

@@ -28,6 +28,7 @@ from lightning_memguard.training.run import profile as profiles
 from lightning_memguard.training.run import tune
 from lightning_memguard.units import KIB
 
+MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 BUDGET = 1200 * KIB
 STEPS = 10  # of fits that are measured

@@ -1,0 +1,137 @@
+"""What larger batches leave of an epoch: its optimizer steps, and its samples where the Trainer limits its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_memguard import Decision, MemGuard, MemGuardError
+from lightning_memguard.report.table import why
+
+
+def data(samples: int) -> TensorDataset:
+    return TensorDataset(torch.randn(samples, 16), torch.randint(0, 4, (samples,)))
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield torch.randn(16), torch.tensor(0)
+
+
+@pytest.fixture
+def decided(trainer: Any, small: Any) -> Any:
+    def run(loader: Any, settings: dict[str, Any] | None = None, **guard: Any) -> Decision:
+        made = MemGuard(**{"min_steps_per_epoch": 50, **guard})
+        trainer(made, **(settings or {})).fit(small(), loader)
+        assert made.decision is not None
+        return made.decision
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "accumulate", "least", "expected", "steps"),
+    [
+        (1000, 4, 1, 50, 20, 50),
+        (1010, 4, 1, 50, 20, 51),
+        (1000, 4, 1, 10, 111, 10),
+        (1000, 4, 2, 50, 10, 50),
+        (400, 10, 1, 50, 10, 40),  # fewer than fifty: they stay
+        (400, 10, 1, 40, 10, 40),
+        (400, 10, 1, 39, 10, 40),
+        (400, 10, 1, 37, 11, 37),
+        (400, 10, 1, None, 400, 1),
+    ],
+)
+def test_an_epoch_keeps_optimizer_steps(
+    decided: Any, samples: int, size: int, accumulate: int, least: int | None, expected: int, steps: int
+) -> None:
+    settings = {"accumulate_grad_batches": accumulate}
+    found = decided(DataLoader(data(samples), size), settings, min_steps_per_epoch=least)
+    assert (found.batch_size, found.steps_per_epoch) == (expected, steps)
+    assert found.limited_by == ("min_steps_per_epoch" if least else "dataset")
+
+
+def test_every_size_below_the_largest_keeps_them_too(decided: Any) -> None:
+    found = decided(DataLoader(data(1000), 4), multiple_of=8)
+    assert (found.batch_size, found.steps_per_epoch, found.limited_by) == (16, 63, "min_steps_per_epoch")
+    found = decided(DataLoader(data(1000), 4), max_batch_size=12)
+    assert (found.batch_size, found.limited_by) == (12, "max_batch_size")
+
+
+def test_memory_comes_first_and_a_size_that_does_not_fit_is_cut_all_the_same(decided: Any) -> None:
+    free = decided(DataLoader(data(400), 40), max_batch_size=40)
+    found = decided(DataLoader(data(400), 40), budget=free.footprint.peak_device_bytes - 1000, margin=0.0)
+    assert found.batch_size < 40
+    assert found.limited_by == "memory"
+
+
+def test_the_words_name_the_limit_and_what_lifts_it(decided: Any) -> None:
+    found = decided(DataLoader(data(1000), 4))
+    words = "an epoch keeps 50 optimizer steps (min_steps_per_epoch; None allows fewer)"
+    assert why(found) == f"Batch size 20 (was 4): {words}."
+    found = decided(DataLoader(data(40), 4))
+    words = "an epoch keeps 10 optimizer steps (min_steps_per_epoch; None allows fewer)"
+    assert why(found) == f"Batch size 4, as requested: {words}."
+
+
+def test_who_sets_the_samples_of_a_step_sets_their_number(decided: Any) -> None:
+    found = decided(DataLoader(data(400), 10), keep_effective_batch_size=200)
+    assert found.batch_size * found.accumulate_grad_batches == 200
+    assert found.steps_per_epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples", "expected"),
+    [
+        ({"limit_train_batches": 10}, 160, 16),
+        ({"limit_train_batches": 38}, 600, 600),  # all there are
+        ({"limit_train_batches": 0.5}, 304, 304),
+        ({"overfit_batches": 3}, 48, 16),
+        ({"overfit_batches": 0.1}, 48, 48),
+    ],
+    ids=str,
+)
+def test_an_epoch_sees_no_more_samples_than_at_the_loaders_own_size(
+    decided: Any, settings: dict[str, Any], samples: int, expected: int
+) -> None:
+    (name,) = settings
+    found = decided(DataLoader(data(600), 16), settings, min_steps_per_epoch=None)
+    assert found.batch_size == expected
+    assert min(600, found.steps_per_epoch * found.batch_size) <= samples
+    assert found.limited_by == ("dataset" if expected == 600 else name)
+
+
+@pytest.mark.parametrize("multiple_of", [1, 7, 16, 30])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.55, 0.9])
+def test_shares_of_an_epoch_see_no_more_samples_at_any_size(decided: Any, share: float, multiple_of: int) -> None:
+    settings = {"limit_train_batches": share}
+    found = decided(DataLoader(data(601), 16), settings, min_steps_per_epoch=None, multiple_of=multiple_of)
+    assert found.steps_per_epoch * found.batch_size <= int(38 * share) * 16 or found.batch_size == multiple_of
+
+
+def test_a_stream_without_an_end_keeps_its_samples(decided: Any) -> None:
+    found = decided(DataLoader(Endless(), 16), {"limit_train_batches": 10}, max_batch_size=500)
+    assert (found.batch_size, found.limited_by, found.steps_per_epoch) == (16, "limit_train_batches", 10)
+    assert "with larger batches, an epoch would see more samples" in why(found)
+
+
+def test_a_run_goes_on_at_the_size_of_its_checkpoint(trainer: Any, small: Any, tmp_path: Any) -> None:
+    first = trainer(MemGuard(), max_epochs=1)
+    first.fit(small(), DataLoader(data(100), 4))
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    guard = MemGuard(min_steps_per_epoch=50)
+    trainer(guard, max_epochs=2).fit(small(), DataLoader(data(100), 4), ckpt_path=tmp_path / "last.ckpt")
+    assert guard.decision is not None
+    assert (guard.decision.batch_size, guard.decision.limited_by) == (100, "checkpoint")
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "50"])
+def test_a_number_of_steps_is_a_count(wrong: Any) -> None:
+    with pytest.raises(MemGuardError, match=r"min_steps_per_epoch=.* is not a count"):
+        MemGuard(min_steps_per_epoch=wrong)
