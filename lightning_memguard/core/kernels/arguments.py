@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from lightning_memguard.core.trace.scratch import NONE, Block, CpuTarget, CudaTarget, Moment, Scratch
 
@@ -84,7 +84,7 @@ def checked(rule: Rule[Target]) -> Rule[Target]:
     """A rule that answers `NONE` for tensors without strides or with unknown sizes: no rule knows their scratch."""
 
     def ask(call: Call[Target]) -> Scratch:
-        tensors = tensors_in((*call.arguments.values(), *call.results))
+        tensors = operands([*call.arguments.values(), *call.results])
         return rule(call) if call.results and all(map(_is_plain, tensors)) else NONE
 
     return ask
@@ -95,13 +95,13 @@ def _is_plain(tensor: Tensor) -> bool:
     return strided and all(isinstance(size, int) for size in tensor.shape)
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among these values and in their lists."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
-        elif hasattr(value, "untyped_storage") and hasattr(value, "element_size"):
-            yield value
+def operands(value: object) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results: in lists, tuples and dicts, which are all that it takes."""
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from operands(item)
+    elif hasattr(value, "untyped_storage") and hasattr(value, "element_size"):
+        yield cast("Tensor", value)
 
 
 def dimension(dim: int, tensor: Tensor) -> int:

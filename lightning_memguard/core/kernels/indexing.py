@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, moments, tensors_in
+from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, moments, operands
 from lightning_memguard.core.kernels.cub import radix_sort, reduce_all, scan, select
 from lightning_memguard.core.kernels.layout import LONG, accumulator_bytes, broadcast_numel, copies_of, copy_bytes
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, ByteRange, CudaTarget, Scratch, nbytes
@@ -76,7 +76,7 @@ def _index_put(call: CudaCall) -> Scratch:
     Indices are joined into one that is sorted with its places; on fewer bits than an int64 has, by the tensor's size.
     A mask's indices are as many as it has ones: anything up to its elements.
     """
-    indices = list(tensors_in(call["indices"]))
+    indices = list(operands(call["indices"]))
     if not indices or any(map(_is_mask, indices)):
         return _masked(call["self"], indices, call.target)
     if not (call["accumulate"] or call.target.deterministic):
@@ -88,7 +88,7 @@ def _put_by_sorting(call: CudaCall, indices: Sequence[Tensor | None], values: Te
     """The moments of `index_put_with_sort_kernel`, for one or several tensors of indices."""
     x = call["self"]
     given = [place for place, index in enumerate(indices) if index is not None]
-    count = broadcast_numel(*tensors_in(indices))
+    count = broadcast_numel(*operands(indices))
     apart = given != list(range(given[0], given[-1] + 1))
     others = set(range(x.dim())) - set(given) if apart else range(given[-1] + 1, x.dim())
     sliced = math.prod(x.shape[place] for place in others)
@@ -150,7 +150,7 @@ def _masked(x: Tensor, indices: Sequence[Tensor], gpu: CudaTarget, chosen: int |
 @RULES.of("index", "_unsafe_index")
 def _index(call: CudaCall) -> Scratch:
     """`index_out` (aten/src/ATen/native/TensorAdvancedIndexing.cpp): masks become indices, which are read in place."""
-    x, indices = call["self"], list(tensors_in(call["indices"]))
+    x, indices = call["self"], list(operands(call["indices"]))
     if len(indices) != 1 or not _is_mask(indices[0]):
         return _masked(x, indices, call.target)
     sliced = x.numel() // max(1, indices[0].numel())

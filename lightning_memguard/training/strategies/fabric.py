@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_memguard.core.capture.capture import quiet
 from lightning_memguard.core.capture.program import LoopProgram, device_to_run_on
@@ -92,8 +93,8 @@ class FabricProgram(LoopProgram):
             if is_a(self.strategy, kind) and self.precision not in known:
                 raise MemGuardError(f"precision={self.precision!r} is not one of {kind}'s: {', '.join(known)}.")
 
+    @override
     def with_bucket_views(self) -> FabricProgram | None:
-        """See `Program.with_bucket_views`."""
         if not ddp.wraps_in_ddp(self.strategy) or ddp.Arguments.of(self.strategy).gradient_as_bucket_view:
             return None
         return replace(self, strategy=ddp.with_bucket_views(self.strategy))

@@ -12,11 +12,11 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lightning_memguard.core.foreign import patched
 from lightning_memguard.errors import CannotTraceError
 
 _WRITE_INTO = """
@@ -71,5 +71,5 @@ def no_collectives() -> Iterator[None]:
         for home in (dist, distributed_c10d):
             for name, replacement in replacements.items():
                 if hasattr(home, name):
-                    exits.enter_context(mock.patch.object(home, name, replacement))
+                    exits.enter_context(patched(home, **{name: replacement}))
         yield

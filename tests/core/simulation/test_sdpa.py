@@ -102,18 +102,15 @@ def test_wide_heads_are_forbidden_to_flash_only_while_training() -> None:
 @pytest.mark.parametrize(
     ("torch_version", "kernel_target", "cudnn", "expected"),
     [
-        ((2, 9), H100, OLD_CUDNN, "cudnn"),
-        ((2, 9), B200, OLD_CUDNN, "cudnn"),
-        ((2, 9), CudaTarget((10, 3), 148), OLD_CUDNN, "flash"),
-        ((2, 10), H100, OLD_CUDNN, "flash"),
-        ((2, 10), H100, NEW_CUDNN, "cudnn"),
+        ((2, 11), H100, OLD_CUDNN, "flash"),
         ((2, 11), H100, NEW_CUDNN, "cudnn"),
+        ((2, 13), B200, NEW_CUDNN, "cudnn"),
         ((2, 13), CudaTarget((10, 3), 148), NEW_CUDNN, "cudnn"),
         ((2, 13), A100, NEW_CUDNN, "flash"),
         ((2, 13), RTX5090, NEW_CUDNN, "flash"),
     ],
 )
-def test_cudnn_comes_first_by_version_on_hopper_and_blackwell(
+def test_a_new_cudnn_comes_first_on_hopper_and_blackwell(
     monkeypatch: pytest.MonkeyPatch, torch_version, kernel_target, cudnn, expected
 ) -> None:
     monkeypatch.setattr(sdpa, "_TORCH", torch_version)
