@@ -9,11 +9,12 @@ torch 2.13, x86-64 with AVX-512, one and two threads).
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after, moments, tensors_in
+from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after, moments, operands
 from lightning_memguard.core.kernels.cpu_products import product_bytes
-from lightning_memguard.core.kernels.layout import copy_bytes, is_half, transposing_tile_bytes
+from lightning_memguard.core.kernels.layout import copy_bytes, is_half, is_ordered, transposing_tile_bytes
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, ByteRange, CpuTarget, Scratch, nbytes, up
 
 if TYPE_CHECKING:
@@ -24,10 +25,8 @@ RULES = Rules[CpuTarget]()
 
 def _is_channels_last(tensor: Tensor) -> bool:
     """Whether an image batch has its channels innermost, and is not contiguous."""
-    if tensor.dim() != 4 or tensor.is_contiguous():
-        return False
-    _, channels, height, width = tensor.shape
-    return tensor.stride() == (height * width * channels, 1, width * channels, channels)
+    is_turned = tensor.dim() == 4 and not tensor.is_contiguous()
+    return is_turned and is_ordered(tensor.shape, tensor.stride(), channels_last=True)
 
 
 def _dense_copy(tensor: Tensor) -> int:
@@ -80,32 +79,25 @@ _MEAN = 1  # `at::Reduction::Mean`
 _BAG_MEAN, _BAG_MAX = 1, 2  # `EmbeddingBagMode`
 
 
-def _divisor(x: Tensor) -> int:
-    """Bytes of the number that a sum is divided by: as a double, and in the type of the sum."""
-    return 8 + (x.element_size() if x.element_size() < 8 else 0)
+def _reduced_loss(call: CpuCall, *, apart: bool, kept: bool) -> Scratch:
+    """A loss with a reduction: the mean's divisor is a double, then a number in the type of the sum.
 
-
-@RULES.of("mse_loss", "smooth_l1_loss")
-def _squared_loss(call: CpuCall) -> Scratch:
-    """`mse_loss_out` and `smooth_l1_loss_out` (Loss.cpp): a result for all losses, which keeps its storage."""
+    Args:
+        call: the operator and its arguments.
+        apart: whether all losses are in a tensor of their own before they are reduced.
+        kept: whether the result's storage stays as large as all losses.
+    """
     x = call["self"]
-    if not call["reduction"] or not x.numel():
+    if not call["reduction"]:
         return NONE
-    return after((nbytes(x), _divisor(x) if call["reduction"] == _MEAN else 0), kept=nbytes(x) - x.element_size())
+    divisor = 8 + x.element_size() % 8 if call["reduction"] == _MEAN else 0
+    return after((nbytes(x), divisor) if apart else (), kept=max(0, nbytes(x) - x.element_size()) if kept else 0)
 
 
-@RULES.of("binary_cross_entropy")
-def _cross_entropy(call: CpuCall) -> Scratch:
-    """`binary_cross_entropy_out_cpu` (Loss.cpp): reduced into the tensor of all losses, which keeps its storage."""
-    x = call["self"]
-    return Scratch(kept=nbytes(x) - x.element_size()) if call["reduction"] and x.numel() else NONE
-
-
-@RULES.of("huber_loss")
-def _huber_loss(call: CpuCall) -> Scratch:
-    """`huber_loss` (Loss.cpp): all losses, if they are reduced."""
-    x = call["self"]
-    return after((nbytes(x), _divisor(x) if call["reduction"] == _MEAN else 0)) if call["reduction"] else NONE
+# `mse_loss_out`, `smooth_l1_loss_out`, `huber_loss` and `binary_cross_entropy_out_cpu` (Loss.cpp)
+RULES.of("mse_loss", "smooth_l1_loss")(partial(_reduced_loss, apart=True, kept=True))
+RULES.of("huber_loss")(partial(_reduced_loss, apart=True, kept=False))
+RULES.of("binary_cross_entropy")(partial(_reduced_loss, apart=False, kept=True))
 
 
 @RULES.of("_embedding_bag", "_embedding_bag_forward_only")
@@ -154,9 +146,8 @@ def _sum(call: CpuCall) -> Scratch:
 def _mean(call: CpuCall) -> Scratch:
     """`mean` (aten/src/ATen/native/ReduceOps.cpp): half precision is added up in float32, in copies."""
     x, result = call["self"], call.result
-    if is_half(x) and is_half(result):
-        return after((result.numel() * FLOAT, x.numel() * FLOAT))
-    return NONE if x.dtype == result.dtype else after((x.numel() * result.element_size(),))
+    both_half = is_half(x) and is_half(result)
+    return after((result.numel() * FLOAT, x.numel() * FLOAT)) if both_half else _sum(call)
 
 
 # -- operands of different types
@@ -170,7 +161,7 @@ BY_TYPES = frozenset((*_POINTWISE, *_IN_PLACE))
 @RULES.of(*_POINTWISE)
 def _promoted(call: CpuCall) -> Scratch:
     """`TensorIteratorBase::compute_types` (aten/src/ATen/TensorIterator.cpp): copies in the type of the result."""
-    tensors = {id(each): each for each in tensors_in(call.arguments.values())}.values()
+    tensors = {id(each): each for each in operands([*call.arguments.values()])}.values()
     result = call.result
     return after(
         [each.numel() * result.element_size() for each in tensors if each.dim() and each.dtype != result.dtype]
@@ -180,11 +171,10 @@ def _promoted(call: CpuCall) -> Scratch:
 @RULES.of(*_IN_PLACE)
 def _promoted_in_place(call: CpuCall) -> Scratch:
     """The same where the result has a type of its own: if the operands' type is another, it is copied too."""
-    tensors = [each for each in tensors_in(call.arguments.values()) if each.dim() and each.is_floating_point()]
+    tensors = [each for each in operands([*call.arguments.values()]) if each.dim() and each.is_floating_point()]
     if len({each.dtype for each in tensors}) < 2:
         return NONE
-    common = max(each.element_size() for each in tensors)
-    common = max(common, FLOAT)  # bfloat16 and float16 meet in float32
+    common = max(FLOAT, *(each.element_size() for each in tensors))  # bfloat16 and float16 meet in float32
     copies = (each for each in tensors if each.element_size() != common)
     return after([each.numel() * common * (2 if each is call["self"] else 1) for each in copies])
 
@@ -263,11 +253,12 @@ def _gradient_products(call: CpuCall, rows: int, columns: int) -> int:
     most = 0
     for high in {rows, (query.shape[2] - 1) % rows + 1}:
         for wide in {columns, (key.shape[2] - 1) % columns + 1}:
+            turned, tile = ((wide, high), (1, wide)), ((high, wide), (wide, 1))
             most = max(
                 most,
-                product_bytes(query, (wide, high), (1, wide), (high, width), (inner, 1), 1, call.target),
-                product_bytes(query, (high, wide), (wide, 1), (wide, width), (key.stride(2), 1), 0.5, call.target),
-                product_bytes(query, (wide, high), (1, wide), (high, width), (query.stride(2), 1), 0.5, call.target),
+                product_bytes(query, turned, ((high, width), (inner, 1)), 1, call.target),
+                product_bytes(query, tile, ((wide, width), (key.stride(2), 1)), 0.5, call.target),
+                product_bytes(query, turned, ((high, width), (query.stride(2), 1)), 0.5, call.target),
             )
     return most
 

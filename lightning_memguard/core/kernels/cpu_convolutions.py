@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules, moments
-from lightning_memguard.core.kernels.layout import contiguous_strides, suggests_channels_last
+from lightning_memguard.core.kernels.layout import contiguous_strides, is_ordered, suggests_channels_last
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, nbytes, up
 
 if TYPE_CHECKING:
@@ -90,9 +90,7 @@ class _Conv:
     def copy(self, tensor: Tensor) -> int:
         """Bytes of ``contiguous`` in the layout of the images."""
         shape, stride = _as_images(tuple(tensor.shape), tensor.stride())
-        wanted = _channels_last_strides(shape) if self.is_channels_last else contiguous_strides(shape)
-        sizes = zip(shape, stride, wanted, strict=True)
-        return 0 if all(size == 1 or have == want for size, have, want in sizes) else nbytes(tensor)
+        return 0 if is_ordered(shape, stride, channels_last=self.is_channels_last) else nbytes(tensor)
 
     # -- asked of oneDNN
 
@@ -103,16 +101,16 @@ class _Conv:
         return onednn.convolution(operation, x, self._weight_matrix(), y, bias, window, self.host.threads)
 
     def _matrix(self, tensor: Tensor) -> onednn.Matrix:
+        shape, stride = self._laid_out(tensor)
+        return onednn.Matrix(shape, stride, self._kind, self.is_channels_last)
+
+    def _laid_out(self, tensor: Tensor) -> _Layout:
         shape, _ = _as_images(tuple(tensor.shape), tensor.stride())
-        last = self.is_channels_last
-        return onednn.Matrix(
-            shape, _channels_last_strides(shape) if last else contiguous_strides(shape), self._kind, last
-        )
+        return shape, _channels_last_strides(shape) if self.is_channels_last else contiguous_strides(shape)
 
     def _weight_matrix(self) -> onednn.Matrix:
         """`make_grouped_weights` in ideep's tensor.hpp; inputs come first where the convolution is transposed."""
-        shape, _ = _as_images(tuple(self.weight.shape), self.weight.stride())
-        stride = _channels_last_strides(shape) if self.is_channels_last else contiguous_strides(shape)
+        shape, stride = self._laid_out(self.weight)
         first, second = (shape[0], stride[0]), (shape[1], stride[1])
         lead = [first, second] if not self.transposed else [second, first]
         if self.groups > 1:

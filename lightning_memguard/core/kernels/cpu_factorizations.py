@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 RULES = Rules[CpuTarget]()
 _INT, _LONG = 4, 8
 _BLOCK = 32  # columns, in LAPACK's reference (`ilaenv`)
+_KINDS: dict[tuple[bool, int], lapack.Kind] = {(False, 4): "s", (False, 8): "d", (True, 8): "c", (True, 16): "z"}
 
 
 def _batch(matrices: Tensor) -> int:
@@ -30,11 +31,12 @@ def _column_major_copy(matrices: Tensor) -> tuple[int, int]:
     return nbytes(matrices), transposing_tile_bytes(matrices.mT)
 
 
-def _kind(matrices: Tensor) -> lapack.Kind:
-    wide = matrices.element_size() > (8 if matrices.is_complex() else 4)
-    if matrices.is_complex():
-        return "z" if wide else "c"
-    return "d" if wide else "s"
+def _workspace(routine: lapack.Routine, call: CpuCall, columns: int, *reflectors: int) -> int:
+    """What LAPACK asks for; a block of columns where it cannot be asked."""
+    a = call["A"]
+    kind = _KINDS.get((a.is_complex(), a.element_size()), "s")  # half precision raises, though not on fake tensors
+    asked = lapack.workspace_bytes(routine, kind, (a.shape[-2], columns, *reflectors), call.target.threads)
+    return asked or _BLOCK * columns * a.element_size()
 
 
 @RULES.of("_linalg_svd")
@@ -50,17 +52,15 @@ def _qr(call: CpuCall) -> Scratch:
     a, mode = call["A"], call["mode"]
     if not a.numel():
         return NONE
-    (rows, columns), kind, threads = a.shape[-2:], _kind(a), call.target.threads
+    rows, columns = a.shape[-2:]
     least = min(rows, columns)
-    scalars, size = _batch(a) * least * a.element_size(), a.element_size()
-    decompose = lapack.geqrf_bytes(kind, rows, columns, threads) or _BLOCK * columns * size
+    scalars, decompose = _batch(a) * least * a.element_size(), _workspace("geqrf", call, columns)
     if mode == "r":
         copy, tile = _column_major_copy(a) if rows > columns else (0, 0)  # else R has room for the reflectors
         return after((scalars, copy, tile), (scalars, copy, decompose))
     width = rows if mode == "complete" else least
-    assemble = lapack.orgqr_bytes(kind, rows, width, least, threads) or _BLOCK * width * size
     in_order = nbytes(call.results[1]) if a.dim() > 2 else 0  # `triu_` of a batch
-    return after((scalars, decompose), (scalars, in_order), (scalars, assemble))
+    return after((scalars, decompose), (scalars, in_order), (scalars, _workspace("orgqr", call, width, least)))
 
 
 @RULES.of("_linalg_eigh")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after
-from lightning_memguard.core.kernels.layout import contiguous_strides
+from lightning_memguard.core.kernels.layout import contiguous_strides, is_ordered
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, nbytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 RULES = Rules[CpuTarget]()
+_Layout = tuple[Sequence[int], Sequence[int]]  # sizes and strides
+_FACTORS = ("mat1 mat2", "batch1 batch2", "mat vec", "self mat2", "self vec", "self tensor")
 _SMALL = 16 * 16 * 16  # multiplications: fewer are not worth oneDNN (`mkldnn_gemm`, `checksize`)
 
 
@@ -25,11 +28,20 @@ def _half(tensor: Tensor, host: CpuTarget) -> onednn.Kind | None:
     return kind if (host.bf16 if kind == "bf16" else host.fp16) else None
 
 
-def _scratchpad(operands: list[onednn.Matrix], alpha: float, beta: float, host: CpuTarget) -> tuple[int, int]:
+def _scratchpad(
+    kind: onednn.Kind, layouts: Iterable[_Layout], alpha: float, beta: float, host: CpuTarget
+) -> tuple[int, int]:
     """`mkldnn_gemm` and `mkldnn_matmul` (aten/src/ATen/native/mkldnn/Matmul.cpp): scratchpad, and alpha as a tensor."""
-    x, weight, y = operands
+    x, weight, y = (onednn.Matrix(tuple(shape), tuple(stride), kind, fixed=True) for shape, stride in layouts)
     taken = onednn.matmul(x, weight, y, float(alpha), float(beta), host.threads)
     return (taken.scratchpad if taken else 0), (FLOAT if alpha != 1 else 0)
+
+
+def _factors(call: CpuCall) -> tuple[Tensor, Tensor, float, float]:
+    """The factors, by their names in the schema, and what the product and the sum are scaled by."""
+    left, right = next(names for names in map(str.split, _FACTORS) if call.arguments.keys() >= {*names})
+    alpha, beta = (1, 0) if left == "self" else (call["alpha"], call["beta"])
+    return call[left], call[right], alpha, beta
 
 
 def _lines(tensor: Tensor) -> tuple[int, int] | None:
@@ -42,32 +54,22 @@ def _lines(tensor: Tensor) -> tuple[int, int] | None:
     return None
 
 
-def product_bytes(
-    like: Tensor,
-    shape: tuple[int, int],
-    stride: tuple[int, int],
-    other_shape: tuple[int, int],
-    other_stride: tuple[int, int],
-    alpha: float,
-    host: CpuTarget,
-) -> int:
+def product_bytes(like: Tensor, left: _Layout, right: _Layout, alpha: float, host: CpuTarget) -> int:
     """What `gemm` (CPUBlas.cpp) takes for a product in half precision that is added to a contiguous result."""
     kind = _half(like, host)
-    (rows, inner), columns = shape, other_shape[1]
+    (rows, inner), columns = left[0], right[0][1]
     if kind is None or rows * inner * columns <= _SMALL:
         return 0
-    x, weight = onednn.Matrix(shape, stride, kind, True), onednn.Matrix(other_shape, other_stride, kind, True)
-    y = onednn.Matrix((rows, columns), (columns * like.shape[1], 1), kind, True)
-    return sum(_scratchpad([x, weight, y], alpha, 1, host))
+    result = (rows, columns), (columns * like.shape[1], 1)
+    return sum(_scratchpad(kind, (left, right, result), alpha, 1, host))
 
 
 @RULES.of("mm", "addmm", "addmm_")
 def _product(call: CpuCall) -> Scratch:
     """`addmm_impl_cpu_` (aten/src/ATen/native/LinearAlgebra.cpp), and `gemm` (CPUBlas.cpp) in half precision."""
-    left, right = (call["self"], call["mat2"]) if "mat1" not in call.arguments else (call["mat1"], call["mat2"])
+    left, right, alpha, beta = _factors(call)
     if left.dim() != 2 or not left.numel() or not right.numel():
         return NONE
-    alpha, beta = (call.get("alpha"), call.get("beta")) if "mat1" in call.arguments else (1, 0)
     lines = [_lines(tensor) for tensor in (left, right)]
     copies = [0 if line else nbytes(tensor) for line, tensor in zip(lines, (left, right), strict=True)]
     (rows, inner), columns = left.shape, right.shape[1]
@@ -75,42 +77,33 @@ def _product(call: CpuCall) -> Scratch:
     if kind is None or rows * inner * columns <= _SMALL or not alpha:
         return after(copies)
     strides = [line or contiguous_strides(tensor.shape) for line, tensor in zip(lines, (left, right), strict=True)]
-    x = onednn.Matrix((rows, inner), tuple(strides[0]), kind, fixed=True)
-    weight = onednn.Matrix((inner, columns), tuple(strides[1]), kind, fixed=True)
-    y = onednn.Matrix((rows, columns), (columns, 1), kind, fixed=True)
+    layouts: list[_Layout] = [(left.shape, strides[0]), (right.shape, strides[1]), ((rows, columns), (columns, 1))]
     if columns == 1:  # the result is a column as it is a row: the product of the transposed
-        x, weight, y = (_transposed(each) for each in (weight, x, y))
-    return after((*copies, *_scratchpad([x, weight, y], alpha, beta or 0, call.target)))
+        layouts = [_transposed(layouts[place]) for place in (1, 0, 2)]
+    return after((*copies, *_scratchpad(kind, layouts, alpha, beta, call.target)))
 
 
-def _transposed(matrix: onednn.Matrix) -> onednn.Matrix:
+def _transposed(layout: _Layout) -> _Layout:
     """With strides as `normalize_last_dims` (aten/src/ATen/native/CPUBlas.cpp) leaves them."""
-    (rows, columns), (down, across) = matrix.shape, matrix.stride
-    if columns == 1:
-        down, across = 1, rows
-    return matrix._replace(shape=(columns, rows), stride=(across, down))
+    (rows, columns), (down, across) = layout
+    return (columns, rows), (rows, 1) if columns == 1 else (across, down)
 
 
 @RULES.of("bmm", "baddbmm", "baddbmm_", "mv", "addmv", "addmv_", "dot")
 def _batched(call: CpuCall) -> Scratch:
     """`mkldnn_matmul` (aten/src/ATen/native/mkldnn/Matmul.cpp), in half precision alone."""
-    names = {"batch1": "batch2", "mat": "vec"}
-    name = next((each for each in names if each in call.arguments), "self")
-    other = names.get(name) or next(each for each in ("mat2", "vec", "tensor") if each in call.arguments)
-    left, right = call[name], call[other]
-    adds = name != "self"
-    alpha, beta = (call["alpha"], call["beta"]) if adds else (1, 0)
+    left, right, alpha, beta = _factors(call)
     kind = _half(left, call.target)
     work = left.numel() * (right.shape[-1] if right.dim() > 1 else 1)
     if left.dim() == 3 and (kind is None or work <= _SMALL):
         return after(_single_copies(left, right))
     if kind is None or work <= _SMALL or not alpha:
         return NONE
-    x, copy = _operand(left, kind, row=True)
-    weight, other_copy = _operand(right, kind, row=False)
-    shape = (*x.shape[:-1], weight.shape[-1])
-    y = onednn.Matrix(shape, contiguous_strides(shape), kind, fixed=True)
-    return after((copy, other_copy, *_scratchpad([x, weight, y], alpha, beta, call.target)))
+    x, copy = _operand(left, row=True)
+    weight, other_copy = _operand(right, row=False)
+    shape = (*x[0][:-1], weight[0][-1])
+    layouts = (x, weight, (shape, contiguous_strides(shape)))
+    return after((copy, other_copy, *_scratchpad(kind, layouts, alpha, beta, call.target)))
 
 
 def _single_copies(left: Tensor, right: Tensor) -> list[int]:
@@ -120,15 +113,13 @@ def _single_copies(left: Tensor, right: Tensor) -> list[int]:
     return [0 if _lines(tensor[0]) else nbytes(tensor) // tensor.shape[0] for tensor in (left, right)]
 
 
-def _operand(tensor: Tensor, kind: onednn.Kind, *, row: bool) -> tuple[onednn.Matrix, int]:
+def _operand(tensor: Tensor, *, row: bool) -> tuple[_Layout, int]:
     """A matrix, and bytes of its copy: none where it is contiguous or transposed (`is_mkldnn_optimized_format`)."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     if len(shape) == 1:
         shape, stride = ((1, *shape), (shape[0] * stride[0], *stride)) if row else ((*shape, 1), (*stride, 1))
-    dense = contiguous_strides(shape)
-    if all(size == 1 or have == want for size, have, want in zip(shape, stride, dense, strict=True)):
-        return onednn.Matrix(shape, dense, kind, fixed=True), 0
+    is_dense = is_ordered(shape, stride)
     turned = (math.prod(shape[-2:]),) * (len(shape) - 2) + (1, shape[-2])
-    if stride == turned:
-        return onednn.Matrix(shape, turned, kind, fixed=True), 0
-    return onednn.Matrix(shape, dense, kind, fixed=True), nbytes(tensor)
+    if not is_dense and stride == turned:
+        return (shape, turned), 0
+    return (shape, contiguous_strides(shape)), 0 if is_dense else nbytes(tensor)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+Routine = Literal["geqrf", "orgqr"]
 Kind = Literal["s", "d", "c", "z"]
 """How LAPACK names the types float32, float64, complex64 and complex128."""
 
@@ -20,27 +21,23 @@ NUMBER_BYTES: dict[Kind, int] = {"s": 4, "d": 8, "c": 8, "z": 16}
 
 
 @functools.cache
-def geqrf_bytes(kind: Kind, rows: int, columns: int, threads: int) -> int | None:
-    """The workspace of a QR decomposition."""
-    return _asked(f"{kind}geqrf_", kind, (rows, columns), threads)
+def workspace_bytes(routine: Routine, kind: Kind, sizes: tuple[int, ...], threads: int) -> int | None:
+    """The workspace of a routine that takes sizes, matrix, its leading dimension, scalars, workspace, lwork and info.
 
-
-@functools.cache
-def orgqr_bytes(kind: Kind, rows: int, columns: int, reflectors: int, threads: int) -> int | None:
-    """The workspace in which columns of Q are made of a decomposition's reflectors."""
-    name = f"{kind}orgqr_" if kind in ("s", "d") else f"{kind}ungqr_"
-    return _asked(name, kind, (rows, columns, reflectors), threads)
-
-
-def _asked(name: str, kind: Kind, sizes: tuple[int, ...], threads: int) -> int | None:
-    """Ask a routine whose arguments are sizes, matrix, its leading dimension, scalars, workspace, lwork and info."""
-    routine = getattr(_library(), name, None)
-    if routine is None:
+    Args:
+        routine: "geqrf" decomposes (rows, columns); "orgqr" makes Q, of (rows, columns, reflectors).
+        kind: the type of its numbers.
+        sizes: in the routine's order.
+        threads: those of one operator.
+    """
+    name = "ungqr" if routine == "orgqr" and kind in ("c", "z") else routine
+    function = getattr(_library(), f"{kind}{name}_", None)
+    if function is None:
         return None
     numbers = [ctypes.byref(ctypes.c_int(size)) for size in (*sizes, max(1, sizes[0]), -1, 0)]
     wanted = (ctypes.c_double * 2)()  # room for a number of any type
     with _threads_of_mkl(threads):
-        routine(*numbers[:-3], None, numbers[-3], None, wanted, *numbers[-2:])
+        function(*numbers[:-3], None, numbers[-3], None, wanted, *numbers[-2:])
     single = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_float))
     # `real_impl<...>(wkopt)` in aten/src/ATen/native/BatchLinearAlgebraKernel.cpp
     count = int(single[0] if kind in ("s", "c") else wanted[0])

@@ -13,7 +13,7 @@ import functools
 import mmap
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -139,23 +139,22 @@ def convolution(
         window: how the kernel moves.
         threads: those of one operator.
     """
-    asked = library()
-    if asked is None:
-        return None
-    with _Question(asked, threads) as question:
-        return question.convolution(operation, x, weight, y, bias, window)
-    return None  # it was refused
+    return _asked(threads, lambda question: question.convolution(operation, x, weight, y, bias, window))
 
 
 @functools.lru_cache(8192)
 def matmul(x: Matrix, weight: Matrix, y: Matrix, alpha: float, beta: float, threads: int) -> Taken | None:
     """What oneDNN takes for ``y = alpha * x @ weight + beta * y``; None where it cannot be asked."""
+    return _asked(threads, lambda question: question.matmul(x, weight, y, alpha, beta))
+
+
+def _asked(threads: int, ask: Callable[[_Question], Taken]) -> Taken | None:
     asked = library()
     if asked is None:
         return None
     with _Question(asked, threads) as question:
-        return question.matmul(x, weight, y, alpha, beta)
-    return None
+        return ask(question)
+    return None  # it was refused
 
 
 class _RefusedError(Exception):
@@ -193,8 +192,7 @@ class _Question:
         before = omp.omp_get_max_threads()
         omp.omp_set_num_threads(self._threads)
         self._exits.callback(omp.omp_set_num_threads, before)
-        self._attributes = self._new("dnnl_primitive_attr_create", "dnnl_primitive_attr_destroy")
-        self._call("dnnl_primitive_attr_set_scratchpad_mode", self._attributes, _USER_SCRATCHPAD)
+        self._attributes = self._new_attributes()
         return self
 
     def __exit__(self, *error: object) -> bool:
@@ -206,30 +204,21 @@ class _Question:
     ) -> Taken:
         """`get_primitive_desc` and `compute_v2` in ideep's conv.hpp and deconv.hpp."""
         name, kind = ("deconvolution", _DECONVOLUTION) if window.transposed else ("convolution", _CONVOLUTION)
-        channels = (y.shape[1],)
-        descriptors = [self._wanted(x), self._wanted(weight), None, self._wanted(y)]
-        with_bias = [*descriptors]
-        with_bias[2] = self._wanted(Matrix(channels, (1,), y.kind)) if bias else None
+        source, weights, result = (self._wanted(each) for each in (x, weight, y))
+        offset = self._wanted(Matrix((y.shape[1],), (1,), y.kind)) if bias else None
         right = window.padding
         if window.transposed:  # `padding_r` in aten/src/ATen/native/mkldnn/Conv.cpp
             right = tuple(p - o for p, o in zip(window.padding, window.output_padding, strict=True))
         moves = [self._list(each) for each in (window.stride, [d - 1 for d in window.dilation], window.padding, right)]
-        forward = self._descriptor(
-            f"dnnl_{name}_forward_primitive_desc_create",
-            *(_FORWARD_TRAINING, kind, *(descriptors if operation == "input" else with_bias), *moves, self._attributes),
-        )
+        engine, tensors, rest = self._library.engine, (source, weights, offset, result), (*moves, self._attributes)
+        forward = self._descriptor(f"{name}_forward", engine, _FORWARD_TRAINING, kind, *tensors, *rest)
         if operation == "forward":
             return self._taken(forward, (x, _SRC), (weight, _WEIGHTS), (y, _DST))
+        rest = (*moves, forward, self._attributes)
         if operation == "input":
-            backward = self._descriptor(
-                f"dnnl_{name}_backward_data_primitive_desc_create",
-                *(kind, descriptors[0], descriptors[1], descriptors[3], *moves, forward, self._attributes),
-            )
+            backward = self._descriptor(f"{name}_backward_data", engine, kind, source, weights, result, *rest)
             return self._taken(backward, (x, _DIFF_SRC), (weight, _WEIGHTS), (y, _DIFF_DST))
-        backward = self._descriptor(
-            f"dnnl_{name}_backward_weights_primitive_desc_create",
-            *(kind, *with_bias, *moves, forward, self._attributes),
-        )
+        backward = self._descriptor(f"{name}_backward_weights", engine, kind, *tensors, *rest)
         return self._taken(backward, (x, _SRC), (weight, _DIFF_WEIGHTS), (y, _DIFF_DST))
 
     def matmul(self, x: Matrix, weight: Matrix, y: Matrix, alpha: float, beta: float) -> Taken:
@@ -240,10 +229,8 @@ class _Question:
             operations = self._new("dnnl_post_ops_create", "dnnl_post_ops_destroy")
             self._call("dnnl_post_ops_append_sum", operations, beta, 0, 0)
             self._call("dnnl_primitive_attr_set_post_ops", self._attributes, operations)
-        made = self._descriptor(
-            "dnnl_matmul_primitive_desc_create",
-            *(self._given(x), self._given(weight), None, self._given(y), self._attributes),
-        )
+        tensors = self._given(x), self._given(weight), None, self._given(y)
+        made = self._descriptor("matmul", self._library.engine, *tensors, self._attributes)
         return self._taken(made, (x, _SRC), (weight, _WEIGHTS), (y, _DST))
 
     def _taken(self, primitive: int, *tensors: tuple[Matrix, int]) -> Taken:
@@ -256,15 +243,12 @@ class _Question:
             return Piece(self._bytes(wanted), True, True, 0)
         ends = (wanted, given) if what in (_DST, _DIFF_SRC, _DIFF_WEIGHTS) else (given, wanted)
         engine = self._library.engine
-        reorder = self._descriptor_of(
-            "dnnl_reorder_primitive_desc_create", ends[0], engine, ends[1], engine, self._plain
-        )
+        reorder = self._descriptor("reorder", ends[0], engine, ends[1], engine, self._new_attributes())
         blocks = ctypes.c_int()
         self._call("dnnl_memory_desc_query", wanted, _INNER_BLOCKS, ctypes.addressof(blocks))
         return Piece(self._bytes(wanted), False, not blocks.value, self._bytes(self._query(reorder, _SCRATCHPAD)))
 
-    @functools.cached_property
-    def _plain(self) -> int:
+    def _new_attributes(self) -> int:
         attributes = self._new("dnnl_primitive_attr_create", "dnnl_primitive_attr_destroy")
         self._call("dnnl_primitive_attr_set_scratchpad_mode", attributes, _USER_SCRATCHPAD)
         return attributes
@@ -281,10 +265,7 @@ class _Question:
         return self._new("dnnl_memory_desc_create_with_strides", "dnnl_memory_desc_destroy", *sizes, strides)
 
     def _descriptor(self, name: str, *arguments: object) -> int:
-        return self._descriptor_of(name, self._library.engine, *arguments)
-
-    def _descriptor_of(self, name: str, *arguments: object) -> int:
-        return self._new(name, "dnnl_primitive_desc_destroy", *arguments)
+        return self._new(f"dnnl_{name}_primitive_desc_create", "dnnl_primitive_desc_destroy", *arguments)
 
     def _query(self, primitive: int, what: int) -> int:
         found = self._library.functions["dnnl_primitive_desc_query_md"](primitive, what, 0)

@@ -337,7 +337,8 @@ class Again:
             return whole()
         has_limit, noted = self.policy.too_large_bytes < math.inf, None
         if has_limit and (at_once := self._quietly(lambda: self.policy.at_once(batch), 0)):
-            done, result = self._planned(make(), at_once)
+            planned = self._quietly(make, None)
+            done, result = self._planned(planned, at_once) if planned else (False, None)
             if done:
                 return result
         try:

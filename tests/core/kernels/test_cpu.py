@@ -304,7 +304,9 @@ FACTORIZATIONS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.skipif(lapack.geqrf_bytes("s", 8, 8, 1) is None, reason="LAPACK inside this build cannot be asked")
+@pytest.mark.skipif(
+    lapack.workspace_bytes("geqrf", "s", (8, 8), 1) is None, reason="LAPACK inside this build cannot be asked"
+)
 @pytest.mark.parametrize("case", FACTORIZATIONS)
 def test_what_a_factorization_takes(case: str, threads: int) -> None:
     assert_exact(*FACTORIZATIONS[case]())
@@ -312,12 +314,12 @@ def test_what_a_factorization_takes(case: str, threads: int) -> None:
 
 def test_without_an_answer_of_lapack_a_workspace_is_as_in_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lapack, "_library", lambda: None)
-    assert lapack.geqrf_bytes.__wrapped__("s", 64, 64, 1) is None
-    assert lapack.orgqr_bytes.__wrapped__("d", 64, 64, 64, 1) is None
+    assert lapack.workspace_bytes.__wrapped__("geqrf", "s", (64, 64), 1) is None
+    assert lapack.workspace_bytes.__wrapped__("orgqr", "d", (64, 64, 64), 1) is None
 
 
 def test_asking_lapack_leaves_the_threads_as_they_were(threads: int) -> None:
-    lapack.geqrf_bytes.__wrapped__("s", 96, 96, 5)
+    lapack.workspace_bytes.__wrapped__("geqrf", "s", (96, 96), 5)
     assert torch.get_num_threads() == threads
 
 
