@@ -875,7 +875,6 @@ programs("equal")(
     size_range=lambda s, x, y: each(s, x, y).sum() / sum(1 for _ in range(len(x))),
     size_threshold=lambda s, x, y: ce(s, x, y) * (3 if len(x) >= 6 else 1) + (s.net(x).mean() if y.numel() > 7 else 0),
     size_squared=lambda s, x, y: each(s, x, y).sum() * len(x) / len(x) ** 2 + ce(s, x, y) * (len(x) % 3),
-    size_dict=lambda s, x, y: ce(s, x, y) * {8: 0.5}.get(len(x), 2.0),
     size_equal=lambda s, x, y: ce(s, x, y) * (0.5 if x.shape == (8, 6) else 2.0),
     size_product=lambda s, seq: entropy(s, seq).sum() / math.prod(seq.shape[:2])
     + entropy(s, seq).sum() / np.prod(seq.shape),
@@ -1488,9 +1487,12 @@ programs("refused")(
 )
 
 
+programs("refused")(size_dict=lambda s, x, y: ce(s, x, y) * {8: 0.5}.get(len(x), 2.0))  # a dict hashes the part's size
+
+
 # -- checkpoints and functions with a backward pass of their own
 
-programs("equal")(
+programs("either")(  # a checkpoint in a part of one sample is refused
     checkpointed=lambda s, x, y: F.cross_entropy(s.net[2](checkpoint(s.net[:2], x, use_reentrant=False)), y)
 )
 programs("either")(
