@@ -121,7 +121,7 @@ TEXTS = """
     longformer LongformerForMaskedLM some, mamba MambaForCausalLM tokens
 """
 OF_THE_FIELD = ("hf_vit", "wav2vec2_ctc", "hf_whisper", "hf_clip", "hf_segformer")  # five more of transformers
-DETECTORS = ("faster_rcnn_mobilenet", "mask_rcnn", "retinanet", "fcos", "ssdlite")
+DETECTORS = ("faster_rcnn", "mask_rcnn", "retinanet", "fcos", "ssdlite")
 
 
 def detector_run(make: Callable[[], Run]) -> Run:

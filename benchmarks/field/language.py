@@ -156,6 +156,93 @@ def wav2vec2_ctc() -> Run:
     return Run(build, data(lambda i: (torch.randn(seconds[i]), torch.randint(1, 32, (5 + i % 8,))), collate))
 
 
+@pattern("transformers", sizes=(2, 4))
+def hf_whisper() -> Run:
+    import transformers
+
+    def build() -> Step:
+        config = transformers.WhisperConfig(
+            vocab_size=500,
+            d_model=64,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=128,
+            decoder_ffn_dim=128,
+            max_source_positions=100,
+            num_mel_bins=20,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+            suppress_tokens=[],
+            begin_suppress_tokens=[],
+        )
+        return Step(transformers.WhisperForConditionalGeneration(config), loss_of, adamw)
+
+    return Run(
+        build, dictionary(input_features=lambda _: torch.randn(20, 200), labels=lambda _: torch.randint(3, 500, (16,)))
+    )
+
+
+@pattern("transformers", sizes=(4, 8))
+def hf_vit() -> Run:
+    import transformers
+
+    config = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "image_size": 64,
+        "patch_size": 8,
+    }
+    return Run(
+        lambda: Step(
+            transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=10, **config)), loss_of, adamw
+        ),
+        dictionary(pixel_values=lambda _: torch.randn(3, 64, 64), labels=lambda i: i % 10),
+    )
+
+
+@pattern("transformers", sizes=(4, 8))
+def hf_segformer() -> Run:
+    import transformers
+
+    config = {"hidden_sizes": [16, 32, 40, 64], "decoder_hidden_size": 64, "num_labels": 5}
+    return Run(
+        lambda: Step(
+            transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig(**config)), loss_of, adamw
+        ),
+        dictionary(pixel_values=lambda _: torch.randn(3, 64, 64), labels=lambda _: torch.randint(5, (64, 64))),
+    )
+
+
+@pattern("transformers", sizes=(4, 8))
+def hf_clip() -> Run:
+    import transformers
+
+    text = {**SMALL, "max_position_embeddings": 32}
+    vision = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+
+    def build() -> Step:
+        config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)
+        return Step(transformers.CLIPModel(config), lambda n, b: n(**b, return_loss=True).loss, adamw)
+
+    return Run(
+        build,
+        dictionary(pixel_values=lambda _: torch.randn(3, 32, 32), input_ids=lambda _: torch.randint(3, 500, (16,))),
+    )
+
+
 @pattern("peft", sizes=(4, 16))
 def lora_gpt2() -> Run:
     import transformers

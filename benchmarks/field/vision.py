@@ -64,6 +64,11 @@ def mask_rcnn() -> Run:
     return detector("maskrcnn_resnet50_fpn", objects(masks=True))
 
 
+@pattern("torchvision", sizes=(2, 4))
+def retinanet() -> Run:
+    return detector("retinanet_resnet50_fpn", objects())
+
+
 @pattern("torchvision", sizes=(1, 2))
 def keypoint_rcnn() -> Run:
     return detector("keypointrcnn_resnet50_fpn", objects(keypoints=17), num_classes=2)
