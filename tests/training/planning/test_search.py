@@ -9,7 +9,7 @@ import pytest
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, Request
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.table import why
+from lightning_memguard.report.decision_table import why
 from lightning_memguard.training.planning.search import largest_that_runs
 
 BUDGET = Budget(100, 100, 0, "given", "CPU")
@@ -39,7 +39,7 @@ def largest(steps: Steps, **settings: Any) -> Decision:
 
 
 def test_a_size_passed_over_for_its_last_batch_is_not_called_the_largest_that_fits() -> None:
-    decision = largest(Steps(), is_refused=lambda size: size > 97)
+    decision = largest(Steps(), refused_by=lambda size: "last_batch" if size > 97 else None)
     assert (decision.batch_size, decision.limited_by) == (97, "last_batch")
     assert why(decision) == (
         "Batch size 97 (was 8): a larger one leaves a last batch of a single sample, which batch norm refuses."

@@ -28,7 +28,7 @@ def fit(module: pl.LightningModule, guard: MemGuard, *callbacks: pl.Callback, ba
         accelerator="cpu",
         devices=1,
         max_epochs=1,
-        limit_train_batches=batches,
+        max_steps=batches,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
