@@ -63,7 +63,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspe
 
 
 def _unavailable(error: Exception) -> Callable[..., object] | None:
-    """In place of a function that this torch lacks a name for: it can be imported, and says so where it is called."""
+    """Stand in for a function that needs a name this torch lacks: it can be imported; a call says what is missing."""
     from lightning_memguard.core.foreign import missing_in
     from lightning_memguard.errors import CannotTraceError
 

@@ -10,16 +10,16 @@ class MemGuardError(Exception):
 
 
 class DoesNotFitError(MemGuardError):
-    """Even the smallest batch size allowed needs more than the budget offers.
+    """Raised if even the smallest batch size allowed needs more than the budget offers.
 
     Attributes:
-        needed_bytes: what a step needs at that batch size, at most; 0 if unknown.
-        usable_bytes: what the device offers after the margin; 0 if unknown.
+        needed_bytes: bytes that a step needs at that batch size, at most; 0 if unknown.
+        usable_bytes: bytes that the device offers after the margin; 0 if unknown.
         largest_part: the part with the most bytes at the peak, such as ``"activations"``; empty if unknown.
-        rule_of_thumb: what usually shrinks that part.
+        rule_of_thumb: the usual way to shrink that part.
         way_out: how to get more room on the device.
-        advice: what would need less, most saved first, each an `lightning_memguard.core.decision.advice.Advice`; empty
-            if nothing was tried.
+        advice: remedies that need less, most saved first, each an `lightning_memguard.core.decision.advice.Advice`;
+            empty if nothing was tried.
         advice_text: the advice in words.
         rank: the rank that it does not fit on; None with one process.
     """
@@ -50,13 +50,13 @@ class DoesNotFitError(MemGuardError):
         return f"{where}{super().__str__()}{todo}" + (f"\n{self.advice_text}" if self.advice_text else "")
 
     def with_advice(self, advice: tuple[object, ...], text: str = "") -> DoesNotFitError:
-        """The same error with ``advice``, written out as ``text``, in place of the rule of thumb."""
+        """Return the error with ``advice``, written out as ``text``, in place of the rule of thumb."""
         other = copy(self)
         other.advice, other.advice_text = advice, text
         return other
 
     def on_rank(self, rank: int) -> DoesNotFitError:
-        """The same error with the rank it comes from in its text."""
+        """Return the error with the rank it comes from in its text."""
         other = copy(self)
         other.rank = rank
         return other

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_memguard.cli.target import load, make, users_code
+from lightning_memguard.cli.names import load, make, users_code
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.training.facts.lightning_types import lightning_of
 
@@ -29,7 +29,7 @@ _NOT_OURS = ("seed_everything", "ckpt_path", "weights_only", "return_predictions
 
 @dataclass(frozen=True)
 class Config:
-    """What is asked for: the model with its optimizer, the data, and the Trainer's settings that affect memory."""
+    """Settings of a LightningCLI config: the model with its optimizer, the data, the Trainer's settings for memory."""
 
     model: nn.Module
     datamodule: LightningDataModule | None = None

@@ -1,6 +1,6 @@
 """The command line: ``memguard plan``, ``layers``, ``snapshot``, ``replay``, ``compare``, ``gpus``, ``devices``.
 
-The parser and the dispatch. torch and Lightning are imported where a command needs them, so that ``--help`` is quick.
+The parser and the dispatch. torch and Lightning are imported when a command needs them, so that ``--help`` is quick.
 """
 
 from __future__ import annotations

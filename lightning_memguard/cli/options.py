@@ -10,7 +10,7 @@ from lightning_memguard.errors import MemGuardError
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Describe the model and its batch; read by `lightning_memguard.cli.subject.read_subject`."""
+    """Describe the model and its batch; read by `lightning_memguard.cli.inputs.read_subject`."""
     text = (
         "module:Class or path/to/file.py:Class of a LightningModule or any torch.nn.Module, or a function that returns "
         "one; not needed if --config names it"
@@ -79,7 +79,7 @@ def one_device(named: Sequence[str], default: str | None = None) -> str:
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """What reads a whole number of ``least`` or more."""
+    """Return a parser of arguments that accepts whole numbers of ``least`` or more."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:

@@ -1,4 +1,4 @@
-"""What a command is doing, shown on stderr once it takes longer than a second."""
+"""Progress of a command, shown on stderr once it takes longer than a second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 Say = Callable[[str], None]
-"""Called with what is being done from now on."""
+"""Function that is called with the next step in words, such as ``"reading the model"``."""
 
 _PATIENCE_SECONDS = 1.0
 

@@ -1,4 +1,4 @@
-"""What the command line answers with: records -> tables for people, and plain data for programs."""
+"""Answers of the command line: records -> tables for people, and plain data for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_memguard.core.layers.textbook import ratio_to_peak
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.history import line_of, operator_of, without_folders
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data
-from lightning_memguard.report.table import new_table, print_decision
+from lightning_memguard.report.decision_table import new_table, print_decision
 from lightning_memguard.report.words import peak_range
 from lightning_memguard.units import format_bytes, format_count
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def terminal() -> Console:
-    """Where tables go; what is not a terminal is as wide as ``COLUMNS`` says, or as a table needs."""
+    """Return the console that tables go to; if it is not a terminal, ``COLUMNS`` sets its width (default: 140)."""
     width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "140") or 140)
     return Console(highlight=False, markup=False, width=width)
 
@@ -44,7 +44,7 @@ def print_json(answer: object) -> None:
 
 
 def headline(subject: Subject) -> str:
-    """What is planned for, in one line."""
+    """Describe the model, the step and the example batch in one line."""
     kind = "training" if subject.training else "inference"
     accumulate = subject.trainer.get("accumulate_grad_batches", 1)
     more = f", gradients accumulated over {accumulate} batches" if accumulate != 1 else ""
@@ -66,7 +66,7 @@ def print_plan(plan: Plan, console: Console, kind: str, advice: Sequence[Advice]
 
 
 def print_plans(plans: Sequence[Plan], console: Console, advice: Sequence[Advice] = ()) -> None:
-    """Several devices, a row each, and what had to be assumed."""
+    """Print several devices, a row each, and the assumptions behind them."""
     size = plans[0].footprint.batch_size
     headings = ("Memory", f"Predicted at {size}", "Share", "Fits", "Largest batch", "Predicted at largest")
     title = f"MemGuard: batch size {size} on {len(plans)} devices"
@@ -129,7 +129,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
-    """What would make it fit, or need less: the most saved first."""
+    """Print the remedies that make the step fit or need less, the largest saving first."""
     from lightning_memguard.core.decision.advice import larger_batch
 
     size, device = on.footprint.batch_size, on.budget.device
@@ -217,7 +217,7 @@ def print_alternatives(
 
 
 def _by_place(holders: Sequence[Holder]) -> list[tuple[str, int, int, int]]:
-    """Where blocks were requested, how many, their bytes, and the free bytes they keep; the most of these first."""
+    """Group blocks by the place of their request: count, bytes, and free bytes they keep; most free bytes first."""
     places: dict[str, list[Holder]] = {}
     for each in holders:
         where = " at ".join(filter(None, (operator_of(each.stack), without_folders(line_of(each.stack)))))
@@ -323,7 +323,7 @@ def gpu_data(gpu: Gpu) -> dict[str, Any]:
 
 
 def print_budgets(budgets: Mapping[str, Budget | str], console: Console) -> None:
-    """What the devices of this machine have, and the source of that; text for one that cannot be read."""
+    """Print the memory of this machine's devices and its source; for a device that cannot be read, the reason."""
     table = new_table("Devices on this machine", "Device", "Name", ">Memory", ">Free", "Source")
     for name, budget in budgets.items():
         if isinstance(budget, str):

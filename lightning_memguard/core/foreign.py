@@ -222,13 +222,13 @@ _OF_TORCH = ("torch", "operator", "definition", "mode", "storage", "node", "memo
 
 
 class Absent:
-    """In place of a name that is not there: a key that nothing is equal to. Called, it says so."""
+    """Placeholder for a name that is missing: a key that nothing equals, and a function that raises."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def overloads(self) -> tuple[str, ...]:
-        """Those of an operator: none."""
+        """Return no overloads, as if this were an operator."""
         return ()
 
     def __getattr__(self, name: str) -> Absent:
@@ -252,7 +252,7 @@ aten: Any = _Operators()
 
 
 def find(path: str, **roots: object) -> Any:
-    """What is at a path, from torch or from one of ``roots``; an `Absent` if nothing is."""
+    """Return the object at a dotted path, from torch or from one of ``roots``; an `Absent` if there is none."""
     first, *names = path.split(".")
     found: Any = roots[first] if first in roots else importlib.import_module(first)
     for name in names:
@@ -269,11 +269,11 @@ _NOTHING = object()
 
 
 def nothing(*_: object, **__: object) -> None:
-    """In place of what is not to be done."""
+    """Do nothing, in place of a function that is not to run."""
 
 
 def patched(owner: Any, /, **values: Any) -> contextlib.AbstractContextManager[None]:
-    """Give a module, a class or an object other attributes, and put back its own at the end.
+    """Replace attributes of a module, a class or an object, and restore them at the end.
 
     Raises:
         AttributeError: it lacks one.
@@ -285,7 +285,7 @@ def patched(owner: Any, /, **values: Any) -> contextlib.AbstractContextManager[N
 
 @contextlib.contextmanager
 def added(owner: Any, /, **values: Any) -> Iterator[None]:
-    """Like `patched`, with attributes that it may lack."""
+    """Replace attributes as `patched` does, or add them if the owner lacks them."""
     before = {name: vars(owner).get(name, _NOTHING) for name in values}
     try:
         for name, value in values.items():
@@ -300,7 +300,7 @@ def added(owner: Any, /, **values: Any) -> Iterator[None]:
 
 
 def gaps(*parts: str, **roots: object) -> str:
-    """Say what is not done for want of names in parts of the table; empty if all are there."""
+    """Say what MemGuard cannot do because names in parts of the table are missing; empty if all are there."""
     found = [
         f"{need.lacks(path)}: {need.without}"
         for need, path in _rows(*parts)

@@ -22,7 +22,7 @@ class Gpu:
     """A GPU as its driver and PyTorch report it.
 
     Attributes:
-        name: as NVML and PyTorch report it. Where two sizes have one name, the rarer or larger has its size added.
+        name: as NVML and PyTorch report it. If two sizes have one name, the rarer or larger has its size added.
         memory_bytes: CUDA's total, with ECC as shipped, of which its context and libraries take a part. NVML and
             nvidia-smi report 0.4 to 4 % more, which the driver keeps.
         compute_capability: such as ``(9, 0)``.
@@ -38,7 +38,7 @@ class Gpu:
 
     @property
     def kernel_target(self) -> CudaTarget:
-        """What a kernel's scratch memory depends on."""
+        """Properties of this GPU that a kernel's scratch memory depends on."""
         return CudaTarget(self.compute_capability, self.multiprocessors)
 
 

@@ -1,1 +1,1 @@
-"""What a person sees. Nothing in here imports Lightning."""
+"""Tables, pictures, pages and messages for people. Nothing in here imports Lightning."""

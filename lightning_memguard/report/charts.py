@@ -219,7 +219,7 @@ def _step_path(values: Sequence[int], axis: _Axis) -> str:
 
 
 def _lanes(shown: Timeline) -> str:
-    """Under the picture, a lane of phases and below it one of steps; a name without room is not shown."""
+    """Draw a lane of phases under the picture, and one of steps below it; a name without room is not shown."""
     phases = "".join(_cell(part_words(span.phase), [span], shown) for span in shown.spans)
     by_step = groupby(shown.spans, key=lambda span: span.step)
     steps = "".join(_cell(f"step {step + 1}", list(spans), shown) for step, spans in by_step)
@@ -249,7 +249,7 @@ def _phase_table(shown: Timeline) -> str:
 
 
 def _script_data(shown: Timeline) -> str:
-    """What the script reads out, with each name once; ``<`` is escaped so that no name can end the script."""
+    """Return the script's data as JSON, with each name once; ``<`` is escaped so that no name can end the script."""
     places, place_names = _numbered([" ".join(filter(None, (e.module, e.operator))) for e in shown.events])
     phases, phase_names = _numbered([f"step {e.step + 1}, {part_words(e.phase)}" for e in shown.events])
     content = {

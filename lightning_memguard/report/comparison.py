@@ -10,13 +10,13 @@ from lightning_memguard.core.replay.history import without_folders
 from lightning_memguard.units import MIB, format_bytes
 
 _MOST_ROWS, _MOST_WITHOUT_EFFECT = 30, 10
-_ONE_STEP = 0.75  # where fewer are alike, the two are hardly the same step
+_ONE_STEP = 0.75  # if fewer are alike, the two are hardly the same step
 
 
 def comparison_text(found: Comparison) -> str:
     """A predicted and an actual step in words: the peaks, what is alike, and each allocation that differs.
 
-    It holds sizes, operators, and where the comparison has them, lines of code; nothing else.
+    It holds sizes, operators, and if the comparison has them, lines of code; nothing else.
     """
     before = found.actual_before_bytes - found.predicted_before_bytes
     here = found.predicted_peak_bytes - found.predicted_before_bytes

@@ -25,7 +25,7 @@ def footprint_data(footprint: Footprint) -> dict[str, Any]:
 
 
 def budget_data(budget: Budget) -> dict[str, Any]:
-    """What a device offers."""
+    """Return the fields of a budget, with the bytes usable after the margin."""
     return {**vars(budget), "usable_bytes": budget.usable_bytes}
 
 
@@ -38,5 +38,5 @@ def layer_data(layer: Layer) -> dict[str, Any]:
 
 
 def picked(record: object, *names: str) -> dict[str, Any]:
-    """Some fields of a record, in this order."""
+    """Return the named fields of a record, in this order."""
     return {name: getattr(record, name) for name in names}

@@ -1,4 +1,4 @@
-"""Where a run departs from its prediction, in words: a larger batch, a budget passed, a step out of memory."""
+"""Departures of a run from its prediction, in words: a larger batch, a budget passed, a step out of memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Larger:
 
 
 def announcement(larger: Larger, role: str, batch_idx: int, at_once: int = 0) -> str:
-    """Say what a batch that is larger than predicted needs, and whether it fits.
+    """Announce how much memory a batch that is larger than predicted needs, and whether it fits.
 
     Args:
         larger: the batch.
@@ -57,12 +57,12 @@ def announcement(larger: Larger, role: str, batch_idx: int, at_once: int = 0) ->
 
 
 def rescue_words(samples: int, at_once: int, changes: Sequence[str], *, evaluates: bool = False) -> str:
-    """Say that a step was done in parts, and what that changes.
+    """Announce that a step was done in parts, and the differences that makes.
 
     Args:
         samples: of the batch.
         at_once: of the largest part.
-        changes: how it is not the same step, in plain words; empty where it is.
+        changes: how it differs from the step, in plain words; empty if it does not.
         evaluates: whether it was a step of validation or test.
     """
     kind, count = "training", "Later steps are rescued in silence; `memguard/rescued_steps` counts them."
@@ -79,7 +79,7 @@ def rescue_words(samples: int, at_once: int, changes: Sequence[str], *, evaluate
 
 
 def refusal_words(reason: str) -> str:
-    """Say why a step that ran out of memory was not done in parts; nothing where none was to be."""
+    """Say why a step that ran out of memory was not done in parts; empty if there is no reason to report."""
     return f"The step was not done again in parts of its batch: {reason}." if reason else ""
 
 
@@ -99,7 +99,7 @@ class Overrun:
 
 
 def overrun_words(overrun: Overrun) -> str:
-    """Say by how much a run passed its budget, and which batch size would not have."""
+    """Say by how much a run passed its budget, and which batch size would have stayed within it."""
     taken, budget, size = overrun.measured.peak_bytes, overrun.budget, overrun.would_fit
     within = f"Batch size {size} would have stayed within it: set max_batch_size={size}, or raise `margin`."
     return (

@@ -45,7 +45,7 @@ class Group:
 
     @property
     def bars(self) -> tuple[tuple[Slice, ...], ...]:
-        """Both bars, or the only one."""
+        """The predicted bar and, once measured, the measured one."""
         return (self.predicted,) if self.measured is None else (self.predicted, self.measured)
 
 
@@ -84,7 +84,7 @@ class Picture:
 
 
 def picture_of_setup(decision: Decision) -> Picture | None:
-    """What is predicted, before anything can be measured; None if nothing was predicted."""
+    """Return the picture of a prediction before anything can be measured; None if nothing was predicted."""
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
         return None
@@ -195,7 +195,7 @@ class _Drawing:
         self.pen.text(at, text, fill=fill, font_size=size, anchor=anchor)
 
     def x(self, nbytes: float) -> int:
-        """Where a number of bytes is on the scale; at its end if it is beyond."""
+        """Return the position of a number of bytes on the scale; at its end if it is beyond."""
         return _LEFT + round((_RIGHT - _LEFT) * min(nbytes / self.picture.span_bytes, 1))
 
     def scale(self) -> None:
@@ -265,7 +265,7 @@ class _Drawing:
                 self.pen.line((x, y - 6, x, y + 6), fill=fill, width=width)
 
     def legend(self, y: int) -> None:
-        """What the colors of the stacked bars mean; bars of one part have their name next to them."""
+        """Draw the legend of the stacked bars' colors; bars of one part have their name next to them."""
         groups = self.picture.groups
         shown = {part for group in groups for bar in group.bars for part, _ in bar}
         entries = [(color, part_words(part), False) for part, color in _COLORS.items() if part in shown]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.report.decision_table import markdown, setup_rows
 from lightning_memguard.report.figure import Picture, draw, picture_of_epoch, picture_of_setup
-from lightning_memguard.report.table import markdown, setup_rows
 from lightning_memguard.report.words import with_stage
 from lightning_memguard.units import MIB
 
@@ -140,7 +140,7 @@ def _warn(name: str, error: Exception) -> None:
 
 
 def _board_of(logger: Any, stage: str) -> _Board | None:
-    """What shows tables and pictures on this logger; None if nothing of ours is known to work."""
+    """Return the board that shows tables and pictures on this logger; None if no board of ours is known to work."""
     if _has(logger, "log_table", "log_image"):
         return _WeightsAndBiases(logger, stage)
     experiment = logger.experiment

@@ -22,8 +22,8 @@ from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report import charts
+from lightning_memguard.report.decision_table import method_words, notes_of, totals_of, why
 from lightning_memguard.report.page_data import Report, report_data
-from lightning_memguard.report.table import method_words, notes_of, totals_of, why
 from lightning_memguard.report.words import COLORS, part_words, peak_words, with_stage
 from lightning_memguard.units import format_bytes, format_count
 

@@ -49,7 +49,7 @@ class Report:
         curve: peaks at several batch sizes, see `curve_of`.
         records: predicted versus measured, by epoch.
         layers: the table by layer.
-        drawn: the timeline, where it was drawn already; in place of ``trace``.
+        drawn: the timeline, if it was drawn already; in place of ``trace``.
     """
 
     title: str
@@ -79,7 +79,7 @@ class Report:
         return timeline_of(self.trace, self.settings) if self.trace and self.settings else Timeline(0)
 
     def without_trace(self) -> Report:
-        """The same in little memory."""
+        """Return the report in little memory: with the timeline drawn, without the trace."""
         return replace(self, trace=None, settings=None, drawn=self.timeline)
 
 
@@ -106,7 +106,7 @@ def drawn_parts(timeline: Timeline) -> list[str]:
 
 
 def report_data(report: Report) -> dict[str, Any]:
-    """What the page shows, as plain data with the unit of every quantity in its name."""
+    """Return the page's content as plain data with the unit of every quantity in its name."""
     decision = report.decision
     sizes = ("batch_size", "requested_batch_size", "accumulate_grad_batches", "validation_batch_size")
     steps = ("steps_per_epoch", "requested_steps_per_epoch")

@@ -49,7 +49,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def byte_range(low_bytes: int, high_bytes: int) -> str:
-    """From one number of bytes to another, the unit written once if it is the same.
+    """Write a range of bytes, with the unit once if both ends share it.
 
     >>> byte_range(94_371_840, 125_829_120)
     '90.0 to 120.0 MiB'
@@ -60,7 +60,7 @@ def byte_range(low_bytes: int, high_bytes: int) -> str:
 
 
 def ticks(span_bytes: float) -> tuple[tuple[float, str], ...]:
-    """Up to six round numbers of bytes for an axis, from 0 up to a span, each with its words.
+    """Return up to six round numbers of bytes for an axis, from 0 up to a span, each with its words.
 
     >>> [words for _, words in ticks(2_200_000_000)]
     ['0', '0.5 GiB', '1 GiB', '1.5 GiB', '2 GiB']
@@ -95,7 +95,7 @@ def peak_range(footprint: Footprint) -> str:
 
 
 def peak_words(footprint: Footprint, code: Callable[[str], str] = str) -> str:
-    """Where the peak is: ``"backward pass of encoder.layers.11"``.
+    """Name the place of the peak: ``"backward pass of encoder.layers.11"``.
 
     Args:
         footprint: the memory of a step.

@@ -129,7 +129,7 @@ def test_a_plan_is_what_the_callback_would_decide(capsys, leaves_room: bool) -> 
     import pytorch_lightning as pl
 
     from lightning_memguard import MemGuard
-    from lightning_memguard.cli.target import load
+    from lightning_memguard.cli.names import load
 
     outside = process_bytes([torch.empty(64, 64)], torch.get_num_threads())[2]
     budget = str((outside if leaves_room else 0) + 300 * 1024)

@@ -19,8 +19,8 @@ from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.report import loggers as file
+from lightning_memguard.report.decision_table import markdown
 from lightning_memguard.report.loggers import Boards, layout
-from lightning_memguard.report.table import markdown
 from lightning_memguard.units import MIB
 
 FOOTPRINT = Footprint(

@@ -15,7 +15,7 @@ HELP = "show the free memory of this machine's devices, and where that figure co
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options but the common one."""
+    """Add nothing: this command has only the common option."""
 
 
 def run(options: argparse.Namespace) -> bool:

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> bool:
     """Run the layers, trace the step, and print the tables."""
     with progress() as say:
         say("loading torch and Lightning")
-        from lightning_memguard.cli.subject import read_subject, with_memory_if_needed
+        from lightning_memguard.cli.inputs import read_subject, with_memory_if_needed
         from lightning_memguard.training.planning.plan import layers_on, predict_on
         from lightning_memguard.training.planning.subject import inference_of
 
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> bool:
 
 
 def _textbook_name(optimizer: str | None) -> str:
-    """What the textbook calls an optimizer; Adam if it has no name for it, or none was given."""
+    """Return the textbook's name for an optimizer; Adam if it has none, or no optimizer was given."""
     name, *settings = (optimizer or "adam").split(",")
     name = name.replace(":", ".").rpartition(".")[2].lower()
     if name == "sgd" and any(each.strip().startswith("momentum=") for each in settings):

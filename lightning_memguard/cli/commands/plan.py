@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> bool:
     """Plan, and print the answer; whether it fits some device."""
     with progress() as say:
         say("loading torch and Lightning")
-        from lightning_memguard.cli.subject import read_subject, with_memory_if_needed
+        from lightning_memguard.cli.inputs import read_subject, with_memory_if_needed
         from lightning_memguard.core.decision.decision import Limits
         from lightning_memguard.training.planning.plan import plan_on
         from lightning_memguard.training.planning.target import check_device

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> bool:
         raise MemGuardError(f"-o {target}: there is no folder {target.parent}; create it, or write elsewhere.")
     with progress() as say:
         say("loading torch and Lightning")
-        from lightning_memguard.cli.subject import read_subject, with_memory_if_needed
+        from lightning_memguard.cli.inputs import read_subject, with_memory_if_needed
         from lightning_memguard.training.planning.plan import predict_on
 
         device = one_device(options.device)

@@ -1,1 +1,1 @@
-"""What a step is given: batches of any size, real or fake."""
+"""Batches of any size, real or fake."""

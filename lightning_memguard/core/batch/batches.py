@@ -1,4 +1,4 @@
-"""Which dimensions of a batch grow with the batch size, and a batch of n samples.
+"""Batches of n samples, made from two example batches that show which dimensions grow with the batch size.
 
 A batch is any nesting of tensors, arrays, dicts, lists, tuples, dataclasses and objects with attributes. Two batches of
 the same samples at different sizes show what grows; with a single batch, the dimension that equals its size does.
@@ -68,7 +68,7 @@ class Batches:
         large: the same samples repeated to ``large_size``.
         small_size: number of samples in ``small``.
         large_size: number of samples in ``large``.
-        draws: batches of other samples; None where there are no others.
+        draws: batches of other samples; None if there are no others.
         draw: which of them the real ones are; above 0, fake ones are as these.
     """
 
@@ -96,10 +96,10 @@ class Batches:
 
     @functools.cached_property
     def constants(self) -> dict[int, float]:
-        """By the ``id`` of a tensor of integers in ``small``, the one number that all real batches have throughout.
+        """Numbers that fill a tensor of integers in all real batches, by the ``id`` of that tensor in ``small``.
 
-        Such are masks where nothing is padded, of which libraries ask whether they mask anything. An example alone may
-        be of any values.
+        A mask is one if nothing is padded; libraries ask whether it masks anything. A single example does not prove
+        that its values stay, so it has none.
         """
         if not self.has_draws(self.small_size):
             return {}
@@ -137,7 +137,7 @@ class Batches:
     def real(self, batch_size: int, device: torch.device) -> Any:
         """A batch of real tensors: one of samples that were drawn, at a place in the draw.
 
-        Where there is none of this size, the example's values are repeated or cut; those that count samples go on.
+        If there is none of this size, the example's values are repeated or cut; those that count samples go on.
         """
         if self.has_draws(batch_size):
             batch = self.drawn(batch_size)
@@ -167,7 +167,7 @@ class _Scaler:
         self.views = Counter(_storage_of(tensor) for tensor in examples if is_dense(tensor))
 
     def scale(self, small: object, large: object) -> Any:
-        """The same part of a batch of ``n`` samples, from that part of the small and of the large one."""
+        """Scale one item of a batch to ``n`` samples, given that item of the small and of the large batch."""
         match small, large:
             case torch.Tensor(), torch.Tensor():
                 return self._tensor(small, large)
@@ -273,7 +273,7 @@ class _Scaler:
         return PackedSequence(data, sizes, *[None if o is None else order.clone().to(data.device) for o in orders])
 
     def _rows(self, small: list[int], large: list[int]) -> list[int]:
-        """Rows at each step; where these do not grow linearly, as if all samples were as long as the longest."""
+        """Rows at each step; if these do not grow linearly, as if all samples were as long as the longest."""
         if self.n == self.family.small_size:
             return small
         if len(small) == len(large):
@@ -325,7 +325,7 @@ _DRAWS_OF_CONSTANTS = 8
 
 
 def _constants_in(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> dict[int, float]:
-    """By ``id``, those of some tensors that hold one number throughout, and the same in other batches."""
+    """Map the ``id`` of each tensor filled with one number to it, if its counterpart in ``others`` has that number."""
     if len(tensors) != len(others):
         return {}
     numbers = {id(mine): (_number_in(mine), _number_in(other)) for mine, other in zip(tensors, others, strict=True)}

@@ -88,7 +88,7 @@ def is_known(tensor: torch.Tensor) -> bool:
 
 
 def rows_of(packed: PackedSequence) -> list[int]:
-    """Rows at each step; as if all were equally long where the values are not known."""
+    """Rows at each step; as if all were equally long if the values are not known."""
     if is_known(packed.batch_sizes):
         with unset_fake_temporarily():
             return packed.batch_sizes.tolist()
@@ -114,7 +114,7 @@ def children_of(tree: object) -> dict[Any, Any] | None:
 
 
 def _attributes(thing: object) -> dict[str, Any]:
-    """What an object holds, in its dictionary and in its slots."""
+    """Return the attributes of an object, from its dictionary and its slots."""
     slots = [name for cls in type(thing).__mro__ for name in _slot_names(cls)]
     return {name: getattr(thing, name) for name in slots if hasattr(thing, name)} | getattr(thing, "__dict__", {})
 
@@ -139,7 +139,7 @@ def _holds_tensor(value: object, depth: int) -> bool:
 
 
 def rebuilt(tree: object, children: dict[Any, Any]) -> Any:
-    """The same kind of container around other children."""
+    """Return a container of the same kind with other children."""
     if isinstance(tree, tuple):
         return type(tree)(*children.values()) if hasattr(tree, "_fields") else tuple(children.values())
     if isinstance(tree, list):

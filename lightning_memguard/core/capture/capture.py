@@ -1,6 +1,6 @@
 """One run of a program under a recorder -> its trace, captured in a forked child; several at the same time.
 
-Where a child cannot answer, the step runs in this process, as far as that can be put back as it was.
+If a child cannot answer, the step runs in this process, as far as that can be put back as it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_memguard.core.capture.leftovers import without_collections
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder, line_behind
 from lightning_memguard.core.foreign import reason_of
-from lightning_memguard.core.isolation.pool import Pool, in_child
+from lightning_memguard.core.isolation.pool import ChildPool, in_child
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
@@ -42,7 +42,7 @@ _NOT_AFTER_A_FORK = ("in forked subprocess", "fork-based multiprocessing", "init
 
 @dataclass(frozen=True)
 class Draw:
-    """One of several captures at a size, where memory depends on values.
+    """One of several captures at a size, if memory depends on values.
 
     Attributes:
         number: of the real batches, and of the random numbers that the step draws; those of 0 are the run's own.
@@ -70,15 +70,15 @@ class CaptureFailedError(CannotTraceError):
 
 
 @dataclass(frozen=True)
-class _Raised:
-    """What a piece of work raised, as a value that can be sent."""
+class _Failure:
+    """Error that a piece of work raised, as a value that can be sent."""
 
     text: str
     reason: str
     value_needed: bool = False
 
     @classmethod
-    def from_error(cls, error: BaseException) -> _Raised:
+    def from_error(cls, error: BaseException) -> _Failure:
         if isinstance(error, CaptureFailedError):
             return cls(str(error), error.reason, error.value_needed)
         lines, place = str(error).strip().splitlines() or ["no message"], line_behind(error)
@@ -97,23 +97,25 @@ def _needs_value(error: BaseException | None) -> bool:
     return False
 
 
-class Isolated(Generic[Request, T]):
-    """Something that runs the user's code, for several requests side by side in children; its results are sent.
+class IsolatedWork(Generic[Request, T]):
+    """Function that runs the user's code in children, for several requests at once, and sends back its results.
 
-    Where a child is lost, the same is done once more in this process: give it work that has children of its own.
+    If a child is lost, its request runs once more in this process: use it for work that has children of its own.
     """
 
     def __init__(self, work: Callable[[Request], T], most: int | None = None) -> None:
         self._work = work
-        self._pool = Pool[Request, "T | _Raised"](lambda request: _attempt(lambda: work(request)), most, begin=_begin)
+        self._pool = ChildPool[Request, "T | _Failure"](
+            lambda request: _attempt(lambda: work(request)), most, begin=_begin
+        )
 
     @property
     def has_children(self) -> bool:
-        """Whether there are children, which know what there was when they were forked."""
+        """Whether there are children; each knows the state of the process when it was forked."""
         return self._pool.has_children
 
     def start(self, *requests: Request) -> None:
-        """Begin with what will be asked for."""
+        """Begin to work on requests whose results will be asked for later."""
         if not in_child():
             self._pool.start(*requests)
 
@@ -138,7 +140,7 @@ class Isolated(Generic[Request, T]):
             return _value(_attempt(work))
         answer = self._pool.result(request)
         lost, here, result = answer.lost, answer.here or here_too, answer.value
-        if isinstance(result, _Raised) and any(text in result.text for text in _NOT_AFTER_A_FORK):
+        if isinstance(result, _Failure) and any(text in result.text for text in _NOT_AFTER_A_FORK):
             lost, here = result.text, True
         if lost and here:
             with quiet():
@@ -146,7 +148,7 @@ class Isolated(Generic[Request, T]):
                 return with_note(_value(_attempt(work)), note)
         if lost:
             raise CaptureFailedError(lost)
-        return _value(cast("T | _Raised", result))
+        return _value(cast("T | _Failure", result))
 
     def close(self) -> None:
         """End the children."""
@@ -160,12 +162,12 @@ class Isolated(Generic[Request, T]):
 
 
 def isolated(work: Callable[[], T]) -> T:
-    """Do something that runs the user's code, in a child; its result is sent from there.
+    """Run a function that calls the user's code in a child, and return its result.
 
     Raises:
         CaptureFailedError: it raised, or ended the process.
     """
-    with Isolated[int, T](lambda _: work(), most=1) as each:
+    with IsolatedWork[int, T](lambda _: work(), most=1) as each:
         return each.result(0)
 
 
@@ -182,7 +184,7 @@ class Captures:
     def __init__(self, *programs: Program, next_size: Callable[[Sequence[Trace]], int] | None = None) -> None:
         self._programs = list(programs)
         self._next_size = next_size
-        self._isolated = Isolated[_Task, Trace](self._run)
+        self._isolated = IsolatedWork[_Task, Trace](self._run)
         self._known: dict[_Task, Trace] = {}
 
     def _run(self, task: _Task) -> Trace:
@@ -201,7 +203,7 @@ class Captures:
         return self._next_size is not None
 
     def next_size(self, program: Program, traces: Sequence[Trace]) -> int:
-        """The batch size that is likely asked for next; 0 where nobody knows."""
+        """The batch size that is likely asked for next; 0 if unknown."""
         if self._next_size is None or program is not self._programs[0]:
             return 0
         try:
@@ -216,7 +218,7 @@ class Captures:
         return self.place_of(program) >= 0
 
     def place_of(self, program: Program) -> int:
-        """Its place among the programs; -1 where it is none of them."""
+        """Return the program's index among the programs; -1 if it is not one of them."""
         return next((place for place, each in enumerate(self._programs) if each is program), -1)
 
     def trace(self, program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> Trace:
@@ -260,11 +262,11 @@ def capture(program: Program, batch_size: int, method: Method, draw: Draw = FIRS
         return captures.trace(program, batch_size, method, draw)
 
 
-def _attempt(work: Callable[[], T]) -> T | _Raised:
+def _attempt(work: Callable[[], T]) -> T | _Failure:
     try:
         return work()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        return _Raised.from_error(error)
+        return _Failure.from_error(error)
 
 
 def _begin() -> None:
@@ -277,19 +279,19 @@ _save = torch.save
 
 
 def _save_to_objects_alone(content: object, file: object, *args: Any, **kwargs: Any) -> None:
-    """What `torch.save` is in a child: a file by name would be written in C++, and refused."""
+    """Replace `torch.save` in a child: given a file's name, it does nothing, as its C++ writer would be refused."""
     if not isinstance(file, str | os.PathLike):
         _save(content, cast("Any", file), *args, **kwargs)
 
 
-def _value(result: T | _Raised) -> T:
-    if isinstance(result, _Raised):
+def _value(result: T | _Failure) -> T:
+    if isinstance(result, _Failure):
         raise CaptureFailedError(result.text, result.reason, value_needed=result.value_needed)
     return result
 
 
 def capture_here(program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> Trace:
-    """The same in this process.
+    """Capture a step in this process.
 
     Raises:
         CannotTraceError: the recorder saw something whose size depends on values.

@@ -1,4 +1,4 @@
-"""What batches leave behind: for good, until Python collects garbage, or in an optimizer's history."""
+"""Memory that batches leave behind: for good, until Python collects garbage, or in an optimizer's history."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.units import format_bytes
 
 _MOST_RISING = 6
-_RISE = 1.02  # where sizes depend on values, they differ a little as the weights do
+_RISE = 1.02  # if sizes depend on values, they differ a little as the weights do
 
 # One young collection in eleven is one of the middle generation, and of those one in eleven at most is a full one
 # (gc.get_threshold()); each may find a batch's objects in use, which then wait for the next older one. torchsde's
@@ -23,11 +23,11 @@ _BATCHES_OF_GARBAGE = 32
 
 
 class Leftovers:
-    """What each step leaves behind for good, in the optimizers' state or in the module's own lists.
+    """Memory that each step leaves behind for good, in the optimizers' state or in the module's own lists.
 
     Args:
-        recorder: what watches the steps.
-        steps: how many are recorded in any case; where more is there after each of them, two more are; and while each
+        recorder: records the steps.
+        steps: how many are recorded in any case. If memory grows after each of them, two more are; and while each
             allocates more than the one before, as with a memory of past batches that fills, up to `_MOST_RISING` more.
     """
 
@@ -40,7 +40,7 @@ class Leftovers:
         self.bytes_per_batch = 0
 
     def note(self) -> None:
-        """Note what is alive before a batch, for good: not what Python's garbage collector is going to free."""
+        """Note the bytes alive before a batch, without those that Python's garbage collector is going to free."""
         self._garbage.free()
         self._alive.append(self._recorder.alive_without_batch)
         self._allocated.append(self._recorder.newly_allocated_bytes("forward"))
@@ -88,7 +88,7 @@ class Leftovers:
 
 
 class Garbage:
-    """What each batch leaves in cycles of Python's objects, which only a garbage collection frees.
+    """Memory that each batch leaves in cycles of Python's objects, which only a garbage collection frees.
 
     While a step is captured, Python collects nothing by itself (`without_collections`): in a real run it does so at
     moments that depend on all that the process does.
@@ -99,13 +99,13 @@ class Garbage:
         self._bytes = 0  # of the last batch
 
     def free(self) -> None:
-        """Between two batches: free what was left since this was last called."""
+        """Collect garbage between two batches, and note how many bytes that freed."""
         before = self._recorder.alive_bytes
         gc.collect()
         self._bytes = before - self._recorder.alive_bytes
 
     def expect(self) -> None:
-        """Expect what the last batch left: of one batch, and of `_BATCHES_OF_GARBAGE` at most."""
+        """Count the garbage of one batch as expected, and that of `_BATCHES_OF_GARBAGE` as the upper bound."""
         if self._bytes <= 0:
             return
         self._recorder.expect(self._bytes, "activations")

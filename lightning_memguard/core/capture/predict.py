@@ -27,7 +27,7 @@ from lightning_memguard.units import format_bytes
 FAKE_SIZES = (4, 8, 16, 32)
 REAL_SIZES = (2, 4, 8)
 DRAWS = tuple(map(Draw, range(4)))  # at each size
-_UNEVEN_DRAWS = range(1, 9)  # where the samples differ in size
+_UNEVEN_DRAWS = range(1, 9)  # if the samples differ in size
 SHARED_DRAWS = tuple(map(Draw, range(8)))  # at one small size
 _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
 _CLEARLY = 1.01  # times as much as real batches take: such a worst case is not predicted
@@ -43,26 +43,26 @@ class StepFailsError(CannotTraceError):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is known of a program's memory: its footprint at any size, or at the sizes that can be captured.
+    """Memory of a program: its footprint at any size, or at the sizes that can be captured.
 
     Attributes:
         program: what runs.
         settings: the allocator's rules.
         method: how the step was captured.
-        growth: how the events grow; None where the step runs differently at different sizes, so that each is captured.
-        context_bytes: what the process takes on its device outside the allocator.
-        scalable: False where only the sizes in ``traces`` are known.
-        notes: what had to be assumed, in plain words.
-        traces: those captured to predict from, by batch size.
-        held: by part, bytes that are on the device throughout besides what runs: of validation, what training keeps.
-        seen: the batches that the step was given where it was captured, by batch size: shapes and bytes.
-        compiles: whether the step calls what torch.compile compiles, which ``growth`` and ``traces`` have as written.
-        compiled: the same step captured as it is compiled, by batch size; `proven_at` adds to them. Between them
-            footprints are estimates.
-        draws: where memory depends on values, the captures at each size; the largest is in ``traces``.
-        others: by batch size, the traces of the other draws.
-        ceiling: where the largest possible is known too, that.
-        unfrozen: where parameters that are frozen may be trained later, the step that trains all.
+        growth: how the events grow; None if the step runs differently at different sizes, so that each is captured.
+        context_bytes: bytes of the process on its device outside the allocator.
+        scalable: False if only the sizes in ``traces`` are known.
+        notes: assumptions, in plain words.
+        traces: the traces captured to predict from, by batch size.
+        held: bytes on the device throughout in addition to the step, by part: during validation, those of the training.
+        seen: the batches that the step was captured with, by batch size: shapes and bytes.
+        compiles: whether the step calls code for torch.compile; ``growth`` and ``traces`` have it uncompiled.
+        compiled: traces of the compiled step, by batch size; `proven_at` adds to them. Between them footprints are
+            estimates.
+        draws: the captures at each size, if memory depends on values; the largest is in ``traces``.
+        others: the traces of the other draws, by batch size.
+        ceiling: the largest possible memory, if that is known too.
+        unfrozen: the step that trains all parameters, if frozen ones may be trained later.
     """
 
     program: Program
@@ -87,7 +87,7 @@ class Prediction:
     _failed: dict[int, CaptureFailedError] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def packed(self) -> Prediction:
-        """The same in little memory, slower to ask. Captures that the growth reproduces are let go."""
+        """Return the prediction in little memory, slower to ask, without captures that the growth reproduces."""
         growth, ceiling = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in (self.growth, self.ceiling))
         traces, others = ({}, {}) if growth else (dict(self.traces), dict(self.others))
         for size, known in {} if growth else self._known_traces.items():
@@ -97,19 +97,19 @@ class Prediction:
         return replace(packed, traces=PackedTraces(traces), others=PackedTraces(others), unfrozen=unfrozen)
 
     def unpacked(self) -> Prediction:
-        """The same with its growth as it was before it was packed, to be asked at many sizes."""
+        """Return the prediction with its growth unpacked, to be asked at many sizes."""
         return replace(self, growth=self.growth.unpacked()) if isinstance(self.growth, PackedGrowth) else self
 
     def uncompiled(self) -> Prediction:
-        """The same as if torch.compile did nothing."""
+        """Return the prediction as if torch.compile did nothing."""
         return replace(self, compiles=False, compiled={})
 
     def trace_at(self, batch_size: int) -> Trace:
-        """The step's events at one batch size; where memory depends on values, those of the largest draw."""
+        """The step's events at one batch size; if memory depends on values, those of the largest draw."""
         return self._traces_at(batch_size)[0]
 
     def _traces_at(self, batch_size: int) -> tuple[Trace, ...]:
-        """Of each draw; the largest comes first."""
+        """Return the trace of each draw, the largest first."""
         if batch_size in self.compiled:
             return (self.compiled[batch_size],)
         if self.method == "states":
@@ -147,7 +147,7 @@ class Prediction:
         return _may_run(known, batch_size)
 
     def _extrapolated_at(self, batch_size: int, why: str) -> tuple[Trace, ...]:
-        """From the sizes that ran; from the next larger one where there is one."""
+        """Extrapolate the traces from the sizes that ran: from the next larger one if there is one."""
         known = {*self.traces, *(size for size, traces in self._known_traces.items() if traces[0].seconds)}
         near = min((size for size in known if size >= batch_size), default=max(known))
         small = max((size for size in known if size < near), default=near)
@@ -161,7 +161,7 @@ class Prediction:
         )
 
     def _all_draws_at(self, batch_size: int) -> tuple[Trace, ...]:
-        """At a size that ran: of the largest one, all draws are in ``traces`` and ``others``, of others the first."""
+        """Return the traces of all draws at a size that ran; captures those that ``traces`` and ``others`` lack."""
         if batch_size in self._known_traces:
             return self._known_traces[batch_size]
         known = (self.traces[batch_size], *self.others.get(batch_size, ()))
@@ -178,7 +178,7 @@ class Prediction:
         return self.seen.get(batch_size) or self.program.expected_batch(batch_size)
 
     def own_trace_at(self, batch_size: int) -> Trace:
-        """The same with what is held besides."""
+        """Return the trace of the step with the bytes in `held`."""
         return self._own(self.trace_at(batch_size))
 
     def _own(self, trace: Trace) -> Trace:
@@ -308,11 +308,11 @@ def predict(
 ) -> Prediction:
     """Capture a step in the best way that works: fake, worst case, real, states alone.
 
-    Where real batches take clearly less than the worst case, that gives way to the share that real batches have of it.
+    If real batches take clearly less than the worst case, that gives way to the share that real batches have of it.
 
     Args:
         program: what runs.
-        batch_size: the size asked for; it is the one captured where small sizes fail.
+        batch_size: the size asked for; it is the one captured if small sizes fail.
         settings: the allocator's rules.
         context_bytes: what the process takes on its device outside the allocator.
         scalable: False to capture ``batch_size`` alone.
@@ -371,10 +371,10 @@ def _from(asked: Prediction, method: Method, traces: Sequence[Trace], growth: Gr
 
 
 def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
-    """From real runs at small sizes, and at the size asked for; at each size where these do not tell.
+    """Predict from real runs at small sizes and at the requested one; if these do not agree, by a run at each size.
 
     Raises:
-        CaptureFailedError: the step raised at the small sizes, and at the size asked for.
+        CaptureFailedError: the step raised at the small sizes and at the requested one.
     """
     program = asked.program
     sizes, others = _small_sizes(program), DRAWS[1:3]
@@ -438,7 +438,7 @@ def _may_run(known: Sequence[Trace], batch_size: int) -> bool:
 
 
 def _free_bytes() -> int:
-    """What a child may take."""
+    """Return the bytes that each child may take."""
     free = available_memory()
     return free.free_bytes // processors() if free else _MOST_PROBED_BYTES
 
@@ -462,7 +462,7 @@ def _of_draws(
 
 
 def _drawn(stretched: Prediction, batch_size: int) -> Prediction | None:
-    """On batches as uneven as real ones; None where these take about as much as if each sample were the largest."""
+    """Predict on batches as uneven as real ones; None if those need about as much as batches of the largest sample."""
     try:
         times, draws = stretched.program.uneven_draws(batch_size, _UNEVEN_DRAWS)
         if times <= _CLEARLY:
@@ -487,7 +487,7 @@ def _drawn(stretched: Prediction, batch_size: int) -> Prediction | None:
 
 
 def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Prediction | None:
-    """With results that depend on values as large as in real batches; None where that is about the worst case."""
+    """Predict with results that depend on values as large as in real batches; None if that is about the worst case."""
     program, size = worst.program, _small_sizes(worst.program)[-1]
     try:
         size = size if program.is_real_at(size) else batch_size
@@ -537,7 +537,7 @@ def _most_probed() -> int:
 def _traces_and_growth(
     captures: Captures, program: Program, asked: int, method: Method, scalable: bool
 ) -> tuple[list[Trace], Growth | None]:
-    """Traces at a few sizes, and their growth where they agree."""
+    """Traces at a few sizes, and their growth if they agree."""
     if not scalable:
         return [capture(program, asked, method)], None
     traces, fourth_size = _captured(captures, program, asked, method)
@@ -564,7 +564,7 @@ def _grown(program: Program, traces: list[Trace], fourth_size: int, method: Meth
 
 
 def _captured(captures: Captures, program: Program, asked: int, method: Method) -> tuple[list[Trace], int]:
-    """Traces at two sizes or three, and a fourth size; at the size asked for alone, and 0, where no others run."""
+    """Traces at two sizes or three, and a fourth size; at the size asked for alone, and 0, if no others run."""
     sizes = FAKE_SIZES[:2] if captures.foresees else FAKE_SIZES[:3]
     try:
         return _all_captured(captures, program, sizes, method), FAKE_SIZES[3]

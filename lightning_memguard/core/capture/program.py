@@ -1,4 +1,4 @@
-"""What can run one step of itself under a recorder; and a plain module in PyTorch's canonical loop."""
+"""Programs, which run a step of themselves under a recorder; among them a plain module in PyTorch's usual loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_memguard.units import format_bytes
 
 T = TypeVar("T")
 Change = Callable[[nn.Module], None]
-"""What is done to a copy of a module."""
+"""Function that changes a copy of a module."""
 SwapOptimizer = Callable[[Optimizer], Optimizer]
 """An optimizer -> the one to use in its place, for the same parameters."""
 
@@ -42,7 +42,7 @@ class Program(ABC):
 
     Attributes:
         device: where it runs.
-        gpu: the GPU behind ``device``, present or simulated; None where it is not a CUDA device.
+        gpu: the GPU behind ``device``, present or simulated; None if it is not a CUDA device.
         batches: batches of any size; several loaders that are evaluated one after the other have one each.
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
         accumulate_grad_batches: batches per optimizer step.
@@ -67,7 +67,7 @@ class Program(ABC):
 
     @abstractmethod
     def run_states(self, recorder: Recorder) -> None:
-        """Only make what stays: parameters, buffers, gradients, optimizer state."""
+        """Allocate only memory that stays: parameters, buffers, gradients, optimizer state."""
 
     @abstractmethod
     def inspect(self, examine: Callable[[nn.Module, str], T]) -> T:
@@ -75,11 +75,11 @@ class Program(ABC):
 
     @abstractmethod
     def setting(self, name: str, value: str | int) -> str:
-        """What to write to change a setting of the Trainer, or of what runs in its place."""
+        """Return the code that changes a setting of the Trainer, or of the loop in its place."""
 
     @abstractmethod
     def with_optimizer(self, swap: SwapOptimizer) -> Program:
-        """The same with each optimizer replaced as soon as it is made.
+        """Return the program with each optimizer replaced as soon as it is made.
 
         Raises:
             CannotTraceError: there is no optimizer; now or once it runs.
@@ -92,7 +92,7 @@ class Program(ABC):
 
     @property
     def batches_per_step(self) -> int | None:
-        """Batches an optimizer step; None where the module's own code decides."""
+        """Batches an optimizer step; None if the module's own code decides."""
         return self.accumulate_grad_batches
 
     @property
@@ -109,7 +109,7 @@ class Program(ABC):
         """Compare batches of the largest sample alone with real ones, by their bytes.
 
         Returns:
-            How many times as large they are as the largest of some draws (0 where there are none), and which draws are
+            How many times as large they are as the largest of some draws (0 if there are none), and which draws are
             the least and the largest.
         """
         if not all(each.has_draws(batch_size) for each in self.families):
@@ -123,21 +123,21 @@ class Program(ABC):
         return stretched / max(1, drawn[most]), (least, most)
 
     def with_batches(self, batches: Batches) -> Self:
-        """The same step on other batches, which come as the hooks around their transfer leave them."""
+        """Return the program on other batches; these are as the hooks around their transfer leave them."""
         return self._with(batches=batches)
 
     def without_samples(self) -> Self:
-        """The same on batches known by their shapes alone."""
+        """Return the program on batches known by their shapes alone."""
         return self._with_families(
             lambda each: replace(each, small=_on_meta(each.small), large=_on_meta(each.large), draws=None)
         )
 
     def without_draws(self) -> Self:
-        """The same on batches that are stretched from one, without the samples to make others of."""
+        """Return the program on batches stretched from one, without the samples that make other real ones."""
         return self._with_families(lambda each: replace(each, draws=None))
 
     def of_draw(self, number: int) -> Self:
-        """The same step on other real batches, where there are others; with 0 on the first."""
+        """Return the program on other real batches, if there are others; with 0 on the first."""
         return self._with_families(lambda each: replace(each, draw=number)) if number else self
 
     def is_real_at(self, batch_size: int) -> bool:
@@ -150,23 +150,23 @@ class Program(ABC):
         return math.lcm(*(each.multiple for each in self.families))
 
     def with_precision(self, precision: str) -> Self:
-        """The same in another precision."""
+        """Return the program in another precision."""
         return self._with(precision=precision)
 
     def with_accumulation(self, batches: int) -> Self:
-        """The same with an optimizer step every so many batches."""
+        """Return the program with an optimizer step every so many batches."""
         return self._with(accumulate_grad_batches=batches)
 
     def with_bucket_views(self) -> Program | None:
-        """The same with gradients as views of DDP's buckets; None without DDP, or where they are."""
+        """Return the program with gradients as views of DDP's buckets; None without DDP, or if they are already."""
         return None
 
     def unfrozen(self) -> Program | None:
-        """The same with all parameters trained; None where those that are frozen stay so, as far as is known."""
+        """Return the program with all parameters trained; None if frozen ones stay frozen, as far as is known."""
         return None
 
     def with_change(self, change: Change) -> Self:
-        """The same with each copy of the module changed before it runs."""
+        """Return the program with each copy of the module changed before it runs."""
         return self._with(changes=(*self.changes, change))
 
     def _with_families(self, change: Callable[[Batches], Batches]) -> Self:
@@ -178,7 +178,7 @@ class Program(ABC):
 
 
 def device_to_run_on(program: Program, *, fake: bool) -> torch.device:
-    """Where a copy of the training runs: the simulated GPU, its own device, or, where that is absent, the CPU."""
+    """Return the device that a copy runs on: the simulated GPU, its own device, or the CPU if that is absent."""
     if program.gpu is None:
         return program.device
     if fake:
@@ -214,7 +214,7 @@ class LoopProgram(Program):
         training: False for one forward under ``torch.no_grad``.
         accumulate_grad_batches: above 1, each batch finds the gradients of the one before.
         changes: done to each copy in its first step.
-        ranks: how many ranks of a process group train it, one of which is captured; 0 where there is no such group.
+        ranks: how many ranks of a process group train it, one of which is captured; 0 if there is no such group.
         parallelize: (a copy on its device) -> what this rank trains of it, as ``fully_shard`` or `FSDP` makes it.
     """
 
@@ -279,7 +279,7 @@ class LoopProgram(Program):
                 step_states(recorder, module_copy, optimizers)
 
     def _begin(self, recorder: Recorder, module_copy: nn.Module) -> None:
-        """Called once the copy is recorded."""
+        """Prepare a copy that is recorded now; subclasses attach their wrappers."""
 
     def _optimizers(self, module_copy: nn.Module) -> list[Optimizer]:
         return [self.optimizer(module_copy.parameters())] if self.optimizer else []
@@ -355,7 +355,7 @@ class LoopProgram(Program):
 
 
 def _give_gradients(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
-    """Of zeros, to all that is trained."""
+    """Give all trained parameters a gradient of zeros."""
     held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     for parameter in {id(p): p for p in (*module_copy.parameters(), *held)}.values():
         if parameter.requires_grad:
@@ -379,7 +379,7 @@ def refuse_meta(module: nn.Module) -> None:
 
 
 def step_states(recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Give each trainable parameter a gradient and step each optimizer once: all that stays, without a step."""
+    """Give each trainable parameter a gradient and step each optimizer once: allocates all that stays after a step."""
     recorder.mark("backward", step=0)
     _give_gradients(recorder, module_copy, optimizers)
     recorder.mark("optimizer")

@@ -75,7 +75,7 @@ _ACTIVATION_PHASES = ("forward", "transfer")
 
 
 def this_cpu(threads: int) -> CpuTarget:
-    """What scratch depends on, on this machine."""
+    """Return the properties of this machine's CPU that scratch depends on."""
     channel_block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8  # oneDNN's
     asked = [getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None) for kind in ("bf16", "fp16")]
     asked += [getattr(torch.cpu, f"_is_amx_{kind}_supported", None) for kind in ("tile", "fp16")]  # torch 2.11 to 2.13
@@ -88,7 +88,7 @@ def _with_flags(target: CudaTarget) -> CudaTarget:
     return replace(
         target,
         deterministic=torch.are_deterministic_algorithms_enabled() or cudnn.deterministic,
-        tf32=cudnn.conv.fp32_precision == "tf32",  # ``allow_tf32`` raises where convolutions and RNNs differ
+        tf32=cudnn.conv.fp32_precision == "tf32",  # ``allow_tf32`` raises if convolutions and RNNs differ
         benchmark=cudnn.benchmark,
         cudnn=sdpa.cudnn_version(),
     )
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
     Args:
         device_type: only storages on this type of device are recorded.
         worst_case: return the largest result of operators whose result depends on values, instead of failing.
-        kernel_target: the GPU whose kernels' scratch is counted, where the device is one.
+        kernel_target: the GPU whose kernels' scratch is counted, if the device is one.
         compiled: whether what the step compiles runs compiled, see `lightning_memguard.core.simulation.compiled`.
         shares: how large such results were in another run, in place of the largest.
     """
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
         self._kept_bytes = 0
         self._expected: list[tuple[str, str, int]] = []
         self._stream = 0
-        self._streams: dict[int, int] = {}  # by block, where it is not the default one
+        self._streams: dict[int, int] = {}  # by block, if it is not the default one
         self.waiting = streams.Waiting(self)
         self._scratch_blocks = 0  # numbered below zero: how many there are may change with the batch size
         self._kernels: list[Kernel] = []
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         if device_type == "cpu" and kernel_target is None:
             self._on = this_cpu(training_threads())
         self._finalizers: list[weakref.finalize[Any, Any]] = []
-        self._cublas: set[bool] = set()  # where a handle is open: in the backward pass or not
+        self._cublas: set[bool] = set()  # if a handle is open: in the backward pass or not
         self._graph_task = -1
         self._recording = True
         self.ran_backward = False
@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
         self.label(states_of(optimizers), "optimizer_state")
 
     def on_stream(self, stream: int) -> AbstractContextManager[Any]:
-        """What is allocated inside comes from another stream's pool, whose free memory no other stream uses."""
+        """Record allocations made inside in the pool of another stream, whose free memory no other stream uses."""
         return patched(self, _stream=stream)
 
     def note_batch(self, batch: object) -> None:
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         self._first_of_node = len(self._bytes)
 
     def running_linear(self) -> AbstractContextManager[Any]:
-        """While a Linear runs, maybe inside another: it adds its bias in place, but under a dispatch mode."""
+        """Mark that a Linear runs, maybe inside another: it adds its bias in place, except under a dispatch mode."""
         return patched(self, in_linear=len(self._bytes))
 
     def note_made(self, tensor: Tensor, operator: str) -> None:
@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
             self._hold(storage, self._take(nbytes, "storage.resize_", "gathered"), nbytes)
 
     def block_of_another(self, tensor: Tensor, stream: int) -> int | None:
-        """The block behind a tensor that is recorded, where it is not this stream's."""
+        """The block behind a tensor that is recorded, if it is not this stream's."""
         block = self._live.get(tensor.untyped_storage()._cdata)
         return None if block is None or self._streams.get(block, 0) == stream else block
 
@@ -233,11 +233,11 @@ class Recorder(TorchDispatchMode):
         return waiting
 
     def come_back(self, waiting: int) -> None:
-        """What waits in a block's place does so no longer."""
+        """Free the placeholder of a block that waited for a stream."""
         self._add_row("free", waiting, WAITS, case="high")
 
     def mark_held(self) -> None:
-        """Whatever else the run has on its device throughout was there before what is recorded from now on."""
+        """Mark this moment: memory that the run holds on its device throughout was allocated before it."""
         self._held_at = len(self._rows)
 
     def keep(self, nbytes: int, part: str) -> None:
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
         self._expected += [(case, part, nbytes) for case in (CASES[2:] if at_most else CASES[1:])]
 
     def hold(self, tensor: Tensor) -> None:
-        """Know a tensor whose memory is counted already, by `keep` or `expect`, or is not the step's: it takes none."""
+        """Watch a tensor without counting it: `keep` or `expect` counted its memory, or it is not the step's."""
         self._watch(tensor, "", -tensor.untyped_storage().nbytes())
 
     @property
@@ -260,19 +260,19 @@ class Recorder(TorchDispatchMode):
         return self._kept_bytes + sum(self._bytes[block] for block in self._live.values())
 
     def note_autotuning(self) -> None:
-        """From now on, matrix products and convolutions may run in kernels that torch.compile chose by their speed."""
+        """Note that kernels of products and convolutions may be chosen by torch.compile for their speed from now on."""
         self._autotuned = True
         self.assumptions[_AUTOTUNED] = None
 
     def newly_allocated_bytes(self, phase: str) -> int:
-        """What operators allocated in one phase since this was last asked, whether or not it was freed."""
+        """Return the bytes that operators allocated in one phase since the last call, freed or not."""
         rows, self._asked_until = self._rows[self._asked_until :], len(self._rows)
         new = (row for row in rows if row.action == "alloc" and row.phase == phase and row.operator != WAITS)
         return sum(row.nbytes for row in new if self._parts.get(row.block) != "communication")
 
     @property
     def alive_without_batch(self) -> int:
-        """The same without the batch, which may be of another size than the one before."""
+        """Bytes alive now without the batch, which may have another size than the one before."""
         batch = (self._bytes[block] for block in self._live.values() if self._parts.get(block) == "batch")
         return self.alive_bytes - sum(batch)
 
@@ -346,15 +346,15 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _inside_kernel(self) -> Iterator[None]:
-        """While a kernel runs in Python: autograd takes no part in it, autocast where it has not cast its arguments."""
+        """Run a kernel in Python without autograd; autocast applies only if it has not cast the arguments."""
         below = patched(self, _below_autograd=True)
         with torch.overrides.enable_reentrant_dispatch(), torch._C._AutoDispatchBelowAutograd(), below, self:
             yield
 
     def _taken_apart(self, func: OpOverload) -> Callable[..., object] | None:
-        """What an operator that reaches the recorder whole runs, where it calls others that allocate; else None.
+        """Return what an operator runs that reaches the recorder whole but calls others that allocate; else None.
 
-        Below autograd, and in inference mode, nothing else takes it apart, as elsewhere ``conv2d``.
+        Below autograd, and in inference mode, nothing else decomposes such operators, ``conv2d`` for example.
         """
         fast_path = fast_paths.implementation(func)
         if fast_path is not None:
@@ -530,7 +530,7 @@ class Recorder(TorchDispatchMode):
         return "backward" if self._graph_task != -1 and self.phase in _ACTIVATION_PHASES else self.phase
 
     def _keep_activations(self) -> None:
-        """What the forward pass allocated and is still held when the backward pass starts is an activation."""
+        """Label blocks that are still held when the backward pass starts as activations, if they have no part yet."""
         for block in self._live.values():
             self._parts.setdefault(block, "activations")
 
@@ -638,7 +638,7 @@ class _RuleTemplate:
 
 
 class _Placeholder(NamedTuple):
-    """In place of a whole number, or of a tensor with this many dimensions and this dtype."""
+    """Placeholder for a whole number, or for a tensor with this many dimensions and this dtype."""
 
     dimensions: int = -1
     dtype: torch.dtype | None = None
@@ -718,7 +718,7 @@ class _ModulePaths(TorchFunctionMode):
                 node.register_prehook(lambda _: self.enter_node(metadata))
 
     def enter_node(self, metadata: dict[str, Any]) -> None:
-        """Called before each node of a backward pass."""
+        """Note the module and line of a node; the walk calls this before each node of a backward pass."""
         self.recorder.enter_node()
         here = metadata.get("memguard")
         if here is not None:

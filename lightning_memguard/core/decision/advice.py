@@ -1,4 +1,4 @@
-"""What would make a step fit: remedies, each with the memory it was predicted to leave and with its cost."""
+"""Remedies that make a step fit, each with its predicted memory and its cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Advice:
         footprint: the memory of the step with them; with accumulation, of a step on the smaller batches.
         saved_bytes: how much less that is than the step as it is.
         fits: whether it is within the budget.
-        batch_sizes: the largest that fits with them, and as it is (0 where none does); None where none was looked for.
+        batch_sizes: the largest that fits with them, and as it is (0 if none does); None if none was looked for.
     """
 
     remedies: tuple[str, ...]
@@ -49,7 +49,7 @@ def text(advice: Advice) -> str:
 
 
 def larger_batch(advice: Advice) -> str:
-    """Say which batch size fits in place of which, in one sentence and a space; empty where it is none larger."""
+    """Say which larger batch size fits now, in one sentence and a space; empty if none does."""
     size, now = advice.batch_sizes or (0, 0)
     return f"Batch size {size} instead of {now or 'none'}. " if size > now else ""
 
@@ -67,7 +67,7 @@ def shortlist(advice: Iterable[Advice], most: int = 4) -> tuple[Advice, ...]:
 
 
 def what_would_fit(advice: Sequence[Advice], not_tried: int = 0) -> str:
-    """Write a shortlist under its headline, as an error shows it; empty where there is no advice."""
+    """Write a shortlist under its headline, as an error shows it; empty if there is no advice."""
     if not advice:
         return ""
     fitting = any(each.fits for each in advice)

@@ -30,7 +30,7 @@ LimitedBy = Literal[
     "limit_test_batches",
     "limit_predict_batches",
 ]
-"""What keeps the batch size from being larger. ``request``: MemGuard was not free to choose it. ``checkpoint``: the run
+"""Reason why the batch size is not larger. ``request``: MemGuard was not free to choose it. ``checkpoint``: the run
 goes on from one that was trained at it. ``last_batch``: a larger one leaves a last batch of a single sample, which
 batch norm refuses. ``min_steps_per_epoch``: a larger one leaves an epoch fewer optimizer steps. Names of the Trainer's
 arguments: with larger batches, an epoch would have too few of them, or see more samples."""
@@ -43,10 +43,10 @@ _NO_LIMIT = 1 << 20  # an iterable dataset has no length; a million samples a st
 
 @dataclass(frozen=True)
 class Budget:
-    """What the training may take on its device, in bytes, and where that is known from.
+    """Memory that the training may take on its device, in bytes, and the source of that number.
 
     ``source`` is ``"nvml"``, ``"cuda"``, ``"host"`` (available memory), ``"cgroup"``, ``"rlimit"``, ``"mps"``,
-    ``"xpu"``, ``"catalogue"`` (all that a GPU that is not here has) or ``"given"``.
+    ``"xpu"``, ``"catalogue"`` (all memory of a GPU that is not on this machine) or ``"given"``.
     ``usable_bytes`` is ``free_bytes - margin_bytes``. ``device`` names the device in words.
     """
 
@@ -122,19 +122,19 @@ def _round_up(number: int, multiple_of: int) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, and what keeps the size from being chosen freely.
+    """Batch size that was asked for, and the limits on choosing another.
 
     Attributes:
         batch_size: the loader's own.
         min_batch_size: the smallest size to choose.
         max_batch_size: the largest, or None.
         multiple_of: only multiples of this are chosen.
-        dataset_size: the largest size that a rank's data allows, or None where that is unknown.
+        dataset_size: the largest size that a rank's data allows, or None if that is unknown.
         keep_effective_batch_size: samples per optimizer step over all ranks, or None.
         accumulate_grad_batches: the Trainer's own.
         ranks: processes that train together.
         free_to_choose: False to predict at ``batch_size`` and change nothing.
-        fixed_because: why the size is not free to choose, in plain words; empty where it is, or none was to be chosen.
+        fixed_because: why the size is not free to choose, in plain words; empty if it is, or none was to be chosen.
         dataset_limit: what sets ``dataset_size``: the samples there are, or a setting that needs several batches.
         epoch_size: the largest size that leaves an epoch as it should be, or None.
         epoch_limit: what sets ``epoch_size``: `Limits.min_steps_per_epoch`, or a setting that counts batches.
@@ -169,15 +169,15 @@ class Decision:
         requested_batch_size: the loader's own.
         accumulate_grad_batches: batches per optimizer step.
         outcome: see `Outcome`.
-        footprint: predicted at ``batch_size``; None where no prediction could be made.
-        budget: what the device offers; None where it was not read.
+        footprint: predicted at ``batch_size``; None if no prediction could be made.
+        budget: what the device offers; None if it was not read.
         limited_by: what keeps the batch size from being larger.
         reason: why no size was chosen, why another than planned, or why no prediction could be made, in plain words;
             empty otherwise.
         multiple_of: only multiples of this were chosen from.
-        validation_batch_size: samples per batch in the fit's validation: as asked, or the largest that fits; None where
+        validation_batch_size: samples per batch in the fit's validation: as asked, or the largest that fits; None if
             validation was not predicted.
-        steps_per_epoch: optimizer steps of an epoch at this size and accumulation; None where unknown, and outside a
+        steps_per_epoch: optimizer steps of an epoch at this size and accumulation; None if unknown, and outside a
             fit.
         requested_steps_per_epoch: the same as requested.
     """
@@ -197,7 +197,7 @@ class Decision:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the step fits the usable budget; ``unknown`` where not all of its memory was predicted."""
+        """Whether the step fits the usable budget; ``unknown`` if not all of its memory was predicted."""
         if self.footprint is None or self.budget is None:
             return "unknown"
         return verdict(self.footprint, self.budget)
@@ -278,7 +278,7 @@ def _largest(lowest: int, highest: int, step: int, bytes_at: Callable[[int], int
     Peaks are close to lines, so a line through two sizes tells which to look at next, and a few are enough; every other
     time the gap is halved. The search ends at two neighbors, one that fits and one that does not.
     """
-    good, bad, before, above = lowest, highest + step, lowest, 0  # ``above``: bytes at ``bad``, where they are known
+    good, bad, before, above = lowest, highest + step, lowest, 0  # ``above``: bytes at ``bad``, if they are known
     halves = False
     while bad - good > step:
         at_good = bytes_at(good)
@@ -305,7 +305,7 @@ def largest_that(holds: Callable[[int], bool], good: int, most: int) -> int:
     """The largest number up to ``most`` for which it holds; ``most`` is tried first, then the gap is halved.
 
     Args:
-        holds: whether it holds for a number; where it fails for one, it fails for all larger ones.
+        holds: whether it holds for a number; if it fails for one, it fails for all larger ones.
         good: a number for which it is believed to hold; it is not tried.
         most: the largest number to consider.
 
@@ -325,7 +325,7 @@ def largest_that(holds: Callable[[int], bool], good: int, most: int) -> int:
 def _split(largest: int, request: Request, effective: int) -> tuple[int, int]:
     """Size and accumulation whose product over all ranks comes nearest to the effective size, and not above it.
 
-    A size down to half the largest is taken where it comes nearer; below that, the same size twice does.
+    A size down to half the largest is taken if it comes nearer; below that, the same size twice does.
     """
     nearly = range(largest, max(request.smallest_batch_size, largest // 2) - 1, -request.multiple_of)
     total, size = max((size * request.ranks * max(1, effective // (size * request.ranks)), size) for size in nearly)
@@ -366,7 +366,7 @@ def _does_not_fit(footprint: Footprint, budget: Budget, request: Request) -> Doe
 
 
 def _outside(footprint: Footprint) -> str:
-    """What no tensor accounts for, if it is more than any part."""
+    """Say how many bytes no tensor accounts for, if they are more than any part."""
     context = footprint.outside_bytes
     unsure = footprint.most_device_bytes - footprint.peak_device_bytes
     if context + unsure <= footprint.parts[footprint.largest_part]:

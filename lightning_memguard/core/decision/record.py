@@ -12,12 +12,12 @@ from lightning_memguard.units import GIB
 
 @dataclass(frozen=True)
 class Measured:
-    """What the training took according to the device itself, in bytes.
+    """Memory that the training took according to the device itself, in bytes.
 
     ``peak_bytes`` is the counter that `Footprint.peak_device_bytes` predicts; ``source`` names the counter. ``parts``
     holds the parts whose true size is readable (parameters, buffers, gradients, optimizer state), each from the real
     tensors.
-    ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, where the device has one.
+    ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, if the device has one.
     """
 
     peak_bytes: int
@@ -56,13 +56,13 @@ class EpochRecord:
 
     @property
     def headroom_bytes(self) -> int:
-        """What the measured peak left of the budget, margin included; negative when it went over."""
+        """Bytes of the budget that the measured peak left, margin included; negative if it went over."""
         return self.budget_bytes - self.measured.peak_bytes
 
     def as_metrics(self) -> dict[str, float]:
         """The values to log, by their public names (unit in the key).
 
-        Bounds are there only where the prediction has some. ``stacked`` is each part on top of those below it, for
+        Bounds are there only if the prediction has some. ``stacked`` is each part on top of those below it, for
         charts that can draw lines and no areas.
         """
         predicted = self.predicted

@@ -1,1 +1,1 @@
-"""What a device has free, and what a training took of it."""
+"""Free memory of a device, and the memory that a training took there."""

@@ -1,4 +1,4 @@
-"""What a training may take of its device -> Budget."""
+"""Free memory of a device -> the Budget of a training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_budget(
         already_held_bytes: bytes of the model (parameters and buffers) that are on ``device`` now.
 
     Returns:
-        The budget. Where ``budget`` is more than the device has free, it is kept, and a warning says so.
+        The budget. If ``budget`` is more than the device has free, it is kept, and a warning says so.
 
     Raises:
         MemGuardError: the device does not report its memory, and no ``budget`` was given.
@@ -72,7 +72,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _memory(device: torch.device, held_bytes: int) -> MemoryInfo | None:
-    """What the process may take in total, from the first source that answers."""
+    """Read the memory that the process may take in total, from the first source that answers."""
     if device.type == "cpu":
         return _with_own(available_memory(), held_bytes)
     if device.type == "mps":
@@ -116,7 +116,7 @@ def _host_memory_within(gpu: GpuFacts) -> MemoryInfo:
 
 
 def _own_bytes(device: torch.device, held_bytes: int) -> int:
-    """What the allocator caches, and what of its allocations is the model."""
+    """Return the bytes that the allocator caches, and those of its allocations that are the model."""
     allocated = or_none(lambda: torch.get_device_module(device).memory_allocated(device)) or 0
     return reserved_bytes(device) - allocated + min(held_bytes, allocated)
 

@@ -1,4 +1,4 @@
-"""What a process holds on its GPU outside PyTorch's allocator: CUDA's context and libraries."""
+"""Memory of a process on its GPU outside PyTorch's allocator: CUDA's context and libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_memguard.units import GIB
 
 # CUDA's context and the libraries that load with it are outside the allocator. Measured on consumer and workstation
 # cards: 107 to 555 MB; on a V100 about 300 MB with lazy loading (CUDA 11.7 and newer), 1343 MB without, which no build
-# of a supported torch has. Used only where there is no device to measure it on.
+# of a supported torch has. Used only if there is no device to measure it on.
 CONTEXT_BYTES = (107_000_000, 300_000_000, 555_000_000)
 
 # More than this outside PyTorch's allocator is not one process's context and libraries (107 to 1343 MB measured).
@@ -20,7 +20,7 @@ _LARGEST_CONTEXT_BYTES = 2 * GIB
 def context_bytes(device: torch.device) -> int:
     """Measure what this process holds on ``device`` outside PyTorch's allocator: CUDA's context and libraries.
 
-    Creates the context where there is none yet, and measures what that takes. Read the budget and open a `PeakMeter`
+    Creates the context if there is none yet, and measures what that takes. Read the budget and open a `PeakMeter`
     before.
     """
     if device.type != "cuda":
@@ -31,7 +31,7 @@ def context_bytes(device: torch.device) -> int:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """What PyTorch's allocator has reserved on the device."""
+    """Return the bytes that PyTorch's allocator has reserved on the device."""
     return or_none(lambda: torch.get_device_module(device).memory_reserved(device)) or 0
 
 
@@ -45,29 +45,29 @@ def has_context(device: torch.device) -> bool:
 
 
 def memory_before_context(device: torch.device) -> MemoryInfo | None:
-    """What NVML reports for the device before this process has a context there; None where it has one."""
+    """Read NVML's report on the device before this process has a context there; None if it has one."""
     return None if has_context(device) else nvml_memory_of(device)
 
 
 def context_bytes_between(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> int:
-    """`outside_allocator_bytes`; where unknown, the largest context measured with lazy loading (CUDA 11.7 and on)."""
+    """`outside_allocator_bytes`; if unknown, the largest context measured with lazy loading (CUDA 11.7 and on)."""
     return outside_allocator_bytes(before, now, reserved_bytes)[0] or CONTEXT_BYTES[-1]
 
 
 def outside_allocator_bytes(before: MemoryInfo | None, now: MemoryInfo | None, reserved_bytes: int) -> tuple[int, str]:
     """Compute what the process holds on its GPU outside PyTorch's allocator, and how that is known.
 
-    Where the device was read before the context was created, it is the free memory lost since, less what the allocator
+    If the device was read before the context was created, it is the free memory lost since, less what the allocator
     reserved. Else it is all that processes hold on the device, less that: right for a process that has the device to
     itself. A figure too large for a context and its libraries comes from other processes, and counts as unknown.
 
     Args:
         before: the device before this process had a context there, or None.
-        now: the device now, or None where it does not report its memory.
+        now: the device now, or None if it does not report its memory.
         reserved_bytes: what this process's allocator has reserved now.
 
     Returns:
-        Bytes and the source in words; 0 bytes where unknown.
+        Bytes and the source in words; 0 bytes if unknown.
     """
     lost = before.free_bytes - now.free_bytes if before and now else None
     used = now.used_bytes if now else None

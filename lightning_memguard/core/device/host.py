@@ -13,7 +13,7 @@ _NO_LIMIT_BYTES = 1 << 60  # control groups v1 write "no limit" as the largest m
 
 
 def available_memory() -> MemoryInfo | None:
-    """The least that the host, control groups and the process's own limits leave; None where none can be read."""
+    """The least that the host, control groups and the process's own limits leave; None if none can be read."""
     return least_free((or_none(host_memory), or_none(cgroup_memory), or_none(rlimit_memory)))
 
 
@@ -44,7 +44,7 @@ def _group_folders(root: Path) -> Iterator[Path]:
 
 
 def _group_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """For each hierarchy that holds memory groups: the part of it that is mounted, where, and its name in /proc."""
+    """Yield the mounted subtree, the mount point and the name in /proc of each hierarchy that holds memory groups."""
     # man 5 proc: id parent major:minor root mount-point options [tags ...] - type source super-options
     for line in (root / "proc/self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")

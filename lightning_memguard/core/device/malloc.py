@@ -46,7 +46,7 @@ def return_freed_memory(device: torch.device) -> Callable[[], None]:
     By default glibc comes to keep freed blocks of up to 32 MiB, and their sizes rarely match the next request:
     trainings with 380 MiB of tensors then held 630 to 670 MiB, and 385 to 405 with this (U-Net, GPT, CNN). It costs
     speed, since fresh memory comes in page by page. Does nothing if ``device`` is not the CPU, with other C libraries,
-    or where the user has set malloc's thresholds.
+    or if the user has set malloc's thresholds.
 
     Returns:
         A function that lets glibc keep freed blocks again.
@@ -83,7 +83,7 @@ def _glibc() -> ctypes.CDLL:
 
 
 def _fill_holes(libc: ctypes.CDLL) -> list[int]:
-    """Take the large free blocks in the heap, which have no pages: an earlier fit left them there.
+    """Allocate the large free blocks of the heap, which have no pages: an earlier fit left them there.
 
     glibc serves a request from a free block of the heap before it asks for pages (`_int_malloc`, malloc.c), whatever
     the thresholds are, and keeps what is then freed there: of 46 MiB of tensors, all, and none once these are taken.

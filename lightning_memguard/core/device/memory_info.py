@@ -12,9 +12,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """What one source reports for a device, in bytes.
+    """Report of one source on a device, in bytes.
 
-    ``used_bytes`` is what processes hold, without the driver's own share; None where the source does not report it.
+    ``used_bytes`` is the memory of processes, without the driver's own; None if the source does not report it.
     """
 
     total_bytes: int
@@ -24,12 +24,12 @@ class MemoryInfo:
 
 
 def least_free(infos: Iterable[MemoryInfo | None]) -> MemoryInfo | None:
-    """The one with the least free memory; None where no source answered."""
+    """The one with the least free memory; None if no source answered."""
     return min((info for info in infos if info), key=lambda info: info.free_bytes, default=None)
 
 
 def or_none(ask: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
-    """Call a source; None where it fails: no library, no driver, no permission, or not supported on this device."""
+    """Call a source; None if it fails: no library, no driver, no permission, or not supported on this device."""
     try:
         return ask(*args, **kwargs)
     except Exception:  # noqa: BLE001 - drivers raise errors of any type, and none of them may stop a training

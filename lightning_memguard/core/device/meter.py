@@ -43,7 +43,7 @@ class PeakMeter:
         self._gauge: _Gauge | None = None
 
     def start(self, already_held_bytes: int) -> None:
-        """Take the baseline; ``already_held_bytes`` of the model (parameters and buffers) are on the device now."""
+        """Measure the baseline; ``already_held_bytes`` of the model (parameters and buffers) are on the device now."""
         self.close()
         self._gauge = or_none(_open_gauge, self._device, already_held_bytes, self._before)
 

@@ -1,4 +1,4 @@
-"""What NCCL takes on a GPU outside PyTorch's allocator: the buffers of its connections."""
+"""Memory of NCCL on a GPU outside PyTorch's allocator: the buffers of its connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WITH_NVLINK = ((7, 0), (8, 0), (9, 0), (10, 0), (10, 3))  # compute capabilitie
 
 
 def nccl_bytes(communicators: int, compute_capability: tuple[int, int]) -> tuple[int, int, int]:
-    """What so many communicators take on each of their GPUs: at least, most likely, at most.
+    """Return the bytes that so many communicators take on each of their GPUs: at least, most likely, at most.
 
     A communicator is made by the first collective of a process group. Beyond two nodes it takes no more with more ranks
     (NVIDIA/nccl#864). Not counted: send and receive between all pairs, NVLink SHARP, and registered user buffers.

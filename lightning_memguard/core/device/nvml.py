@@ -15,13 +15,13 @@ from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What torch and the environment report for one GPU: enough to find it in NVML.
+    """Facts that torch and the environment report about one GPU: enough to find it in NVML.
 
     Attributes:
         total_bytes: its memory as CUDA sees it; on MIG that of the slice.
         uuids: its names in NVML's spelling (``GPU-...``, ``MIG-...``), the most likely first.
-        pci_bus_id: such as ``"00000000:3B:00.0"``; empty where unknown.
-        nvml_index: its index in NVML, where ``CUDA_VISIBLE_DEVICES`` shows it; else None.
+        pci_bus_id: such as ``"00000000:3B:00.0"``; empty if unknown.
+        nvml_index: its index in NVML, if ``CUDA_VISIBLE_DEVICES`` shows it; else None.
         integrated: it shares the host's memory.
     """
 
@@ -53,7 +53,7 @@ def gpu_facts(index: int, properties: torch._C._CudaDeviceProperties, visible_de
 
 
 def _visible_entry(index: int, visible_devices: str | None) -> str:
-    """The device's own name in CUDA_VISIBLE_DEVICES; its index where that is not set."""
+    """The device's own name in CUDA_VISIBLE_DEVICES; its index if that is not set."""
     if visible_devices is None:
         return str(index)
     entries = visible_devices.split(",")
@@ -61,7 +61,7 @@ def _visible_entry(index: int, visible_devices: str | None) -> str:
 
 
 def _pci_bus_id(properties: torch._C._CudaDeviceProperties) -> str:
-    """The bus id in NVML's spelling, where this torch's properties have it."""
+    """The bus id in NVML's spelling, if this torch's properties have it."""
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     known = [part for part in parts if part is not None]
     return "{:08X}:{:02X}:{:02X}.0".format(*known) if len(known) == 3 else ""
@@ -79,7 +79,7 @@ def nvml_memory_of(device: torch.device) -> MemoryInfo | None:
 
 
 def nvml_memory(gpu: GpuFacts) -> MemoryInfo | None:
-    """Read a GPU's memory from NVML; None where NVML does not answer, or not for this GPU."""
+    """Read a GPU's memory from NVML; None if NVML does not answer, or not for this GPU."""
     return None if torch.version.hip else or_none(_ask_nvml, gpu)
 
 

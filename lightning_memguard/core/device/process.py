@@ -1,4 +1,4 @@
-"""What a process that trains on the CPU takes besides its tensors: a range, from recordings."""
+"""Memory of a process that trains on the CPU, in addition to its tensors: a range, from recordings."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ OBJECTS_BYTES = 4 * MIB
 (`benchmarks/overhead.py process`, which gives the figures below as well); the rest is for loggers and validation."""
 
 LESS = (0, 0, OBJECTS_BYTES)
-"""What of it is counted first at the smallest batch size, where all of it leaves no room: it refuses no training."""
+"""Bytes counted at the smallest batch size if the full range leaves no room: the process alone refuses no training."""
 
 # MKL's sgemm copies panels of the right-hand matrix into buffers that it keeps (recorded on AVX-512, torch 2.13), and
-# besides the largest up to 3.3 MiB on one thread, 3.7 on two. Not counted: where a weight's gradient sums over 8 times
+# besides the largest up to 3.3 MiB on one thread, 3.7 on two. Not counted: if a weight's gradient sums over 8 times
 # as many rows as the weight's smaller side, two threads keep another copy of it (1024 x 1024 from 8,192 rows on).
 _PRODUCTS_BYTES, _LEAST_THREADS = 2 * MIB, 2
 _PANEL_ROWS, _PANEL_COLUMNS = 512, 9984
 
 
 def process_bytes(parameters: Iterable[torch.Tensor], threads: int) -> tuple[int, int, int]:
-    """What a training takes besides its tensors on the CPU: at least, most likely, at most.
+    """Return the bytes that a training on the CPU takes in addition to its tensors: at least, most likely, at most.
 
-    That is what Python holds, threads, and the buffers that matrix products keep; how large those are depends on
-    what is multiplied, and a model that multiplies nothing has none.
+    These are Python's objects, threads, and the buffers that matrix products keep. The buffers depend on the matrices;
+    a model without products has none.
 
     Args:
         parameters: of the model; the larger its matrices, the larger the buffers.

@@ -155,7 +155,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _divert_writes() -> None:
-    """What Python opens for writing is the null device; what it would make, move, remove or signal stays as it is."""
+    """Have Python open the null device for writing, and ignore calls that make, move, remove or signal something."""
     open_file: Any = io.open
     open_descriptor = os.open
 
@@ -184,7 +184,7 @@ _BIND_AND_CONNECT, _SCOPES = 3, 3  # TCP; abstract sockets and signals to proces
 
 
 def _forbid_writes() -> None:
-    """Have the kernel refuse what code in C would write, make, connect to or signal, where it has Landlock.
+    """Have the kernel, if it has Landlock, refuse writes, new files, connections and signals of code in C.
 
     See docs.kernel.org/userspace-api/landlock.html. An older kernel refuses less; `RLIMIT_FSIZE` then keeps files
     from growing.

@@ -41,9 +41,9 @@ _kill, _kill_group = os.kill, getattr(os, "killpg", os.kill)
 
 @dataclass(frozen=True)
 class Answer(Generic[Value]):
-    """What a child answered: a value, or why there is none.
+    """Answer of a child: a value, or the reason why there is none.
 
-    ``here`` tells that the same may be tried in this process: what failed was the child, not what ran in it.
+    ``here`` means that the request may be tried in this process: the child failed, not the work in it.
     """
 
     value: Value | None = None
@@ -51,7 +51,7 @@ class Answer(Generic[Value]):
     here: bool = False
 
 
-class Pool(Generic[Request, Value]):
+class ChildPool(Generic[Request, Value]):
     """Forked children that call a function of one argument; nothing else that it does reaches this process.
 
     A child is forked when it is first needed, and the function sees this process as it was then. Close the pool to end
@@ -90,7 +90,7 @@ class Pool(Generic[Request, Value]):
         return bool(self._children)
 
     def start(self, *requests: Request) -> None:
-        """Have these worked on as soon as a child is free."""
+        """Queue requests for the next free children."""
         working = [child.request for child in self._children if child.is_busy]
         self._waiting += (each for each in requests if each not in (*self._waiting, *working, *self._answers))
         self._hand_out()
@@ -195,7 +195,7 @@ class _Child:
         self._used = 0.0  # seconds of processor time when it was heard last
 
     def ask(self, request: Any) -> None:
-        """Have it work on a request."""
+        """Send the child a request."""
         self.request, self.is_busy = request, True
         self._started = self._awake = monotonic()
         with contextlib.suppress(BrokenPipeError):  # it has died, which `read` will find
@@ -247,7 +247,7 @@ class _Child:
             return True
 
     def _ended(self, options: int = 0) -> Answer[Any] | None:
-        """How it ended; None where it has not, if ``options`` say not to wait."""
+        """How it ended; None if it has not ended and ``options`` say not to wait."""
         try:
             process, status = os.waitpid(self._process, options)
         except ChildProcessError:  # someone else waited for it
@@ -315,7 +315,7 @@ def in_child() -> bool:
 
 
 def beat() -> None:
-    """Give a sign of life, where one is waited for."""
+    """Send a sign of life, if the parent waits for one."""
     global _next_beat  # noqa: PLW0603
     if _beats_to >= 0 and monotonic() > _next_beat:
         _next_beat = monotonic() + _BEAT_SECONDS

@@ -1,4 +1,4 @@
-"""What a rule is given, one call of an operator, and how it answers: what its kernel takes from PyTorch's allocator.
+"""One call of an operator, as rules get it, and their answer: the memory its kernel takes from PyTorch's allocator.
 
 The schema names the arguments, in every overload alike and in torch 2.9 to 2.13: no rule depends on their positions.
 """
@@ -36,7 +36,7 @@ class Call(Generic[_Target_co]):
         return self.arguments[name]
 
     def get(self, name: str) -> Any:
-        """An argument that not all operators of the rule have; None where it is missing."""
+        """An argument that not all operators of the rule have; None if it is missing."""
         return self.arguments.get(name)
 
     @property
@@ -110,14 +110,14 @@ def dimension(dim: int, tensor: Tensor) -> int:
 
 
 def dimensions(dim: int | Sequence[int] | None, tensor: Tensor) -> frozenset[int]:
-    """The dimensions that are reduced: all, where none is named."""
+    """The dimensions that are reduced: all, if none is named."""
     count = tensor.dim()
     named = [dim] if isinstance(dim, int) else dim or range(count)
     return frozenset(each % count for each in named) if count else frozenset()
 
 
 def moments(blocks: Iterable[Iterable[Block]]) -> tuple[Moment, ...]:
-    """What is alive together, moment by moment; empty blocks are left out, and moments without any."""
+    """Return the blocks that are alive together, moment by moment, without empty blocks and empty moments."""
     alive = (tuple(block for block in moment if block) for moment in blocks)
     return tuple(moment for moment in alive if moment)
 

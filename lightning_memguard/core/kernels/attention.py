@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_memguard.core.kernels.arguments import Call, CudaCall, Rules, after, dimensions
-from lightning_memguard.core.kernels.layout import Layout, copy_bytes, is_half
-from lightning_memguard.core.kernels.reductions import reduction
+from lightning_memguard.core.kernels.cuda_reductions import reduction
+from lightning_memguard.core.kernels.layout import TensorLayout, copy_bytes, is_half
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, ByteRange, CpuTarget, CudaTarget, Scratch, nbytes, up
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _flash_width(width: int) -> int:
 def _flash_forward(call: CudaCall) -> Scratch:
     """`mha_fwd` and `set_params_splitkv` (cuda/flash_attn/flash_api.cpp): results of each part of the keys.
 
-    Keys are split where there are too few blocks of 64 queries to fill the GPU.
+    Keys are split if there are too few blocks of 64 queries to fill the GPU.
     """
     query, key = call["query"], call["key"]
     if not query.numel() or call["dropout_p"]:
@@ -74,7 +74,7 @@ def _flash_backward(call: CudaCall) -> Scratch:
     """`_flash_attention_backward` (cuda/attention_backward.cu) and `mha_bwd` (cuda/flash_attn/flash_api.cpp).
 
     Copies of what is not in the kernel's order, row sums, the query's gradient in float32 (once for each wave of blocks
-    if it must be deterministic), and where heads share a key its gradients for every head.
+    if it must be deterministic), and if heads share a key its gradients for every head.
     """
     query, key = call["query"], call["key"]
     batch, heads, rows, width = query.shape
@@ -164,7 +164,7 @@ def _efficient_workspace(query: Tensor, key: Tensor, value: Tensor, tile: _Tile,
 
 
 def _efficient_splits(pairs: int, columns: int, block: int, capability: tuple[int, int]) -> int:
-    """Parts the keys are worked in where each needs a place of its own (cuda/attention_backward.cu)."""
+    """Parts the keys are worked in if each needs a place of its own (cuda/attention_backward.cu)."""
     if capability < (7, 0) or is_strictly_deterministic() or (pairs >= 256 and columns <= 2 * block):
         return 1
     return max(1, min(-(-columns // block), 200 // pairs))
@@ -188,7 +188,7 @@ def _cudnn_backward(call: CudaCall) -> Scratch:
     """`run_cudnn_SDP_bprop` (aten/src/ATen/native/cudnn/MHA.cpp) asks the plan for its workspace.
 
     What is known of it comes from `CompositeSDPABackwardNode` in cudnn-frontend: row sums in float32, the query's
-    gradient in float32, and where heads share a key its gradients for every head. At most those are in float32, too.
+    gradient in float32, and if heads share a key its gradients for every head. At most those are in float32, too.
     """
     grad, query, key, value = call["grad_out"], call["query"], call["key"], call["value"]
     batch, heads, rows, width = query.shape
@@ -216,5 +216,5 @@ def _safe_softmax(call: Call[CpuTarget | CudaTarget]) -> Scratch:
         return NONE
     dims = dimensions(call["dim"], x)
     rows = x.numel() // math.prod(x.shape[dim] for dim in dims)
-    partials = reduction(Layout.of(x, 1), dims, 1, target) if isinstance(target, CudaTarget) else ()
+    partials = reduction(TensorLayout.of(x, 1), dims, 1, target) if isinstance(target, CudaTarget) else ()
     return after((copy_bytes(x),), (x.numel(), rows, *partials), (x.numel(), rows, call.result.element_size()))

@@ -1,4 +1,4 @@
-"""Convolutions on CUDA, where cuDNN runs them: copies into one layout, and the workspace."""
+"""Convolutions on CUDA, that cuDNN runs: copies into one layout, and the workspace."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels import cudnn, cudnn_table
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, moments
-from lightning_memguard.core.kernels.layout import Layout, accumulator_bytes, is_ordered, suggests_channels_last
-from lightning_memguard.core.kernels.reductions import reduction
+from lightning_memguard.core.kernels.cuda_reductions import reduction
+from lightning_memguard.core.kernels.layout import TensorLayout, accumulator_bytes, is_ordered, suggests_channels_last
 from lightning_memguard.core.trace.scratch import NONE, Block, ByteRange, CudaTarget, Scratch, nbytes
 
 if TYPE_CHECKING:
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 RULES = Rules[CudaTarget]()
 
 _NEAREST = 4  # plans that another version of cuDNN may try first
-_REFUSED = 2  # of the same version: the first, or the next where the device refuses that
+_REFUSED = 2  # of the same version: the first, or the next if the device refuses that
 _NARROW = 64  # channels of the narrower side
 
 
 def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
-    """What cuDNN takes for one convolution, or for one of its gradients.
+    """Return the workspace that cuDNN takes for one convolution, or for one of its gradients.
 
     The plan that its heuristics name first runs, and its workspace is the likely size (`run_single_conv` in
-    aten/src/ATen/native/cudnn/Conv_v8.cpp); where that does not fit, the next one. Versions of cuDNN choose differently
-    (9.8 and 9.19 name the same plan first in 89 % of convolutions), so where another one runs than is asked, the range
+    aten/src/ATen/native/cudnn/Conv_v8.cpp); if that does not fit, the next one. Versions of cuDNN choose differently
+    (9.8 and 9.19 name the same plan first in 89 % of convolutions), so if another one runs than is asked, the range
     is that of the plans named next, and of convolutions of this kind. With `torch.backends.cudnn.benchmark` all plans
     are tried, and the fastest stays: each may be it.
     """
@@ -142,7 +142,9 @@ def _convolution_backward(call: CudaCall) -> Scratch:
         stages.append((*held, _workspace("weight", call)))
     if mask[2]:
         dims = frozenset(range(grad.dim())) - {1}
-        stages.append(reduction(Layout.of(grad), dims, accumulator_bytes(grad), call.target, out=grad.element_size()))
+        stages.append(
+            reduction(TensorLayout.of(grad), dims, accumulator_bytes(grad), call.target, out=grad.element_size())
+        )
     if len(call.results) != len(stages):
         return after(*stages)
     between = {place: moments((stage,)) for place, stage in enumerate(stages[:-1]) if any(stage)}

@@ -13,7 +13,7 @@ _RADIX_PORTION = (1 << 28) - 1
 _SINGLE_TILE = 2304  # items that one block sorts by itself, with keys or values of eight bytes; 4864 with four
 
 # Items of a tile of `DeviceRadixSort` by bytes of a key, from compute capability 7.5, 8.0 and 9.0 on
-# (cub/device/dispatch/tuning/tuning_radix_sort.cuh); 0 where the older algorithm is taken.
+# (cub/device/dispatch/tuning/tuning_radix_sort.cuh); 0 if the older algorithm is taken.
 _PAIR_TILES = {8: (2816, 3840, 4608), 4: (2816, 3072, 5376), 2: (0, 0, 5632), 1: (0, 0, 3456)}
 _KEY_TILES = {8: (2816, 3840, 5760), 4: (5888, 8064, 6912)}
 
@@ -24,7 +24,7 @@ def aliased(*sizes: int) -> int:
 
 
 def _generation(gpu: CudaTarget) -> int:
-    """Which of CUB's tunings: from 7.5, from 8.0, from 9.0 on."""
+    """Return the index of CUB's tuning: compute capability from 7.5, from 8.0, from 9.0 on."""
     return min(2, max(0, gpu.compute_capability[0] - 7))
 
 

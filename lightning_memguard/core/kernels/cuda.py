@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after
-from lightning_memguard.core.kernels.layout import accumulator_bytes, copies_of, copy_bytes, is_channels_last, is_dense
+from lightning_memguard.core.kernels.layout import (
+    accumulator_bytes,
+    copies_of,
+    copy_bytes,
+    is_channels_last,
+    is_non_overlapping_and_dense,
+)
 from lightning_memguard.core.trace.scratch import NONE, ByteRange, CudaTarget, Scratch, nbytes
 
 RULES = Rules[CudaTarget]()
@@ -55,7 +61,7 @@ _CHUNK = 65_536  # `kChunkSize` in MultiTensorApply.cuh
 
 
 def _foreach_partials(call: CudaCall, itemsize: int) -> Scratch:
-    """For every tensor as many partial results as the longest has chunks."""
+    """Return the partial results: for every tensor as many as the longest has chunks."""
     tensors = call["self"]
     chunks = max((-(-tensor.numel() // _CHUNK) for tensor in tensors), default=0)
     return after((len(tensors) * chunks * itemsize,))
@@ -92,7 +98,7 @@ def _copy(call: CudaCall) -> Scratch:
     if target.device.type == source.device.type:
         return NONE
     alike = target.dtype == source.dtype and target.shape == source.shape
-    if alike and target.stride() == source.stride() and is_dense(target):
+    if alike and target.stride() == source.stride() and is_non_overlapping_and_dense(target):
         return NONE
     if target.device.type == "cuda":
         return after((copy_bytes(target),))

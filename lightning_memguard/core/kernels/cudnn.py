@@ -1,8 +1,8 @@
-"""What cuDNN takes as workspace for a convolution, as PyTorch asks it: by the cuDNN that is installed, without a GPU.
+"""Workspaces of convolutions in cuDNN, as PyTorch asks for them: by the cuDNN that is installed, without a GPU.
 
-The library runs in a process of its own, see `lightning_memguard.core.kernels.cudnn_process`. Where there is none that
-can be asked (a CPU-only build of torch without the wheels ``nvidia-cudnn-cu13`` and ``nvidia-cublas``), there is no
-answer (None), and rules fall back to a table.
+The library runs in a process of its own, see `lightning_memguard.core.kernels.cudnn_process`. If none can be asked (a
+CPU-only build of torch without the wheels ``nvidia-cudnn-cu13`` and ``nvidia-cublas``), the answer is None, and rules
+fall back to a table.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class Question:
 
 @functools.lru_cache(16384)
 def workspaces(question: Question) -> tuple[int, ...] | None:
-    """The workspaces of the plans that PyTorch would try in turn: the next one where the one before runs out of memory.
+    """The workspaces of the plans that PyTorch would try in turn: the next one if the one before runs out of memory.
 
-    None where no cuDNN can be asked, or it has no plan without the device.
+    None if no cuDNN can be asked, or it has no plan without the device.
     """
     process = _of_this_process() if question.capability >= _FIRST_CAPABILITY else None
     return process.ask(question) if process else None
 
 
 def version() -> int:
-    """The version of the cuDNN that is asked, such as 91900; 0 where there is none."""
+    """The version of the cuDNN that is asked, such as 91900; 0 if there is none."""
     process = _of_this_process()
     return process.version if process else 0
 
@@ -133,7 +133,7 @@ def _started() -> _Process | None:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """What to load, cuDNN last, from the wheels that torch for CUDA requires on Linux; empty without it."""
+    """Find the libraries to load, cuDNN last, in the wheels that torch for CUDA requires on Linux; () without them."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
     needed = ("libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*", "libcudnn.so.9")

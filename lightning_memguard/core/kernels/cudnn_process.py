@@ -42,8 +42,8 @@ _DEVICES = {
 }
 
 
-class _RefusedError(Exception):
-    """What a function of cuDNN returned, other than success."""
+class _CudnnError(Exception):
+    """Status of a function of cuDNN, other than success."""
 
 
 class _Descriptor:
@@ -90,7 +90,7 @@ class _Descriptor:
 
 def _check(status: int) -> None:
     if status:
-        raise _RefusedError(_Descriptor.library.cudnnGetErrorString(status).decode())
+        raise _CudnnError(_Descriptor.library.cudnnGetErrorString(status).decode())
 
 
 _devices: dict[tuple[int, int], _Descriptor] = {}
@@ -169,7 +169,7 @@ def _graph(asked: dict[str, Any]) -> _Descriptor:
 
 
 def _configurations(graph: _Descriptor, device: _Descriptor) -> Iterator[_Descriptor]:
-    """What cuDNN would try, in its order, a few at a time: reading many takes milliseconds."""
+    """Yield the configurations that cuDNN would try, in its order, a few at a time: reading many takes milliseconds."""
     for mode in _HEURISTIC_MODES:
         heuristics = _Descriptor(_HEURISTICS).descriptor(201, graph).choice(200, _A_HEURISTIC, mode)
         heuristics.descriptor(204, device).done()
@@ -209,7 +209,7 @@ def workspaces(asked: dict[str, Any]) -> list[int]:
             if refused & _notes(configuration):
                 continue
             found.append(_workspace(configuration))
-        except _RefusedError:
+        except _CudnnError:
             continue
         if len(found) >= asked["least"] and found[-1] <= asked["enough_bytes"]:
             break
@@ -232,7 +232,7 @@ def _load(paths: Sequence[str]) -> Any:
 
 
 def main() -> None:
-    """Answer every line of the standard input; an answer is empty where cuDNN refuses."""
+    """Answer every line of the standard input; an answer is empty if cuDNN refuses."""
     _Descriptor.library = _load(sys.argv[1:])
     out = sys.stdout
     out.write(f"{_Descriptor.library.cudnnGetVersion()}\n")
@@ -240,7 +240,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             answer = workspaces(json.loads(line))
-        except _RefusedError:
+        except _CudnnError:
             answer = []
         out.write(json.dumps(answer) + "\n")
         out.flush()

@@ -1,4 +1,4 @@
-"""What cuDNN takes as workspace, where none is installed that can be asked: shares of the tensors.
+"""Workspaces of cuDNN as shares of the tensors, for when no installed cuDNN can be asked.
 
 ``cudnn_table.csv`` was made by asking one, see ``benchmarks/cudnn_table.py``.
 """
@@ -38,7 +38,7 @@ def tensors_bytes(question: Question) -> int:
 
 
 def span(question: Question) -> tuple[int, int, int]:
-    """At least, likely, at most: the workspace in bytes.
+    """Return the workspace in bytes: at least, likely, at most.
 
     A GPU between two of the table is like the older; the first with tensor cores is like Turing. Nothing for float64,
     and for GPUs without tensor cores.
@@ -52,7 +52,7 @@ def span(question: Question) -> tuple[int, int, int]:
 
 @functools.cache
 def _table() -> dict[tuple[str, str, str, str], dict[tuple[int, int], tuple[int, int, int]]]:
-    """Shares in percent (at least, likely, at most), by kind and compute capability."""
+    """Read the shares in percent (at least, likely, at most), by kind and compute capability."""
     text = files("lightning_memguard.core.kernels").joinpath("cudnn_table.csv").read_text(encoding="utf-8")
     table: dict[tuple[str, str, str, str], dict[tuple[int, int], tuple[int, int, int]]] = {}
     for row in csv.DictReader(line for line in text.splitlines() if not line.startswith("#")):

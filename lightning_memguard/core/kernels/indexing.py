@@ -108,7 +108,7 @@ def _put_by_sorting(call: CudaCall, indices: Sequence[Tensor | None], values: Te
 
 @RULES.of("index_add", "index_add_")
 def _index_add(call: CudaCall) -> Scratch:
-    """`index_add_cuda_impl` (Indexing.cu): adds in place; put by sorting where results must not depend on order."""
+    """`index_add_cuda_impl` (Indexing.cu): adds in place; put by sorting if results must not depend on order."""
     x, source = call["self"], call["source"]
     if not call.target.deterministic or not x.dim():
         return NONE
@@ -117,7 +117,7 @@ def _index_add(call: CudaCall) -> Scratch:
 
 
 def _nonzero_blocks(count: int, gpu: CudaTarget) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """Before and after the result of `nonzero_cuda_out_impl` (Nonzero.cu): how many, and which."""
+    """Return the blocks that `nonzero_cuda_out_impl` (Nonzero.cu) takes before its result (to count) and after it."""
     return (FLOAT, reduce_all(count, gpu)), (FLOAT, select(count, gpu))
 
 

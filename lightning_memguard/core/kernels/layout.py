@@ -42,7 +42,7 @@ def _is_in_order(shape: Sequence[int], stride: Sequence[int], order: Iterable[in
     return True
 
 
-def is_dense(tensor: Tensor) -> bool:
+def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
     """`is_non_overlapping_and_dense` (c10/core/Contiguity.h): contiguous in some order of its dimensions."""
     shape, stride = tensor.shape, tensor.stride()
     if tensor.numel() < 2:
@@ -68,7 +68,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 
 def copy_bytes(tensor: Tensor | None, *, channels_last: bool = False) -> int:
-    """Bytes of what ``contiguous(memory_format)`` allocates: none where the tensor has that format."""
+    """Bytes of what ``contiguous(memory_format)`` allocates: none if the tensor has that format."""
     if tensor is None or not tensor.numel() or is_ordered(tensor.shape, tensor.stride(), channels_last=channels_last):
         return 0
     return nbytes(tensor)
@@ -104,7 +104,7 @@ def accumulator_bytes(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A tensor to reduce: strides in elements."""
 
     shape: tuple[int, ...]
@@ -113,17 +113,17 @@ class Layout:
     offset: int = 0
 
     @staticmethod
-    def of(tensor: Tensor, itemsize: int | None = None) -> Layout:
-        """A tensor's layout, or that of its copy in another type, which keeps the order where it is dense."""
-        if itemsize is not None and not is_dense(tensor):
-            return Layout.contiguous(tensor.shape, itemsize)
+    def of(tensor: Tensor, itemsize: int | None = None) -> TensorLayout:
+        """A tensor's layout, or that of its copy in another type, which keeps the order if it is dense."""
+        if itemsize is not None and not is_non_overlapping_and_dense(tensor):
+            return TensorLayout.contiguous(tensor.shape, itemsize)
         offset = 0 if itemsize is not None else int(tensor.storage_offset())
-        return Layout(tuple(tensor.shape), tensor.stride(), itemsize or tensor.element_size(), offset)
+        return TensorLayout(tuple(tensor.shape), tensor.stride(), itemsize or tensor.element_size(), offset)
 
     @staticmethod
-    def contiguous(shape: Sequence[int], itemsize: int) -> Layout:
+    def contiguous(shape: Sequence[int], itemsize: int) -> TensorLayout:
         """The layout of a new tensor of this shape."""
-        return Layout(tuple(shape), contiguous_strides(shape), itemsize)
+        return TensorLayout(tuple(shape), contiguous_strides(shape), itemsize)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

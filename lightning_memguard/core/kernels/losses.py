@@ -5,8 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after
-from lightning_memguard.core.kernels.layout import LONG, broadcast_numel, copies_of, copy_bytes, is_dense
-from lightning_memguard.core.kernels.reductions import mean_blocks
+from lightning_memguard.core.kernels.cuda_reductions import mean_blocks
+from lightning_memguard.core.kernels.layout import (
+    LONG,
+    broadcast_numel,
+    copies_of,
+    copy_bytes,
+    is_non_overlapping_and_dense,
+)
 from lightning_memguard.core.trace.scratch import NONE, CudaTarget, Scratch, nbytes
 
 RULES = Rules[CudaTarget]()
@@ -33,7 +39,7 @@ RULES.of("soft_margin_loss", "binary_cross_entropy")(partial(_shrunk_loss, in_re
 
 @RULES.of("huber_loss", "binary_cross_entropy_with_logits")
 def _mean_loss(call: CudaCall) -> Scratch:
-    """Those two in aten/src/ATen/native/Loss.cpp: log-sigmoids of logits; if reduced, all losses, then their mean."""
+    """Two losses in aten/src/ATen/native/Loss.cpp: log-sigmoids of logits; if reduced, all losses, then their mean."""
     x = call["self"]
     sigmoids = nbytes(x) if "pos_weight" in call.arguments else 0
     mean = mean_blocks(x.numel(), call.result.element_size(), call.target)
@@ -53,7 +59,7 @@ def _softmax_backward(call: CudaCall) -> Scratch:
     """`softmax_backward_cuda_out` (SoftMax.cu): ``grad * output``, which `host_softmax_backward` makes contiguous."""
     grad, output = call["grad_output"], call["output"]
     product = grad.numel() * max(grad.element_size(), output.element_size())
-    turned = product if is_dense(grad) and copy_bytes(grad) else 0
+    turned = product if is_non_overlapping_and_dense(grad) and copy_bytes(grad) else 0
     return after((product, turned, copy_bytes(output)))
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after
-from lightning_memguard.core.kernels.layout import Layout, accumulator_bytes, copies_of, copy_bytes, is_ordered
-from lightning_memguard.core.kernels.reductions import last_power, moment_accumulator_bytes, reduction
+from lightning_memguard.core.kernels.cuda_reductions import last_power, moment_accumulator_bytes, reduction
+from lightning_memguard.core.kernels.layout import TensorLayout, accumulator_bytes, copies_of, copy_bytes, is_ordered
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, nbytes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _layer_norm_backward(call: CudaCall) -> Scratch:
     blocks = min(64 * 1024 // 2 // -(-width // 32), -(-rows // 32))
     size, last = weight.element_size(), weight.shape[-1]
     partials = (blocks * last * size,) * sums
-    layout = Layout.contiguous((blocks, last), size)
+    layout = TensorLayout.contiguous((blocks, last), size)
     reduced = reduction(layout, frozenset({0}), accumulator_bytes(weight), call.target, out=size)
     return after((*copies, *partials, last * size, *reduced))
 
@@ -98,7 +98,7 @@ def _batch_norm(call: CudaCall) -> Scratch:
     if not copy_bytes(x):
         return NONE
     dims = frozenset(range(x.dim())) - {1}
-    return after(reduction(Layout.of(x), dims, moment_accumulator_bytes(x), call.target, 2))
+    return after(reduction(TensorLayout.of(x), dims, moment_accumulator_bytes(x), call.target, 2))
 
 
 def _images_merge(tensor: Tensor) -> bool:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, moments
-from lightning_memguard.core.kernels.layout import Layout, accumulator_bytes, copy_bytes, is_dense
-from lightning_memguard.core.kernels.reductions import reduction
+from lightning_memguard.core.kernels.cuda_reductions import reduction
+from lightning_memguard.core.kernels.layout import (
+    TensorLayout,
+    accumulator_bytes,
+    copy_bytes,
+    is_non_overlapping_and_dense,
+)
 from lightning_memguard.core.trace.scratch import NONE, CudaTarget, Scratch, nbytes
 
 if TYPE_CHECKING:
@@ -24,7 +29,7 @@ def _mm(call: CudaCall) -> Scratch:
 
 def _matrix(tensor: Tensor) -> int:
     """`prepare_matrix_for_cublas` (cuBlasCommonArgs.h): a copy of what is neither dense nor has one stride of 1."""
-    ready = tensor.dim() != 2 or is_dense(tensor) or _is_steppable(tensor.stride(), tensor.shape)
+    ready = tensor.dim() != 2 or is_non_overlapping_and_dense(tensor) or _is_steppable(tensor.stride(), tensor.shape)
     return 0 if ready else nbytes(tensor)
 
 
@@ -78,7 +83,7 @@ def _cdist_backward(call: CudaCall) -> Scratch:
         return NONE
     rows, others, width = left.shape[-2], right.shape[-2], left.shape[-1]
     batch = call.result.numel() // max(1, rows * width)
-    layout = Layout.contiguous((batch, others, rows, width), left.element_size())
+    layout = TensorLayout.contiguous((batch, others, rows, width), left.element_size())
     reduced = reduction(layout, frozenset({1}), accumulator_bytes(left), call.target)
     pairs = batch * others * rows * width * left.element_size()
     return after((copy_bytes(call["grad"]), copy_bytes(left), copy_bytes(right), pairs, *reduced))

@@ -6,8 +6,14 @@ from collections.abc import Iterable
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimension, moments
 from lightning_memguard.core.kernels.cub import RADIX_DIGITS, aliased, radix_sort, scan, select, tile_states
-from lightning_memguard.core.kernels.layout import LONG, Layout, copy_bytes, is_dense, is_ordered
-from lightning_memguard.core.kernels.reductions import INT_MAX, reduction
+from lightning_memguard.core.kernels.cuda_reductions import INT_MAX, reduction
+from lightning_memguard.core.kernels.layout import (
+    LONG,
+    TensorLayout,
+    copy_bytes,
+    is_non_overlapping_and_dense,
+    is_ordered,
+)
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, Block, ByteRange, CudaTarget, Scratch, nbytes
 
 RULES = Rules[CudaTarget]()
@@ -23,7 +29,7 @@ def _sort(call: CudaCall) -> Scratch:
     dim = dimension(call["dim"], x)
     if not x.dim() or not x.numel() or x.shape[dim] <= 4096:
         return NONE
-    copy = 0 if is_dense(x) and x.stride(dim) == 1 else nbytes(x)
+    copy = 0 if is_non_overlapping_and_dense(x) and x.stride(dim) == 1 else nbytes(x)
     same = not copy and call.result.stride() == x.stride()
     held = (copy, 0 if same else nbytes(x), 0 if same else x.numel() * LONG)
     sorts = _sorts(x.numel() // x.shape[dim], x.shape[dim], x.element_size(), call.target)
@@ -67,7 +73,7 @@ _LONG_ROWS = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000
 
 
 def _topk_counts(rows: int, length: int, itemsize: int, gpu: CudaTarget) -> tuple[int, ...]:
-    """`mbtopk::launch`, where `should_use_multiblock` chooses it by the number of rows and their length."""
+    """`mbtopk::launch`, if `should_use_multiblock` chooses it by the number of rows and their length."""
     if length < next((least for most, least in _LONG_ROWS if rows <= most), 400):
         return ()
     resident = 65_536 // (40 * 256) * 256 * gpu.multiprocessors  # `get_items_per_thread`: 40 registers a thread
@@ -101,7 +107,7 @@ def _cumulative(call: CudaCall) -> Scratch:
     if not count or not x.dim():
         return NONE
     cast = count * itemsize if x.dtype != result.dtype else 0
-    dense = Layout.of(x, itemsize if cast else None)
+    dense = TensorLayout.of(x, itemsize if cast else None)
     copy = 0 if is_ordered(dense.shape, dense.stride) else count * itemsize
     if count != x.shape[dimension(call["dim"], x)]:
         return after((cast, copy))
@@ -135,6 +141,6 @@ def _multinomial(call: CudaCall) -> Scratch:
     itemsize, length = x.element_size(), x.shape[-1] if x.dim() else 1
     if samples == 1:
         dims = frozenset({x.dim() - 1}) if x.dim() else frozenset()
-        return after((nbytes(x), *reduction(Layout.contiguous(x.shape, itemsize), dims, 16, gpu)))
+        return after((nbytes(x), *reduction(TensorLayout.contiguous(x.shape, itemsize), dims, 16, gpu)))
     counts = _topk_counts(x.numel() // length, length, itemsize, gpu) if x.numel() else ()
     return after((nbytes(x), call.result.numel() * itemsize, *counts))

@@ -18,11 +18,11 @@ from lightning_memguard.core.kernels import (
     cpu_factorizations,
     cpu_products,
     cuda,
+    cuda_reductions,
     indexing,
     losses,
     norms,
     products,
-    reductions,
     sorting,
 )
 from lightning_memguard.core.kernels.arguments import Rule, Rules, checked
@@ -31,7 +31,7 @@ from lightning_memguard.core.trace.scratch import CpuTarget, CudaTarget
 CPU = Rules[CpuTarget]().join(
     cpu.RULES, cpu_convolutions.RULES, cpu_products.RULES, cpu_factorizations.RULES, attention.EITHER
 )
-_CUDA_FAMILIES = (reductions, indexing, sorting, norms, losses, products, convolutions, attention, cuda)
+_CUDA_FAMILIES = (cuda_reductions, indexing, sorting, norms, losses, products, convolutions, attention, cuda)
 CUDA = Rules[CudaTarget]().join(*(family.RULES for family in _CUDA_FAMILIES), attention.EITHER)
 BY_TYPES = cpu.BY_TYPES
 _BY_TARGET: dict[type, dict[str, Rule[Any]]] = {
@@ -41,7 +41,7 @@ _BY_TARGET: dict[type, dict[str, Rule[Any]]] = {
 
 
 def rule(operator: str, target: CpuTarget | CudaTarget | None) -> Rule[Any] | None:
-    """The rule for what a kernel takes inside one operator, or None where it takes nothing.
+    """The rule for what a kernel takes inside one operator, or None if it takes nothing.
 
     Args:
         operator: its name in ``aten``, such as ``"convolution"``.
@@ -57,7 +57,7 @@ def takes_cublas(operator: str) -> bool:
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int], environ: Mapping[str, str]) -> int:
-    """What cuBLAS takes from the caching allocator for each handle, and keeps; each thread and stream has its own.
+    """Return the bytes that each handle of cuBLAS (one a thread and stream) takes from the caching allocator and keeps.
 
     32 MiB on compute capability 9, 10 and 12, else 8,519,680 bytes, or what ``CUBLAS_WORKSPACE_CONFIG`` sets as
     ``:[KiB]:[count]`` pairs: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp.

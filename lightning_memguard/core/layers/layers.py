@@ -82,7 +82,7 @@ class Layer(_Weights):
     Attributes:
         name: the module's path; empty for the model itself, which also counts what runs outside of any child.
         type: the class of the module.
-        output_shape: shape of the first tensor that its first call returned; None where it returned none.
+        output_shape: shape of the first tensor that its first call returned; None if it returned none.
         output_elements: elements of all tensors that it returned, over all calls.
         output_bytes: bytes of those tensors, each as if it had its own storage.
         calls: how often it ran; 0 for a module that did not run.
@@ -90,7 +90,7 @@ class Layer(_Weights):
         activation_bytes: bytes it keeps for the backward pass: storages that autograd saved here first. Parameters,
             buffers and the batch exist anyway and are left out.
         flops: floating point operations of its products (matrices, convolutions, attention), forward.
-        shared_with: the row that counts this module, where the model reaches it by several paths; else empty.
+        shared_with: the row that counts this module, if the model reaches it by several paths; else empty.
         is_leaf: whether it has no children.
     """
 
@@ -238,7 +238,7 @@ def layer_table(
 
 
 def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step, gpu: Gpu | None = None) -> LayerTable:
-    """Like `layer_table`, for a module that is already fake; call it under the fake mode.
+    """Make the table of `layer_table` for a module that is already fake; call it under the fake mode.
 
     ``batch`` holds ``batch_size`` samples as fake tensors, and ``gpu`` is the simulated GPU, if any.
     """
@@ -332,7 +332,7 @@ class _Output:
 
 @contextmanager
 def _outputs_watched() -> Iterator[dict[int, _Output]]:
-    """What modules return inside, by the module's ``id``."""
+    """Collect the outputs of modules that run inside, by the module's ``id``."""
     outputs: dict[int, _Output] = defaultdict(_Output)
 
     def note(module: nn.Module, _: object, result: object) -> None:
@@ -348,7 +348,7 @@ def _outputs_watched() -> Iterator[dict[int, _Output]]:
 
 
 @dataclass(eq=False)
-class _Kept:
+class _SavedTensor:
     """Replaces a tensor that autograd saved in the graph, and dies with its node."""
 
     tensor: Tensor
@@ -356,13 +356,13 @@ class _Kept:
 
 
 @contextmanager
-def _saved_watched(recorder: Recorder) -> Iterator[list[weakref.ref[_Kept]]]:
-    """What autograd saves inside, each with the module that was running."""
-    saved: list[weakref.ref[_Kept]] = []
+def _saved_watched(recorder: Recorder) -> Iterator[list[weakref.ref[_SavedTensor]]]:
+    """Collect the tensors that autograd saves inside, each with the module that was running."""
+    saved: list[weakref.ref[_SavedTensor]] = []
 
-    def pack(tensor: Tensor) -> _Kept:
+    def pack(tensor: Tensor) -> _SavedTensor:
         # A node's own result comes with its history, and the node would keep itself alive.
-        kept = _Kept(tensor.detach() if tensor.requires_grad else tensor, recorder.module)
+        kept = _SavedTensor(tensor.detach() if tensor.requires_grad else tensor, recorder.module)
         saved.append(weakref.ref(kept))
         return kept
 
@@ -370,7 +370,7 @@ def _saved_watched(recorder: Recorder) -> Iterator[list[weakref.ref[_Kept]]]:
         yield saved
 
 
-def _bytes_by_module(saved: Iterable[weakref.ref[_Kept]], known: Iterable[Tensor]) -> dict[str, int]:
+def _bytes_by_module(saved: Iterable[weakref.ref[_SavedTensor]], known: Iterable[Tensor]) -> dict[str, int]:
     """Bytes still kept, by module, without those in the storages of ``known`` tensors."""
     seen = {storage_address(tensor) for tensor in known if tensor.layout is torch.strided}
     totals: dict[str, int] = defaultdict(int)
@@ -418,13 +418,13 @@ def _cudnn_rnn(x: _Shape, weights: Sequence[_Shape], *_: object, **__: object) -
 
 
 def _fast_attention(query: _Shape, key: _Shape, _: _Shape, width: int, *__: object, **___: object) -> int:
-    """What the fast path of ``nn.MultiheadAttention`` multiplies: four projections, and attention."""
+    """Count the FLOPs of the fast path of ``nn.MultiheadAttention``: four projections, and attention."""
     rows = math.prod(query[:-1]), math.prod(key[:-1])
     return 4 * width * width * sum(rows) + 4 * rows[0] * key[-2] * width
 
 
 def _fast_layer(x: _Shape, width: int, *rest: Any, **_: object) -> int:
-    """The same and two Linears: what the fast path of ``nn.TransformerEncoderLayer`` multiplies."""
+    """Count the FLOPs of the fast path of ``nn.TransformerEncoderLayer``: attention and two Linears."""
     inner: _Shape = rest[_FFN_WEIGHT]
     return _fast_attention(x, x, x, width) + 4 * math.prod(x[:-1]) * math.prod(inner)
 

@@ -199,7 +199,7 @@ def textbook_sums(table: LayerTable, *, optimizer: str = "adam", element: str = 
 
 
 def ratio_to_peak(footprint: Footprint, textbook_bytes: int) -> float:
-    """Divide a textbook sum by the traced peak: 1.0 where they agree, 2.0 where the sum is twice the peak.
+    """Divide a textbook sum by the traced peak: 1.0 if they agree, 2.0 if the sum is twice the peak.
 
     ``footprint`` is the traced step at the same batch size, ``textbook_bytes`` the ``total_bytes`` of a sum.
 

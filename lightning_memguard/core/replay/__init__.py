@@ -1,1 +1,1 @@
-"""What PyTorch's allocator makes of a trace."""
+"""Replay of traces by PyTorch's allocator."""

@@ -35,7 +35,7 @@ class Block:
     What `Allocator.alloc` returns and `Allocator.free` takes. The blocks of a segment are linked by address.
     """
 
-    pool: Pool
+    pool: BlockPool
     address: int
     size_bytes: int
     mapped: bool = True
@@ -51,7 +51,7 @@ class Block:
         return self.previous is not None or self.next is not None
 
 
-class Pool:
+class BlockPool:
     """The cached blocks of one size class (small or large) on one stream.
 
     PyTorch keeps all streams of a size class in one sorted set and compares the stream first; a list for each stream
@@ -120,14 +120,14 @@ class Allocator:
         self._collects_garbage = keeps_limit and settings.garbage_collection_threshold > 0.0 and not self._expandable
         self._large_searches = 0  # the clock by which garbage collection measures the age of blocks
 
-        self._small_pools: dict[int, Pool] = {}
-        self._large_pools: dict[int, Pool] = {}
+        self._small_pools: dict[int, BlockPool] = {}
+        self._large_pools: dict[int, BlockPool] = {}
         # First block of every segment by address; blocks join into the lower one, so it never changes. Addresses are
         # never used twice; cudaMalloc may do so, and then a tie between two free blocks of one size can be resolved
         # differently.
         self._segments: dict[int, Block] = {}
         self._next_address = SMALL_SEGMENT
-        self._nothing = Block(Pool(True, 0, settings), 0, 0)
+        self._nothing = Block(BlockPool(True, 0, settings), 0, 0)
 
     @property
     def segment_count(self) -> int:
@@ -227,8 +227,8 @@ class Allocator:
             self._cache(rest)
         return taken
 
-    def _mapped_run(self, pool: Pool, address: int, nbytes: int) -> Block:
-        """Mapped pages in the expandable segment that ends before them, if it is of their pool, else in a new one."""
+    def _mapped_run(self, pool: BlockPool, address: int, nbytes: int) -> Block:
+        """Add mapped pages to the expandable segment that ends before them; if its pool differs, to a new one."""
         last = max(self._segments, default=None)
         if last is None or self._segments[last].pool is not pool:
             run = self._segments[address] = Block(pool, address, _ADDRESSES_PER_SEGMENT, mapped=False)
@@ -257,23 +257,23 @@ class Allocator:
                 return _round_up(nbytes, step)
         return _round_up(nbytes, BLOCK_UNIT)
 
-    def _pool(self, size: int, stream: int) -> Pool:
+    def _pool(self, size: int, stream: int) -> BlockPool:
         """The cache that serves a block of this size [get_pool]."""
         small = size <= SMALL_LIMIT
         pools = self._small_pools if small else self._large_pools
         if stream not in pools:
-            pools[stream] = Pool(small, stream, self.settings)
+            pools[stream] = BlockPool(small, stream, self.settings)
         return pools[stream]
 
     def _segment_bytes(self, size: int) -> int:
-        """What is reserved if no cached block serves [get_allocation_size]."""
+        """Return the bytes to reserve if no cached block serves [get_allocation_size]."""
         if size <= SMALL_LIMIT:
             return SMALL_SEGMENT
         if size < OWN_SEGMENT_FROM:
             return self.settings.large_segment_size_bytes
         return _round_up(size, OWN_SEGMENT_UNIT)
 
-    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+    def _best_fit(self, pool: BlockPool, size: int) -> Block | None:
         """Take the smallest cached block that is large enough, the lowest of several [get_free_block]."""
         if self._collects_garbage and not pool.small:
             self._large_searches += 1
@@ -293,7 +293,7 @@ class Allocator:
         del cached[at]
         return block
 
-    def _reserve(self, pool: Pool, size: int) -> Block | None:
+    def _reserve(self, pool: BlockPool, size: int) -> Block | None:
         """A block from the device; if that is full, after releasing first some and then all of the cache [malloc]."""
         if self._collects_garbage:
             self._collect_garbage()
@@ -306,7 +306,7 @@ class Allocator:
             block = self._new_block(pool, size)
         return block
 
-    def _new_block(self, pool: Pool, size: int) -> Block | None:
+    def _new_block(self, pool: BlockPool, size: int) -> Block | None:
         """A new block, if it fits: in a new segment, or in new pages of an expandable one [alloc_block]."""
         segment_bytes = self._segment_bytes(size)
         if self._expandable:
@@ -326,7 +326,7 @@ class Allocator:
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _new_segment(self, pool: Pool, nbytes: int, mapped: bool) -> Block:
+    def _new_segment(self, pool: BlockPool, nbytes: int, mapped: bool) -> Block:
         address = self._next_address
         self._next_address += nbytes
         block = self._segments[address] = Block(pool, address, nbytes, mapped)
@@ -366,7 +366,7 @@ class Allocator:
     # Releasing memory
 
     def _collect_garbage(self) -> None:
-        """Above the threshold, release the segments that were unused longest [garbage_collect_cached_blocks].
+        """Release the segments that were unused longest, if the threshold is passed [garbage_collect_cached_blocks].
 
         Age is the number of searches of the large pool since the block was freed. Each round releases all that are at
         least of average age, even past the goal.
@@ -381,7 +381,7 @@ class Allocator:
                     self._release(block)
             idle = [block for block in idle if block.idle_since > newest]
 
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
+    def _release_oversize(self, pool: BlockPool, size: int) -> bool:
         """Release the one oversize block that makes enough room, else several, largest first.
 
         True if that is enough [release_available_cached_blocks].
@@ -407,7 +407,7 @@ class Allocator:
 
     # Expandable segments
 
-    def _grow(self, pool: Pool, size: int) -> Block | None:
+    def _grow(self, pool: BlockPool, size: int) -> Block | None:
         """Map pages behind a free block until it is large enough [try_allocate_expandable_block]."""
         start = self._expandable_block(pool, size)
         block = start if start.mapped else self._map(start, min(size, start.size_bytes))
@@ -417,7 +417,7 @@ class Allocator:
             self._take(block)
         return block
 
-    def _expandable_block(self, pool: Pool, size: int) -> Block:
+    def _expandable_block(self, pool: BlockPool, size: int) -> Block:
         """The start of the lowest free addresses that can hold the size, mapped or not [find_expandable_block]."""
         for unmapped in pool.unmapped:
             before = unmapped.previous

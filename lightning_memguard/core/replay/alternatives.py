@@ -37,7 +37,7 @@ class Alternative:
     Attributes:
         setting: as it is written in the variable; empty for those of the record.
         replay: what it would have held.
-        fits: whether that is within the capacity; None where none was given.
+        fits: whether that is within the capacity; None if none was given.
     """
 
     setting: str

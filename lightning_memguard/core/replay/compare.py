@@ -1,7 +1,7 @@
 """Two histories of one step -> where they differ: which requests, by how many bytes, and what that does to the peak.
 
 The requests are aligned by their bytes, in order. A history may hold more than the step, or begin in the middle of a
-process: the stretch that the other one matches best is compared.
+process: the span that the other one matches best is compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_memguard.errors import MemGuardError
 _NEVER = 1 << 62
 
 
-class Request(NamedTuple):
+class BlockRequest(NamedTuple):
     """A request of a history: its bytes, its stack, and the places of the entries that made and ended it."""
 
     nbytes: int
@@ -35,7 +35,7 @@ class Difference:
 
     Attributes:
         kind: ``"only predicted"``, ``"only actual"``, or ``"held at the peak"`` in one of the two.
-        operator: such as ``"aten::addmm"``; empty where the stack does not say.
+        operator: such as ``"aten::addmm"``; empty if the stack does not say.
         line: of the code, as ``file:line:function``; empty if there is none.
         nbytes: of each.
         count: how many; of those held, positive if the actual history has more.
@@ -82,7 +82,7 @@ class Comparison:
         return self.predicted_peak_bytes / self.actual_peak_bytes - 1 if self.actual_peak_bytes else 0.0
 
     def without_lines(self) -> Comparison:
-        """The same without lines of code: differences at several lines are added up."""
+        """Return the comparison without lines of code: differences at several lines are added up."""
         added: dict[tuple[str, str, int], Difference] = {}
         for each in self.differences:
             key = each.kind, each.operator, each.nbytes
@@ -140,17 +140,17 @@ def compare_files(predicted: str | os.PathLike[str], actual: str | os.PathLike[s
 
 @dataclass(frozen=True)
 class _Step:
-    """Some requests of a history in a row, and what was allocated when they began."""
+    """Consecutive requests of a history, and the blocks that were allocated when they began."""
 
-    requests: list[Request]
-    held: list[Request]
+    requests: list[BlockRequest]
+    held: list[BlockRequest]
 
     @classmethod
     def of(cls, history: History, first: int) -> _Step:
-        """The requests from one entry on."""
+        """Collect the requests from one entry on."""
         table = history.stacks
         found = [
-            Request(block.requested_bytes, table[block.stack] if block.stack >= 0 else (), -1)
+            BlockRequest(block.requested_bytes, table[block.stack] if block.stack >= 0 else (), -1)
             for segment in history.start
             for block in segment.blocks
         ]
@@ -158,7 +158,7 @@ class _Step:
         for place, entry in enumerate(history.entries):
             if entry.action == "alloc" and entry.nbytes:
                 live[entry.address] = len(found)
-                found.append(Request(entry.nbytes, table[entry.stack] if entry.stack >= 0 else (), place))
+                found.append(BlockRequest(entry.nbytes, table[entry.stack] if entry.stack >= 0 else (), place))
             elif entry.action == "free_requested" and entry.address in live:
                 at = live.pop(entry.address)
                 found[at] = found[at]._replace(end=place)
@@ -175,7 +175,7 @@ class _Step:
 
     @property
     def before_bytes(self) -> int:
-        """What was allocated when the first request was made."""
+        """Bytes allocated before the first request."""
         return sum(each.nbytes for each in self.held)
 
     @property
@@ -202,13 +202,13 @@ class _Step:
                 peak = live, place
         return peak
 
-    def at_peak(self, request: Request) -> bool:
+    def at_peak(self, request: BlockRequest) -> bool:
         """Whether a request is alive at the peak."""
         return request.begin <= self.peak_at < request.end
 
 
 def _last_step(history: History) -> int:
-    """Where the last step of a predicted history begins; its stacks end with the number of the step."""
+    """Return the entry that begins the last step of a predicted history; its stacks end with the number of the step."""
     if not history.predicted:
         return 0
     steps = [_step_of(history.stacks[entry.stack]) for entry in history.entries]
@@ -223,8 +223,8 @@ _GRAM = 4  # requests in a row by which a stretch is found
 _MOST_PLACES = 32  # those that are in so many places say little
 
 
-def _best_stretch(short: Sequence[Request], long: Sequence[Request]) -> tuple[int, int]:
-    """Where the shorter history was last done in the longer one."""
+def _best_stretch(short: Sequence[BlockRequest], long: Sequence[BlockRequest]) -> tuple[int, int]:
+    """Return the bounds of the last occurrence of the shorter history in the longer one."""
     places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for at, gram in enumerate(_grams(short)):
         places[gram].append(at)
@@ -241,7 +241,7 @@ def _best_stretch(short: Sequence[Request], long: Sequence[Request]) -> tuple[in
     return begin, begin + len(short)
 
 
-def _grams(requests: Sequence[Request]) -> Iterator[tuple[int, ...]]:
+def _grams(requests: Sequence[BlockRequest]) -> Iterator[tuple[int, ...]]:
     sizes = [request.nbytes for request in requests]
     return zip(*(sizes[shift:] for shift in range(_GRAM)), strict=False)
 

@@ -53,11 +53,11 @@ class Footprint:
         operator: the torch operator at the peak.
         method: how it was obtained, see `lightning_memguard.core.trace.trace.Method`.
         notes: assumptions, in plain words.
-        low: the peak if everything that is not known exactly is as small as possible; None where all is known.
+        low: the peak if everything that is not known exactly is as small as possible; None if all is known.
         high: the same, as large as possible.
-        yielding_bytes: how much of ``high`` gives way where memory runs short: what the allocator has cached, and
+        yielding_bytes: how much of ``high`` gives way when memory runs short: what the allocator has cached, and
             workspaces for which PyTorch then takes another plan of cuDNN. A budget is compared with what is left.
-        trace: the events it was computed from, where they were kept, as `estimate` does.
+        trace: the events it was computed from, if they were kept, as `estimate` does.
         settings: the rules of the allocator they were replayed by.
     """
 
@@ -80,7 +80,7 @@ class Footprint:
 
     @property
     def most_device_bytes(self) -> int:
-        """What is compared with a budget: `peak_device_bytes`, or its high bound where it has one.
+        """Bytes compared with a budget: `peak_device_bytes`, or its upper bound if it has one.
 
         Without `yielding_bytes`.
         """
@@ -95,7 +95,7 @@ class Footprint:
 
     @property
     def outside_bytes(self) -> int:
-        """What the process takes on its device outside the allocator: CUDA's context and libraries."""
+        """Bytes of the process on its device outside the allocator: CUDA's context and libraries."""
         return self.peak_device_bytes - self.peak_reserved_bytes
 
     @property
@@ -147,7 +147,7 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
     Args:
         trace: the events of the step, in bytes requested.
         settings: the rules of the allocator to replay by.
-        context_bytes: what the process takes on its device outside the allocator (CUDA's context and libraries); where
+        context_bytes: what the process takes on its device outside the allocator (CUDA's context and libraries); if
             it was not measured: at least, most likely, at most.
     """
     least, likely, most = context_bytes if isinstance(context_bytes, tuple) else (context_bytes,) * 3
@@ -196,11 +196,11 @@ def _firm_bytes(trace: Trace, likely: Replay, largest: Replay, settings: Allocat
 
 
 def _gives_way(event: Event) -> bool:
-    """Whether a block is of another size, or not there, where memory is short."""
+    """Whether a block is of another size, or not there, when memory is short."""
     return bool(event.otherwise) or event.operator == WAITS
 
 
-# The share of the cached memory at the peak by which runs differ from the replay, either way, where not all blocks are
+# The share of the cached memory at the peak by which runs differ from the replay, either way, if not all blocks are
 # known: the least with which 90 % of the published runs are within the bounds (`benchmarks/accuracy.py`).
 _FRAGMENTATION = 0.2
 

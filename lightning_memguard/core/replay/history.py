@@ -21,15 +21,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_memguard.core.replay.allocator import SMALL_LIMIT, SMALL_SEGMENT, Allocator, Block, Pool
+from lightning_memguard.core.replay.allocator import SMALL_LIMIT, SMALL_SEGMENT, Allocator, Block, BlockPool
 from lightning_memguard.core.replay.settings import LARGE_SEGMENT, ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings
 from lightning_memguard.errors import MemGuardError
 
 Stack = tuple[str, ...]
-"""Where a block was requested, innermost first, as ``file:line:function``."""
+"""Place in the code that requested a block, innermost first, as ``file:line:function``."""
 
 
-class Entry(NamedTuple):
+class HistoryEntry(NamedTuple):
     """One action of the allocator, by PyTorch's names; ``stack`` is an index into `History.stacks`."""
 
     action: str
@@ -75,19 +75,19 @@ class HeldSegment:
 
 @dataclass(frozen=True)
 class History:
-    """What an allocator did on one device.
+    """Requests and frees of an allocator on one device.
 
     Attributes:
-        settings: the allocator's, as far as the snapshot says.
+        settings: the allocator's, as far as the snapshot has them.
         start: the segments before the first entry, by address.
-        entries: what was done, in order.
+        entries: the allocator's actions, in order.
         stacks: the table of stacks.
         predicted: whether `lightning_memguard.core.replay.snapshot.save_snapshot` wrote it.
     """
 
     settings: AllocatorSettings
     start: tuple[HeldSegment, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[HistoryEntry, ...]
     stacks: tuple[Stack, ...]
     predicted: bool = False
 
@@ -221,11 +221,11 @@ class _Stacks:
         return self._seen[id(frames)]
 
 
-def _entry(entry: Any, stacks: _Stacks) -> Entry:
+def _entry(entry: Any, stacks: _Stacks) -> HistoryEntry:
     if isinstance(entry, Mapping):
         number = stacks.number(entry.get("frames"))
-        return Entry(entry["action"], entry.get("addr", 0), entry.get("size", 0), entry.get("stream", 0), number)
-    return Entry(*entry)
+        return HistoryEntry(entry["action"], entry.get("addr", 0), entry.get("size", 0), entry.get("stream", 0), number)
+    return HistoryEntry(*entry)
 
 
 def _segment(segment: Mapping[str, Any], stacks: _Stacks) -> HeldSegment:
@@ -265,7 +265,7 @@ def _settings(given: Mapping[str, Any]) -> AllocatorSettings:
 def operator_of(stack: Stack) -> str:
     """The torch operator that requested a block, such as ``"aten::addmm"``; the innermost that does more than allocate.
 
-    A recorded stack shows operators only where it was recorded with C++ frames; else this is empty.
+    A recorded stack shows operators only if it was recorded with C++ frames; else this is empty.
     """
     names = [found[1] for frame in stack if (found := _OPERATOR.search(frame))]
     working = [name for name in names if not _ONLY_ALLOCATE.match(name)]
@@ -298,7 +298,9 @@ _INSIDE_TORCH = ("_call_impl", "_wrapped_call_impl")
 # -- the state before the first entry
 
 
-def _undone(end: Sequence[HeldSegment], entries: Sequence[Entry], allocator: Allocator) -> tuple[HeldSegment, ...]:
+def _undone(
+    end: Sequence[HeldSegment], entries: Sequence[HistoryEntry], allocator: Allocator
+) -> tuple[HeldSegment, ...]:
     """The segments before the entries, from those after them."""
     segments = {segment.address: replace(segment, blocks=()) for segment in end}
     live = {block.address: block for segment in end for block in segment.blocks}
@@ -328,7 +330,7 @@ def _undone(end: Sequence[HeldSegment], entries: Sequence[Entry], allocator: All
 
 
 def _cut_out(segments: dict[int, HeldSegment], address: int, nbytes: int) -> None:
-    """Take pages out of the runs of mapped ones that have them."""
+    """Remove pages from the runs of mapped ones that have them."""
     end = address + nbytes
     for begin, run in tuple(segments.items()):
         behind = begin + run.nbytes
@@ -354,7 +356,7 @@ def _joined(segments: Sequence[HeldSegment]) -> Iterator[HeldSegment]:
         yield last
 
 
-def _small_addresses(entries: Sequence[Entry], allocator: Allocator) -> list[tuple[int, bool]]:
+def _small_addresses(entries: Sequence[HistoryEntry], allocator: Allocator) -> list[tuple[int, bool]]:
     """Addresses of requests, and whether each came from the small pool."""
     return sorted(
         {
@@ -420,7 +422,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class HistoryReplay:
-    """What an allocator would have held while a history ran.
+    """Memory that an allocator would have held while a history ran.
 
     Attributes:
         settings: the allocator's.
@@ -432,7 +434,7 @@ class HistoryReplay:
         holders: the stacks behind those blocks, the one that keeps most free bytes first.
         retries: how often the whole cache was given back to make room.
         out_of_memory_entry: place of the first entry that did not fit the capacity; the replay ends there.
-        differences: from the record, where its addresses were used.
+        differences: from the record, if its addresses were used.
     """
 
     settings: AllocatorSettings
@@ -448,7 +450,7 @@ class HistoryReplay:
 
 
 def replay_history(history: History, settings: AllocatorSettings | None = None) -> HistoryReplay:
-    """What an allocator with these settings would have held, with addresses of its own for new segments.
+    """Replay a history in an allocator with these settings and with addresses of its own for new segments.
 
     It starts from the recorded segments; with another kind of segments, from the blocks allocated then, laid out again.
 
@@ -466,7 +468,7 @@ def replay_history(history: History, settings: AllocatorSettings | None = None) 
 
 
 def replay_as_recorded(history: History) -> HistoryReplay:
-    """What an allocator does that the device gives the recorded addresses, compared with the record."""
+    """Replay a history with the recorded addresses of segments, and compare the replay with the record."""
     return _Replaying(history, _AtRecordedAddresses(history.settings)).run()
 
 
@@ -478,7 +480,7 @@ class _AtRecordedAddresses(Allocator):
         self.expected: list[tuple[int, int]] = []  # address and bytes of what the record reserves next
         self.differences = Differences()
 
-    def _new_segment(self, pool: Pool, nbytes: int, mapped: bool) -> Block:
+    def _new_segment(self, pool: BlockPool, nbytes: int, mapped: bool) -> Block:
         if self.expected:
             self._next_address = self.expected[0][0]
         block = super()._new_segment(pool, nbytes, mapped)
@@ -566,7 +568,7 @@ class _Replaying:
         differences.other_segments += len(recorded.expected)
         recorded.expected.clear()
 
-    def _release(self, entries: Sequence[Entry], release: _Release) -> None:
+    def _release(self, entries: Sequence[HistoryEntry], release: _Release) -> None:
         recorded, settings = self.recorded, self.allocator.settings
         if recorded is None:
             if not (release.under_pressure and settings.capacity_bytes):

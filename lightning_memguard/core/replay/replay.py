@@ -45,7 +45,7 @@ class Steps:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator holds now; 0 for exact memory."""
+        """Bytes that the allocator holds now; 0 for exact memory."""
         return self.allocator.reserved_bytes if self.allocator else 0
 
     def __iter__(self) -> Iterator[int]:
@@ -133,12 +133,12 @@ def within_capacity(trace: Trace, settings: AllocatorSettings, read: Callable[[S
 
 @dataclass(frozen=True)
 class Replay:
-    """What the allocator held while a trace ran.
+    """Memory that the allocator held while a trace ran.
 
     Attributes:
         peak_allocated_bytes: largest sum of live blocks, as ``torch.cuda.max_memory_allocated()`` would report it.
         peak_reserved_bytes: largest sum of segments, as ``torch.cuda.max_memory_reserved()`` would report it.
-        parts: bytes alive at the peak of allocated, by part; they sum to it. Where a block is larger than requested,
+        parts: bytes alive at the peak of allocated, by part; they sum to it. If a block is larger than requested,
             the rest counts as the block's part.
         peak_event: the event that first reached the peak of allocated; None if nothing was allocated.
         segments: segments that made up the peak of reserved; an expandable segment counts once.
@@ -173,7 +173,7 @@ class Replay:
 
 
 def replay(trace: Trace, settings: AllocatorSettings) -> Replay:
-    """What an allocator with these settings would hold, event after event.
+    """Replay a trace, event after event, in an allocator with these settings.
 
     Args:
         trace: the events; a block that is never freed stays allocated.

@@ -37,7 +37,7 @@ def save_snapshot(trace: Trace, settings: AllocatorSettings, path: str | os.Path
 
     Args:
         trace: the events of the step, in bytes requested; a block of uncertain size has its most likely one.
-        settings: the rules of the allocator to replay by; where the step does not fit their capacity, it is replayed
+        settings: the rules of the allocator to replay by; if the step does not fit their capacity, it is replayed
             without one.
         path: the file to write, usually ``*.pickle``; an existing one is replaced.
 
@@ -66,10 +66,10 @@ def save_snapshot(trace: Trace, settings: AllocatorSettings, path: str | os.Path
 
 
 def snapshot(trace: Trace, settings: AllocatorSettings) -> dict[str, Any]:
-    """What ``torch.cuda.memory._snapshot()`` would return at the end of the trace.
+    """Return the dict that ``torch.cuda.memory._snapshot()`` would return at the end of the trace.
 
-    ``size`` is what was requested, as PyTorch records it, so a viewer's peak is a little below
-    ``peak_allocated_bytes``; each entry's ``allocated_size`` (ours; viewers ignore it) is what the allocator gave. A
+    ``size`` is the requested size, as PyTorch records it, so a viewer's peak is a little below
+    ``peak_allocated_bytes``; each entry's ``allocated_size`` (ours; viewers ignore it) is the size of its block. A
     prediction has no times, so entries have no ``time_us``.
 
     Args:
@@ -99,7 +99,7 @@ class _Span(NamedTuple):
 
 
 class _Recording:
-    """What PyTorch would record of a replay: the entries of its trace, and the segments at its end.
+    """Record of a replay in PyTorch's format: the entries of its trace, and the segments at its end.
 
     Exact memory, as on the CPU, has no addresses; here each of its blocks is a segment of its own.
     """
@@ -227,7 +227,7 @@ def _stack(event: Event) -> list[_Frame]:
 
 @lru_cache(maxsize=4096)
 def _frames(step: int, phase: str, module: str, requested_by: str, source: str) -> list[_Frame]:
-    """Where a block was requested, innermost first, as a stack of files, lines and functions.
+    """Return the stack of files, lines and functions that requested a block, innermost first.
 
     Paths of modules are written as files: viewers drop functions by parts of their names, such as ``_start``. Equal
     stacks are one list, which a pickle holds once.

@@ -33,14 +33,14 @@ class PhaseSpan:
 class Timeline:
     """Live bytes by part, in columns; each column shows that one of its events at which most was alive.
 
-    So the highest column is the peak, to the byte. Where a block is larger than requested, the rest counts as its part.
+    So the highest column is the peak, to the byte. If a block is larger than requested, the rest counts as its part.
 
     Attributes:
         event_count: events behind the columns.
         positions: by column, the position of the event it shows.
         events: by column, that event.
         parts: by part, bytes alive in each column; parts without any are left out.
-        reserved: by column, bytes the allocator held; empty where that equals what is alive.
+        reserved: by column, bytes the allocator held; empty if that equals what is alive.
         spans: the phases, in order.
         batch_size: samples per batch of the step.
     """
@@ -66,11 +66,11 @@ class Timeline:
 
 
 def timeline_of(trace: Trace, settings: AllocatorSettings) -> Timeline:
-    """What is alive while the step runs, by part.
+    """Return the bytes alive while the step runs, by part.
 
     Args:
         trace: the events; a block whose size is not known exactly has its most likely one.
-        settings: the rules of the allocator to replay by; where the step does not fit their capacity, without one.
+        settings: the rules of the allocator to replay by; if the step does not fit their capacity, it runs without one.
     """
     trace = trace.only("point")
     walked = within_capacity(trace, settings, lambda steps: [(change, steps.reserved_bytes) for change in steps])

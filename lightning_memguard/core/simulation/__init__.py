@@ -1,1 +1,1 @@
-"""What torch would do, without memory."""
+"""Simulation of torch without memory."""

@@ -26,14 +26,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memguard.core.foreign import added, nothing, patched
-from lightning_memguard.core.kernels.layout import is_dense
+from lightning_memguard.core.kernels.layout import is_non_overlapping_and_dense
 from lightning_memguard.core.simulation import plain
 
 _LATEST = (1 << 64) - 1  # AccumulateGrad's sequence number: it runs before everything else
 
 
 class _Node(Protocol):
-    """What the walk reads of a node in autograd's graph."""
+    """Attributes of a node in autograd's graph that the walk reads."""
 
     next_functions: _NextFunctions
     metadata: dict[str, Any]  # lives as long as the node itself, unlike the node's Python object
@@ -61,7 +61,7 @@ def graph_task() -> int:
 
 @contextmanager
 def walking(enter: Callable[[dict[str, Any]], None] | None = None, *, as_plain: bool = True) -> Iterator[None]:
-    """Inside, every backward pass of the process is walked in Python.
+    """Walk every backward pass of the process in Python while the context is open.
 
     Forward passes must run inside too: the tensors they save are held in handles that the walk can empty. Patches
     ``Variable._execution_engine`` and functions that register hooks: not thread-safe.
@@ -90,7 +90,7 @@ class _Hooks:
     A checkpoint's hooks hold its inputs, so they must be dropped with the last tensor that they packed.
     """
 
-    def __init__(self, saved: _Saved, pack: Callable[[Tensor], object], unpack: Callable[[Any], object]) -> None:
+    def __init__(self, saved: _SavedHandles, pack: Callable[[Tensor], object], unpack: Callable[[Any], object]) -> None:
         self.saved, self.pack, self.unpack = saved, pack, unpack
         self.users = 1  # the region they are on in, and every tensor packed there
 
@@ -106,7 +106,7 @@ class _Hooks:
 
 
 class _Handle:
-    """What autograd keeps instead of a saved tensor; emptied when its node has run."""
+    """Handle that autograd keeps instead of a saved tensor; emptied when its node has run."""
 
     __slots__ = ("__weakref__", "content", "hooks", "number")
 
@@ -122,7 +122,7 @@ class _Handle:
             self.hooks = None
 
 
-class _Saved:
+class _SavedHandles:
     """The handles of all saved tensors, by the node that saved them."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class _Saved:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Save all tensors in handles, packed by hooks of the user or of a checkpoint where there are any."""
+        """Save all tensors in handles, packed by hooks of the user or of a checkpoint if there are any."""
         autograd = torch._C._autograd
         push, pop = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
         inside: list[_Hooks] = []
@@ -203,14 +203,14 @@ class _Saved:
         return {handle for ref in self.handles.pop(sequence_nr, ()) if (handle := ref()) is not None}
 
     def _handles_of(self, node: _Node, name: str) -> list[_Handle]:
-        """In-place operators copy their input first, in a node of its own: then only the attribute leads to it."""
+        """Return the handles in a node's attribute, the only way to those of inputs that in-place operators copy."""
         saved = getattr(node, name)
         items = [item.data for item in (saved if isinstance(saved, (list, tuple)) else (saved,))]
         return [item for item in items if isinstance(item, _Handle)]
 
 
 def _without_history(tensor: Tensor) -> Tensor:
-    """Detached; inside a transform of ``torch.func``, from its own graph and not from those around it."""
+    """Detach a tensor; inside a transform of ``torch.func``, from its own graph and not from those around it."""
     return tensor.data if torch._C._functorch.is_gradtrackingtensor(tensor) else tensor.detach()
 
 
@@ -312,7 +312,7 @@ class _Walker:
 
     def __init__(self, enter: Callable[[dict[str, Any]], None] | None, *, as_plain: bool) -> None:
         self.enter, self.as_plain = enter, as_plain
-        self.saved = _Saved()
+        self.saved = _SavedHandles()
         self.started = 0
         self.callbacks: list[Callable[[], None]] = []
         self.retaining: list[weakref.ref[Tensor]] = []  # an in-place operator gives them another node
@@ -619,12 +619,12 @@ _in_place: list[dict[OpOverload, OpOverload]] = []  # of the formula that runs, 
 
 
 def in_place(func: OpOverload) -> OpOverload | None:
-    """What autograd's formula that runs now would call on plain tensors, in place on a tensor that it has made."""
+    """Return the in-place operator that the running formula of autograd calls on plain tensors instead; or None."""
     return _in_place[-1].get(func) if _in_place and not torch.is_grad_enabled() else None
 
 
 def _outputs_of_plain_tensors(node: Any, grads: _Grads) -> Any:
-    """What one of autograd's own nodes returns for plain tensors."""
+    """Run one of autograd's own nodes as for plain tensors."""
     own = plain.formula(node)
     if own is not None and grads[0] is not None and not any(other for other, _ in node.next_functions[1:]):
         return own(node, *grads)
@@ -686,12 +686,12 @@ def _is_ours_alone(tensor: Tensor, references: int, held: int) -> bool:
     if not _is_unshared(tensor, references, held) or tensor.layout is not torch.strided:
         return False
     count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count <= _ONE_TENSOR and is_dense(tensor)
+    return count <= _ONE_TENSOR and is_non_overlapping_and_dense(tensor)
 
 
 def _is_laid_out_as(grad: Tensor, variable: Tensor) -> bool:
     """`obeys_layout_contract` (torch/csrc/autograd/utils/grad_layout_contract.h)."""
-    if not is_dense(variable):
+    if not is_non_overlapping_and_dense(variable):
         return grad.is_contiguous()
     return all(
         mine == theirs if size != 1 else mine != 0
@@ -701,6 +701,6 @@ def _is_laid_out_as(grad: Tensor, variable: Tensor) -> bool:
 
 def _copy_laid_out_as(grad: Tensor, variable: Tensor) -> Tensor:
     """`clone_obey_contract`."""
-    if not is_dense(variable):
+    if not is_non_overlapping_and_dense(variable):
         return grad.clone(memory_format=torch.contiguous_format)
     return grad.new_empty_strided(variable.shape, variable.stride(), dtype=variable.dtype).copy_(grad)

@@ -32,7 +32,7 @@ NOTE = "predicted without torch.compile: the compiled step may take more or less
 
 @contextmanager
 def noting(note: Callable[[str], object]) -> Iterator[None]:
-    """Where what is compiled runs as it was written: ``note`` is told so once it does."""
+    """Call ``note`` once compiled code runs, here as it was written."""
     frames: Any = torch._dynamo.eval_frame
     original = frames._callback_from_stance
 
@@ -46,7 +46,7 @@ def noting(note: Callable[[str], object]) -> Iterator[None]:
 
 
 class _NoKernel:
-    """In place of a compiled kernel: the buffers that it reads and writes were allocated by its caller."""
+    """Replacement for a compiled kernel: the caller allocated the buffers that the kernel reads and writes."""
 
     def __call__(self, *_: object, **__: object) -> None:
         pass
@@ -72,7 +72,7 @@ _QUIET = {  # of `torch._inductor.config`: nothing is cached on disk, and no pro
 
 @contextmanager
 def compiling(on_autotune: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Inside, what is compiled runs on fake tensors, with kernels that do nothing.
+    """Run compiled code on fake tensors, with kernels that do nothing, while the context is open.
 
     Forgets what was compiled in this process before, and patches torch's compiler for all its threads.
 
@@ -100,7 +100,7 @@ _Patch = tuple[Any, str, Any]
 
 
 def _without_kernels() -> Iterator[_Patch]:
-    """No kernel is compiled, and no test program either."""
+    """Patch the compilers: no kernel is compiled, and no test program either."""
     compiler = importlib.import_module("torch._inductor.async_compile").AsyncCompile
     for name in COMPILERS:
         if hasattr(compiler, name):
@@ -110,7 +110,7 @@ def _without_kernels() -> Iterator[_Patch]:
 
 
 def _without_timing(on_autotune: Callable[[], object], *, always: bool) -> _Patch:
-    """Nothing is timed to choose between kernels, and nothing recorded as a CUDA graph."""
+    """Patch ``compile_fx``: nothing is timed to choose between kernels, and nothing recorded as a CUDA graph."""
     home = importlib.import_module("torch._inductor.compile_fx")
     original = home.compile_fx
 
@@ -183,7 +183,7 @@ def _through_dispatch() -> Iterator[_Patch]:
 
 
 def _when_walked() -> Iterator[_Patch]:
-    """What a compiled backward pass asks of autograd's engine, where it is walked instead."""
+    """Patch two calls of a compiled backward pass to autograd's engine, which does not run: the pass is walked."""
     clear = torch._C._FunctionBase.maybe_clear_saved_tensors  # type: ignore[attr-defined]
 
     def clear_saved(node: Any) -> None:
@@ -196,7 +196,7 @@ def _when_walked() -> Iterator[_Patch]:
 
 @contextmanager
 def _beating() -> Iterator[None]:
-    """Give signs of life: a compilation calls no operator of the step for long."""
+    """Send signs of life while the context is open: a compilation calls no operator of the step for long."""
     done = threading.Event()
 
     def tell() -> None:

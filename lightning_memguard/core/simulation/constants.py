@@ -30,8 +30,8 @@ MOST_ELEMENTS = 2**22  # that one operator reads and makes: a mask of 2,000 x 2,
 MOST_BYTES = 2**27  # of all values at a time
 
 
-class _Kind(enum.Enum):
-    """What an operator does to known values."""
+class _Effect(enum.Enum):
+    """Effect of an operator on known values."""
 
     NOTHING = enum.auto()
     VIEWS = enum.auto()  # shares its argument's storage, and so its value
@@ -45,7 +45,7 @@ class _Kind(enum.Enum):
 
 @dataclass
 class _Value:
-    """What is in one fake storage; made when it is first asked for, as an optimizer's zeros never are."""
+    """Content of one fake storage; made when it is first asked for, as an optimizer's zeros never are."""
 
     nbytes: int
     make: Callable[[], torch.UntypedStorage]
@@ -67,29 +67,29 @@ class KnownFakeMode(RepeatingFakeMode):
         self._overwritten: dict[int, torch.UntypedStorage] = {}  # real ones, whose fake copies were written to
 
     def may_turn_const(self, t: Tensor) -> bool:
-        """Never: a value is kept here."""
+        """Return False: values are kept here."""
         del t
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and compute its result where all that it reads is known."""
+        """Run an operator, and compute its result if all that it reads is known."""
         kwargs = kwargs or {}
         kind = _kind(func)
-        if kind is _Kind.VIEWS and type(args[0]) is not Tensor:
-            kind = _Kind.NOTHING
-        if kind is _Kind.NOTHING:
+        if kind is _Effect.VIEWS and type(args[0]) is not Tensor:
+            kind = _Effect.NOTHING
+        if kind is _Effect.NOTHING:
             return self.run(func, types, args, kwargs)
-        if kind is _Kind.MAKES:
+        if kind is _Effect.MAKES:
             out = self.run(func, types, args, kwargs)
             self._keep_maker(out, _maker(func, args, kwargs))
             return out
-        if kind is _Kind.SIZES:
+        if kind is _Effect.SIZES:
             args = self._with_known_masks(func, args)
-        if kind is not _Kind.SPOILS and self._knows_all(func, args, kwargs):
+        if kind is not _Effect.SPOILS and self._knows_all(func, args, kwargs):
             return self._computed(kind, func, types, args, kwargs)
-        if kind in (_Kind.SPOILS, _Kind.WRITES):
+        if kind in (_Effect.SPOILS, _Effect.WRITES):
             for tensor in _written(func, args, kwargs):
                 self.forget(tensor)
         return self.run(func, types, args, kwargs)
@@ -97,7 +97,7 @@ class KnownFakeMode(RepeatingFakeMode):
     # -- values
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """The value of a tensor, on the CPU; not to be written to. None where it is unknown."""
+        """The value of a tensor, on the CPU; not to be written to. None if it is unknown."""
         value = self._value_behind(tensor)
         return None if value is None or value.storage is None else _laid_over(value.storage, tensor)
 
@@ -112,7 +112,7 @@ class KnownFakeMode(RepeatingFakeMode):
         """Note a write into the first argument that is not run.
 
         Returns:
-            Whether that will do: where a part of a known value changes, the operator has to run.
+            Whether that will do: if a part of a known value changes, the operator has to run.
         """
         if func in _FILLS and _covers_its_storage(args[0]):
             self._keep_maker(args[0], _maker(func, args, {}))
@@ -120,7 +120,7 @@ class KnownFakeMode(RepeatingFakeMode):
         return args[0].untyped_storage()._cdata not in self._values
 
     def forget(self, tensor: Tensor) -> None:
-        """What is in the memory of a tensor is no longer known."""
+        """Forget the values in the memory of a tensor."""
         storage = tensor.untyped_storage()
         if not isinstance(tensor, FakeTensor):
             self._overwritten[storage._cdata] = storage
@@ -198,7 +198,7 @@ class KnownFakeMode(RepeatingFakeMode):
     # -- operators
 
     def _computed(
-        self, kind: _Kind, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, kind: _Effect, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """The result of an operator that reads known values alone."""
         written = _written(func, args, kwargs)
@@ -212,23 +212,23 @@ class KnownFakeMode(RepeatingFakeMode):
             for tensor in written:
                 self.forget(tensor)
             return self.run(func, types, args, kwargs)
-        if kind is _Kind.ASKS:
+        if kind is _Effect.ASKS:
             return real
-        if kind is _Kind.SIZES:
+        if kind is _Effect.SIZES:
             with self:
                 device = next(operands(args)).device
                 out = tree_map(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), real)
         else:
             out = self.run(func, types, args, kwargs)
-        if kind is not _Kind.WRITES:
+        if kind is not _Effect.WRITES:
             with _computing():
                 for fake, value in zip(operands(out), operands(real), strict=True):
                     if value.numel() <= MOST_ELEMENTS and fake.shape == value.shape:
-                        self._keep(fake, value, owned=kind is not _Kind.VIEWS)
+                        self._keep(fake, value, owned=kind is not _Effect.VIEWS)
         return out
 
     def _own(self, tensor: Tensor) -> None:
-        """Have a value of its own for a tensor that is written to."""
+        """Give a tensor that is written to a value of its own."""
         value = self._value_behind(tensor)
         if value is None:  # all of it is overwritten
             whole = torch.UntypedStorage(tensor.untyped_storage().nbytes())
@@ -243,7 +243,7 @@ class KnownFakeMode(RepeatingFakeMode):
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
     def _with_known_masks(self, func: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
-        """Known boolean masks of an index as the indices of what they keep."""
+        """Replace known boolean masks of an index by the indices of the elements they keep."""
         if func is not _aten.index.Tensor:
             return args
         indices: list[Tensor | None] = []
@@ -270,7 +270,7 @@ def known_value(tensor: Tensor) -> Tensor | None:
 
 
 def forget_written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """What an operator that is not run would write is unknown from now on."""
+    """Forget the values that an operator would overwrite; it does not run."""
     for tensor in _written(func, args, kwargs):
         mode = getattr(tensor, "fake_mode", None)
         if isinstance(mode, KnownFakeMode):
@@ -291,7 +291,7 @@ def _covers_its_storage(tensor: object) -> bool:
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """What an operator writes into."""
+    """Return the tensors that an operator writes into."""
     if func in _WRITES_UNSAID:
         return [*operands([args, kwargs])]
     places, names = _writes(func)
@@ -324,11 +324,11 @@ _NUMBERS: dict[Any, Callable[..., Any]] = {
 }
 _FILLS = frozenset({_aten.zero_.default, _aten.fill_.Scalar})
 _OVERWRITES = _FILLS | {_aten.copy_.default, _aten.fill_.Tensor}
-_SPECIAL: dict[OpOverload, _Kind] = {
-    **dict.fromkeys((_aten._local_scalar_dense.default, _aten.equal.default), _Kind.ASKS),
-    **dict.fromkeys((_aten.lift_fresh.default, _aten.lift.default), _Kind.VIEWS),
+_SPECIAL: dict[OpOverload, _Effect] = {
+    **dict.fromkeys((_aten._local_scalar_dense.default, _aten.equal.default), _Effect.ASKS),
+    **dict.fromkeys((_aten.lift_fresh.default, _aten.lift.default), _Effect.VIEWS),
 } | {
-    getattr(packet, overload): _Kind.SIZES
+    getattr(packet, overload): _Effect.SIZES
     for packet in (
         *(_aten.nonzero, _aten.masked_select, _aten.index, _aten._unique2, _aten.unique_dim),
         *(_aten.unique_consecutive, _aten.bincount, _aten.repeat_interleave),
@@ -343,11 +343,11 @@ _WRITES_UNSAID = frozenset(
 
 
 @functools.cache
-def _kind(func: Any) -> _Kind:
+def _kind(func: Any) -> _Effect:
     if func in _SPECIAL:
         return _SPECIAL[func]
     if not isinstance(func, OpOverload):
-        return _Kind.NOTHING
+        return _Effect.NOTHING
     return _kind_of_write(func) if func._schema.is_mutable or func in _WRITES_UNSAID else _kind_of_result(func)
 
 
@@ -355,17 +355,17 @@ def _is_computable(func: OpOverload) -> bool:
     return func.namespace in ("aten", "prims") and torch.Tag.nondeterministic_seeded not in func.tags
 
 
-def _kind_of_write(func: OpOverload) -> _Kind:
+def _kind_of_write(func: OpOverload) -> _Effect:
     if func in _WRITES_UNSAID or not _is_computable(func) or func is _aten.resize_.default:
-        return _Kind.SPOILS
-    return _Kind.NOTHING if torch.Tag.inplace_view in func.tags else _Kind.WRITES
+        return _Effect.SPOILS
+    return _Effect.NOTHING if torch.Tag.inplace_view in func.tags else _Effect.WRITES
 
 
-def _kind_of_result(func: OpOverload) -> _Kind:
+def _kind_of_result(func: OpOverload) -> _Effect:
     schema = func._schema
     makes_tensors = any("Tensor" in str(result.type) for result in schema.returns)
     if not makes_tensors or not _is_computable(func) or "empty" in func.overloadpacket._qualified_op_name:
-        return _Kind.NOTHING
+        return _Effect.NOTHING
     if func.overloadpacket in _NUMBERS or not any("Tensor" in str(argument.type) for argument in schema.arguments):
-        return _Kind.MAKES
-    return _Kind.VIEWS if any(result.alias_info is not None for result in schema.returns) else _Kind.COMPUTES
+        return _Effect.MAKES
+    return _Effect.VIEWS if any(result.alias_info is not None for result in schema.returns) else _Effect.COMPUTES

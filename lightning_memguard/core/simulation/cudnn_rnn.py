@@ -1,4 +1,4 @@
-"""An RNN layer on CUDA, where cuDNN runs it: which operator is called, and what it returns.
+"""RNN layers on CUDA that cuDNN runs: the operator that is called, and its results.
 
 Read in aten/src/ATen/native/cudnn/RNN.cpp and RNN.cpp. Without a GPU torch would take the layers apart step by step;
 its fake kernel knows no size of the reserve space, and none of the backward pass. Checked on torch 2.11 and 2.13.
@@ -60,7 +60,7 @@ _DROPOUT_STATE_BYTES = 1_572_864  # cudnnDropoutGetStatesSize: one curand state 
 
 
 def fake_result(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Any, ...] | None:
-    """What cuDNN's RNN, or its backward pass, returns: of true sizes, or None for any other operator."""
+    """Return the results of cuDNN's RNN or its backward pass in their true sizes; None for any other operator."""
     if func not in (_FORWARD, _BACKWARD) or not isinstance(args[0], FakeTensor):
         return None
     given = by_name(func, args, kwargs)

@@ -38,7 +38,7 @@ _training_threads = 0
 
 
 def run_on_one_thread() -> None:
-    """Let the operators of this process run on one thread; the training will have those that it has now."""
+    """Run the operators of this process on one thread; predictions still count the training's threads."""
     global _training_threads  # noqa: PLW0603
     _training_threads = training_threads()
     torch.set_num_threads(1)
@@ -79,9 +79,9 @@ _MOST_FLAGS = 64  # elements of a frozen parameter that the step may read: a poi
 
 
 class _FakeCopy(TorchFunctionMode):
-    """While this is on, ``copy.deepcopy`` makes fake copies of tensors.
+    """Mode in which ``copy.deepcopy`` makes fake copies of tensors.
 
-    Tensors with a storage in ``moving`` are copied to ``device``; where several share a storage, so do their copies.
+    Tensors with a storage in ``moving`` are copied to ``device``; if several share a storage, so do their copies.
     """
 
     def __init__(self, mode: FakeTensorMode, device: torch.device, moving: Counter[int]) -> None:
@@ -176,9 +176,9 @@ def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) ->
 
 
 def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
-    """Have functions that a module keeps as attributes use the copy: a deep copy shares them.
+    """Rebind functions that a module keeps as attributes to the copy: a deep copy shares them.
 
-    These are compiled methods, as ``Trainer.fit(torch.compile(module))`` sets them, and those that close over a module.
+    They are compiled methods, as ``Trainer.fit(torch.compile(module))`` sets them, and closures over a module.
     """
     theirs = dict(module_copy.named_modules(remove_duplicate=False))
     copies = {id(mine): theirs[path] for path, mine in module.named_modules() if path in theirs}
@@ -219,7 +219,7 @@ def _compilers(module: nn.Module) -> Iterator[object]:
 
 
 def _closed_over(function: Function) -> list[object]:
-    """What a function closes over; for a cell that is not set yet, the cell."""
+    """Return the objects that a function closes over; for a cell that is not set yet, the cell."""
     found: list[object] = []
     for cell in getattr(function, "__closure__", None) or ():
         try:
@@ -230,7 +230,7 @@ def _closed_over(function: Function) -> list[object]:
 
 
 def _with_modules(function: Any, copies: Mapping[int, nn.Module]) -> types.FunctionType:
-    """The same function over the copies of its modules."""
+    """Return the function as a closure over the copies of its modules."""
     pairs = zip(function.__closure__, _closed_over(function), strict=True)
     rebound = [(cell, value, _rebound(value, copies)) for cell, value in pairs]
     closure = tuple(cell if theirs is value else types.CellType(theirs) for cell, value, theirs in rebound)
@@ -317,7 +317,7 @@ class _UnknownOnly(type):
 
 
 class _Unknown(metaclass=_UnknownOnly):
-    """What libraries see as ``torch._subclasses.FakeTensor``: those whose values they cannot ask for.
+    """Class that libraries see as ``torch._subclasses.FakeTensor``: fake tensors with unknown values.
 
     With a mask whose values are known, transformers takes the way that it takes in the training. Torch's own uses of
     this name are of tensors with floats, or in tracers. Checked on torch 2.11 and 2.13, transformers 5.23.
@@ -329,7 +329,7 @@ _USES_FOREACH = [importlib.import_module(name) for name in ("torch.optim.optimiz
 
 @contextmanager
 def _modules_can_move() -> Iterator[None]:
-    """Let ``module.to(...)`` work on fake parameters: torch swaps them in place, which their weak references forbid.
+    """Make ``module.to(...)`` work on fake parameters: torch swaps them in place, which their weak references forbid.
 
     Checked on torch 2.9 to 2.13 (``Module._apply``, the branch for ``FakeTensor``).
     """
@@ -468,7 +468,7 @@ def is_custom(func: object) -> bool:
 
 
 def python_implementation(func: OpOverload, device_type: str) -> Function | None:
-    """What an operator runs whose kernel was registered in Python; None for others. Checked on torch 2.11 and 2.13."""
+    """Return the Python function that is an operator's kernel; None for others. Checked on torch 2.11 and 2.13."""
     definition = torch._library.custom_ops.OPDEFS.get(func.name())
     if definition is not None:
         kernels: dict[str | None, Function] = definition._backend_fns
@@ -491,12 +491,12 @@ def _refuse_address(_: FakeTensor) -> int:
 
 
 def without_addresses() -> AbstractContextManager[object]:
-    """Inside, a fake tensor has no address, instead of that of nothing, which a kernel in C would write to."""
+    """Refuse the address of a fake tensor while the context is open: it is 0, and a kernel in C would write to it."""
     return patched(FakeTensor, data_ptr=_refuse_address)
 
 
 def unseen(func: OpOverload) -> str:
-    """Says that memory inside an operator is not predicted."""
+    """Return the note that memory inside an operator is not predicted."""
     return f"what {func.name()} allocates inside is not seen: it is not implemented in Python"
 
 
@@ -504,7 +504,7 @@ def unseen(func: OpOverload) -> str:
 
 
 def assumption(func: OpOverload) -> str:
-    """What `worst_case_result` assumes for an operator."""
+    """Return the note on the size that `worst_case_result` assumes for an operator."""
     assumed = "minlength bins" if func is _aten.bincount.default else "its largest result"
     return f"{func} was assumed to return {assumed}"
 
@@ -522,7 +522,7 @@ def worst_case_result(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
-    """Each boolean mask becomes the indices of all its elements; torch's fake kernel does the rest."""
+    """Index with each boolean mask as the indices of all its elements; torch's fake kernel does the rest."""
     expanded: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -570,7 +570,7 @@ _WORST_CASE: dict[OpOverload, Callable[..., object]] = {
 
 @functools.cache
 def _defaults(operator: OpOverload) -> dict[str, Any]:
-    """The names of all arguments in order, with their defaults; None where there is none."""
+    """The names of all arguments in order, with their defaults; None if there is none."""
     return {argument.name: argument.default_value for argument in operator._schema.arguments}
 
 

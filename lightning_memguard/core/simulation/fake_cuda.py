@@ -41,7 +41,7 @@ class FakeCudaMode(KnownFakeMode):
 
     @property
     def avoid_device_init(self) -> bool:
-        """Always True: no device is initialized."""
+        """Return True: no device is initialized."""
         return True
 
 
@@ -52,7 +52,7 @@ def can_simulate_cuda() -> bool:
 
 @functools.cache
 def _guard_cuda() -> None:
-    """Give CUDA a device guard that does nothing: in a CPU-only build, which has none, and in a child.
+    """Register a device guard for CUDA that does nothing: in a CPU-only build, which has none, and in a child.
 
     A child cannot use the driver that its parent may have initialized (``cudaErrorInitializationError``).
 
@@ -87,7 +87,7 @@ def _guard_cuda() -> None:
 
 @contextmanager
 def simulated_cuda(gpu: Gpu) -> Iterator[None]:
-    """Inside, fake ``cuda`` tensors work and `torch.cuda` reports one device like ``gpu``.
+    """Simulate a GPU in the context: fake ``cuda`` tensors work, and `torch.cuda` reports one device like ``gpu``.
 
     Patches functions of `torch.cuda`, `torch.nn.functional` and `torch` for the whole process: no other thread may use
     torch meanwhile.
@@ -123,7 +123,7 @@ def _pinned(pin: Function) -> Function:
 
 
 def leave_driver_alone() -> None:
-    """Have what users call of `torch.cuda` do nothing, for good: in a child the driver cannot be used."""
+    """Make the functions of `torch.cuda` that users call do nothing, for good: a child cannot use the driver."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         for name in (*_COMMANDS, *_RESETS, "synchronize"):
             setattr(torch.cuda, name, lambda *_, **__: None)
@@ -163,7 +163,7 @@ def _torch_cuda_of(gpu: Gpu) -> dict[str, Function]:
 
 @contextmanager
 def _no_change(_: object) -> Iterator[None]:
-    """``torch.cuda.device``, where there is one device."""
+    """Replacement for ``torch.cuda.device`` with a single device."""
     yield
 
 

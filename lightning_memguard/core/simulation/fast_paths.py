@@ -24,13 +24,13 @@ from lightning_memguard.core.simulation import fake_cuda, sdpa
 
 
 def implementation(func: object) -> Callable[..., Any] | None:
-    """What the operator of a fast path runs; None for others."""
+    """Return the function that the operator of a fast path runs; None for others."""
     return _IMPLEMENTED.get(func)
 
 
 @contextmanager
 def taken() -> Iterator[None]:
-    """Let modules take their fast paths, as they do not under a mode that overrides torch's functions.
+    """Make modules take their fast paths even under a mode that overrides torch's functions.
 
     An encoder given a padding mask makes nested tensors of its values, which are unknown: there it stays as it is.
     """
@@ -90,7 +90,7 @@ def _attend(
 def _attend_fused(
     x: Tensor, heads: int, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor
 ) -> Tensor | None:
-    """By a fused kernel, where the GPU has one for this."""
+    """Attend with a fused kernel, if the GPU has one for this; else None."""
     gpu = fake_cuda.simulated_gpu()
     if gpu is None:
         return None

@@ -1,4 +1,4 @@
-"""What an LSTM layer takes on the CPU, where oneDNN runs it and torch's fake kernel knows only half of its results.
+"""Memory of an LSTM layer on the CPU: oneDNN runs it, and torch's fake kernel knows only half of its results.
 
 Checked on torch 2.13 and 2.14 (oneDNN 3.12). ``at::lstm`` runs ``aten::mkldnn_rnn_layer`` for each layer and direction
 (`use_mkldnn` in aten/src/ATen/native/RNN.cpp). Its fake kernel (torch/_meta_registrations.py) returns an empty
@@ -34,7 +34,7 @@ _FLOAT = 4  # oneDNN accumulates in float32 and so are all gradients
 
 
 def fake_result(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Tensor, ...] | None:
-    """What an LSTM layer, or its backward pass, really returns: each result a fake tensor of its own, of its true size.
+    """Return the results of an LSTM layer or its backward pass, each a fake tensor of its own in its true size.
 
     None for any other operator, for real tensors and for other devices, where torch knows better.
     """
@@ -116,7 +116,7 @@ def _backward_scratch(given: _Arguments) -> int:
 
 
 def _is_brgemm(layer: _Layer, training: bool) -> bool:
-    """Whether it takes the blocked kernels: never to train in float32; in bfloat16 where there are instructions for it.
+    """Whether it takes the blocked kernels: never to train in float32; in bfloat16 if there are instructions for it.
 
     Left uncounted: on AMX some 16 KiB a thread; without AVX2, or AVX512-BF16, what inference packs its weights into.
     """
@@ -129,7 +129,7 @@ def _is_brgemm(layer: _Layer, training: bool) -> bool:
 
 
 def _forward_weights_bytes(layer: _Layer, training: bool) -> int:
-    """Both weights with their rows by input (ldigo, rows padded); of a single row torch's order is as good.
+    """Return the bytes of both weights with rows by input (ldigo, rows padded); a single row keeps torch's order.
 
     `brgemm_calc_n_block` (src/cpu/x64/rnn/rnn_brgemm_utils.cpp): two registers, four for a single row on AVX2.
     """
@@ -142,9 +142,10 @@ def _forward_weights_bytes(layer: _Layer, training: bool) -> int:
 
 
 def _backward_weights_bytes(layer: _Layer) -> int:
-    """Both weights with their rows by gate (ldgoi), torch's own order, which suits where no padding is needed.
+    """Return the bytes of both weights with rows by gate (ldgoi, torch's own order) and of their gradients.
 
-    Their gradients come out with rows by input, to be reordered, and in float32.
+    Blocked kernels (`_is_brgemm`) copy the weights, others only if rows need padding. The gradients come out with
+    rows by input, to be reordered, and in float32.
     """
     sizes, columns, e = (layer.inputs, layer.hidden), _GATES * layer.hidden, layer.element
     diffs = sum(size * (_good_ld(columns, _FLOAT) if size > 1 else columns) * _FLOAT for size in sizes)
@@ -158,7 +159,7 @@ def _backward_weights_bytes(layer: _Layer) -> int:
 
 
 def _workspace_bytes(layer: _Layer) -> int:
-    """What the forward pass leaves for the backward pass, alike on all processors: gates, states, their gradients."""
+    """Return the bytes kept for the backward pass, equal on all processors: gates, states, their gradients."""
     n, h, e = layer.batch, layer.hidden, layer.element
     cells = layer.steps * n
     states = 2 * (layer.steps + 1) * n  # below and above the layer, with the initial ones

@@ -1,4 +1,4 @@
-"""What autograd's formulas do on plain tensors, where they do something else on tensor subclasses.
+"""Formulas of autograd on plain tensors, if they take another code path on tensor subclasses.
 
 A formula that asks `areAnyTensorSubclassLike` (aten/src/ATen/TensorSubclassLikeUtils.h) takes every tensor for a
 subclass under a dispatch mode, and then writes to a new tensor what it writes in place on plain ones, or takes a way
@@ -43,7 +43,7 @@ _IN_PLACE_OF: dict[str, dict[OpOverload, OpOverload]] = {
 
 
 def in_place(node: Any) -> dict[OpOverload, OpOverload]:
-    """What a node's formula calls on plain tensors in place of an operator, on tensors that it has made."""
+    """Map operators to those that a node's formula calls on plain tensors instead, in place on tensors it has made."""
     return _IN_PLACE_OF.get(node.name(), _IN_PLACE)
 
 
@@ -52,7 +52,7 @@ _FORMULAS: dict[str, _Formula] = {}
 
 
 def formula(node: Any) -> _Formula | None:
-    """How a node computes its gradients from plain tensors, where that is not what it does under a dispatch mode."""
+    """How a node computes its gradients from plain tensors, if that is not what it does under a dispatch mode."""
     return None if torch.is_grad_enabled() else _FORMULAS.get(node.name())
 
 

@@ -1,4 +1,4 @@
-"""Fake tensors whose operators cost little where they were called the same way before, as layers and steps repeat.
+"""Fake tensors whose operators cost little if they were called the same way before, as layers and steps repeat.
 
 Torch's own cache spends most of an operator's time on its keys. Here a key is what the tensors' shapes say, and a
 result is made from its template. Changes with torch's fake tensors. Checked on torch 2.11 and 2.13.
@@ -22,7 +22,7 @@ _Key = tuple[object, ...]
 class _Result(NamedTuple):
     """How to make one result: one of the tensors that the operator was given, a view of it, or a tensor of its own."""
 
-    place: int  # of the tensor given; -1 where it has memory of its own
+    place: int  # of the tensor given; -1 if it has memory of its own
     is_same: bool
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ _Template = _Result | list[Any] | tuple[Any, ...] | None
 
 
 class _CannotRepeatError(Exception):
-    """What an operator does does not follow from its key."""
+    """Raised if the effect of an operator does not follow from its key."""
 
 
 class RepeatingFakeMode(FakeTensorMode):

@@ -48,7 +48,7 @@ def cudnn_version() -> int:
 
 @dataclass(frozen=True)
 class Attention:
-    """What the choice depends on: `sdp_params` in sdp_utils_cpp.h, the GPU's compute capability, and its cuDNN.
+    """Arguments of the choice: `sdp_params` in sdp_utils_cpp.h, the GPU's compute capability, and its cuDNN.
 
     All but the last two are the arguments of `torch.nn.functional.scaled_dot_product_attention`, in its order. The
     choice reads only shapes, strides and dtypes of tensors. ``cudnn`` is a version such as ``91900``.
@@ -77,7 +77,7 @@ class Attention:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Of the query and of the key."""
+        """Lengths of the query and of the key."""
         return self.query.shape[-2], self.key.shape[-2]
 
     def fits(self, oldest: tuple[int, int], *dtypes: torch.dtype) -> bool:
@@ -285,7 +285,7 @@ _EFFICIENT = "_scaled_dot_product_efficient_attention"
 
 
 class _SeedsOnHost(TorchDispatchMode):
-    """Gives the efficient kernel's random seed and offset where it has them: on the host, unless a graph is captured.
+    """Mode that returns the efficient kernel's random seed and offset on the host, as PyTorch does outside CUDA graphs.
 
     Note [Seed and Offset Device] in cuda/attention.cu; torch's fake kernel puts them on the GPU.
     """

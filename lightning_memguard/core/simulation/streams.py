@@ -114,7 +114,7 @@ def _synchronize(*_: object) -> None:
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """What `torch.cuda` has for streams, by name."""
+    """Return the replacements for the functions of `torch.cuda` about streams, by name."""
     return {
         "Stream": FakeStream,
         "Event": FakeEvent,
@@ -130,17 +130,17 @@ def functions() -> dict[str, Callable[..., Any]]:
 # -- blocks that another stream uses
 
 
-class Watcher(Protocol):
+class StreamWatcher(Protocol):
     """Records blocks."""
 
     def block_of_another(self, tensor: torch.Tensor, stream: int) -> int | None:
-        """The block behind a tensor, where it is not this stream's."""
+        """The block behind a tensor, if it is not this stream's."""
 
     def wait(self, block: int) -> int:
         """A block that is freed waits, at most, for its memory to come back; returns what waits in its place."""
 
     def come_back(self, waiting: int) -> None:
-        """What waited in a block's place waits no longer."""
+        """Free the placeholder of a block that waited."""
 
 
 class _Late(NamedTuple):
@@ -153,7 +153,7 @@ class _Late(NamedTuple):
 class Waiting:
     """Blocks that another stream uses, and those that were freed and wait for it."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: StreamWatcher) -> None:
         self._watcher = watcher
         self._users: dict[int, int] = {}  # block -> the stream
         self._late: list[_Late] = []
@@ -188,7 +188,7 @@ _watched: list[Waiting] = []  # the innermost last
 
 @contextmanager
 def watched(waiting: Waiting) -> Iterator[None]:
-    """Tell of blocks that another stream uses, and of what the host waits for."""
+    """Report blocks that another stream uses, and waits of the host, to ``waiting`` while the context is open."""
     _watched.append(waiting)
     try:
         yield

@@ -39,7 +39,7 @@ class ValueSizes:
 
     @property
     def noted(self) -> Shares:
-        """By operator and line, those of each call."""
+        """Return the shares of each call, by operator and line."""
         return tuple((key, tuple(shares)) for key, shares in self._noted.items())
 
     def note(self, func: OpOverload, line: Callable[[], str], args: Sequence[Any], out: Any) -> None:
@@ -87,7 +87,7 @@ _SHARE_OF: dict[OpOverload, Callable[[Sequence[Any], Any], Share]] = {
 
 
 def _scaled(count: int, of: int, size: int) -> int:
-    """The same share of another size, rounded up."""
+    """Return ``count / of`` of another size, rounded up."""
     return min(size, -(-count * size // max(1, of)))
 
 

@@ -1,1 +1,1 @@
-"""What one training step allocates and frees, at any batch size."""
+"""Allocations and frees of one training step, at any batch size."""

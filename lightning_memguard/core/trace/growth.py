@@ -1,7 +1,7 @@
 """Traces of one step at a few small sizes -> the Trace at any size.
 
 Every event's bytes are a polynomial in the batch size: constant for what belongs to the model, affine for nearly all
-that belongs to the batch, quadratic where samples meet samples (a contrastive loss's n x n matrix). So the events are
+that belongs to the batch, quadratic if samples meet samples (a contrastive loss's n x n matrix). So the events are
 fitted, exactly and one by one, never the peaks: a peak is a maximum over moments, which is not a polynomial.
 """
 
@@ -130,13 +130,13 @@ def grow(traces: Sequence[Trace]) -> Growth:
 
 
 def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
-    """The largest of some traces as it would be at another size, where its events do not follow those of the others.
+    """The largest of some traces as it would be at another size, if its events do not follow those of the others.
 
-    What belongs to the batch is assumed to grow as it did between the two largest sizes: block by block where a module
+    What belongs to the batch is assumed to grow as it did between the two largest sizes: block by block if a module
     asked an operator for as many blocks at both, else as all that belongs to the same part did together.
 
     Args:
-        traces: one at least, in any order; where there is one alone, what belongs to the batch grows in proportion.
+        traces: one at least, in any order; if there is one alone, what belongs to the batch grows in proportion.
         batch_size: the size wanted.
     """
     *others, largest = sorted(traces, key=lambda trace: trace.batch_size)
@@ -197,7 +197,7 @@ def _without_scratch(trace: Trace) -> list[int]:
 
 
 def _same_kernels(traces: Sequence[Trace]) -> tuple[int, ...]:
-    """For each kernel the first one that was called the same way at all sizes: layers repeat themselves."""
+    """Return the first kernel that was called the same way at all sizes, for each kernel: layers repeat themselves."""
     firsts: dict[tuple[Kernel, ...], int] = {}
     calls = zip(*(trace.kernels for trace in traces), strict=True)
     return tuple([firsts.setdefault(kernels, index) for index, kernels in enumerate(calls)])
@@ -232,7 +232,7 @@ def _differ(first: Trace, other: Trace, how: str) -> CannotTraceError:
 
 
 def _place(event: Event) -> str:
-    """Where in the step it is, such as ``encoder.layers.1 (forward, at train.py:12)``."""
+    """Describe an event's place in the step, such as ``encoder.layers.1 (forward, at train.py:12)``."""
     line = event.source.rpartition(":")[0]
     return f"{event.module or 'the step'} ({event.phase}{f', at {line}' if line else ''})"
 

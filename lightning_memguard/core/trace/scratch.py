@@ -14,10 +14,10 @@ FLOAT = 4  # bytes of a float32, which most kernels accumulate in
 
 @dataclass(frozen=True)
 class CpuTarget:
-    """What scratch on the CPU depends on, apart from shapes.
+    """Properties of a CPU that scratch depends on, apart from shapes.
 
     Attributes:
-        threads: those of one operator (``torch.get_num_threads``).
+        threads: threads of one operator (``torch.get_num_threads``).
         channel_block: channels that oneDNN keeps side by side: 16 with AVX-512, else 8.
         bf16: whether PyTorch gives bfloat16 to oneDNN here.
         fp16: whether PyTorch gives float16 to oneDNN here.
@@ -35,7 +35,7 @@ class CpuTarget:
 
 @dataclass(frozen=True)
 class CudaTarget:
-    """What scratch on a CUDA GPU depends on, apart from shapes.
+    """Properties of a CUDA GPU that scratch depends on, apart from shapes.
 
     Attributes:
         compute_capability: such as ``(9, 0)``.
@@ -43,7 +43,7 @@ class CudaTarget:
         deterministic: ``torch.are_deterministic_algorithms_enabled()``, or cuDNN's own flag.
         tf32: whether float32 convolutions may run on TF32 tensor cores (``torch.backends.cudnn.allow_tf32``).
         benchmark: whether cuDNN's algorithms are chosen by their speed (``torch.backends.cudnn.benchmark``).
-        cudnn: the version of cuDNN that runs there, such as 91900; 0 where it is unknown.
+        cudnn: the version of cuDNN that runs there, such as 91900; 0 if it is unknown.
     """
 
     compute_capability: tuple[int, int]
@@ -57,7 +57,7 @@ class CudaTarget:
 class ByteRange(NamedTuple):
     """A block whose size is not known exactly: at least ``low``, likely ``point``, at most ``high`` bytes.
 
-    ``otherwise`` are the sizes that are tried in turn where it does not fit the device.
+    ``otherwise`` are the sizes that are tried in turn if it does not fit the device.
     """
 
     low: int
@@ -67,7 +67,7 @@ class ByteRange(NamedTuple):
 
     @property
     def by_case(self) -> tuple[tuple[str, int], ...]:
-        """Its sizes by case (`lightning_memguard.core.trace.trace.CASES`); one without a case where it is exact."""
+        """Return the sizes by case (`lightning_memguard.core.trace.trace.CASES`); an exact one has no case."""
         if self.low == self.point == self.high:
             return (("", self.point),)
         return ("low", self.low), ("point", self.point), ("high", self.high)

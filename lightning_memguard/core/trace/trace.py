@@ -1,4 +1,4 @@
-"""What one training step allocates and frees, in order: the record that all later stages start from."""
+"""Allocations and frees of one training step, in order: the record that all later stages start from."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ known.
 """
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "batch", "temporaries", "workspaces")
-"""What a block of memory is for. ``workspaces`` is scratch that a kernel allocates and frees inside one operator."""
+"""Purposes of a block of memory. ``workspaces`` is scratch that a kernel allocates and frees inside one operator."""
 
 OPTIONAL_PARTS = ("callbacks", "communication", "gathered")
-"""Listed only if they have bytes: what the Trainer's other callbacks keep (copies of the model), what ranks send and
-receive through (DDP's buckets of gradients), and parameters gathered from all ranks while a layer runs."""
+"""Parts listed only if they have bytes: memory of the Trainer's other callbacks (copies of the model), buffers that
+ranks send and receive through (DDP's buckets of gradients), parameters gathered from all ranks while a layer runs."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors, in order."""
@@ -37,12 +37,12 @@ Shares = tuple[tuple[tuple[str, str], tuple[Share, ...]], ...]
 """The shares of a run, by operator and line, call by call."""
 
 CASES = ("low", "point", "high")
-"""At least, most likely, at most: the sizes of a block that is not known exactly, such as a convolution's workspace."""
+"""Sizes (at least, most likely, at most) of a block that is not known exactly, such as a convolution's workspace."""
 
 WAITS = "record_stream"
 """The operator of what stands for a block that is free, and whose memory waits for another stream (``record_stream``).
 
-It counts as reserved, not as allocated, and gives way where memory is short: PyTorch then waits for the stream."""
+It counts as reserved, not as allocated, and gives way when memory is short: PyTorch then waits for the stream."""
 
 
 class Event(NamedTuple):
@@ -51,7 +51,7 @@ class Event(NamedTuple):
     ``nbytes`` is the size requested, before any rounding, on the free as on the alloc; ``block`` joins the two.
     ``module`` is the dotted path of the module that was running (empty outside any), ``operator`` the torch operator,
     such as ``aten.convolution.default``. ``case`` is empty, or one of `CASES` for a block whose size is not known
-    exactly: it occurs three times, once for each case. ``otherwise`` are the sizes that are requested in turn where
+    exactly: it occurs three times, once for each case. ``otherwise`` are the sizes that are requested in turn if
     ``nbytes`` does not fit, as PyTorch goes on to cuDNN's next plan. ``source`` is the line of the model's code that
     caused it, as ``"<file>:<line>:<function>"``; in the backward pass that of the forward pass; empty if there is none.
     """
@@ -90,7 +90,7 @@ class Kernel:
 
 
 class ScratchSpan(NamedTuple):
-    """Where in a trace the events of a kernel's scratch are: ``events[start:end]``.
+    """Span of a trace with the events of a kernel's scratch: ``events[start:end]``.
 
     ``place`` says which of its moments they are: -1 those before any result, else those after the result of that place;
     ``None`` those after all. ``like`` is an event that could be there.
@@ -109,7 +109,7 @@ class Trace:
 
     ``device`` is a torch device type such as ``"cpu"`` or ``"cuda"``. ``notes`` are assumptions in plain words.
     ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule. ``batch`` is the shapes and bytes
-    of the largest batch that the step was given, where it was noted. ``held_at`` is the place among the events at which
+    of the largest batch that the step was given, if it was noted. ``held_at`` is the place among the events at which
     `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is the processor time that the run took.
     """
 

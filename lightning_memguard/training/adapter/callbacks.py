@@ -1,4 +1,4 @@
-"""What the Trainer's other callbacks have on the device: averages of the model to come, and tensors they hold already.
+"""Memory of the Trainer's other callbacks on the device: averages of the model to come, and tensors they hold already.
 
 Private names of Lightning were checked on 2.5.0 to 2.6.6.
 """
@@ -77,7 +77,7 @@ def _averages(callback: Callback) -> str:
 
 
 def _device_type(callback: Callback, device: torch.device) -> str:
-    """Where a callback keeps its average; empty where it keeps none."""
+    """Return the type of the device on which a callback keeps its average; empty if it keeps none."""
     kind = _averages(callback)
     wanted = callback._device if kind else None  # type: ignore[attr-defined]
     if wanted is not None:  # None: where the module is, at setup or when it begins
@@ -174,7 +174,7 @@ def _unfreezes(owner: type) -> bool:
 
 
 def unfreeze(module_copy: Any) -> None:
-    """Let all parameters of a copy be trained, those too that its optimizers are not given."""
+    """Train all parameters of a copy, even those that its optimizers are not given."""
     module_copy.requires_grad_(True)
     configure = module_copy.configure_optimizers
 

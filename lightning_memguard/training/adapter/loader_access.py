@@ -70,7 +70,7 @@ def set_data_source(trainer: Trainer, owner: object) -> None:
 def intercept_loaders(
     trainer: Trainer, role: Role, change: Callable[[Callable[[], object]], object]
 ) -> Callable[[], None]:
-    """Have a loop use the loaders that ``change`` returns, given the function that makes the loop's own.
+    """Make a loop use the loaders that ``change`` returns; ``change`` gets the function that makes the loop's own.
 
     Returns:
         A function that gives the loop its own data source back.
@@ -97,7 +97,7 @@ def arrange(combined: CombinedLoader, items: Iterable[object]) -> Any:
 
 
 def recorded_arguments(made: object) -> set[str] | None:
-    """Names of the arguments that Lightning recorded when a hook constructed a loader; None where it recorded none.
+    """Names of the arguments that Lightning recorded when a hook constructed a loader; None if it recorded none.
 
     From these it constructs the loader again, with another sampler.
     """
@@ -106,7 +106,7 @@ def recorded_arguments(made: object) -> set[str] | None:
 
 
 def change_recorded_argument(made: object, name: str, value: object) -> None:
-    """Have Lightning construct a loader again with another value for one argument."""
+    """Change one recorded argument of a loader: Lightning constructs it again with that value."""
     saved = vars(made)
     names = saved.get("__pl_saved_arg_names", ())
     if name in names:
@@ -118,6 +118,6 @@ def change_recorded_argument(made: object, name: str, value: object) -> None:
 
 
 def hyperparameters_of(owner: object) -> list[MutableMapping[str, Any]]:
-    """What ``save_hyperparameters`` stored, and the copy of it that loggers get; empty if it was not called."""
+    """Return what ``save_hyperparameters`` stored, and the copy of it that loggers get; empty if it was not called."""
     both = (getattr(owner, name, None) for name in ("_hparams", "_hparams_initial"))
     return [hparams for hparams in both if hparams is not None]

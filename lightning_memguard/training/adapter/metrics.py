@@ -1,7 +1,7 @@
 """Metrics: the values that we show to the Trainer's other callbacks, and what a module's own take at an epoch's end.
 
 Ours go past Lightning's collection of results: ``self.log`` takes a mean over the epoch, weighted by batch size, and
-raises where it sees no batch, in a module whose step takes ``dataloader_iter``. Private names of Lightning were checked
+raises if it sees no batch, in a module whose step takes ``dataloader_iter``. Private names of Lightning were checked
 on 2.5.0 to 2.6.6.
 """
 

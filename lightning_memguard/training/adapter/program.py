@@ -129,7 +129,7 @@ class LightningProgram(LightningStep):
             recorder.assumptions[note] = None
 
     def layer_table(self, batch_size: int) -> LayerTable:
-        """What each layer holds, keeps and computes in the first step, called as Lightning calls it."""
+        """Return the memory and FLOPs of each layer in the first step, called as Lightning calls it."""
         found: list[LayerTable] = []
         recorder = Recorder(self.device.type)
         whole = replace(self, layout=self.layout.whole) if self.layout else self
@@ -236,7 +236,7 @@ class LightningProgram(LightningStep):
 
 
 class _ReadableTotals(TorchFunctionMode):
-    """Lets Lightning's loops read the totals that they add up on the device, as `watching` does."""
+    """Mode in which Lightning's loops can read the totals that they add up on the device, as `watching` does."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -248,7 +248,7 @@ _STEP_HOOKS = {"fit": "training_step", "validate": "validation_step", "test": "t
 
 
 def _swap_optimizers(configured: Any, swap: SwapOptimizer) -> Any:
-    """What ``configure_optimizers`` returned, with other optimizers, whose rates the same schedulers set."""
+    """Replace the optimizers that ``configure_optimizers`` returned; its schedulers set the rates of the new ones."""
     others = {id(old): swap(old) for old in tree_leaves(configured) if isinstance(old, Optimizer)}
     if not others:
         raise CannotTraceError("there is no optimizer")

@@ -67,20 +67,20 @@ class StepsDone(Exception):  # noqa: N818 - not an error: it ends a loop
 
 @dataclass(frozen=True)
 class LightningStep(Program):
-    """What a Trainer runs of a LightningModule.
+    """Step that a Trainer runs of a LightningModule.
 
     Attributes: those of `Program`, and
         trainer: the user's Trainer; its settings are read, nothing is changed.
         module: the user's LightningModule; only copies of it run.
-        batches_per_epoch: how many batches the loader holds at a size, or None where it has no length.
+        batches_per_epoch: how many batches the loader holds at a size, or None if it has no length.
         datamodule: the user's LightningDataModule, if any.
         accumulate_grad_batches: micro-batches a step (default: the Trainer's).
-        stage: what runs; all but ``"fit"`` without a backward pass.
-        setup_stage: what the module's ``setup`` is passed (default: the same): a fit validates a module set up to fit.
-        callback_bytes: what other callbacks hold on the device throughout.
-        strategy: the user's, where it makes several processes train together.
+        stage: the stage that runs; all but ``"fit"`` have no backward pass.
+        setup_stage: passed to the module's ``setup`` (default: ``stage``): a fit validates a module set up to fit.
+        callback_bytes: bytes that other callbacks hold on the device throughout.
+        strategy: the user's, if it makes several processes train together.
         ranks: how many processes train together (default: the Trainer's).
-        layout: its ranks, where it shards and one of them is captured.
+        layout: its ranks, if it shards and one of them is captured.
         transferred: whether the hooks around the transfer of batches have run already.
         precision: another precision than the Trainer's; empty to keep that one.
         changes: done to each copy before it is recorded and before it has optimizers.
@@ -211,7 +211,7 @@ def _loaders(name: str, role: Role) -> property:
         own = getattr(super(ShadowTrainerMixin, trainer), name)
         shadow: Shadow | None = vars(trainer).get("memguard_shadow")
         if shadow is None or not shadow.program.loaders_at or (own is None and role != "val"):
-            return own  # None where they are not there yet, which Lightning asks for
+            return own  # None if they are not there yet, which Lightning asks for
         found = shadow.program.loaders_at(role, shadow.marker.batch_size)
         return own if found is None else found
 
@@ -240,7 +240,7 @@ class ShadowTrainerMixin:
         shadow: Shadow | None = vars(self).get("memguard_shadow")
         if shadow is not None and shadow.program.layout is not None:
             return shadow.program.layout.ranks
-        # where there is no process group, a step that is told of other ranks would fail as it calls them
+        # if there is no process group, a step that is told of other ranks would fail as it calls them
         alone = shadow is None or not (dist.is_available() and dist.is_initialized())
         return 1 if alone or shadow is None else shadow.program.trainer.world_size
 
@@ -275,7 +275,7 @@ class InPlaceStrategyMixin(_Strategy):
         self.ranks = ranks
 
     def all_gather(self, tensor: torch.Tensor, group: object = None, sync_grads: bool = False) -> torch.Tensor:
-        """What all ranks would give is as large as this for each of them."""
+        """Return a result as large as that of all ranks: the tensor once for each of them."""
         return tensor if self.ranks == 1 else torch.stack([tensor] * self.ranks)
 
     def setup_environment(self) -> None:
@@ -303,7 +303,7 @@ class PhaseMarkerMixin:
         self.batch_size = 0
         self.loaders = 1
         self.fake = True
-        self.samples = 0  # of an epoch in all, of which steps or evaluation leave something behind; 0 where unknown
+        self.samples = 0  # of an epoch in all, of which steps or evaluation leave something behind; 0 if unknown
         self.steps: dict[int, int] = {}  # by optimizer
         self.alive_bytes: list[int] = []  # before each batch that is evaluated
         self.leftovers = Leftovers(recorder, self.steps_recorded)
@@ -444,13 +444,13 @@ class PhaseMarkerMixin:
                 self.average(between_epochs=True)
             return False
         count, limit = self.program.batches_per_epoch, self.limit
-        batches = (count(self.batch_size) if count and self.loaders == 1 else None) or 0  # 0 where unknown
+        batches = (count(self.batch_size) if count and self.loaders == 1 else None) or 0  # 0 if unknown
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         return 0 < batches <= index and self.recorder.alive_bytes > self.alive_bytes[-1]
 
 
 class EndlessLoader:
-    """What the shadow Trainer iterates over: batches without end, each made when it is asked for."""
+    """Loader of the shadow Trainer: batches without end, each made when it is asked for."""
 
     def __init__(self, marker: PhaseMarkerMixin, batches: Batches) -> None:
         self.marker, self.program, self.batch_size = marker, marker.program, marker.batch_size
@@ -475,7 +475,7 @@ class EndlessLoader:
 
 
 class SizedLoader(EndlessLoader):
-    """The same with a length, as the user's has or its limit says: Lightning prefetches where there is none."""
+    """Endless loader with the length of the user's, or of its limit: without a length, Lightning would prefetch."""
 
     def __len__(self) -> int:
         if not self.program.trains:

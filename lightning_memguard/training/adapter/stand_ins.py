@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StandIn:
-    """Of the user's class to ``isinstance``, and with the attributes of the user's object."""
+    """Object of the user's class to ``isinstance``, with the attributes of the user's object."""
 
     def __init__(self, original: object) -> None:
         vars(self)["memguard_original"] = original
@@ -48,7 +48,7 @@ class SilentLogger(StandIn):
 
     @property
     def experiment(self) -> SilentExperiment:
-        """What the user's logger writes to; it is not made for this."""
+        """Replacement for the user's experiment, which is not created for this."""
         return SilentExperiment(vars(vars(self)["memguard_original"]).get("_experiment"))
 
     def __getattr__(self, name: str) -> Any:

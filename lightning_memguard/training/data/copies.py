@@ -172,7 +172,7 @@ def _members(thing: object) -> Iterable[object]:
 
 
 def _used_by(function: types.FunctionType) -> Iterator[object]:
-    """What a function closes over, and the generators and files among the globals that it names."""
+    """Yield the objects that a function closes over, and the generators and files among the globals that it names."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not filled yet
             yield cell.cell_contents

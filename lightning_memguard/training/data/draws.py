@@ -69,7 +69,7 @@ class CollatedDraws(Draws):
         return [tensor for tensor in tensors_in(batch) if _is_in(own, tensor)]
 
     def _places_of_largest(self) -> list[int]:
-        """Where the largest samples come, as far as they were kept."""
+        """Return the positions of the largest samples, as far as they were kept."""
         largest = set(map(id, self.largest))
         return [place for place, each in enumerate(self.samples) if id(each) in largest]
 

@@ -35,7 +35,7 @@ class Source:
 
     Attributes:
         loader: a loader like the run's; not to be iterated.
-        batch_size: samples per batch; 0 where it has no such setting.
+        batch_size: samples per batch; 0 if it has no such setting.
         fixed_because: why the batch size cannot be changed; empty if it can.
         ranks: how many the Trainer will spread its samples over.
     """
@@ -47,7 +47,7 @@ class Source:
 
     @functools.cached_property
     def dataset_size(self) -> int | None:
-        """Samples that can be in one batch of this rank, at most all of an epoch's; None where unknown."""
+        """Samples that can be in one batch of this rank, at most all of an epoch's; None if unknown."""
         with preserve_state(self.loader), contextlib.suppress(TypeError, NotImplementedError):
             if not isinstance(self.loader, DataLoader):
                 return None if self.fixed_because else len(resizing.trial_at(self.loader, 1))
@@ -77,7 +77,7 @@ class Source:
         return max(count // workers, min(self.batch_size, count))
 
     def batches(self, batch_size: int) -> int | None:
-        """Batches an epoch on this rank at a batch size, or None where unknown."""
+        """Batches an epoch on this rank at a batch size, or None if unknown."""
         if resizing.makes_own_batches(self.loader):
             with preserve_state(self.loader), contextlib.suppress(Exception):
                 at: Any = self.loader if self.fixed_because else resizing.trial_at(self.loader, batch_size)
@@ -113,12 +113,12 @@ class LoaderInfo:
 
     @property
     def batch_size(self) -> int:
-        """Samples a batch; of several loaders, the smallest: the others keep their ratio to it. 0 where unknown."""
+        """Samples a batch; of several loaders, the smallest: the others keep their ratio to it. 0 if unknown."""
         return min((source.batch_size for source in self.sources if source.batch_size), default=0)
 
     @property
     def unit(self) -> int:
-        """Only multiples of this keep the loaders' batch sizes in ratio; 1 for one loader, or several alike."""
+        """Unit whose multiples keep the loaders' batch sizes in ratio; 1 for one loader, or several of one size."""
         return self.batch_size // (math.gcd(*(source.batch_size for source in self.sources)) or 1) or 1
 
     @property
@@ -130,7 +130,7 @@ class LoaderInfo:
 
     @property
     def dataset_size(self) -> int | None:
-        """The largest batch size that the data of this rank can fill, or None where unknown."""
+        """The largest batch size that the data of this rank can fill, or None if unknown."""
         known = [
             source.dataset_size * self.batch_size // source.batch_size if self.batch_size else source.dataset_size
             for source in self.sources
@@ -147,7 +147,7 @@ class LoaderInfo:
         return batch_size * self.factor(source) // self.unit
 
     def batches(self, batch_size: int) -> int | None:
-        """Batches an epoch on this rank at a batch size, or None where unknown."""
+        """Batches an epoch on this rank at a batch size, or None if unknown."""
         known = [count for count in self.counts(batch_size) if count is not None]
         return self.combined_count(known) if len(known) == len(self.sources) else None
 
@@ -161,12 +161,12 @@ class LoaderInfo:
         return [source.batches(self.size_of(source, batch_size)) for source in self.sources]
 
     def combined_count(self, counts: list[int]) -> int:
-        """Batches of the whole where its loaders have so many each."""
+        """Batches of the whole if its loaders have so many each."""
         return min(counts) if self.mode == "min_size" else sum(counts) if self.mode == "sequential" else max(counts)
 
 
 def find(facts: RunFacts, role: Role) -> LoaderInfo:
-    """Look up the loaders of a run that has not started.
+    """Find the loaders of a run that has not started.
 
     Raises:
         CannotTraceError: there is none, its hook cannot run on a copy, or its dataset is empty.
@@ -192,7 +192,7 @@ def find(facts: RunFacts, role: Role) -> LoaderInfo:
 
 
 def info_of(facts: RunFacts, loaders: object, origin: str, role: Role) -> LoaderInfo:
-    """Look at a loader or a nesting of loaders that a run was given."""
+    """Read a loader, or a nesting of loaders, that a run was given."""
     combined = loader_access.combine(
         loaders, "max_size_cycle" if role == "train" else "sequential", lightning_of(facts.strategy)
     )
@@ -203,7 +203,7 @@ def info_of(facts: RunFacts, loaders: object, origin: str, role: Role) -> Loader
 
 
 def source_of(loader: Iterable[Any], origin: str, ranks: int = 1, *, recreated: bool = False) -> Source:
-    """Look at one loader; Lightning spreads its samples over ``ranks``, or constructs it again for another reason."""
+    """Read one loader; Lightning divides its samples among ``ranks``, or recreates it for another reason."""
     with preserve_state(loader):
         fixed, size = resizing.why_fixed(loader, origin, recreated=recreated), resizing.batch_size_setting(loader)
         return Source(loader, size, fixed, ranks if isinstance(loader, DataLoader) else 1)
@@ -234,7 +234,7 @@ def largest_for(facts: RunFacts, info: LoaderInfo) -> int | None:
 
 
 def limit_of(facts: RunFacts, info: LoaderInfo, largest: int | None) -> LimitedBy:
-    """What sets `largest_for`: the samples there are, or the name of a Trainer's argument that needs more batches."""
+    """Name the limit behind `largest_for`: the dataset, or a Trainer's argument that needs more batches."""
     if largest is None or largest == info.dataset_size:
         return "dataset"
     limit, counts = facts.limits[info.role], info.counts(largest + 1)
@@ -247,7 +247,7 @@ def spoiled_by(facts: RunFacts, info: LoaderInfo, batch_size: int, min_steps: in
     """Return what forbids a batch size, since an epoch would not be as it should be; None if nothing does.
 
     An epoch keeps ``min_steps`` optimizer steps, or those that it has at the loader's own size if these are fewer; and
-    where a limit counts batches, it sees no more samples than there.
+    if a limit counts batches, it sees no more samples than there.
     """
     if batch_size <= info.batch_size or facts.is_rehearsal:
         return None
@@ -276,7 +276,7 @@ _MANY = 1 << 20  # samples of a dataset without a length
 
 
 def batches_taken(facts: RunFacts, info: LoaderInfo, batch_size: int) -> int | None:
-    """Batches of an epoch that the Trainer takes at a batch size; None where unknown."""
+    """Batches of an epoch that the Trainer takes at a batch size; None if unknown."""
     return _batches(info, batch_size, facts.limits[info.role])
 
 
@@ -299,7 +299,7 @@ def leaves_one(info: LoaderInfo, batch_size: int) -> bool:
 
 
 def rewrite_loaders(trainer: Trainer, facts: RunFacts, role: Role, batch_size: Callable[[], int]) -> Callable[[], None]:
-    """Have a run take its batches at a size, asked for whenever its loaders are made.
+    """Make a run take batches of another size; ``batch_size`` is asked for it whenever the loaders are made.
 
     Returns:
         A function that gives the Trainer its own data source back, for when the run is over.
@@ -313,7 +313,7 @@ def rewrite_loaders(trainer: Trainer, facts: RunFacts, role: Role, batch_size: C
 
 
 def _resize_all(facts: RunFacts, loaders: object, role: Role, batch_size: int) -> object:
-    """The loaders at a size; unchanged where a hook now gives others, that cannot be resized."""
+    """The loaders at a size; unchanged if a hook now gives others, that cannot be resized."""
     try:
         info = info_of(facts, loaders, "the loader", role)
         sized = [(source.loader, info.size_of(source, batch_size)) for source in info.sources]
@@ -326,7 +326,7 @@ def _resize_all(facts: RunFacts, loaders: object, role: Role, batch_size: int) -
 
 
 def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) -> object:
-    """A run's loaders for its step to read, nested as they were given; None where the run has none.
+    """A run's loaders for its step to read, nested as they were given; None if the run has none.
 
     Those that are known are at a batch size, others at their own.
     """

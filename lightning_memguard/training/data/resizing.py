@@ -1,4 +1,4 @@
-"""The same loader at another batch size: whether that is possible, and how. The user's own is never changed."""
+"""Copies of a loader at another batch size: whether that is possible, and how. The user's own is never changed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def why_fixed(loader: object, origin: str, *, recreated: bool = False) -> str:
 
 
 def _why_foreign_is_fixed(loader: object, origin: str) -> str:
-    """The same for a loader that is not torch's: it is sized by its ``batch_size`` if its batches follow that."""
+    """Say why a loader that is not torch's cannot be resized; empty if its batches follow its ``batch_size``."""
     kind = f"{type(loader).__module__.partition('.')[0]}'s {type(loader).__name__}"
     if not batch_size_setting(loader) or isinstance(loader, Iterator):
         return f"{origin} is {kind}, not a torch DataLoader, and has no `batch_size` to change"
@@ -98,7 +98,7 @@ def _takes_batch_size(made: object) -> bool:
 
 
 def trial_at(loader: Iterable[Any], batch_size: int) -> Any:
-    """What makes a loader's batches, at another size and to be read: reading it moves nothing of the user's."""
+    """Return a copy of a loader or its sampler at another size; reading it changes no state of the user's."""
     if isinstance(loader, DataLoader):
         return _sampler_at(copy_for_reading(loader.batch_sampler), batch_size)
     return _copy_at(copy_for_reading(loader), batch_size)
@@ -152,7 +152,7 @@ def _sampler_at(batch_sampler: Any, batch_size: int) -> Any:
 
 
 def _record_batch_size(made: object, batch_size: int) -> None:
-    """Have Lightning, which recorded how a hook constructed a loader or batch sampler, use this size as well."""
+    """Record this size among the arguments with which Lightning constructs a loader or batch sampler again."""
     recorded = recorded_arguments(made)
     if recorded is not None and ("batch_size" in recorded or (not makes_own_batches(made) and _takes_batch_size(made))):
         change_recorded_argument(made, "batch_size", batch_size)

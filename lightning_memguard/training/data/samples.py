@@ -47,14 +47,14 @@ _KEPT_IN_ORDER = 256  # of those that a sampler of the user's own puts next to e
 
 @dataclass(frozen=True)
 class RunSamples:
-    """What was drawn from the data of a run.
+    """Samples drawn from the data of a run.
 
     Attributes:
         batches: batches of any size; one kind for each loader whose batches come in turn.
         batch_size: the loaders' own, or that of the first batch if it is unknown.
-        notes: how many samples were drawn, where larger ones may follow.
+        notes: how many samples were drawn, if larger ones may follow.
         unit: batch sizes must be multiples of this for the loaders and their collate functions.
-        samples: the largest batch size that data without a length can fill, where its end was reached.
+        samples: the largest batch size that data without a length can fill, if its end was reached.
     """
 
     batches: tuple[Batches, ...]
@@ -66,7 +66,7 @@ class RunSamples:
 
 @dataclass(frozen=True)
 class LoaderSamples:
-    """What was drawn from one loader; ``samples`` is their number, where the end of the data was reached."""
+    """Samples drawn from one loader; ``samples`` is their number, if the end of the data was reached."""
 
     batches: Batches
     note: str = ""
@@ -123,7 +123,7 @@ def _combine(info: LoaderInfo, drawn: list[Batches]) -> tuple[Batches, ...]:
 
 
 def _batch_at(batches: Batches, size: int) -> Any:
-    """A batch of a size, the one that was drawn where it is of this size."""
+    """A batch of a size, the one that was drawn if it is of this size."""
     known = {batches.large_size: batches.large, batches.small_size: batches.small}
     return known[size] if size in known else batches.real(size, torch.device("cpu"))
 
@@ -131,7 +131,7 @@ def _batch_at(batches: Batches, size: int) -> Any:
 def draw(loader: Iterable[Any], *, fixed: bool = False, unit: int = 1, factor: int = 1) -> LoaderSamples:
     """Draw samples from a loader, without consuming it, and collate the largest at two sizes, which shows what grows.
 
-    Where its size is ``fixed``, its batches are taken as they come. Otherwise batches are made for multiples of
+    If its size is ``fixed``, its batches are taken as they come. Otherwise batches are made for multiples of
     ``unit``, with ``factor`` samples for each unit.
 
     Raises:
@@ -144,7 +144,7 @@ def draw(loader: Iterable[Any], *, fixed: bool = False, unit: int = 1, factor: i
 
 
 def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
-    """From a loader whose batches are taken as they come."""
+    """Sample a loader whose batches are taken as they come."""
     largest, most, seen, samples, sizes, all_seen = None, 0, 0, 0, set(), True
     taken, taken_bytes = TakenDraws(), 0
     started = time.monotonic()
@@ -169,7 +169,7 @@ def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
 
 
 def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-    """Batches as they come, each with the number of samples in it; 0 where unknown."""
+    """Batches as they come, each with the number of samples in it; 0 if unknown."""
     if not isinstance(loader, DataLoader):
         copies.refuse_one_shot(loader)
         yield from ((batch, 0) for batch in copy_for_reading(loader))
@@ -188,7 +188,7 @@ def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 
 
 def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderSamples:
-    """From a loader whose batches can be made at any size."""
+    """Sample a loader whose batches can be made at any size."""
     indices = _indices(loader)
     largest = _LargestSamples(copy_for_reading(loader.collate_fn))
     stopped, started = False, time.monotonic()
@@ -279,7 +279,7 @@ class _LargestSamples:
 
     @property
     def largest(self) -> list[object]:
-        """The largest, and those that are the longest in some dimension; none where all are alike."""
+        """The largest, and those that are the longest in some dimension; none if all are alike."""
         return list({id(item): item for item in (self._largest, *self._mixed)}.values()) if self.vary else []
 
     @property
@@ -287,7 +287,7 @@ class _LargestSamples:
         return list({id(item): item for _, item in self._longest.values()}.values())[:_MOST_MIXED]
 
     def batches(self, unit: int, factor: int) -> tuple[Batches, int]:
-        """Stack the largest sample; or several, where padding each to the longest of all takes more.
+        """Stack the largest sample; or several, if padding each to the longest of all takes more.
 
         Returns:
             The batches, and the multiple that the collate function takes.
@@ -319,7 +319,7 @@ def _bytes_per_sample(batches: Batches) -> float:
 
 
 def _indices(loader: DataLoader[Any]) -> list[Any]:
-    """What the loader may be given, `MOST_SAMPLES` at most, spread over all of it; the ends first."""
+    """Return indices for the loader's dataset, `MOST_SAMPLES` at most, spread over all of it; the ends first."""
     if isinstance(loader.dataset, IterableDataset):
         return [None] * MOST_SAMPLES
     order = _order(loader)
@@ -366,7 +366,7 @@ def _within_time(things: Iterator[T]) -> list[T]:
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """What gives a loader its samples: one that was given a batch sampler also has an unused sampler of its own."""
+    """Return the sampler that a loader uses: if it was given a batch sampler, its own sampler is unused."""
     return loader.sampler if makes_own_batches(loader) else loader.batch_sampler.sampler  # type: ignore[union-attr]
 
 

@@ -1,1 +1,1 @@
-"""What a run is: Lightning's types, a Trainer's settings, agreement between ranks."""
+"""Facts of a run: Lightning's types, a Trainer's settings, agreement between ranks."""

@@ -1,4 +1,4 @@
-"""What kind of thing of Lightning's an object is, by the names of its classes.
+"""Lightning's types, recognized by the names of an object's classes.
 
 Names, since two packages define each class, and older ones lack some.
 """

@@ -44,7 +44,7 @@ class Attempt(Generic[T]):
 
 
 def attempt(work: Callable[[], T]) -> Attempt[T]:
-    """Do something that must not fail the training if it fails."""
+    """Run a function whose failure must not fail the training; the attempt holds its result or its error."""
     try:
         return Attempt(work())
     except DoesNotFitError as error:
@@ -56,7 +56,7 @@ def attempt(work: Callable[[], T]) -> Attempt[T]:
 
 
 def warn(text: str, stacklevel: int = 2) -> None:
-    """Warn of something that must not fail the training: where warnings are errors, it is a line of text."""
+    """Warn of something that must not fail the training: if warnings are errors, it is a line of text."""
     try:
         warnings.warn(text, stacklevel=stacklevel + 1)
     except Warning:
@@ -65,7 +65,7 @@ def warn(text: str, stacklevel: int = 2) -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of a run; one rank where it has one process."""
+    """All ranks of a run; one rank if it has one process."""
 
     size: int = 1
     rank: int = 0
@@ -87,7 +87,7 @@ class Ranks:
         return cls(facts.world_size, facts.global_rank)
 
     def gather(self, mine: T) -> list[T]:
-        """Each rank's value, by rank. All ranks must call it."""
+        """Return each rank's value, by rank. All ranks must call this."""
         if self.size == 1:
             return [mine]
         values: list[Any] = [None] * self.size
@@ -112,7 +112,7 @@ class Ranks:
 
 
 def shared(ranks: Ranks, budget: Budget, device: torch.device, held_bytes: int) -> Budget:
-    """This rank's part of what several ranks find free on the same device. All ranks must call it.
+    """Return this rank's share of the memory that several ranks find free on one device. All ranks must call this.
 
     ``budget`` is what this rank read there, ``held_bytes`` what its model takes of it already.
     """
@@ -126,7 +126,7 @@ def shared(ranks: Ranks, budget: Budget, device: torch.device, held_bytes: int) 
 
 
 def _name(device: torch.device, rank: int) -> tuple[str, str]:
-    """What identifies a device among those of all machines."""
+    """Return a name that identifies a device among those of all machines."""
     if device.type == "cpu":
         return socket.gethostname(), "cpu"
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None

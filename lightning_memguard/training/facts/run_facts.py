@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Stage = Literal["fit", "validate", "test", "predict"]
 Role = Literal["train", "val", "validate", "test", "predict"]
-"""Which loaders: the fit's for training or for validation, or those of ``trainer.validate``, ``test``, ``predict``."""
+"""Role of loaders: training or validation of a fit, or that of ``trainer.validate``, ``test``, ``predict``."""
 
 LIMIT_NAMES: dict[Role, LimitedBy] = {
     "train": "limit_train_batches",
@@ -35,7 +35,7 @@ ROLES: dict[Stage, Role] = {"fit": "train", "validate": "validate", "test": "tes
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where a loop gets its loaders: as given to the Trainer, or from a hook of the module or datamodule."""
+    """Source of a loop's loaders: those given to the Trainer, or a hook of the module or datamodule."""
 
     instance: object
     hook: str  # such as "train_dataloader"
@@ -51,8 +51,8 @@ class RunFacts:
         data_ranks: how many ranks train on samples of their own; the others of ``world_size`` share those of one.
         accumulate_grad_batches: batches per optimizer step, as set now.
         validates: whether a fit runs validation.
-        val_check_interval: None where validation comes by time, so that it may come at any batch.
-        check_val_every_n_epoch: None where the interval counts batches over all epochs.
+        val_check_interval: None if validation comes by time, so that it may come at any batch.
+        check_val_every_n_epoch: None if the interval counts batches over all epochs.
         limits: ``limit_train_batches`` and similar, by role.
         uses_distributed_sampler: whether Lightning spreads each loader's samples over the processes.
         sources: where each loop gets its loaders.
@@ -82,7 +82,7 @@ class RunFacts:
 
     @property
     def role(self) -> Role:
-        """Which loaders the run is about."""
+        """Role of the loaders that the run iterates over."""
         return ROLES[self.stage]
 
 
@@ -108,7 +108,7 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         global_rank=trainer.global_rank,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         validates=trainer.enable_validation,
-        # Lightning 2.6 sets no such attribute where the interval is a time
+        # Lightning 2.6 sets no such attribute if the interval is a time
         val_check_interval=getattr(trainer, "val_check_interval", None),
         check_val_every_n_epoch=trainer.check_val_every_n_epoch,
         is_rehearsal=bool(trainer.fast_dev_run),  # type: ignore[attr-defined]  # set by a connector

@@ -1,6 +1,6 @@
-"""What would make a step fit: each remedy is run on a copy of the step, alone and in pairs.
+"""Search for remedies that make a step fit: each is run on a copy of the step, alone and in pairs.
 
-Nothing is estimated by a rule of thumb: what cannot be run is left out.
+Nothing is estimated by a rule of thumb: a remedy that cannot run is left out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_memguard.core.capture.capture import CaptureFailedError, Isolated
+from lightning_memguard.core.capture.capture import CaptureFailedError, IsolatedWork
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.advice import Advice, by_savings
 from lightning_memguard.core.decision.decision import Budget, Request, decide, largest_that
@@ -39,7 +39,7 @@ _Places = tuple[int, ...]  # of remedies
 
 
 @dataclass(frozen=True)
-class Advised:
+class AdviceReport:
     """The result of trying remedies.
 
     Attributes:
@@ -62,7 +62,7 @@ def try_remedies(
     progress: Callable[[str], object] = lambda _: None,
     most_seconds: float | None = None,
     request: Request | None = None,
-) -> Advised:
+) -> AdviceReport:
     """Find out what would make a step take less memory, by predicting it with each remedy and with two of them.
 
     Args:
@@ -91,14 +91,14 @@ def try_remedies(
     return replace(tried, advice=by_savings([*tried.advice, *settings]))
 
 
-def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: bool) -> Advised:
+def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: bool) -> AdviceReport:
     attempts.start([(family[0],) for family in families])
     tried = [(family, attempts.mildest([(remedy,) for remedy in family])) for family in families]
     singles = [(family, found) for family, found in tried if found]
     best: dict[str, _Single] = {}
     for single in sorted(singles, key=_saved, reverse=True):
         best.setdefault(single[0][0].kind, single)
-    # Where several groups of blocks could be checkpointed: the one that saves most.
+    # If several groups of blocks could be checkpointed: the one that saves most.
     known = [each[1] for each in singles if each[0][0].kind != "checkpointing" or each is best["checkpointing"]]
     pairs = [*itertools.combinations([*best.values()][:_KINDS_PAIRED], 2)] if combinations else []
     attempts.start([(first[0][0], second[0][0]) for first, second in pairs])
@@ -106,7 +106,7 @@ def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: boo
         pair = attempts.mildest(list(itertools.product(first[0], second[0])))
         if pair and pair.saved_bytes > max(_saved(first), _saved(second)):
             known.append(pair)
-    return Advised(by_savings(known), tuple(attempts.left_out), attempts.not_tried)
+    return AdviceReport(by_savings(known), tuple(attempts.left_out), attempts.not_tried)
 
 
 def setting_that_saves(prediction: Prediction, batch_size: int, share: float) -> tuple[str, int] | None:
@@ -146,7 +146,7 @@ def _settings_that_save(
 
 
 def _largest(prediction: Prediction, budget: Budget, request: Request | None) -> int | None:
-    """The largest batch size that fits, 0 where none does; None where other sizes are not known, or not asked for."""
+    """The largest batch size that fits, 0 if none does; None if other sizes are not known, or not asked for."""
     if request is None or not request.free_to_choose or not prediction.scalable or prediction.growth is None:
         return None
     try:
@@ -174,10 +174,10 @@ class _Attempts:
     remedies: list[Remedy]
     left_out: list[tuple[str, str]] = field(default_factory=list)
     not_tried: int = 0
-    isolated: Isolated[_Places, Footprint] = field(init=False)
+    isolated: IsolatedWork[_Places, Footprint] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.isolated = Isolated(self.footprint_with)
+        self.isolated = IsolatedWork(self.footprint_with)
 
     @property
     def is_over(self) -> bool:
@@ -193,7 +193,7 @@ class _Attempts:
         return tuple(map(self.remedies.index, remedies))
 
     def mildest(self, degrees: Sequence[Family]) -> Advice | None:
-        """Of remedies from mildest to strongest: the mildest that fits; where none does, the mildest of all."""
+        """Return the mildest remedy that fits, of some from mildest to strongest; if none fits, the mildest of all."""
         if self.is_over:
             self.not_tried += 1
             return None
@@ -211,11 +211,11 @@ class _Attempts:
         return fitting.get(largest_that(is_too_mild, 0, last) + 1, first)
 
     def advice_for(self, remedies: Family) -> Advice | None:
-        """The step with these remedies; None where it cannot be run with them, or they save nothing."""
+        """The step with these remedies; None if it cannot be run with them, or they save nothing."""
         name = " + ".join(remedy.name for remedy in remedies)
         self.progress(name)
         try:
-            # where there are several ways, one that ends its process is not the last
+            # if there are several ways, one that ends its process is not the last
             ways_left = self.prediction.method not in _ONE_WAY
             found = self.isolated.result(self.places_of(remedies), here_too=ways_left)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything when it is run otherwise

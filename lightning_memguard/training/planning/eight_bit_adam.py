@@ -1,4 +1,4 @@
-"""The states of bitsandbytes' 8-bit Adam, to predict with where bitsandbytes is not installed."""
+"""The states of bitsandbytes' 8-bit Adam, to predict with if bitsandbytes is not installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class EightBitAdam(Optimizer):
-    """What ``bitsandbytes.optim.AdamW8bit`` keeps; for predictions alone, since it updates nothing.
+    """Optimizer with the state of ``bitsandbytes.optim.AdamW8bit``; for predictions only, since it updates nothing.
 
     Two moments of a byte an element, and for each 256 of them a float32 scale; 32 bits for tensors below 4096
     elements; two tables of 256 float32 for all. The update is one kernel that takes nothing. Read in bitsandbytes 0.49,

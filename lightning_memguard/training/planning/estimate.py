@@ -53,11 +53,11 @@ def estimate(
         batch_size: the number of samples to predict for (default: the batch's own).
         step: ``(model, batch) -> loss``; for a plain module.
         optimizer: ``(parameters) -> Optimizer``; for a plain module (default: none, gradients only).
-        device: ``"cpu"``; ``"cuda"`` for the GPU that is there, or, where there is none, for one like an A100; or a
+        device: ``"cpu"``; ``"cuda"`` for the GPU that is there, or, if there is none, for one like an A100; or a
             GPU by name, such as ``"NVIDIA H200"`` or ``"RTX 4090"``, which need not be there.
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
-        training: False for one inference forward under ``torch.no_grad``: ``step`` where given; of a LightningModule
-            ``predict_step``, or ``validation_step`` where only that is its own; else ``model(batch)``.
+        training: False for one inference forward under ``torch.no_grad``: ``step`` if given; of a LightningModule
+            ``predict_step``, or ``validation_step`` if only that is its own; else ``model(batch)``.
         strategy: how it is trained on several devices. Of a LightningModule as a Trainer takes it: a name, such as
             ``"ddp"``, ``"fsdp"`` or ``"deepspeed_stage_3"``, or one of Lightning's strategies. Of a plain module as
             Fabric takes it: ``"ddp"``, ``"fsdp"``, or its `DDPStrategy`, `FSDPStrategy` or `ModelParallelStrategy`.

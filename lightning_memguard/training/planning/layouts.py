@@ -43,7 +43,7 @@ class Fit:
     Attributes:
         ranks: how many devices.
         device: their name.
-        name: of the way; empty where none fits.
+        name: of the way; empty if none fits.
         how: what to write.
         batch_size: the largest of a rank.
         in_all: samples of all ranks.
@@ -165,7 +165,7 @@ def _with(subject: Subject, checkpointed: Blocks | None) -> Subject:
 
 
 def _shardings(subject: Subject, device: str) -> Iterator[Way]:
-    """What needs no other code than a Trainer's strategy."""
+    """Yield the ways to shard that need no other code than a Trainer's strategy."""
     strategies = lightning_of(subject.model).strategies
     subject = replace(subject, strategy=None)
     yield Way("DDP", 'Trainer(strategy="ddp")', _named(subject, "ddp"))

@@ -29,18 +29,18 @@ _MOST_SAMPLES = 1_000_000  # no training takes more at once
 
 @dataclass(frozen=True)
 class Plan:
-    """What fits one device.
+    """Batch sizes and their memory on one device.
 
     Attributes:
         asked: the decision at the size asked for.
         footprint: the memory at that size.
-        budget: what the device offers.
-        largest: the largest size that fits; None where none does, or other sizes are not known.
+        budget: the device's offer.
+        largest: the largest size that fits; None if none does, or other sizes are not known.
         prediction: the memory at any size.
         reason: why there is no ``largest``, in plain words.
-        seconds: what it took to find out.
+        seconds: time that the plan took.
         too_large: the error behind ``reason`` if no size fits.
-        request: which sizes were looked at.
+        request: the sizes that were considered.
         ranks: how many processes train, each on a batch of its own.
     """
 
@@ -100,7 +100,7 @@ def _plan(subject: Subject, device: str, limits: Limits) -> Plan:
         prediction = proven
     elif proven is not prediction:
         # A single sample differs from how other sizes grow: tensors of length 1 need no copies to be contiguous. Other
-        # sizes still come from the growth, which is proven where it is used.
+        # sizes still come from the growth, which is proven when it is used.
         traces = {**prediction.traces, subject.batch_size: proven.traces[subject.batch_size]}
         prediction = replace(prediction, traces=traces)
     request = limits.request(
@@ -145,7 +145,7 @@ def _largest(prediction: Prediction, budget: Budget, asked: Request) -> Decision
 
 
 def _why_one_size(prediction: Prediction) -> str:
-    """Why no largest size is looked for; empty where one is."""
+    """Why no largest size is looked for; empty if one is."""
     return "" if prediction.scalable else "the step runs at no other size that was tried"
 
 

@@ -58,7 +58,7 @@ Family = tuple[Remedy, ...]
 
 
 def families_for(prediction: Prediction, batch_size: int) -> list[Family]:
-    """All that apply, those first that change the result least: they are tried where time is short."""
+    """All that apply, those first that change the result least: they are tried when time is short."""
     program = prediction.program
     if not program.trains:
         return [(remedy,) for remedy in precisions(program)]
@@ -271,4 +271,4 @@ def _freeze(module_copy: nn.Module, head: str) -> None:
     module_copy.get_submodule(head).requires_grad_(True)
     for parameter in module_copy.parameters():
         if not parameter.requires_grad:
-            parameter.grad = None  # of the batches before, where a plain loop accumulates
+            parameter.grad = None  # of the batches before, if a plain loop accumulates

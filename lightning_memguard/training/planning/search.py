@@ -25,13 +25,13 @@ Refusal = Callable[[int], "LimitedBy | None"]
 
 
 def or_the_smallest(choose: Callable[[Request, Context | None], T], request: Request, device: torch.device) -> T:
-    """What is chosen; what a process on the CPU may take besides its tensors is no reason to refuse those that fit.
+    """Choose a batch size; on the CPU, the range for the process itself is no reason to refuse tensors that fit.
 
-    A run that it leaves no room gets the smallest batch size, and warns where it passes its budget.
+    If that range leaves no room, the run gets the smallest batch size, and warns if it passes its budget.
 
     Args:
-        choose: a request, and what is to be counted outside the allocator in place of what is known -> the choice.
-        request: what was asked for.
+        choose: a request, and the bytes to count outside the allocator in place of the known ones -> the choice.
+        request: the sizes asked for.
         device: where it runs.
 
     Raises:
@@ -56,7 +56,7 @@ def largest_that_runs(
     footprint_at: Callable[[Prediction, int], Footprint] = Prediction.footprint_at,
     refused_by: Refusal = lambda _: None,
 ) -> tuple[Decision, Prediction]:
-    """Decide, and capture the step at the chosen size; where it fails there, a multiple of 2, 4, ... may run.
+    """Decide, and capture the step at the chosen size; if it fails there, a multiple of 2, 4, ... may run.
 
     Args:
         prediction: the step's memory.
@@ -66,7 +66,7 @@ def largest_that_runs(
         refused_by: what has a batch size passed over for the next smaller one; None if nothing does.
 
     Returns:
-        The decision, and the prediction that it is made from: another than was passed where the capture disagreed.
+        The decision, and the prediction that it is made from: another than was passed if the capture disagreed.
 
     Raises:
         DoesNotFitError: even the smallest size does not fit.

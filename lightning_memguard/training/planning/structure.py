@@ -1,4 +1,4 @@
-"""What of a module's structure remedies work on: its repeated blocks and its head."""
+"""Parts of a module that remedies work on: its repeated blocks and its head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Blocks:
     paths: tuple[str, ...]
 
     def held_bytes(self, trace: Trace) -> int:
-        """What was kept in them for the backward pass."""
+        """Return the bytes kept in these blocks for the backward pass."""
         inside = {*map(written_path, self.paths)}
         return sum(
             event.nbytes
@@ -43,7 +43,7 @@ class Structure:
         root: what its owner's code calls it.
         blocks: those that repeat.
         switches: the paths of the parts that have a switch for activation checkpointing.
-        head: the path of the last child with parameters; empty where there is only one, or the others are frozen.
+        head: the path of the last child with parameters; empty if there is only one, or the others are frozen.
     """
 
     root: str
@@ -94,7 +94,7 @@ def _repeated_blocks(module: nn.Module, root: str) -> Iterator[Blocks]:
 
 
 def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kind: type[nn.Module]) -> Blocks:
-    """Children of one parent: a list of its own, or named one by one where they are few."""
+    """Children of one parent: a list of its own, or named one by one if they are few."""
     every = len(list(parent.children())) == len(paths)
     in_list = isinstance(parent, _LISTS)
     how = code_of(root, path) if every and in_list else f"({', '.join(code_of(root, each) for each in paths)})"

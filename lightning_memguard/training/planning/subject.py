@@ -41,7 +41,7 @@ _OF_RANKS = ("strategy", "devices", "num_nodes")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned for, read once for all devices.
+    """Model, data and settings to plan for, read once for all devices.
 
     Attributes:
         model: a LightningModule, or any module with ``step``.
@@ -59,7 +59,7 @@ class Subject:
         devices: how many processes train together on each node.
         nodes: how many nodes there are.
         changes: done to each copy of a LightningModule before it is recorded.
-        notes: what had to be assumed, in plain words.
+        notes: assumptions, in plain words.
     """
 
     model: nn.Module
@@ -107,7 +107,7 @@ class Subject:
 
     @property
     def fixed_because(self) -> str:
-        """Why its batch size cannot be changed, in plain words; empty where it can."""
+        """Why its batch size cannot be changed, in plain words; empty if it can."""
         return self.loader_info.fixed_because if self.loader_info else ""
 
 
@@ -160,7 +160,7 @@ def subject_of(
 
 
 def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
-    """With batches drawn from the datamodule, or the module's own loader."""
+    """Return the subject with batches drawn from the datamodule, or from the module's own loader."""
     model, datamodule = subject.model, subject.datamodule
     if datamodule is None and not is_lightning(model):
         raise MemGuardError(f"A {type(model).__name__} brings no data: give an example batch, or a datamodule.")
@@ -207,7 +207,7 @@ def _with_optimizer(model: LightningModule, optimizer: MakeOptimizer) -> Lightni
 
 
 def _with_trainer(subject: Subject, settings: Mapping[str, Any]) -> Subject:
-    """With settings of a Trainer that needs no device; a strategy that shards would need some, and is kept apart."""
+    """Return the subject with settings of a Trainer that needs no device; a strategy that shards is kept apart."""
     trainer, model = dict(settings), subject.model
     strategy: Any = trainer.pop("strategy", None) or "auto"
     devices, nodes = _count(trainer.pop("devices", 1)), int(trainer.pop("num_nodes", None) or 1)
@@ -229,7 +229,7 @@ def _with_trainer(subject: Subject, settings: Mapping[str, Any]) -> Subject:
 
 
 def on_ranks(subject: Subject, strategy: str | Strategy, devices: int, nodes: int) -> Subject:
-    """The same, trained on so many devices of so many nodes.
+    """Return the subject trained on so many devices of so many nodes.
 
     Raises:
         MemGuardError: it is not a training, or the strategy is unknown.
@@ -276,7 +276,7 @@ def is_lightning(model: object) -> TypeGuard[LightningModule]:
 
 
 def program_of(subject: Subject, target: Target) -> Program:
-    """What runs of a subject on a device: a step in Lightning's order, or in PyTorch's loop, or an inference.
+    """Return the program of a subject on a device: a step in Lightning's order, or in PyTorch's loop, or an inference.
 
     Raises:
         MemGuardError: a plain module comes without ``step``, or no Trainer can be made with these settings.
@@ -346,7 +346,7 @@ def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: o
 
 
 def inference_of(subject: Subject) -> Subject:
-    """The same model, in one inference on the same batch."""
+    """Return the subject as one inference of its model on its batch."""
     step = _forward(subject)
     return replace(subject, training=False, trainer={}, step=step, loader_info=None, strategy=None, devices=1, nodes=1)
 

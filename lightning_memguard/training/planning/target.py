@@ -22,7 +22,7 @@ from lightning_memguard.units import format_bytes
 
 @dataclass(frozen=True)
 class Target:
-    """What to predict for; ``capacity_bytes`` is None where the memory is not known or not to be filled."""
+    """Device to predict for; ``capacity_bytes`` is None if the memory is not known or not to be filled."""
 
     device: torch.device
     gpu: Gpu | None = None
@@ -31,7 +31,7 @@ class Target:
     notes: tuple[str, ...] = ()
 
     def talking(self, communicators: int) -> Target:
-        """The same with what NCCL takes for so many communicators."""
+        """Return the target with the memory that NCCL takes for so many communicators."""
         if self.device.type != "cuda" or self.gpu is None or not communicators:
             return self
         known = self.context_bytes
@@ -62,7 +62,7 @@ def check_device(name: str) -> torch.device | None:
 
 
 def target_of(name: str, model: nn.Module | None = None) -> Target:
-    """What to predict for a model; see ``device`` of `lightning_memguard.training.planning.estimate.estimate`.
+    """Return the target named by ``device`` of `lightning_memguard.training.planning.estimate.estimate`.
 
     Raises:
         MemGuardError: it is neither a device of torch's that trains nor a GPU of the catalogue.
@@ -85,7 +85,7 @@ def _of_catalogue(gpu: Gpu) -> Target:
 
 
 def target_and_budget(name: str, limits: Limits, model: nn.Module) -> tuple[Target, Budget]:
-    """What to predict for, and what it offers to a training of a model.
+    """Return a target, and the budget that it offers to a training of a model.
 
     Raises:
         MemGuardError: the name is unknown, or the budget is more than a GPU that is not available has.

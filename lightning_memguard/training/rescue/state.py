@@ -217,7 +217,7 @@ class StepState:
                 layers.append(attributes)
             if each._buffers and not isinstance(each, _BatchNorm):
                 self._plant(_BUFFERS, each._buffers, name)
-            elif is_users:
+            elif is_users and not each._buffers:
                 without_buffers.append(each._buffers)
         for source in {cls.__module__: None for cls in type(self._module).__mro__ if not _is_library(cls)}:
             names = vars(sys.modules[source])

@@ -14,7 +14,7 @@ from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.budget import read_budget
-from lightning_memguard.core.isolation.pool import Pool
+from lightning_memguard.core.isolation.pool import ChildPool
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.core.trace.trace import Shapes
@@ -39,7 +39,7 @@ class BatchWatch:
         self._quick_bytes = -1
 
     def larger(self, batch: object) -> Larger | None:
-        """Look at a batch on its way into the step; None where it is within what was predicted."""
+        """Compare a batch on its way into the step with the prediction; None if it is within it."""
         quick_bytes = _quick_bytes(batch)
         if quick_bytes == self._quick_bytes != -1:
             return None  # as large as the one before
@@ -96,7 +96,7 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
     def find(_: int) -> int | None:
         return would_fit(watch, watch.profile.budget, _ratio(measured, decided.most_device_bytes))
 
-    with Pool[int, "int | None"](find, most=1, begin=run_on_one_thread, trusted=True) as pool:
+    with ChildPool[int, "int | None"](find, most=1, begin=run_on_one_thread, trusted=True) as pool:
         return pool.result(0).value
 
 

@@ -19,7 +19,7 @@ from lightning_memguard.report.comparison import comparison_text
 from lightning_memguard.training.facts.ranks import attempt, warn
 from lightning_memguard.training.facts.run_facts import ROLES
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
-from lightning_memguard.training.run.settings import GuardSettings
+from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.units import KIB, parse_bytes
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     """Predict the memory of a training step, choose the largest batch size that fits, and log predicted next to actual.
 
     Args:
-        mode: ``"tune"`` chooses the batch size; ``"check"`` predicts, warns where it does not fit, and changes nothing.
+        mode: ``"tune"`` chooses the batch size; ``"check"`` predicts, warns if it does not fit, and changes nothing.
         budget: what the training may take on its device: bytes, or text such as ``"24GiB"`` (default: what the device
             has free).
         margin: share of the budget to keep free, in [0, 1).
@@ -100,7 +100,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     Raises:
         MemGuardError: an argument is out of its range; or, at setup, the Trainer has two MemGuards.
-        DoesNotFitError: at setup, in mode ``"tune"``, where even ``min_batch_size`` does not fit.
+        DoesNotFitError: at setup, in mode ``"tune"``, if even ``min_batch_size`` does not fit.
 
     Example:
         >>> trainer = Trainer(callbacks=[MemGuard()])  # doctest: +SKIP
@@ -150,10 +150,10 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self._skip(*_NOT_USED)
 
     def _skip(self, *hooks: str) -> None:
-        """Have Lightning skip hooks, unless a subclass has its own.
+        """Make Lightning skip hooks, unless a subclass has its own.
 
-        Lightning calls a callback's hook where it is callable (``_call_callback_hooks`` in trainer/call.py, checked on
-        2.5.0 to 2.6.6). What it does around each call, even of an empty hook, takes longer than our work at a batch.
+        Lightning calls a callback's hook if it is callable (``_call_callback_hooks`` in trainer/call.py, checked on
+        2.5.0 to 2.6.6). Its own work around each call, even of an empty hook, takes longer than ours at a batch.
         """
         for hook in hooks:
             owner = next(cls for cls in type(self).__mro__ if hook in vars(cls))
@@ -175,7 +175,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
         It opens in https://pytorch.org/memory_viz and with ``python -m torch.cuda._memory_viz``. Called before the
         first run, it is written when that starts. The actual snapshot can only be recorded while a run trains: of its
-        first two optimizer steps, or of the next two where this is called from a hook.
+        first two optimizer steps, or of the next two if this is called from a hook.
 
         Args:
             path: the file to write, usually ``*.pickle``; an existing one is replaced. The actual snapshot is next
@@ -284,7 +284,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     @_guarded
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Go on at the batch size of a fit's checkpoint while it fits."""
+        """Resume a fit at its checkpoint's batch size if it fits."""
         if self._run:
             self._run.load(checkpoint)
 
@@ -305,7 +305,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     @_guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start measuring where only validation (or test, or prediction) runs."""
+        """Start measuring if only validation (or test, or prediction) runs."""
         if self._run and not self._run.trains:
             self._run.start()
 
@@ -332,7 +332,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """The same where nothing is trained."""
+        """Warn of a batch of validation, test or prediction that is larger than predicted."""
         if self._run:
             self._run.check_batch("val", batch, batch_idx)
 
@@ -360,7 +360,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     @_guarded
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same where only validation (or test, or prediction) runs."""
+        """Record a run that only validates, tests or predicts."""
         run = self._run
         if run and not run.trains:
             record = run.end_evaluation()

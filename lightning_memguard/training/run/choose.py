@@ -1,4 +1,4 @@
-"""What is known of a run -> its batch size, the same on all ranks; chosen in a child, which leaves nothing behind."""
+"""Profile of a run -> its batch size, equal on all ranks; chosen in a child, which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
-from lightning_memguard.core.isolation.pool import Pool
+from lightning_memguard.core.isolation.pool import ChildPool
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.simulation.fake import run_on_one_thread
@@ -20,8 +20,8 @@ from lightning_memguard.training.data.loaders import leaves_one, spoiled_by
 from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt
 from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs
+from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import Reading, Run, RunProfile, ValidationRun, profile_of
-from lightning_memguard.training.run.settings import GuardSettings
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 _MOST_ROUNDS = 5
 
-Chosen = tuple[Decision, RunProfile]
+Choice = tuple[Decision, RunProfile]
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What may differ from one choice to the next."""
+class _Question:
+    """Values that may differ from one choice to the next."""
 
     budget: Budget
     request: Request
@@ -43,14 +43,14 @@ class _Asked:
     context_bytes: int | tuple[int, int, int]
 
     @classmethod
-    def of(cls, profile: RunProfile) -> _Asked:
-        """What a profile asks for."""
+    def of(cls, profile: RunProfile) -> _Question:
+        """Read the values from a profile."""
         validation = profile.validation
         size, context = validation.batch_size if validation else None, profile.prediction.context_bytes
         return cls(profile.budget, profile.request, size, tuple(profile.extra.items()), context)
 
     def put_to(self, profile: RunProfile) -> RunProfile:
-        """The same profile, asked this."""
+        """Return the profile with these values."""
         validation = profile.validation
         if validation is not None and self.validation_batch_size is not None:
             validation = replace(validation, batch_size=self.validation_batch_size)
@@ -62,12 +62,12 @@ class Planner:
     """Predicts and chooses for a run, in a child of its own that has children for the captures.
 
     Traces are large; here none of them ever is in the run's own process, where they would take memory while it trains.
-    Where there can be no child, the same is done here.
+    If there can be no child, the same is done here.
 
     Args:
         settings: of the guard.
         known: what there is to predict from.
-        while_waiting: see `Pool`.
+        while_waiting: see `ChildPool`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Planner:
         self._run: Run = known.run
         self._captures: Captures | None = None
         self._open = ExitStack()
-        self._pool = Pool[_Asked | None, "Attempt[RunProfile] | Attempt[Chosen]"](
+        self._pool = ChildPool[_Question | None, "Attempt[RunProfile] | Attempt[Choice]"](
             self._work, most=1, begin=run_on_one_thread, trusted=True, while_waiting=while_waiting
         )
 
@@ -102,21 +102,21 @@ class Planner:
         answer = cast("Attempt[RunProfile]", self._ask(None))
         return replace(answer, value=answer.value.attached_to(self._run)) if answer.value else answer
 
-    def choose(self, profile: RunProfile) -> Attempt[Chosen]:
-        """This rank's choice, and what it is made from."""
-        answer = cast("Attempt[Chosen]", self._ask(_Asked.of(profile)))
+    def choose(self, profile: RunProfile) -> Attempt[Choice]:
+        """Return this rank's choice and the profile behind it."""
+        answer = cast("Attempt[Choice]", self._ask(_Question.of(profile)))
         if answer.value is None:
             return answer
         decision, chosen = answer.value
         return replace(answer, value=(decision, chosen.attached_to(self._run)))
 
-    def _ask(self, asked: _Asked | None) -> Attempt[RunProfile] | Attempt[Chosen]:
-        return self._pool.result(asked).value or self._work(asked)
+    def _ask(self, question: _Question | None) -> Attempt[RunProfile] | Attempt[Choice]:
+        return self._pool.result(question).value or self._work(question)
 
-    def _work(self, asked: _Asked | None) -> Attempt[RunProfile] | Attempt[Chosen]:
-        if asked is None:
+    def _work(self, question: _Question | None) -> Attempt[RunProfile] | Attempt[Choice]:
+        if question is None:
             return attempt(lambda: self._known().detached())
-        return attempt(lambda: self._chosen(asked))
+        return attempt(lambda: self._chosen(question))
 
     def _known(self) -> RunProfile:
         if self._captures is None:
@@ -128,12 +128,12 @@ class Planner:
             self._profile = profile_of(self._reading, self._captures)
         return cast("RunProfile", self._profile)
 
-    def _chosen(self, asked: _Asked) -> Chosen:
-        decision, profile = _choice(asked.put_to(self._known()), self._settings)
+    def _chosen(self, question: _Question) -> Choice:
+        decision, profile = _choice(question.put_to(self._known()), self._settings)
         return decision, profile.detached()
 
 
-def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
+def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
     """Choose a batch size from what is known, the same on all ranks. All ranks must call it.
 
     Raises:
@@ -156,15 +156,15 @@ def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
 
 
 def _with_common_limit(decision: Decision, sizes: list[tuple[int, int]], request: Request) -> Decision:
-    """Where another rank set the size, that rank's memory limits it, not ``max_batch_size``."""
+    """Correct the limit if another rank set the size: that rank's memory limits it, not ``max_batch_size``."""
     if len(sizes) == 1 or decision.limited_by != "max_batch_size":
         return decision
     held_back = request.max_batch_size is None or decision.batch_size < request.max_batch_size
     return replace(decision, limited_by="memory") if held_back else decision
 
 
-def _choice(profile: RunProfile, settings: GuardSettings) -> Chosen:
-    """This rank's choice, and what it is made from once the step was captured at its size."""
+def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:
+    """Return this rank's choice, and its profile once the step was captured at the chosen size."""
     validation = _fitting(profile)
     profile = replace(profile, validation=validation)
     decision, proven = largest_that_runs(
@@ -190,7 +190,7 @@ def _refused_by(profile: RunProfile, min_steps: int | None, size: int) -> Limite
 
 
 def _with_setting(footprint: Footprint, prediction: Prediction) -> Footprint:
-    """With a note where a setting of the allocator alone would make the step take clearly less."""
+    """Return the footprint with a note if a setting of the allocator alone would make the step take clearly less."""
     known = None if footprint.is_evaluation else setting_that_saves(prediction, footprint.batch_size, _WORTH_A_NOTE)
     if known is None:
         return footprint
@@ -204,7 +204,7 @@ _WORTH_A_NOTE = 0.05  # of what the step needs
 
 
 def _unchanged(decision: Decision, fixed_because: str, settings: GuardSettings) -> Decision:
-    """A decision to keep the batch size, with the reason; where a check could not tell more, that comes first."""
+    """A decision to keep the batch size, with the reason; if a check could not tell more, that comes first."""
     if settings.mode == "tune":
         return replace(decision, outcome="kept", reason=fixed_because)
     if decision.verdict == "unknown":
@@ -214,7 +214,7 @@ def _unchanged(decision: Decision, fixed_because: str, settings: GuardSettings) 
 
 
 def _fitting(profile: RunProfile) -> ValidationRun | None:
-    """Validation at its own batch size, or where that does not fit, at the largest that does."""
+    """Validation at its own batch size, or if that does not fit, at the largest that does."""
     validation, usable = profile.validation, profile.budget.usable_bytes
     if validation is None or not profile.request.free_to_choose or validation.is_fixed:
         return validation

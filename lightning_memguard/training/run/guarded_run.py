@@ -14,9 +14,9 @@ from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, ret
 from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
+from lightning_memguard.report.decision_table import last_line, print_decision, warning_of, why
 from lightning_memguard.report.failure import Overrun, announcement, note, overrun_words, refusal_words
 from lightning_memguard.report.loggers import Boards
-from lightning_memguard.report.table import last_line, print_decision, warning_of, why
 from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.metrics import show_to_callbacks
@@ -26,10 +26,10 @@ from lightning_memguard.training.facts.ranks import attempt, warn
 from lightning_memguard.training.facts.run_facts import Stage
 from lightning_memguard.training.rescue.rescuer import Rescuer
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, fits_now, fitting, size_within_budget
+from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import Page, boards_of, page_of
-from lightning_memguard.training.run.settings import GuardSettings
 from lightning_memguard.training.run.tune import recheck, tune, with_steps
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class GuardedRun:
     # -- before the first step
 
     def apply(self) -> None:
-        """Have the run follow the decision; its loaders are made later, and may be made several times."""
+        """Apply the decision to the run; its loaders are made later, and may be made several times."""
         profile = self.tuning.profile
         if profile is None or self.settings.mode != "tune":
             return
@@ -150,7 +150,7 @@ class GuardedRun:
                 self._warn(warning_of(self.decision))
 
     def load(self, checkpoint: dict[str, object]) -> None:
-        """Go on at the batch size of a fit's checkpoint while it fits; no optimizer and no loader exists yet."""
+        """Resume a fit at its checkpoint's batch size if it fits; no optimizer and no loader exists yet."""
         profile = self.tuning.profile
         if not self.trains or profile is None or not profile.request.free_to_choose:
             return
@@ -162,7 +162,7 @@ class GuardedRun:
             self.announce()
 
     def announce(self) -> None:
-        """Print the table; warn where MemGuard could not do what was asked, or the training may not fit.
+        """Print the table; warn if MemGuard could not do what was asked, or the training may not fit.
 
         What the warning says is not printed as well.
         """
@@ -238,7 +238,7 @@ class GuardedRun:
     # -- at each batch
 
     def record_step(self) -> None:
-        """Record the actual step where a snapshot of it was asked for; a batch of training begins."""
+        """Record the actual step if a snapshot of it was asked for; a batch of training begins."""
         if self._recorder is not None and not self._recorder.goes_on():
             self._end_recording()
 
@@ -309,7 +309,7 @@ class GuardedRun:
                 self._write_page()
 
     def end_evaluation(self) -> EpochRecord | None:
-        """The same where only validation (or test, or prediction) runs."""
+        """Make the record of a run that only validates, tests or predicts."""
         record = self._record()
         self.records[:] = [record] if record else []
         self.summarize()
@@ -410,7 +410,7 @@ class GuardedRun:
     # -- when it is over
 
     def out_of_memory_note(self) -> str:
-        """What was predicted of a run that ran out of memory, what would have fit, and why no step was rescued."""
+        """Say what a run that ran out of memory was predicted to take, what would have fit, and why no rescue came."""
         refused = self._rescuer.refused if self._rescuer else ""
         return "\n".join(filter(None, (self._note_on_prediction(), refusal_words(refused))))
 
@@ -437,7 +437,7 @@ class GuardedRun:
 
 
 def actual_path(path: Path) -> Path:
-    """Where the actual snapshot is, next to the predicted one."""
+    """Return the path of the actual snapshot, next to the predicted one."""
     return path.with_name(f"{path.stem}_actual{path.suffix}")
 
 

@@ -1,4 +1,4 @@
-"""What is known of a run before anything is decided: its data, its budget, and the predicted memory of its steps.
+"""Profile of a run before anything is decided: its data, its budget, and the predicted memory of its steps.
 
 The data is read in the run's own process; the steps are captured in children.
 """
@@ -31,7 +31,7 @@ from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for,
 from lightning_memguard.training.data.samples import RunSamples, sample
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
-from lightning_memguard.training.run.settings import GuardSettings
+from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.strategies.sharded import Layout
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a fit's validation runs, and its own batch size."""
+    """Program of a fit's validation, and its own batch size."""
 
     program: LightningProgram
     batch_size: int
@@ -48,11 +48,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """What is read of a run in its own process, where it stays.
+    """Objects of a run that stay in its own process.
 
     Attributes:
         program: its step.
-        evaluation: its validation, where it is a fit with one; or why that is not known.
+        evaluation: its validation, if it is a fit with one; or why that is not known.
         validation_info: the data of that validation, predicted or not.
     """
 
@@ -63,11 +63,11 @@ class Run:
     validation_info: LoaderInfo | None
 
     def without_samples(self) -> Run:
-        """Let go of the samples drawn, which would take memory while it trains."""
+        """Return the run without the samples drawn, which would take memory while it trains."""
         return self._with_programs(_with_shapes_alone)
 
     def without_draws(self) -> Run:
-        """Let go of those that other real batches are made of; the values of one stay."""
+        """Return the run without the samples of other real batches; the values of one batch stay."""
         return self._with_programs(lambda program: program.without_draws())
 
     def _with_programs(self, change: Callable[[LightningProgram], LightningProgram]) -> Run:
@@ -83,7 +83,7 @@ def _with_shapes_alone(program: LightningProgram) -> LightningProgram:
 
 @dataclass(frozen=True)
 class ValidationRun:
-    """A fit's validation, at a batch size of its own; ``is_fixed`` where that cannot be changed."""
+    """A fit's validation, at a batch size of its own; ``is_fixed`` if that cannot be changed."""
 
     prediction: Prediction
     batch_size: int
@@ -92,7 +92,7 @@ class ValidationRun:
 
     @property
     def footprint(self) -> Footprint:
-        """Its memory at its size."""
+        """Memory of the validation at its batch size."""
         return self.prediction.footprint_at(self.batch_size)
 
 
@@ -105,7 +105,7 @@ class RunProfile:
         prediction: the memory of its step.
         budget: what its device offers to this rank.
         request: what was asked for, and what prevents it.
-        validation: the fit's validation; None where there is none, or none could be predicted.
+        validation: the fit's validation; None if there is none, or none could be predicted.
         held_bytes: what of this training is on the device already.
         callback_bytes: what other callbacks hold there, without Lightning's averages.
         avoids_single_sample: whether a last batch of one sample may fail.
@@ -135,16 +135,16 @@ class RunProfile:
         return self.run.loader_info
 
     def detached(self) -> RunProfile:
-        """The same as a value that can be sent, without what stays in the run's own process."""
+        """Return the profile as a value that can be sent, without the objects of the run's own process."""
         nothing: Any = None
         return replace(self._with_predictions(lambda each: replace(each.packed(), program=nothing)), run=nothing)
 
     def unpacked(self) -> RunProfile:
-        """The same, to be asked at many sizes."""
+        """Return the profile with its predictions unpacked, to be asked at many sizes."""
         return self._with_predictions(Prediction.unpacked)
 
     def attached_to(self, run: Run) -> RunProfile:
-        """The same in the run's own process."""
+        """Return the profile with the run's own objects; undoes `detached`."""
         validation = self.validation
         if validation is not None:
             program = run.evaluation.unwrap().program
@@ -152,7 +152,7 @@ class RunProfile:
         return replace(self, run=run, prediction=replace(self.prediction, program=run.program), validation=validation)
 
     def with_context(self, nbytes: int | tuple[int, int, int]) -> RunProfile:
-        """The same with what the process takes on its device outside the allocator."""
+        """Return the profile with other bytes of the process on its device outside the allocator."""
         return self._with_predictions(lambda each: replace(each, context_bytes=nbytes))
 
     def _with_predictions(self, change: Callable[[Prediction], Prediction]) -> RunProfile:
@@ -168,12 +168,12 @@ class RunProfile:
         return trace.plus(self.extra)
 
     def _larger_validation(self, batch_size: int) -> ValidationRun | None:
-        """Validation, where it takes more than the training step."""
+        """Validation, if it takes more than the training step."""
         step, validation = self.prediction.footprint_at(batch_size), self.validation
         return validation if validation and validation.footprint.most_device_bytes > step.most_device_bytes else None
 
     def footprint_at(self, batch_size: int) -> Footprint:
-        """The memory of the run at a batch size: of its training step, or of validation where that takes more."""
+        """The memory of the run at a batch size: of its training step, or of validation if that takes more."""
         most, validation = self.prediction.footprint_at(batch_size), self._larger_validation(batch_size)
         if validation is not None:
             note = f"the peak is in validation, at its batch size of {validation.batch_size}"
@@ -214,12 +214,12 @@ class Reading:
 
     @property
     def rules(self) -> AllocatorSettings:
-        """Those of the run's device."""
+        """Rules of the allocator on the run's device."""
         return AllocatorSettings.for_device(self.run.facts.device.type, os.environ)
 
 
 def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings, facts: RunFacts) -> Reading:
-    """Look at the data, draw samples, read the budget.
+    """Read the data and the budget of a run, and draw samples.
 
     Raises:
         CannotTraceError: there is no data to predict from.
@@ -234,7 +234,7 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         device,
         batches_per_epoch=loader_info.batches_per_epoch,
         datamodule=facts.datamodule,
-        # where MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
+        # if MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
         accumulate_grad_batches=2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts),
         gpu=gpu_of(device),
         stage=facts.stage,
@@ -293,7 +293,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
 
 
 def _why_one_size(prediction: Prediction, *, asked: bool) -> str:
-    """Why a step's memory is known at one batch size or at none; empty where others were not ``asked`` for."""
+    """Why a step's memory is known at one batch size or at none; empty if others were not ``asked`` for."""
     if prediction.method == "states":
         return "; ".join(prediction.notes) or "the step could not be run"
     if not asked:
@@ -304,7 +304,7 @@ def _why_one_size(prediction: Prediction, *, asked: bool) -> str:
 
 
 def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -> tuple[Budget, int]:
-    """What the device offers, and what of this training is there already: predicted as needed, it counts as free."""
+    """Read the budget, and this training's bytes that are there already: these are predicted, so they count as free."""
     held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, facts.device.type)["model"]
     held += callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
     margin, given = settings.margin, settings.budget_bytes
@@ -337,7 +337,7 @@ def _validation(run: Run, training: Prediction) -> ValidationRun:
 
 
 def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:
-    """What is on the device between two training steps besides the module, by part; validation clears the gradients."""
+    """Yield the bytes on the device between two training steps by part, without the module's own."""
     parts = {"optimizer_state", *OPTIONAL_PARTS, *(["gradients"] if gradients else [])}
     events = trace.only("high").events
     alive = {event.block: event for event in events if event.action == "alloc" and event.part in parts}

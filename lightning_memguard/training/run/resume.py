@@ -9,8 +9,8 @@ from typing import Any
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.training.facts.ranks import Attempt, attempt
+from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import RunProfile
-from lightning_memguard.training.run.settings import GuardSettings
 from lightning_memguard.training.run.tune import Tuning
 from lightning_memguard.units import format_bytes
 
@@ -18,8 +18,8 @@ KEY = "lightning_memguard"  # in the checkpoint, next to Lightning's own keys
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What a checkpoint holds of the run that wrote it."""
+class SavedSizes:
+    """Batch sizes that a checkpoint holds of the run that wrote it."""
 
     batch_size: int
     accumulate_grad_batches: int
@@ -28,24 +28,24 @@ class Saved:
 
 
 def saved_state(tuning: Tuning) -> dict[str, int | None]:
-    """What goes into a checkpoint: plain numbers, so that it loads with ``weights_only=True``."""
+    """Return the state for a checkpoint: plain numbers, so that it loads with ``weights_only=True``."""
     return asdict(_saved_of(tuning))
 
 
-def _saved_of(tuning: Tuning) -> Saved:
+def _saved_of(tuning: Tuning) -> SavedSizes:
     decision, ranks = tuning.decision, tuning.ranks.size
-    return Saved(decision.batch_size, decision.accumulate_grad_batches, ranks, decision.validation_batch_size)
+    return SavedSizes(decision.batch_size, decision.accumulate_grad_batches, ranks, decision.validation_batch_size)
 
 
-def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> Saved | None:
-    """Read a checkpoint; None where the run may go on at any size.
+def saved_in(checkpoint: Mapping[str, Any], own_size: int) -> SavedSizes | None:
+    """Read a checkpoint; None if the run may go on at any size.
 
     One without our entry, saved within an epoch, counts batches of the loader's own size.
     """
     state = checkpoint.get(KEY)
     if isinstance(state, Mapping) and isinstance(state.get("batch_size"), int):
-        return Saved(**{name: state[name] for name in Saved.__annotations__ if name in state})
-    return Saved(own_size, 0, 0) if _mid_epoch(checkpoint) else None
+        return SavedSizes(**{name: state[name] for name in SavedSizes.__annotations__ if name in state})
+    return SavedSizes(own_size, 0, 0) if _mid_epoch(checkpoint) else None
 
 
 def _mid_epoch(checkpoint: Mapping[str, Any]) -> bool:
@@ -54,8 +54,8 @@ def _mid_epoch(checkpoint: Mapping[str, Any]) -> bool:
     return bool(progress.get("current", {}).get("completed", 0)) and not progress.get("is_last_batch", True)
 
 
-def resume(tuning: Tuning, saved: Saved, settings: GuardSettings) -> Tuning:
-    """Go on at the checkpoint's batch size, where all ranks can and the settings allow it. All ranks must call it."""
+def resume(tuning: Tuning, saved: SavedSizes, settings: GuardSettings) -> Tuning:
+    """Resume at the checkpoint's batch size, if all ranks can and the settings allow it. All ranks must call this."""
     profile, ranks = tuning.profile, tuning.ranks
     if profile is None or saved == _saved_of(tuning):  # as when a LearningRateFinder restores the checkpoint it saved
         return tuning
@@ -72,7 +72,7 @@ def resume(tuning: Tuning, saved: Saved, settings: GuardSettings) -> Tuning:
 
 
 def _obstacle(size: int, settings: GuardSettings, footprint: Attempt[Footprint], profile: RunProfile) -> str:
-    """Why a run cannot go on at a batch size; empty where it can."""
+    """Why a run cannot go on at a batch size; empty if it can."""
     most, budget = profile.request.dataset_size, profile.budget
     if settings.max_batch_size is not None and size > settings.max_batch_size:
         return f"max_batch_size={settings.max_batch_size} forbids it"
@@ -88,7 +88,7 @@ def _obstacle(size: int, settings: GuardSettings, footprint: Attempt[Footprint],
     return f"that needs {format_bytes(need)} and {budget.device} offers {format_bytes(usable)}"
 
 
-def _kept(decision: Decision, profile: RunProfile, saved: Saved, settings: GuardSettings) -> Decision:
+def _kept(decision: Decision, profile: RunProfile, saved: SavedSizes, settings: GuardSettings) -> Decision:
     effective, ranks = settings.keep_effective_batch_size, profile.request.ranks
     accumulate = profile.request.accumulate_grad_batches
     if effective:

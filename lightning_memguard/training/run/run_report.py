@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from lightning_memguard.core.capture.capture import isolated
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
-from lightning_memguard.core.isolation.pool import Pool
+from lightning_memguard.core.isolation.pool import ChildPool
 from lightning_memguard.core.layers.layers import LayerTable
 from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.report.loggers import Boards
@@ -25,7 +25,7 @@ from lightning_memguard.training.run.profile import RunProfile
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import Logger
 
-FOLDER = "memguard"  # below default_root_dir, where no logger has a folder of its own
+FOLDER = "memguard"  # below default_root_dir, if no logger has a folder of its own
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Page:
 
 
 def page_of(title: str, profile: RunProfile, decision: Decision) -> Page | None:
-    """The page of a run; None where it leaves no files, see `folder_of`.
+    """The page of a run; None if it leaves no files, see `folder_of`.
 
     A child makes its report: traces are large, and none stays in the run's own process.
     """
@@ -55,7 +55,7 @@ def page_of(title: str, profile: RunProfile, decision: Decision) -> Page | None:
     if folder is None:
         return None
     make = functools.partial(_report, title, profile, decision)
-    with Pool[int, Report](lambda _: make(), most=1, begin=run_on_one_thread, trusted=True) as pool:
+    with ChildPool[int, Report](lambda _: make(), most=1, begin=run_on_one_thread, trusted=True) as pool:
         report = pool.result(0).value or make()
     return Page(folder, report, profile.facts.stage)
 
@@ -70,9 +70,9 @@ def _report(title: str, profile: RunProfile, decision: Decision) -> Report:
 
 
 def folder_of(facts: RunFacts) -> Path | None:
-    """Where a run's files go: next to its first logger's, as checkpoints do; without a logger, a folder of their own.
+    """Return the folder for a run's files: next to its first logger's, as for checkpoints; else one of their own.
 
-    None where it leaves no files, and where the folder is not local.
+    None if the run leaves no files, or the folder is not local.
     """
     if not facts.leaves_files:
         return None
@@ -82,12 +82,12 @@ def folder_of(facts: RunFacts) -> Path | None:
 
 
 def boards_of(facts: RunFacts) -> Boards | None:
-    """What the loggers of a run show besides scalars; None where it leaves no files."""
+    """Return the boards on which a run's loggers show more than scalars; None if it leaves no files."""
     return Boards(facts.loggers, folder_of(facts), facts.stage) if facts.leaves_files else None
 
 
 def _folder_of_logger(logger: Logger) -> str:
-    """`log_dir` where it has one; else, as in Lightning's ModelCheckpoint, made of directory, name and version."""
+    """`log_dir` if it has one; else, as in Lightning's ModelCheckpoint, made of directory, name and version."""
     folder = getattr(logger, "log_dir", None)
     if folder or not logger.save_dir:
         return str(folder or "")
@@ -96,7 +96,7 @@ def _folder_of_logger(logger: Logger) -> str:
 
 
 def _curve(profile: RunProfile, decision: Decision) -> Sequence[CurvePoint]:
-    """Peaks at other sizes, where they are arithmetic: a capture for each would keep the training waiting."""
+    """Peaks at other sizes, if they are arithmetic: a capture for each would keep the training waiting."""
     known = profile.prediction.scalable and profile.prediction.growth is not None
     return curve_of(profile.footprint_at, decision) if known else ()
 

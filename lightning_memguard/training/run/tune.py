@@ -18,12 +18,12 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
 from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
-from lightning_memguard.training.planning.advise import Advised, try_remedies
+from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
 from lightning_memguard.training.planning.search import Context, or_the_smallest
 from lightning_memguard.training.rescue.cut import Cut, cut_of
-from lightning_memguard.training.run.choose import Chosen, Planner, choose
+from lightning_memguard.training.run.choose import Choice, Planner, choose
+from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import Reading, RunProfile, read_run
-from lightning_memguard.training.run.settings import GuardSettings
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The result of `tune`. ``profile`` is None where the run was not tuned; ``decision.reason`` says why.
+    """The result of `tune`. ``profile`` is None if the run was not tuned; ``decision.reason`` says why.
 
     ``cuts`` say how batches are cut by sample, by role, as far as is known.
     """
@@ -90,7 +90,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
 
 @dataclass
 class _Progress:
-    """Says once what takes long, from a moment on."""
+    """Message printed once if work takes longer than a moment."""
 
     due: float
 
@@ -113,10 +113,10 @@ def _cuts(reading: Reading, stage: Stage) -> dict[Role, Cut]:
     return cuts
 
 
-def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
+def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
     asked = profile.request
 
-    def choose_for(request: Request, context_bytes: Context | None) -> Chosen:
+    def choose_for(request: Request, context_bytes: Context | None) -> Choice:
         if context_bytes is None:
             return choose(profile, ranks, planner)
         decision, chosen = choose(replace(profile, request=request).with_context(context_bytes), ranks, planner)
@@ -126,14 +126,14 @@ def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Chosen:
 
 
 def _common(request: Request, answers: Sequence[tuple[bool, str]]) -> Request:
-    """A request that is free where it is on all ranks; each answers whether it is, and why it is not."""
+    """A request that is free if it is on all ranks; each answers whether it is, and why it is not."""
     free = all(is_free for is_free, _ in answers)
     elsewhere = next((f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why), "")
     return replace(request, free_to_choose=free, fixed_because=request.fixed_because or elsewhere)
 
 
 def with_steps(tuning: Tuning) -> Tuning:
-    """The same with the optimizer steps that a fit has in an epoch, as decided and as requested."""
+    """Return the tuning with the optimizer steps that a fit has in an epoch, as decided and as requested."""
     profile, decision = tuning.profile, tuning.decision
     if profile is None or tuning.role != "train":
         return tuning
@@ -148,22 +148,22 @@ def with_steps(tuning: Tuning) -> Tuning:
 
 
 def _without_samples(profile: RunProfile) -> RunProfile:
-    """Let go of the samples drawn, unless another size may still be captured with their values."""
+    """Return the profile without the samples drawn; if another size may still be captured, their values stay."""
     known = profile.prediction
     scales = known.growth is not None or known.method == "real"
     return profile.attached_to(profile.run.without_samples() if scales else profile.run.without_draws())
 
 
 def _with_advice(error: DoesNotFitError, profile: RunProfile) -> DoesNotFitError:
-    """The same error with what would make it fit on this rank, where that is known; no rank waits for another."""
+    """Return the error with remedies for this rank, if there are any; no rank waits for another."""
     advised = attempt(lambda: _remedies(profile)).value
     if not advised or not advised.advice:
         return error
     return error.with_advice(advised.advice, what_would_fit(shortlist(advised.advice), advised.not_tried))
 
 
-def _remedies(profile: RunProfile) -> Advised | None:
-    """None where another rank is too small, or validation alone does not fit."""
+def _remedies(profile: RunProfile) -> AdviceReport | None:
+    """None if another rank is too small, or validation alone does not fit."""
     size, usable = profile.request.smallest_batch_size, profile.budget.usable_bytes
     if profile.prediction.footprint_at(size).most_device_bytes <= usable:
         return None

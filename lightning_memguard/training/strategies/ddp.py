@@ -66,9 +66,9 @@ def steps_until_steady(strategy: object) -> int:
 
 
 def attach(strategy: object, module_copy: nn.Module, recorder: Recorder, *, is_fit: bool = True) -> None:
-    """Have a copy's run allocate what it would under DistributedDataParallel; nothing for any other strategy.
+    """Wrap a copy so that it allocates as under DistributedDataParallel; nothing for any other strategy.
 
-    Call it where DDP would wrap the module: when the copy is on its device and recorded, before it has optimizers.
+    Call it when DDP would wrap the module: once the copy is on its device and recorded, before it has optimizers.
 
     Args:
         strategy: the user's Lightning strategy; its settings are read, nothing is changed.
@@ -91,7 +91,7 @@ def attach(strategy: object, module_copy: nn.Module, recorder: Recorder, *, is_f
 
 
 def attach_to_plain(strategy: Any, module_copy: nn.Module, recorder: Recorder) -> None:
-    """The same for a plain module under Fabric's DDPStrategy; each forward pass is followed by a backward pass."""
+    """Wrap a plain module as Fabric's DDPStrategy does; each forward pass is followed by a backward pass."""
     wrapper = _wrapper_of(strategy, module_copy, recorder)
     if wrapper is not None:
         module_copy.register_forward_pre_hook(lambda *_: wrapper.before_forward())
@@ -108,7 +108,7 @@ def _wrapper_of(strategy: DDPStrategy, module_copy: nn.Module, recorder: Recorde
 
 
 def _exchange_statistics(module_copy: nn.Module, ranks: int, recorder: Recorder) -> None:
-    """What SyncBatchNorm takes on top of the batch norm it replaces, which keeps as much for the backward pass.
+    """Count the bytes that SyncBatchNorm takes on top of the batch norm it replaces; both keep the same for backward.
 
     Mean, inverse deviation and count of each channel are joined, and gathered from all ranks (``SyncBatchNorm.forward``
     in torch/nn/modules/_functions.py, torch 2.13).
@@ -127,7 +127,7 @@ def _exchange_statistics(module_copy: nn.Module, ranks: int, recorder: Recorder)
 
 @dataclass(frozen=True)
 class Arguments:
-    """Those arguments of DistributedDataParallel that decide what it allocates.
+    """Arguments of DistributedDataParallel that decide what it allocates.
 
     Attributes:
         bucket_bytes: sizes at which the buckets are full, in the order they are ready, the last one for all further.
@@ -188,7 +188,7 @@ class Arguments:
         return self.bucket_bytes if self.bucket_bytes_are_listed or self.finds_unused else (sys.maxsize,)
 
     def notes(self, module_copy: nn.Module) -> Iterator[str]:
-        """What a prediction for this module has to leave out."""
+        """Yield notes on what a prediction for this module has to leave out."""
         for name in self.ignored:
             yield f"DistributedDataParallel({name}=...) was not counted"
         counted = self.hook in ("", *_COMPRESSED, *_UNCOMPRESSED)
@@ -214,7 +214,7 @@ def _partition(
 
 
 class _Wrapper:
-    """What DistributedDataParallel and its reducer hold and do, under their names for it."""
+    """State and steps of DistributedDataParallel and its reducer, under their names."""
 
     def __init__(self, arguments: Arguments, module_copy: nn.Module, recorder: Recorder) -> None:
         self.arguments = arguments
@@ -244,7 +244,7 @@ class _Wrapper:
     # -- when the wrapper is built
 
     def _used_maps(self) -> list[torch.Tensor]:
-        """Which parameters had a gradient: on the host and on the device."""
+        """Allocate the maps of parameters that had a gradient: one on the host and one on the device."""
         needed = self.arguments.find_unused_parameters or self.arguments.static_graph
         devices = (torch.device("cpu"), self.parameters[0].device) if needed else ()
         maps = [torch.empty(len(self.parameters), dtype=torch.int32, device=device) for device in devices]
@@ -264,7 +264,7 @@ class _Wrapper:
     def _make_bucket(self, bucket: list[int]) -> None:
         members = [self.parameters[index] for index in bucket]
         flat = torch.empty(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
-        self.recorder.label([flat], "communication")  # also where the gradients are views into it
+        self.recorder.label([flat], "communication")  # also if the gradients are views into it
         offset = 0
         for index, parameter in zip(bucket, members, strict=True):
             self.views[index] = _view(flat, offset, parameter)
@@ -396,7 +396,7 @@ def _wrap_training_step(module_copy: nn.Module, wrapper: _Wrapper) -> None:
 
 
 def _wrap_manual_backward(module_copy: nn.Module, wrapper: _Wrapper) -> None:
-    """With manual optimization each backward pass reduces its gradients (`DDPStrategy.pre_backward`)."""
+    """Wrap ``manual_backward``: under manual optimization each call reduces gradients (`DDPStrategy.pre_backward`)."""
     backward = cast("Any", module_copy.manual_backward)
 
     @functools.wraps(backward)
@@ -441,7 +441,7 @@ def _ignored_by(module_copy: nn.Module) -> frozenset[str]:
 
 
 def _states_of(module_copy: nn.Module, *, parameters: bool = True, buffers: bool) -> list[torch.Tensor]:
-    """What the ranks broadcast to agree on."""
+    """Return the tensors that the ranks broadcast to agree on."""
     ignored = _ignored_by(module_copy)
     named: list[tuple[str, torch.Tensor]] = [*module_copy.named_parameters()] if parameters else []
     named += module_copy.named_buffers() if buffers else []
@@ -461,7 +461,7 @@ def _reduced_parameters(module_copy: nn.Module) -> tuple[list[nn.Parameter], lis
 
 
 def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """A part of a bucket, with the parameter's strides where that is dense: then a tensor like it has its strides."""
+    """A part of a bucket, with the parameter's strides if that is dense: then a tensor like it has its strides."""
     if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
         return flat.as_strided(parameter.shape, parameter.stride(), offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)

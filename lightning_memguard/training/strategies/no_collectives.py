@@ -1,7 +1,7 @@
-"""While a copy of a training runs, its collective calls do not reach other ranks.
+"""Replacements for collective calls: while a copy of a training runs, its calls do not reach other ranks.
 
 One rank may run more captures than another, or fail in the middle of one; a collective call that reached the others
-from there would wait forever. Those that write into existing tensors allocate nothing: they do nothing.
+from there would wait forever. Calls that write into existing tensors allocate nothing: here they do nothing.
 
 The functions of torch.distributed are replaced for the whole process while a copy runs: this is not thread-safe.
 """

@@ -76,12 +76,12 @@ class Layout:
 
     @property
     def whole(self) -> Layout:
-        """The same ranks, each with all parameters between two steps, if DeepSpeed would divide them."""
+        """These ranks, each with all parameters between two steps if DeepSpeed would divide them."""
         return replace(self, strategy=deepspeed.with_whole_parameters(self.strategy)) if self.is_deepspeed else self
 
     @contextlib.contextmanager
     def one_rank(self) -> Iterator[None]:
-        """Inside, this process is the first of the ranks, also to Lightning."""
+        """Make this process the first of the ranks, also to Lightning, while the context is open."""
         from lightning_utilities.core.rank_zero import rank_zero_only
 
         before = vars(rank_zero_only).get("rank")
@@ -117,7 +117,7 @@ class Layout:
         return own  # type: ignore[no-any-return]
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that the strategy passes to FSDP, without what was made for a real group of processes.
+        """Return the arguments that the strategy passes to FSDP, without objects of a real group of processes.
 
         Raises:
             CannotTraceError: there is no doing without.
@@ -131,7 +131,7 @@ class Layout:
         return kwargs
 
     def place(self, own: Any, device: torch.device, accelerator: object = None) -> None:
-        """Tell a copy of the strategy which rank it is on."""
+        """Put a copy of the strategy on its rank and device."""
         own.parallel_devices, own.cluster_environment = [device] * self.devices, _Environment(self)
         own.accelerator = _AnyDevice(accelerator)
 

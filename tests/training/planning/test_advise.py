@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import DoesNotFitError, MemGuard
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import batches_from_one
-from lightning_memguard.core.capture.capture import Isolated
+from lightning_memguard.core.capture.capture import IsolatedWork
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.advice import Advice, text
@@ -28,7 +28,7 @@ from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning import advise as advise_module
 from lightning_memguard.training.planning import remedies as remedies_module
-from lightning_memguard.training.planning.advise import Advised, try_remedies
+from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
 from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
 from lightning_memguard.training.planning.subject import trainer_for
 from lightning_memguard.training.run import choose as choose_module
@@ -100,7 +100,7 @@ def known(program: Any, size: int = SIZE) -> Prediction:
 
 def tried(
     program: Any, share: float = 0.6, *, size: int = SIZE, only: str | Sequence[str] = ("",), **options: Any
-) -> Advised:
+) -> AdviceReport:
     """Remedies with one of these words in their names (default: all), for a share of what the step takes."""
     words = (only,) if isinstance(only, str) else only
     prediction = known(program, size)
@@ -117,22 +117,22 @@ def offered(program: Any, size: int = SIZE) -> set[str]:
     return {remedy.name for family in remedies_module.families_for(known(program, size), size) for remedy in family}
 
 
-def by_name(found: Advised) -> dict[str, Advice]:
+def by_name(found: AdviceReport) -> dict[str, Advice]:
     return {" + ".join(each.remedies): each for each in found.advice}
 
 
 @pytest.fixture(scope="module")
-def stacked() -> Advised:
+def stacked() -> AdviceReport:
     return tried(program_of(Stacked()))
 
 
-def test_what_saves_most_comes_first_and_all_save_something(stacked: Advised) -> None:
+def test_what_saves_most_comes_first_and_all_save_something(stacked: AdviceReport) -> None:
     saved = [each.saved_bytes for each in stacked.advice]
     assert saved == sorted(saved, reverse=True)
     assert min(saved) > 0
 
 
-def test_each_remedy_is_named_with_what_to_write_and_its_cost(stacked: Advised) -> None:
+def test_each_remedy_is_named_with_what_to_write_and_its_cost(stacked: AdviceReport) -> None:
     found = by_name(stacked)
     assert {"bf16-mixed", "bf16-true", "activation checkpointing of blocks", "SGD", "Adafactor"} <= set(found)
     assert found["bf16-true"].how == ('Trainer(precision="bf16-true")',)
@@ -141,7 +141,7 @@ def test_each_remedy_is_named_with_what_to_write_and_its_cost(stacked: Advised) 
     assert all(len(each.remedies) == len(each.how) == len(each.costs) and all(each.costs) for each in stacked.advice)
 
 
-def test_a_remedy_takes_what_a_module_written_that_way_takes(stacked: Advised) -> None:
+def test_a_remedy_takes_what_a_module_written_that_way_takes(stacked: AdviceReport) -> None:
     """The same prediction, of modules whose owner has followed the advice."""
     followed = {
         "activation checkpointing of blocks": program_of(Stacked(checkpointed=True)),
@@ -155,7 +155,7 @@ def test_a_remedy_takes_what_a_module_written_that_way_takes(stacked: Advised) -
         assert by_name(stacked)[name].footprint.peak_allocated_bytes == pytest.approx(expected, rel=0.001), name
 
 
-def test_pairs_save_more_than_either_and_are_never_two_of_a_kind(stacked: Advised) -> None:
+def test_pairs_save_more_than_either_and_are_never_two_of_a_kind(stacked: AdviceReport) -> None:
     found = by_name(stacked)
     pairs = [each for each in stacked.advice if len(each.remedies) == 2]
     assert 0 < len(pairs) <= 6
@@ -170,8 +170,8 @@ def test_side_by_side_remedies_give_what_they_give_one_by_one() -> None:
     options: dict[str, Any] = {"share": 0.4, "only": ("SGD", "bf16-mixed", "accumulation")}
     together = tried(program_of(Stacked()), **options)
     with (
-        mock.patch.object(Isolated, "start"),
-        mock.patch.object(Isolated, "result", lambda self, request, **_: self._work(request)),
+        mock.patch.object(IsolatedWork, "start"),
+        mock.patch.object(IsolatedWork, "result", lambda self, request, **_: self._work(request)),
     ):
         assert tried(program_of(Stacked()), **options) == together
     assert any(len(each.remedies) == 2 for each in together.advice)
@@ -187,7 +187,7 @@ def test_no_pairs_where_none_are_wanted() -> None:
     assert not any(each.fits for each in found)
 
 
-def test_what_fits_is_held_against_the_budget(stacked: Advised) -> None:
+def test_what_fits_is_held_against_the_budget(stacked: AdviceReport) -> None:
     need = known(program_of(Stacked())).footprint_at(SIZE).most_device_bytes
     for each in stacked.advice:
         assert each.footprint.most_device_bytes == need - each.saved_bytes

@@ -199,6 +199,21 @@ def test_attributes_deleted_and_buffers_registered_by_a_step(model: Model, state
 # -- tensors
 
 
+def test_buffers_of_another_kind_of_batch_norm_stay(model: Model) -> None:
+    """What runs the parts looks after its statistics."""
+
+    class Own(nn.BatchNorm1d):
+        pass
+
+    model.norm = Own(3)
+    state = StepState(trainer_stub(), model)
+    noted = state.note(None, None)
+    model.norm(torch.randn(4, 3))
+    assert state.obstacle(noted) == ""
+    state.put_back(noted)
+    assert [*model.norm._buffers] == ["running_mean", "running_var", "num_batches_tracked"]
+
+
 def test_a_small_buffer_changed_in_place_in_the_first_steps_is_put_back(model: Model, state: StepState) -> None:
     noted = state.note(None, None)
     model.queue += 1

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import Decision, MemGuard, MemGuardError
-from lightning_memguard.report.table import why
+from lightning_memguard.report.decision_table import why
 
 
 def data(samples: int) -> TensorDataset:

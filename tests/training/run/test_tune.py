@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard, MemGuardError
 from lightning_memguard.core.decision.decision import Request
-from lightning_memguard.report.table import why
+from lightning_memguard.report.decision_table import why
 from lightning_memguard.training.run import tune as tuning_module
 from lightning_memguard.units import KIB
 

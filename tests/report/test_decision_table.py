@@ -13,7 +13,7 @@ from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.trace.trace import PARTS
-from lightning_memguard.report.table import last_line, markdown, notes_of, print_decision, warning_of, why
+from lightning_memguard.report.decision_table import last_line, markdown, notes_of, print_decision, warning_of, why
 from lightning_memguard.units import GIB, MIB
 
 PARTS_OF_20_GIB = dict.fromkeys(PARTS, 0) | {

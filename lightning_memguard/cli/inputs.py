@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lightning_memguard.cli import target as typed
+from lightning_memguard.cli import names as typed
 from lightning_memguard.cli.config import Config, read_config
 from lightning_memguard.cli.progress import Say
 from lightning_memguard.errors import CannotTraceError, MemGuardError

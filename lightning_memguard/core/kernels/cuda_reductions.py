@@ -1,4 +1,4 @@
-"""Reductions on CUDA: partial results where several blocks share an output, and copies in the result's type."""
+"""Reductions on CUDA: partial results if several blocks share an output, and copies in the result's type."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, dimensions
-from lightning_memguard.core.kernels.layout import LONG, Layout, accumulator_bytes, contiguous_strides, is_half
+from lightning_memguard.core.kernels.layout import LONG, TensorLayout, accumulator_bytes, contiguous_strides, is_half
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, CudaTarget, Scratch, nbytes
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ RULES = Rules[CudaTarget]()
 
 
 class _Loop(NamedTuple):
-    """One dimension of a reduction: its size, and the strides of output (0 where reduced) and input."""
+    """One dimension of a reduction: its size, and the strides of output (0 if reduced) and input."""
 
     size: int
     out: int
@@ -37,7 +37,7 @@ def _comes_later(left: _Loop, right: _Loop) -> int:
     return 0
 
 
-def _loops(x: Layout, reduced: frozenset[int]) -> list[_Loop]:
+def _loops(x: TensorLayout, reduced: frozenset[int]) -> list[_Loop]:
     """Dimensions as a `TensorIterator` has them: reduced ones first, the fastest first, neighbours merged."""
     kept = [dimension for dimension in range(len(x.shape)) if dimension not in reduced]
     outs = dict(zip(kept, contiguous_strides([x.shape[dimension] for dimension in kept]), strict=True))
@@ -73,12 +73,12 @@ INT_MAX = (1 << 31) - 1
 
 
 def reduction(
-    x: Layout, reduced: frozenset[int], accumulator: int, gpu: CudaTarget, vector: int = 4, out: int | None = None
+    x: TensorLayout, reduced: frozenset[int], accumulator: int, gpu: CudaTarget, vector: int = 4, out: int | None = None
 ) -> tuple[int, ...]:
-    """`gpu_reduce_kernel` (Reduce.cuh): partial results and semaphores, where several blocks share an output.
+    """`gpu_reduce_kernel` (Reduce.cuh): partial results and semaphores, if several blocks share an output.
 
     A partial result has ``accumulator`` bytes, a result has ``out``, and one thread reads ``vector`` elements at once.
-    An input past 2 GiB is reduced in halves; where results are too small to add up in, one buffer is shared by all
+    An input past 2 GiB is reduced in halves; if results are too small to add up in, one buffer is shared by all
     halves (`AccumulationBuffer`).
     """
     if not math.prod(x.shape):
@@ -100,10 +100,10 @@ def last_power(value: int) -> int:
     return 1 << (max(1, value).bit_length() - 1)
 
 
-def _config(loops: list[_Loop], x: Layout, gpu: CudaTarget, vector: int) -> tuple[int, int]:
+def _config(loops: list[_Loop], x: TensorLayout, gpu: CudaTarget, vector: int) -> tuple[int, int]:
     """`setReduceConfig` (Reduce.cuh): how many partial results in all, and how many blocks side by side.
 
-    Where the output's fastest dimension is the input's too, each partial result has room for a whole block of threads
+    If the output's fastest dimension is the input's too, each partial result has room for a whole block of threads
     (`global_memory_size`): over 100 MB on large GPUs, as for the sum over rows that a bias' gradient is.
     """
     outputs = math.prod(loop.size for loop in loops if loop.out)
@@ -175,7 +175,7 @@ def _sum(call: CudaCall) -> Scratch:
     x, result = call["self"], call.result
     itemsize, dims = result.element_size(), dimensions(call.get("dim"), x)
     as_read = x.dtype == result.dtype or (is_half(x) and result.is_floating_point() and itemsize == FLOAT)
-    layout, accumulated = (Layout.of(x), x) if as_read else (Layout.of(x, itemsize), result)
+    layout, accumulated = (TensorLayout.of(x), x) if as_read else (TensorLayout.of(x, itemsize), result)
     partials = reduction(layout, dims, accumulator_bytes(accumulated), call.target, out=itemsize)
     return after((0 if as_read else x.numel() * itemsize, *partials))
 
@@ -183,7 +183,7 @@ def _sum(call: CudaCall) -> Scratch:
 def _reduced(call: CudaCall, accumulator: int, vector: int = 4, out: int | None = None) -> Scratch:
     """An input that is reduced as it is, in its own type."""
     x = call["self"]
-    return after(reduction(Layout.of(x), dimensions(call.get("dim"), x), accumulator, call.target, vector, out))
+    return after(reduction(TensorLayout.of(x), dimensions(call.get("dim"), x), accumulator, call.target, vector, out))
 
 
 # `std_var_kernel_impl` (ReduceMomentKernel.cu): `WelfordData`, two elements read at once
@@ -210,7 +210,7 @@ def _extreme(call: CudaCall) -> Scratch:
 def _count_nonzero(call: CudaCall) -> Scratch:
     """`count_nonzero_cuda` (aten/src/ATen/native/TensorAdvancedIndexing.cpp): ``(self != 0).sum(dims)``."""
     x = call["self"]
-    partial_sums = reduction(Layout.of(x, LONG), dimensions(call["dim"], x), LONG, call.target)
+    partial_sums = reduction(TensorLayout.of(x, LONG), dimensions(call["dim"], x), LONG, call.target)
     return after((x.numel(), x.numel() * LONG, *partial_sums))
 
 
@@ -221,11 +221,13 @@ def _logsumexp(call: CudaCall) -> Scratch:
     dims, itemsize = dimensions(call["dim"], x), x.element_size()
     rows = math.prod(x.shape[d] for d in range(x.dim()) if d not in dims)
     maxima = rows * itemsize if x.numel() else 0
-    extremes = reduction(Layout.of(x), dims, itemsize, gpu)
-    sums = reduction(Layout.of(x, itemsize), dims, accumulator_bytes(x), gpu, out=itemsize)
+    extremes = reduction(TensorLayout.of(x), dims, itemsize, gpu)
+    sums = reduction(TensorLayout.of(x, itemsize), dims, accumulator_bytes(x), gpu, out=itemsize)
     return after((maxima, *extremes), (maxima, maxima, rows), (maxima, nbytes(x), *sums))
 
 
 def mean_blocks(count: int, itemsize: int, gpu: CudaTarget) -> tuple[int, ...]:
     """Partial sums of a mean over all of a contiguous tensor."""
-    return reduction(Layout.contiguous((count,), itemsize), frozenset({0}), max(FLOAT, itemsize), gpu, out=itemsize)
+    return reduction(
+        TensorLayout.contiguous((count,), itemsize), frozenset({0}), max(FLOAT, itemsize), gpu, out=itemsize
+    )

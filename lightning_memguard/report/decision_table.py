@@ -58,7 +58,7 @@ def print_decision(
         decision: what was predicted and chosen.
         console: where (default: the terminal).
         kind: what runs, if the phase of the peak does not say so.
-        explain: False to leave out why this batch size, where a warning says it.
+        explain: False to leave out why this batch size, if a warning says it.
     """
     console = console or Console(highlight=False)
     footprint, budget = decision.footprint, decision.budget
@@ -102,7 +102,7 @@ def _total_rows(footprint: Footprint, budget: Budget) -> list[Row]:
 
 
 def totals_of(footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
-    """What the parts add up to on the device, and what the device offers, in bytes under their names."""
+    """Return the totals on the device and the device's offer, in bytes under their names."""
     least = ", at least" if footprint.is_partial else ""
     totals = [(f"Peak allocated{least}", footprint.peak_allocated_bytes)]
     if footprint.peak_device_bytes != footprint.peak_allocated_bytes:
@@ -118,13 +118,13 @@ def totals_of(footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
 
 
 def notes_of(decision: Decision) -> list[str]:
-    """What else is to be known, in plain words without a full stop; not what `why` says already."""
+    """Return the notes of a decision, in plain words without a full stop, except those that `why` has already."""
     notes = decision.footprint.notes if decision.footprint else ()
     return [*_few_steps(decision), *(note for note in notes if note not in decision.reason)]
 
 
 def _few_steps(decision: Decision) -> list[str]:
-    """Where larger batches leave few optimizer steps an epoch, and the user did not ask for that."""
+    """Return a note if larger batches leave few optimizer steps an epoch, and the user did not ask for that."""
     steps, before = decision.steps_per_epoch, decision.requested_steps_per_epoch
     if steps is None or before is None or steps >= min(_FEW_STEPS, before) or decision.limited_by in _AS_ASKED:
         return []
@@ -149,7 +149,7 @@ def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
 
 
 def markdown(decision: Decision, kind: str = "training") -> str:
-    """What `print_decision` prints, as Markdown.
+    """Return the table that `print_decision` prints, as Markdown.
 
     Args:
         decision: what was predicted and chosen.
@@ -182,7 +182,7 @@ def _escaped(text: str) -> str:
 
 
 def method_words(footprint: Footprint) -> str:
-    """Where the peak is, and how it was obtained; or what is missing where that is unknown."""
+    """Say where the peak is and how it was obtained; of a partial prediction, what is missing."""
     if footprint.is_partial:
         return f"{_METHODS[footprint.method]}."
     return f"Peak in the {peak_words(footprint)}; {_METHODS[footprint.method]}."
@@ -225,7 +225,7 @@ def _limit(decision: Decision) -> str:
 
 
 def warning_of(decision: Decision) -> str:
-    """What a user should act on: MemGuard could not do what was asked, or the step may not fit. Else empty."""
+    """Return the warning for a user to act on: MemGuard did not do as asked, or the step may not fit. Else empty."""
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
         return f"MemGuard did not tune this run: {decision.reason}"

@@ -1,6 +1,6 @@
-"""What was typed on a command line -> the model, batch, optimizer and loss that it means.
+"""Names typed on a command line -> the model, batch, optimizer and loss that they mean.
 
-What has no meaning raises a MemGuardError that names what was typed, what was looked for, and what is similar.
+A name without a meaning raises a MemGuardError with the name, the kind of thing it should be, and similar names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_BYTES = 1 << 26  # larger examples have shapes and no values
 
 
 def load(name: str) -> Any:
-    """What a name such as ``package.module:Class`` or ``path/to/file.py:Class`` refers to."""
+    """Import the object that a name such as ``package.module:Class`` or ``path/to/file.py:Class`` refers to."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         dotted = name.rpartition(".")
