@@ -51,7 +51,7 @@ lint: $(STAMP) ## check rules, formatting and types
 
 bench: $(STAMP) ## measure accuracy on the CPU, costs and advice, and compare with BatchSizeFinder
 	$(BIN)/python benchmarks/cpu_truth.py
-	$(BIN)/python benchmarks/versus_batch_size_finder.py
+	$(BIN)/python benchmarks/overhead.py finder
 	$(BIN)/python benchmarks/overhead.py malloc
 	$(BIN)/python benchmarks/overhead.py process
 	$(BIN)/python benchmarks/overhead.py step

@@ -16,7 +16,7 @@ from itertools import groupby
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import PhaseSpan, Timeline
-from lightning_memguard.report.page_data import CurvePoint, drawn_parts
+from lightning_memguard.report.page_data import CurvePoint, shown_parts
 from lightning_memguard.report.words import COLORS, part_words, round_step, ticks
 from lightning_memguard.units import format_bytes
 
@@ -171,7 +171,7 @@ def timeline(shown: Timeline) -> str:
     totals, peak, count = shown.totals, shown.peak_column, shown.event_count
     axis = _Axis.up_to(max(*totals, *shown.reserved))
     highest = format_bytes(totals[peak])
-    legend = [(swatch(part), part_words(part)) for part in drawn_parts(shown)]
+    legend = [(swatch(part), part_words(part)) for part in shown_parts(shown)]
     if shown.reserved:
         legend.append(('<i class="key line"></i>', "reserved by the allocator"))
     steps = len({span.step for span in shown.spans})
@@ -199,7 +199,7 @@ def _stack(shown: Timeline, axis: _Axis) -> str:
     # Each part is drawn together with all below it, the whole stack first, so that it covers all but its own stripe.
     heights = [0] * columns
     layers: list[str] = []
-    for part in drawn_parts(shown):
+    for part in shown_parts(shown):
         heights = [height + nbytes for height, nbytes in zip(heights, shown.parts[part], strict=True)]
         layers.insert(0, f'<path fill="{COLORS.get(part, _OTHER)}" d="M0 1000V{_step_path(heights, axis)}V1000Z"/>')
     borders = "".join(
@@ -255,7 +255,7 @@ def _script_data(shown: Timeline) -> str:
     content = {
         "count": shown.event_count,
         "events": shown.positions,
-        "parts": {part_words(part): shown.parts[part] for part in drawn_parts(shown)},
+        "parts": {part_words(part): shown.parts[part] for part in shown_parts(shown)},
         "reserved": shown.reserved,
         "phases": phases,
         "phase_names": phase_names,

@@ -49,7 +49,7 @@ class Report:
         curve: peaks at several batch sizes, see `curve_of`.
         records: predicted versus measured, by epoch.
         layers: the table by layer.
-        drawn: the timeline, if it was drawn already; in place of ``trace``.
+        made_timeline: the timeline, if it was made already; in place of ``trace``.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Report:
     curve: Sequence[CurvePoint] = ()
     records: Sequence[EpochRecord] = ()
     layers: LayerTable | None = None
-    drawn: Timeline | None = None
+    made_timeline: Timeline | None = None
 
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.settings is None):
@@ -74,13 +74,13 @@ class Report:
     @cached_property
     def timeline(self) -> Timeline:
         """Live bytes while the step runs; without columns if there is no trace."""
-        if self.drawn is not None:
-            return self.drawn
+        if self.made_timeline is not None:
+            return self.made_timeline
         return timeline_of(self.trace, self.settings) if self.trace and self.settings else Timeline(0)
 
     def without_trace(self) -> Report:
-        """Return the report in little memory: with the timeline drawn, without the trace."""
-        return replace(self, trace=None, settings=None, drawn=self.timeline)
+        """Return the report in little memory: with the timeline made, without the trace."""
+        return replace(self, trace=None, settings=None, made_timeline=self.timeline)
 
 
 def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, points: int = 8) -> tuple[CurvePoint, ...]:
@@ -100,7 +100,7 @@ def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, point
     return tuple(CurvePoint(each.batch_size, each.peak_device_bytes, each.most_device_bytes) for each in footprints)
 
 
-def drawn_parts(timeline: Timeline) -> list[str]:
+def shown_parts(timeline: Timeline) -> list[str]:
     """The parts of a timeline from the bottom of its picture to the top."""
     return [*(part for part in COLORS if part in timeline.parts), *(set(timeline.parts) - set(COLORS))]
 
@@ -127,7 +127,7 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
     return {
         "event_count": timeline.event_count,
         "event_positions": timeline.positions,
-        "parts_bytes": {part: timeline.parts[part] for part in drawn_parts(timeline)},
+        "parts_bytes": {part: timeline.parts[part] for part in shown_parts(timeline)},
         "reserved_bytes": timeline.reserved or None,
         "modules": [event.module for event in timeline.events],
         "operators": [event.operator for event in timeline.events],

@@ -41,7 +41,7 @@ _NOT_AFTER_A_FORK = ("in forked subprocess", "fork-based multiprocessing", "init
 
 
 @dataclass(frozen=True)
-class Draw:
+class Variant:
     """One of several captures at a size, if memory depends on values.
 
     Attributes:
@@ -53,8 +53,8 @@ class Draw:
     shares: Shares = ()
 
 
-FIRST = Draw()
-_Task = tuple[int, int, Method, Draw]  # the program's place, the batch size, the way, which of several
+FIRST = Variant()
+_Task = tuple[int, int, Method, Variant]  # the program's place, the batch size, the way, which of several
 
 
 class CaptureFailedError(CannotTraceError):
@@ -188,12 +188,12 @@ class Captures:
         self._known: dict[_Task, Trace] = {}
 
     def _run(self, task: _Task) -> Trace:
-        place, batch_size, method, draw = task
-        return capture_here(self._programs[place], batch_size, method, draw)
+        place, batch_size, method, variant = task
+        return capture_here(self._programs[place], batch_size, method, variant)
 
-    def start(self, program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> None:
+    def start(self, program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> None:
         """Begin with a capture that will be asked for."""
-        task = (self.place_of(program), batch_size, method, draw)
+        task = (self.place_of(program), batch_size, method, variant)
         if task not in self._known:
             self._isolated.start(task)
 
@@ -221,9 +221,9 @@ class Captures:
         """Return the program's index among the programs; -1 if it is not one of them."""
         return next((place for place, each in enumerate(self._programs) if each is program), -1)
 
-    def trace(self, program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> Trace:
+    def trace(self, program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> Trace:
         """Wait for a capture; see `capture`. What is asked for again is not run again."""
-        task = (self.place_of(program), batch_size, method, draw)
+        task = (self.place_of(program), batch_size, method, variant)
         if task not in self._known:
             self._known[task] = self._isolated.result(task, with_note=_with_note)
         return self._known[task]
@@ -252,14 +252,14 @@ def captures_of(program: Program) -> contextlib.AbstractContextManager[Captures]
     return contextlib.nullcontext(known) if known else Captures(program)
 
 
-def capture(program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> Trace:
+def capture(program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> Trace:
     """Run the program once under a recorder.
 
     Raises:
         CaptureFailedError: the user's code raised, or needs what cannot be known, or ended the process.
     """
     with captures_of(program) as captures:
-        return captures.trace(program, batch_size, method, draw)
+        return captures.trace(program, batch_size, method, variant)
 
 
 def _attempt(work: Callable[[], T]) -> T | _Failure:
@@ -290,7 +290,7 @@ def _value(result: T | _Failure) -> T:
     return result
 
 
-def capture_here(program: Program, batch_size: int, method: Method, draw: Draw = FIRST) -> Trace:
+def capture_here(program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> Trace:
     """Capture a step in this process.
 
     Raises:
@@ -305,15 +305,15 @@ def capture_here(program: Program, batch_size: int, method: Method, draw: Draw =
         worst_case=worst_case,
         kernel_target=kernel_target,
         compiled=method == "compiled",
-        shares=draw.shares,
+        shares=variant.shares,
     )
     if method == "states":
         program.run_states(recorder)
     else:
         with isolated_rng(), without_collections():
-            if draw.number:
-                seed_all(draw.number)
-            program.of_draw(draw.number).run(recorder, batch_size, fake=method != "real")
+            if variant.number:
+                seed_all(variant.number)
+            program.of_draw(variant.number).run(recorder, batch_size, fake=method != "real")
     trace = replace(recorder.trace(batch_size, method), seconds=process_time() - started)
     if where.type == program.device.type:
         return trace

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_memguard.core.capture.capture import FIRST, CaptureFailedError, Captures, Draw, capture, captures_of
+from lightning_memguard.core.capture.capture import FIRST, CaptureFailedError, Captures, Variant, capture, captures_of
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.core.isolation.pool import processors
@@ -26,9 +26,9 @@ from lightning_memguard.units import format_bytes
 # real run allocates them. The fourth is run only to check a square.
 FAKE_SIZES = (4, 8, 16, 32)
 REAL_SIZES = (2, 4, 8)
-DRAWS = tuple(map(Draw, range(4)))  # at each size
+VARIANTS = tuple(map(Variant, range(4)))  # at each size
 _UNEVEN_DRAWS = range(1, 9)  # if the samples differ in size
-SHARED_DRAWS = tuple(map(Draw, range(8)))  # at one small size
+SHARED_VARIANTS = tuple(map(Variant, range(8)))  # at one small size
 _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
 _CLEARLY = 1.01  # times as much as real batches take: such a worst case is not predicted
 _MOST_SECONDS = 20.0  # for a real run, as far as that is known beforehand
@@ -59,8 +59,8 @@ class Prediction:
         compiles: whether the step calls code for torch.compile; ``growth`` and ``traces`` have it uncompiled.
         compiled: traces of the compiled step, by batch size; `proven_at` adds to them. Between them footprints are
             estimates.
-        draws: the captures at each size, if memory depends on values; the largest is in ``traces``.
-        others: the traces of the other draws, by batch size.
+        variants: the captures at each size, if memory depends on values; the largest is in ``traces``.
+        others: the traces of the other variants, by batch size.
         ceiling: the largest possible memory, if that is known too.
         unfrozen: the step that trains all parameters, if frozen ones may be trained later.
     """
@@ -77,7 +77,7 @@ class Prediction:
     seen: dict[int, tuple[Shapes, int] | None] = field(default_factory=dict, compare=False)
     compiles: bool = False
     compiled: Mapping[int, Trace] = field(default_factory=dict)
-    draws: tuple[Draw, ...] = ()
+    variants: tuple[Variant, ...] = ()
     others: Mapping[int, tuple[Trace, ...]] = field(default_factory=dict)
     ceiling: Growth | PackedGrowth | None = None
     unfrozen: Prediction | None = None
@@ -105,16 +105,16 @@ class Prediction:
         return replace(self, compiles=False, compiled={})
 
     def trace_at(self, batch_size: int) -> Trace:
-        """The step's events at one batch size; if memory depends on values, those of the largest draw."""
+        """The step's events at one batch size; if memory depends on values, those of the largest variant."""
         return self._traces_at(batch_size)[0]
 
     def _traces_at(self, batch_size: int) -> tuple[Trace, ...]:
-        """Return the trace of each draw, the largest first."""
+        """Return the trace of each variant, the largest first."""
         if batch_size in self.compiled:
             return (self.compiled[batch_size],)
         if self.method == "states":
             return (replace(next(iter(self.traces.values())), batch_size=batch_size),)
-        if batch_size in self.traces and (batch_size in self.others or not self.draws):
+        if batch_size in self.traces and (batch_size in self.others or not self.variants):
             return (self.traces[batch_size], *self.others.get(batch_size, ()))
         if self.growth is not None:
             return (self.growth.at(batch_size),)
@@ -135,9 +135,9 @@ class Prediction:
             return self._extrapolated_at(batch_size, f"there, {_reason(self.method, error)}")
 
     def _captured_at(self, batch_size: int) -> tuple[Trace, ...]:
-        draws = self.draws or (FIRST,)
+        variants = self.variants or (FIRST,)
         with captures_of(self.program) as captures:
-            found = _of_draws(captures, self.program, batch_size, self.method, draws)
+            found = _traces_of(captures, self.program, batch_size, self.method, variants)
         batches = [trace.batch for trace in found if trace.batch]
         self.seen[batch_size] = max(batches, key=lambda batch: batch[1], default=None)
         return found
@@ -156,21 +156,21 @@ class Prediction:
             replace(trace, notes=(*trace.notes, note))
             for trace in (
                 extrapolate(pair, batch_size)
-                for pair in zip(self._all_draws_at(small), self._all_draws_at(near), strict=True)
+                for pair in zip(self._all_variants_at(small), self._all_variants_at(near), strict=True)
             )
         )
 
-    def _all_draws_at(self, batch_size: int) -> tuple[Trace, ...]:
-        """Return the traces of all draws at a size that ran; captures those that ``traces`` and ``others`` lack."""
+    def _all_variants_at(self, batch_size: int) -> tuple[Trace, ...]:
+        """Return the traces of all variants at a size that ran; captures those that ``traces`` and ``others`` lack."""
         if batch_size in self._known_traces:
             return self._known_traces[batch_size]
         known = (self.traces[batch_size], *self.others.get(batch_size, ()))
-        if len(known) == len(self.draws or (FIRST,)):
+        if len(known) == len(self.variants or (FIRST,)):
             return known
         try:
             self._known_traces[batch_size] = self._captured_at(batch_size)
         except CaptureFailedError:
-            self._known_traces[batch_size] = known * len(self.draws)
+            self._known_traces[batch_size] = known * len(self.variants)
         return self._known_traces[batch_size]
 
     def expected_batch(self, batch_size: int) -> tuple[Shapes, int]:
@@ -352,7 +352,7 @@ def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Predic
         else:
             found = _from(asked, method, traces, growth)
             found = replace(found, scalable=asked.scalable and (growth is not None or len(traces) > 1))
-            found = _drawn(found, batch_size) or found
+            found = _uneven(found, batch_size) or found
             return (_sampled(captures, found, batch_size) or found) if method == "worst-case" else found
     try:
         states = capture(program, batch_size, "states")
@@ -377,30 +377,30 @@ def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
         CaptureFailedError: the step raised at the small sizes and at the requested one.
     """
     program = asked.program
-    sizes, others = _small_sizes(program), DRAWS[1:3]
+    sizes, others = _small_sizes(program), VARIANTS[1:3]
     try:
         traces = [capture(program, sizes[0], "real")]
         seconds = traces[0].seconds
         if seconds > _MOST_SECONDS:
-            sizes, others = sizes[:1], DRAWS[1:2] if seconds < _MOST_SECONDS_AT_LEAST else ()
+            sizes, others = sizes[:1], VARIANTS[1:2] if seconds < _MOST_SECONDS_AT_LEAST else ()
         elif seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
-            sizes, others = sizes[:2], DRAWS[1:2]
+            sizes, others = sizes[:2], VARIANTS[1:2]
         traces += _all_captured(captures, program, sizes[1:][-1:], "real")
     except CaptureFailedError:
         if not program.is_real_at(batch_size):
             raise
         traces, sizes = _all_captured(captures, program, [batch_size], "real"), ()
     size, again = traces[-1].batch_size, list[Trace]()
-    for draw in others:
-        captures.start(program, size, "real", draw)
-    for draw in others:
+    for variant in others:
+        captures.start(program, size, "real", variant)
+    for variant in others:
         with contextlib.suppress(CaptureFailedError):
-            again.append(capture(program, size, "real", draw))
+            again.append(capture(program, size, "real", variant))
     found = _from(asked, "real", traces, None)
     found = replace(found, scalable=asked.scalable and (len(traces) > 1 or program.is_real_at(2 * batch_size)))
     if any(trace.events != traces[-1].events for trace in again):
-        largest, *smaller = _of_draws(captures, program, size, "real", DRAWS)
-        return replace(found, draws=DRAWS, traces={**found.traces, size: largest}, others={size: tuple(smaller)})
+        largest, *smaller = _traces_of(captures, program, size, "real", VARIANTS)
+        return replace(found, variants=VARIANTS, traces={**found.traces, size: largest}, others={size: tuple(smaller)})
     with contextlib.suppress(CaptureFailedError):
         traces += _all_captured(captures, program, sizes[1:-1], "real")
     if batch_size not in found.traces and program.is_real_at(batch_size) and _may_run(traces, batch_size):
@@ -451,39 +451,39 @@ def _most_alive(trace: Trace) -> int:
     return most
 
 
-def _of_draws(
-    captures: Captures, program: Program, batch_size: int, method: Method, draws: Sequence[Draw]
+def _traces_of(
+    captures: Captures, program: Program, batch_size: int, method: Method, variants: Sequence[Variant]
 ) -> tuple[Trace, ...]:
-    """The captures of these draws, the largest first."""
-    for draw in draws:
-        captures.start(program, batch_size, method, draw)
-    found = [capture(program, batch_size, method, draw) for draw in draws]
+    """The captures of these variants, the largest first."""
+    for variant in variants:
+        captures.start(program, batch_size, method, variant)
+    found = [capture(program, batch_size, method, variant) for variant in variants]
     return tuple(sorted(found, key=_most_alive, reverse=True))
 
 
-def _drawn(stretched: Prediction, batch_size: int) -> Prediction | None:
+def _uneven(stretched: Prediction, batch_size: int) -> Prediction | None:
     """Predict on batches as uneven as real ones; None if those need about as much as batches of the largest sample."""
     try:
-        times, draws = stretched.program.uneven_draws(batch_size, _UNEVEN_DRAWS)
+        times, numbers = stretched.program.uneven_draws(batch_size, _UNEVEN_DRAWS)
         if times <= _CLEARLY:
             return None
         note = (
             f"samples differ in size: batches are as the least and the largest of {len(_UNEVEN_DRAWS)} real ones; "
             f"one of the largest sample alone would be {times:.1f} times as large"
         )
-        drawn = replace(
+        found = replace(
             stretched,
             growth=None,
             traces={},
-            draws=tuple(map(Draw, draws)),
+            variants=tuple(map(Variant, numbers)),
             ceiling=stretched.growth,
             notes=(*stretched.notes, note),
             scalable=stretched.scalable and stretched.growth is not None,
         )
-        drawn.trace_at(batch_size)
+        found.trace_at(batch_size)
     except Exception:  # noqa: BLE001 - the user's collate function may raise anything
         return None
-    return drawn
+    return found
 
 
 def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Prediction | None:
@@ -496,17 +496,19 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
         first = capture(program, size, "real")
         larger = batch_size > size and program.is_real_at(batch_size) and _may_run([first], batch_size)
         size = batch_size if larger else size
-        if worst.draws:  # each has its own batches
-            drawn = [capture(program, size, "real", draw) for draw in worst.draws]
-            draws = tuple(replace(draw, shares=trace.shares) for draw, trace in zip(worst.draws, drawn, strict=True))
+        if worst.variants:  # each has its own batches
+            traces = [capture(program, size, "real", variant) for variant in worst.variants]
+            variants = tuple(
+                replace(variant, shares=trace.shares) for variant, trace in zip(worst.variants, traces, strict=True)
+            )
         else:
-            drawn = [*_of_draws(captures, program, size, "real", SHARED_DRAWS)]
-            shares = [trace.shares for trace in (drawn[0], drawn[len(drawn) // 2], drawn[-1])]
-            draws = tuple(Draw(shares=each) for each in dict.fromkeys(shares))
-        if not any(draw.shares for draw in draws):
+            traces = [*_traces_of(captures, program, size, "real", SHARED_VARIANTS)]
+            shares = [trace.shares for trace in (traces[0], traces[len(traces) // 2], traces[-1])]
+            variants = tuple(Variant(shares=each) for each in dict.fromkeys(shares))
+        if not any(variant.shares for variant in variants):
             return None
         note = (
-            f"results whose size depends on values are as large as in {len(drawn)} draws of real batches of {size}; "
+            f"results whose size depends on values are as large as in {len(traces)} draws of real batches of {size}; "
             "larger ones are possible"
         )
         sampled = replace(
@@ -514,7 +516,7 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
             method="sampled",
             growth=None,
             traces={},
-            draws=draws,
+            variants=variants,
             ceiling=worst.ceiling or worst.growth,
             notes=(*worst.notes, note),
             scalable=worst.scalable and (worst.ceiling or worst.growth) is not None,

@@ -33,7 +33,7 @@ Choice = tuple[Decision, RunProfile]
 
 
 @dataclass(frozen=True)
-class _Question:
+class _Terms:
     """Values that may differ from one choice to the next."""
 
     budget: Budget
@@ -43,7 +43,7 @@ class _Question:
     context_bytes: int | tuple[int, int, int]
 
     @classmethod
-    def of(cls, profile: RunProfile) -> _Question:
+    def of(cls, profile: RunProfile) -> _Terms:
         """Read the values from a profile."""
         validation = profile.validation
         size, context = validation.batch_size if validation else None, profile.prediction.context_bytes
@@ -82,7 +82,7 @@ class Planner:
         self._run: Run = known.run
         self._captures: Captures | None = None
         self._open = ExitStack()
-        self._pool = ChildPool[_Question | None, "Attempt[RunProfile] | Attempt[Choice]"](
+        self._pool = ChildPool[_Terms | None, "Attempt[RunProfile] | Attempt[Choice]"](
             self._work, most=1, begin=run_on_one_thread, trusted=True, while_waiting=while_waiting
         )
 
@@ -104,19 +104,19 @@ class Planner:
 
     def choose(self, profile: RunProfile) -> Attempt[Choice]:
         """Return this rank's choice and the profile behind it."""
-        answer = cast("Attempt[Choice]", self._ask(_Question.of(profile)))
+        answer = cast("Attempt[Choice]", self._ask(_Terms.of(profile)))
         if answer.value is None:
             return answer
         decision, chosen = answer.value
         return replace(answer, value=(decision, chosen.attached_to(self._run)))
 
-    def _ask(self, question: _Question | None) -> Attempt[RunProfile] | Attempt[Choice]:
-        return self._pool.result(question).value or self._work(question)
+    def _ask(self, terms: _Terms | None) -> Attempt[RunProfile] | Attempt[Choice]:
+        return self._pool.result(terms).value or self._work(terms)
 
-    def _work(self, question: _Question | None) -> Attempt[RunProfile] | Attempt[Choice]:
-        if question is None:
+    def _work(self, terms: _Terms | None) -> Attempt[RunProfile] | Attempt[Choice]:
+        if terms is None:
             return attempt(lambda: self._known().detached())
-        return attempt(lambda: self._chosen(question))
+        return attempt(lambda: self._chosen(terms))
 
     def _known(self) -> RunProfile:
         if self._captures is None:
@@ -128,8 +128,8 @@ class Planner:
             self._profile = profile_of(self._reading, self._captures)
         return cast("RunProfile", self._profile)
 
-    def _chosen(self, question: _Question) -> Choice:
-        decision, profile = _choice(question.put_to(self._known()), self._settings)
+    def _chosen(self, terms: _Terms) -> Choice:
+        decision, profile = _choice(terms.put_to(self._known()), self._settings)
         return decision, profile.detached()
 
 

@@ -524,7 +524,7 @@ def test_a_size_that_would_take_too_long_to_run_is_drawn_on_from_those_that_ran(
     monkeypatch.setattr("lightning_memguard.core.capture.predict._MOST_SECONDS", 0.0)
     monkeypatch.setattr(f"lightning_memguard.core.capture.predict.{limit}", 0.0)
     prediction = predicted(more_layers_for_larger_values, batches=drawn())
-    assert len(prediction.draws) == draws
+    assert len(prediction.variants) == draws
     ran, beyond = (prediction.footprint_at(n) for n in (8, 8000))
     assert beyond.peak_allocated_bytes == pytest.approx(1000 * ran.peak_allocated_bytes, rel=0.5)
     assert f"at batch size 8000 the peak is drawn on from {largest}" in " ".join(beyond.notes)
