@@ -20,7 +20,8 @@ from lightning_memguard import MemGuard
 from lightning_memguard.training.run import profile, tune
 from lightning_memguard.units import KIB
 
-MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
+if __name__ == "__main__":
+    MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -29,9 +29,10 @@ from lightning_memguard.training.run import choose, tune
 from lightning_memguard.training.run import profile as profiles
 from lightning_memguard.units import KIB
 
-MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
-for home in (loaders, choose):
-    home.spoiled_by = lambda *_: None  # type: ignore[attr-defined]  # limits only end these fits early
+if __name__ == "__main__":
+    MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
+    for home in (loaders, choose):
+        home.spoiled_by = lambda *_: None  # type: ignore[attr-defined]  # limits only end these fits early
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 BUDGET = 1200 * KIB
 STEPS = 10  # of fits that are measured
