@@ -209,6 +209,10 @@ def why(decision: Decision) -> str:
     if decision.outcome == "checked" or (reason and not is_tuned):
         return f"Batch size {size} fits{because}."
     batches = decision.accumulate_grad_batches
+    if size < asked and batches > (before := decision.requested_accumulate_grad_batches):
+        seen, all_before = size * batches, asked * before
+        samples = f"{seen} samples as before" if seen == all_before else f"{seen} samples instead of {all_before}"
+        return f"{change[:-1]}, which does not fit): gradients of {batches} batches make a step, {samples}."
     accumulated = f", with gradients accumulated over {batches} batches" if batches > 1 else ""
     return f"{change}: {reason or _limit(decision)}{accumulated}."
 

@@ -180,6 +180,7 @@ class Decision:
         steps_per_epoch: optimizer steps of an epoch at this size and accumulation; None if unknown, and outside a
             fit.
         requested_steps_per_epoch: the same as requested.
+        requested_accumulate_grad_batches: the Trainer's own.
     """
 
     batch_size: int
@@ -194,6 +195,14 @@ class Decision:
     validation_batch_size: int | None = None
     steps_per_epoch: int | None = None
     requested_steps_per_epoch: int | None = None
+    requested_accumulate_grad_batches: int = 1
+
+    @property
+    def pieces(self) -> int:
+        """Equal pieces into which each of the loader's batches is divided, with their gradients accumulated; else 1."""
+        asked, pieces = self.requested_batch_size, self.requested_batch_size // max(1, self.batch_size)
+        batches, before = self.accumulate_grad_batches, self.requested_accumulate_grad_batches
+        return pieces if pieces * self.batch_size == asked and pieces * before == batches else 1
 
     @property
     def verdict(self) -> Verdict:
@@ -233,24 +242,35 @@ def decide(footprint_at: Callable[[int], Footprint], budget: Budget, request: Re
         DoesNotFitError: even the smallest size allowed does not fit.
         MemGuardError: the effective batch size asked for is below the smallest size allowed.
     """
+    asked, batches, step = request.batch_size, request.accumulate_grad_batches, request.multiple_of
 
-    def fits(size: int) -> bool:
-        return footprint_at(size).most_device_bytes <= budget.usable_bytes
+    def bytes_at(size: int) -> int:
+        return footprint_at(size).most_device_bytes
+
+    def decided(size: int, accumulate: int, outcome: Outcome, limited_by: LimitedBy) -> Decision:
+        return Decision(
+            size,
+            asked,
+            accumulate,
+            outcome,
+            footprint_at(size),
+            budget,
+            limited_by,
+            multiple_of=step,
+            requested_accumulate_grad_batches=batches,
+        )
 
     if not request.free_to_choose:
-        size = request.batch_size
-        return Decision(size, size, request.accumulate_grad_batches, "checked", footprint_at(size), budget, "request")
+        return decided(asked, batches, "checked", "request")
     lowest, highest, bound = _range(request)
-    if not fits(lowest):
+    if bytes_at(lowest) > budget.usable_bytes:
         raise _does_not_fit(footprint_at(lowest), budget, request)
-    asked, step, accumulate = request.batch_size, request.multiple_of, request.accumulate_grad_batches
-    size = largest = _largest(lowest, highest, step, lambda n: footprint_at(n).most_device_bytes, budget.usable_bytes)
+    size = largest = _largest(lowest, highest, step, bytes_at, budget.usable_bytes)
+    accumulate = batches
     if request.keep_effective_batch_size is not None:
         size, accumulate = _split(largest, request, request.keep_effective_batch_size)
     at_bound: LimitedBy = bound if largest + step > highest else "memory"
-    limited_by: LimitedBy = at_bound if size == largest else "request"
-    outcome: Outcome = "kept" if size == asked else "tuned"
-    return Decision(size, asked, accumulate, outcome, footprint_at(size), budget, limited_by, multiple_of=step)
+    return decided(size, accumulate, "kept" if size == asked else "tuned", at_bound if size == largest else "request")
 
 
 def _range(request: Request) -> tuple[int, int, LimitedBy]:

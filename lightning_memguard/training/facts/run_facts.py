@@ -6,7 +6,7 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -84,6 +84,13 @@ class RunFacts:
     def role(self) -> Role:
         """Role of the loaders that the run iterates over."""
         return ROLES[self.stage]
+
+    def divided(self, pieces: int) -> RunFacts:
+        """Return the settings of a fit whose batches are divided: those that count its batches count the pieces."""
+        limit, every = self.limits["train"], self.val_check_interval
+        scaled = every * pieces if isinstance(every, int) else every
+        limits = {**self.limits, "train": limit * pieces if isinstance(limit, int) else limit}
+        return replace(self, limits=limits, val_check_interval=scaled)
 
 
 LOOPS: dict[Role, Callable[[Trainer], Any]] = {

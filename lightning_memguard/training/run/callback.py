@@ -87,8 +87,10 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         min_steps_per_epoch: the batch size does not grow so far that an epoch has fewer optimizer steps than this, or
             than it has anyway: fewer steps train less. ``None`` for no such limit. It is not asked if
             ``keep_effective_batch_size`` is given.
-        keep_effective_batch_size: set ``accumulate_grad_batches`` so that batch size x accumulation x ranks comes as
-            close to this as it can without passing it.
+        keep_effective_batch_size: samples that each optimizer step sees. ``"if_smaller"``: if the loader's batch does
+            not fit, it is divided, and gradients are accumulated over the pieces, so that a step sees the samples that
+            it had. A number: ``accumulate_grad_batches`` is set so that batch size x accumulation x ranks comes as
+            close to it as it can without passing it. ``None``: the accumulation stays as it is.
         on_oom: what becomes of a step that runs out of memory. ``None`` (the default) does it again in parts of its
             batch if that is shown to be the same step, operator by operator; ``"split"`` also if it differs in a known
             way, and says which; ``"raise"`` ends the run with a note. ``mode="check"`` always raises.
@@ -117,7 +119,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         max_batch_size: int | None = None,
         multiple_of: int = 1,
         min_steps_per_epoch: int | None = 50,
-        keep_effective_batch_size: int | None = None,
+        keep_effective_batch_size: int | Literal["if_smaller"] | None = "if_smaller",
         on_oom: Literal["split", "raise"] | None = None,
     ) -> None:
         super().__init__()
@@ -125,6 +127,11 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             raise MemGuardError(f"mode={mode!r} is unknown; choose 'tune' or 'check'.")
         if on_oom not in (None, "split", "raise"):
             raise MemGuardError(f"on_oom={on_oom!r} is unknown; choose 'split' or 'raise', or leave it out.")
+        effective = None if keep_effective_batch_size == "if_smaller" else keep_effective_batch_size
+        if isinstance(effective, str):
+            raise MemGuardError(
+                f"keep_effective_batch_size={effective!r} is unknown; pass a number of samples, 'if_smaller' or None."
+            )
         nbytes = None if budget is None else parse_bytes(budget)
         if nbytes is not None and nbytes < KIB:
             raise MemGuardError(f"budget={budget!r} is {nbytes} bytes, too small to train in; is '{budget}MiB' meant?")
@@ -134,10 +141,11 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             min_batch_size,
             max_batch_size,
             multiple_of,
-            keep_effective_batch_size,
+            effective,
             mode,
             on_oom,
             min_steps_per_epoch,
+            keep_effective_batch_size == "if_smaller",
         )
         self.records: list[EpochRecord] = []
         self.evaluations: dict[str, EpochRecord] = {}

@@ -16,6 +16,7 @@ from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.data.loaders import leaves_one, spoiled_by
 from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt
 from lightning_memguard.training.planning.advise import setting_that_saves
@@ -108,7 +109,8 @@ class Planner:
         if answer.value is None:
             return answer
         decision, chosen = answer.value
-        return replace(answer, value=(decision, chosen.attached_to(self._run)))
+        run = self._run.accumulating() if decision.accumulate_grad_batches > 1 else self._run
+        return replace(answer, value=(decision, chosen.attached_to(run)))
 
     def _ask(self, terms: _Terms | None) -> Attempt[RunProfile] | Attempt[Choice]:
         return self._pool.result(terms).value or self._work(terms)
@@ -129,8 +131,11 @@ class Planner:
         return cast("RunProfile", self._profile)
 
     def _chosen(self, terms: _Terms) -> Choice:
-        decision, profile = _choice(terms.put_to(self._known()), self._settings)
-        return decision, profile.detached()
+        profile = terms.put_to(self._known())
+        decision, chosen = _choice(profile, self._settings)
+        if self._settings.divides and _is_cut(decision, profile.request, self._settings):
+            decision, chosen = _divided((decision, chosen), profile, self._settings)
+        return decision, chosen.detached()
 
 
 def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
@@ -181,6 +186,42 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     if not profile.request.free_to_choose:
         decision = _unchanged(decision, profile.request.fixed_because, settings)
     return decision, replace(profile, prediction=proven)
+
+
+def _is_cut(decision: Decision, request: Request, settings: GuardSettings) -> bool:
+    """Whether memory, of this rank or another, makes the batch smaller than the loader's."""
+    if not request.free_to_choose or (settings.max_batch_size or request.batch_size) < request.batch_size:
+        return False
+    return decision.batch_size < request.batch_size and decision.limited_by in (
+        "memory",
+        "max_batch_size",
+        "last_batch",
+    )
+
+
+def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choice:
+    """The loader's batch in pieces whose gradients are accumulated; if that cannot be, what is left of it, and why."""
+    request, (decision, chosen) = profile.request, cut
+    asked, why_not = request.batch_size, ""
+    if not profile.run.program.module.automatic_optimization:
+        why_not = "manual optimization accumulates no gradients"
+    elif schedules_accumulation(profile.facts.callbacks):
+        why_not = "a GradientAccumulationScheduler sets the accumulation"
+    if not why_not:
+        effective = asked * request.accumulate_grad_batches * request.ranks
+        try:
+            kept = replace(profile.accumulating(), request=replace(request, keep_effective_batch_size=effective))
+            divided, chosen = _choice(kept, settings)
+        except MemGuardError:
+            why_not = "accumulated gradients do not fit either"
+        else:
+            note = f"batch norm sees {divided.batch_size} samples at a time instead of {asked}"
+            if profile.avoids_single_sample and divided.footprint:
+                footprint = replace(divided.footprint, notes=(note, *divided.footprint.notes))
+                divided = replace(divided, footprint=footprint)
+            return replace(divided, limited_by=decision.limited_by), replace(chosen, request=request)
+    reason = f"{asked} samples do not fit, and each optimizer step sees {decision.batch_size}: {why_not}"
+    return replace(decision, reason=reason), chosen
 
 
 def _refused_by(profile: RunProfile, min_steps: int | None, size: int) -> LimitedBy | None:

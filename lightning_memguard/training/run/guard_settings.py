@@ -15,6 +15,7 @@ class GuardSettings(Limits):
     mode: Literal["tune", "check"] = "tune"
     on_oom: Literal["split", "raise"] | None = None
     min_steps_per_epoch: int | None = 50
+    divides: bool = True  # a batch that does not fit, and accumulates gradients
 
     def __post_init__(self) -> None:
         super().__post_init__()

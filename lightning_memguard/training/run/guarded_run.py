@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from torch.optim import LBFGS
 
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision.decision import Decision
@@ -110,16 +113,26 @@ class GuardedRun:
     def _follow(self) -> None:
         """Set the batch size and accumulation that schedules and loggers read."""
         decision = self.decision
-        trainer, accumulate = self.trainer, self.trainer.accumulate_grad_batches
         if decision.outcome == "tuned" or self._sized:
-            undo = set_batch_size(self.module, trainer.datamodule, decision.batch_size)  # type: ignore[attr-defined]
+            undo = set_batch_size(self.module, self.trainer.datamodule, decision.batch_size)  # type: ignore[attr-defined]
             self._undo.append(undo)
             self._sized = True
-        if self.trains and decision.accumulate_grad_batches != accumulate:
-            self._undo.append(partial(setattr, trainer, "accumulate_grad_batches", accumulate))
-            trainer.accumulate_grad_batches = decision.accumulate_grad_batches
-        if self.tuning.profile is not None and self._watches:
-            self._watch_batches(self.tuning.profile)
+        profile = self.tuning.profile
+        if profile is None:
+            return
+        if self.trains:
+            facts = profile.facts.divided(decision.pieces)
+            self._set("accumulate_grad_batches", decision.accumulate_grad_batches)
+            self._set("limit_train_batches", facts.limits["train"])
+            self._set("val_check_interval", facts.val_check_interval)
+        if self._watches:
+            self._watch_batches(profile)
+
+    def _set(self, name: str, value: object) -> None:
+        before = getattr(self.trainer, name, value)  # Lightning 2.6 sets no val_check_interval if it is a time
+        if before != value:
+            self._undo.append(partial(setattr, self.trainer, name, before))
+            setattr(self.trainer, name, value)
 
     def _batch_size(self) -> int:
         """Asked for when the loaders are made: by then the other callbacks hold what they will hold."""
@@ -167,11 +180,23 @@ class GuardedRun:
         What the warning says is not printed as well.
         """
         self._announced = True
+        self._keep_closures_whole()
         if self.trainer.is_global_zero:
             warning = warning_of(self.decision)
             print_decision(self.decision, explain=not warning)
             if warning:
                 self._warn(warning)
+
+    def _keep_closures_whole(self) -> None:
+        """Undo a division that optimizers now turn out not to allow: LBFGS asks for its step's gradients many times."""
+        decision = self.decision
+        if decision.pieces > 1 and any(isinstance(optimizer, LBFGS) for optimizer in self.trainer.optimizers):
+            asked, size = decision.requested_batch_size, decision.batch_size
+            reason = f"{asked} samples do not fit, and each optimizer step sees {size}: LBFGS accumulates no gradients"
+            batches = decision.requested_accumulate_grad_batches
+            decision = replace(decision, accumulate_grad_batches=batches, reason=reason)
+            self.tuning = with_steps(replace(self.tuning, decision=decision))
+            self._follow()
 
     def _warn_of_short_search(self) -> None:
         """A LearningRateFinder tries one rate a step, until the epochs are over."""

@@ -62,6 +62,12 @@ class Run:
     evaluation: Attempt[Evaluation]
     validation_info: LoaderInfo | None
 
+    def accumulating(self) -> Run:
+        """Return the run with gradients of earlier batches in its step; itself if it has them."""
+        if (self.program.accumulate_grad_batches or 1) > 1:
+            return self
+        return replace(self, program=replace(self.program, accumulate_grad_batches=2))
+
     def without_samples(self) -> Run:
         """Return the run without the samples drawn, which would take memory while it trains."""
         return self._with_programs(_with_shapes_alone)
@@ -154,6 +160,17 @@ class RunProfile:
     def with_context(self, nbytes: int | tuple[int, int, int]) -> RunProfile:
         """Return the profile with other bytes of the process on its device outside the allocator."""
         return self._with_predictions(lambda each: replace(each, context_bytes=nbytes))
+
+    def accumulating(self) -> RunProfile:
+        """Return the profile of the run if it accumulates gradients, which its step keeps from batch to batch."""
+        run, known, validation = self.run.accumulating(), self.prediction, self.validation
+        if run is self.run:
+            return self
+        size = self.request.batch_size
+        step = replace(predict(run.program, size, known.settings, context_bytes=known.context_bytes), held=known.held)
+        if validation is not None:
+            validation = replace(validation, prediction=_next_to(step, run, validation.prediction))
+        return replace(self, run=run, prediction=step, validation=validation)
 
     def _with_predictions(self, change: Callable[[Prediction], Prediction]) -> RunProfile:
         validation = self.validation
@@ -328,12 +345,15 @@ def _evaluation(info: LoaderInfo, facts: RunFacts, training: LightningProgram) -
 def _validation(run: Run, training: Prediction) -> ValidationRun:
     """Predict the fit's validation, next to everything that training keeps."""
     evaluation, info = run.evaluation.unwrap(), run.validation_info
-    gradients = callbacks.validates_mid_step(run.facts, run.program.accumulate_grad_batches or 1)
-    kept = tuple(_alive_between_steps(next(iter(training.traces.values())), gradients=gradients))
     prediction = predict(evaluation.program, evaluation.batch_size, training.settings, scalable=False)
-    prediction = replace(prediction, held=kept)
     unit, is_fixed = (info.unit, bool(info.fixed_because)) if info else (1, True)
-    return ValidationRun(prediction, evaluation.batch_size, unit, is_fixed)
+    return ValidationRun(_next_to(training, run, prediction), evaluation.batch_size, unit, is_fixed)
+
+
+def _next_to(training: Prediction, run: Run, validation: Prediction) -> Prediction:
+    gradients = callbacks.validates_mid_step(run.facts, run.program.accumulate_grad_batches or 1)
+    kept = _alive_between_steps(next(iter(training.traces.values())), gradients=gradients)
+    return replace(validation, held=tuple(kept))
 
 
 def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str, int]]:

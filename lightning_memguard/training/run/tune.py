@@ -138,11 +138,11 @@ def with_steps(tuning: Tuning) -> Tuning:
     if profile is None or tuning.role != "train":
         return tuning
 
-    def steps(batch_size: int, accumulate: int) -> int | None:
-        batches = batches_taken(profile.facts, profile.loader_info, batch_size)
+    def steps(batch_size: int, accumulate: int, pieces: int = 1) -> int | None:
+        batches = batches_taken(profile.facts.divided(pieces), profile.loader_info, batch_size)
         return None if batches is None else math.ceil(batches / accumulate)
 
-    now = attempt(lambda: steps(decision.batch_size, decision.accumulate_grad_batches)).value
+    now = attempt(lambda: steps(decision.batch_size, decision.accumulate_grad_batches, decision.pieces)).value
     asked = attempt(lambda: steps(decision.requested_batch_size, profile.request.accumulate_grad_batches)).value
     return replace(tuning, decision=replace(decision, steps_per_epoch=now, requested_steps_per_epoch=asked))
 
