@@ -76,6 +76,14 @@ def test_the_effective_batch_counts_all_ranks(seen: dict[str, tuple[Seen, Seen]]
     assert here["size"] * here["accumulate"] * 2 == 256
 
 
+def test_all_ranks_divide_a_batch_that_one_of_them_cannot_hold(seen: dict[str, tuple[Seen, Seen]]) -> None:
+    for rank in seen["divided"]:
+        assert rank["size"] < 100
+        assert rank["size"] * rank["accumulate"] == 200
+        assert rank["limited_by"] == "memory"
+        assert len(rank["sizes"]) == 500 / rank["size"]
+
+
 def test_ranks_on_one_host_share_what_it_has_free(seen: dict[str, tuple[Seen, Seen]]) -> None:
     here, there = seen["shared"]
     assert here["device"] == there["device"] == "CPU, shared by 2 ranks"

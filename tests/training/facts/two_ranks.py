@@ -47,6 +47,7 @@ def fit(
     save: str = "",
     module: Module | None = None,
     samples: int = 1000,
+    size: int = 4,
     validates: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def fit(
         warnings.simplefilter("always")
         try:
             validation = DataLoader(data, batch_size=4) if validates else None
-            trainer.fit(module, DataLoader(data, batch_size=4), validation, ckpt_path=ckpt_path)
+            trainer.fit(module, DataLoader(data, batch_size=size), validation, ckpt_path=ckpt_path)
             if save:
                 trainer.save_checkpoint(save)
         except Exception as failure:  # noqa: BLE001 - the test asks which
@@ -196,6 +197,7 @@ def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "one fails": one_fails,
         "one too small": lambda: fit(MemGuard(budget=(800 if RANK == 0 else 1) * KIB)),
         "effective": lambda: fit(MemGuard(budget=100 * KIB, keep_effective_batch_size=256)),
+        "divided": lambda: fit(MemGuard(budget=(800 if RANK == 0 else 100) * KIB), size=200),
         "shared": lambda: fit(MemGuard(max_batch_size=8)),
         "check": lambda: fit(MemGuard(mode="check", budget=1 * KIB)),
         "resume": lambda: resume(folder),

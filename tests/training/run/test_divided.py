@@ -1,0 +1,149 @@
+"""A loader's batch that does not fit: in pieces, whose gradients add up to those of the whole batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard import Decision, MemGuard, MemGuardError
+from lightning_memguard.report.decision_table import notes_of, why
+
+KIB = 1 << 10
+
+
+class Deep(pl.LightningModule):
+    """Layers of 128 x 128 whose activations take most of the memory of a few hundred samples."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(128) if kind == "batch norm" else nn.Identity()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(4)), norm)
+        self.kind = kind
+        self.automatic_optimization = kind != "manual"
+        self.validated_at: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = (self.net(batch[0]) - 1).square().mean()
+        if self.kind == "manual":
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated_at.append(self.trainer.global_step)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return (
+            torch.optim.LBFGS(self.parameters(), max_iter=2, history_size=1)
+            if self.kind == "LBFGS"
+            else torch.optim.SGD(self.parameters(), 0.1)
+        )
+
+
+@pytest.fixture
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(2400, 128, generator=generator))
+
+
+Fit = Callable[..., tuple[pl.Trainer, Deep, list[str]]]
+
+
+@pytest.fixture
+def fit(trainer: Any, data: TensorDataset) -> Fit:
+    def run(*callbacks: Any, size: int = 600, kind: str = "", **settings: Any) -> tuple[pl.Trainer, Deep, list[str]]:
+        made, module = trainer(*callbacks, num_sanity_val_steps=0, **settings), Deep(kind)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            made.fit(module, DataLoader(data, size), DataLoader(data, 100))
+        return made, module, [str(each.message) for each in told if "do not fit" in str(each.message)]
+
+    return run
+
+
+def decided(guard: MemGuard) -> Decision:
+    assert guard.decision is not None
+    return guard.decision
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"limit_train_batches": 3, "val_check_interval": 2},
+        {"val_check_interval": 2, "check_val_every_n_epoch": None, "max_epochs": 2},
+        {"val_check_interval": 0.5},
+        {"max_steps": 3},
+    ],
+    ids=str,
+)
+def test_the_training_is_the_same(fit: Fit, settings: dict[str, Any]) -> None:
+    plain, expected, _ = fit(**settings)
+    guard = MemGuard(budget=1300 * KIB)
+    run, module, told = fit(guard, **settings)
+    assert decided(guard).batch_size < 600
+    assert decided(guard).pieces > 1
+    assert decided(guard).limited_by == "memory"
+    assert decided(guard).steps_per_epoch == decided(guard).requested_steps_per_epoch
+    assert run.global_step == plain.global_step
+    assert module.validated_at == expected.validated_at
+    torch.testing.assert_close(dict(module.named_parameters()), dict(expected.named_parameters()))
+    assert not told
+    names = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
+    assert [getattr(run, name) for name in names] == [getattr(plain, name) for name in names], "as they were"
+
+
+def test_what_is_said(fit: Fit) -> None:
+    guard = MemGuard(budget=1300 * KIB)
+    fit(guard, kind="batch norm")
+    size, pieces = decided(guard).batch_size, decided(guard).pieces
+    words = f"gradients of {pieces} batches make a step, 600 samples as before"
+    assert why(decided(guard)) == f"Batch size {size} (was 600, which does not fit): {words}."
+    assert f"batch norm sees {size} samples at a time instead of 600" in notes_of(decided(guard))
+    fit(guard, size=601)
+    assert why(decided(guard)).endswith("samples instead of 601.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "because"),
+    [
+        ("manual", (), "manual optimization accumulates no gradients"),
+        ("LBFGS", (), "LBFGS accumulates no gradients"),
+        ("", (GradientAccumulationScheduler({0: 1}),), "a GradientAccumulationScheduler sets the accumulation"),
+    ],
+)
+def test_what_cannot_be_accumulated_is_cut_with_a_warning(
+    fit: Fit, kind: str, callbacks: tuple[Any, ...], because: str
+) -> None:
+    guard = MemGuard(budget=(1300 if kind != "LBFGS" else 6000) * KIB)
+    run, _, told = fit(guard, *callbacks, kind=kind, size=600 if kind != "LBFGS" else 2400, max_steps=2)
+    assert decided(guard).batch_size < decided(guard).requested_batch_size
+    assert run.accumulate_grad_batches == 1
+    assert len(told) == 1
+    assert f"each optimizer step sees {decided(guard).batch_size}: {because}" in told[0]
+
+
+@pytest.mark.parametrize("limits", [{"keep_effective_batch_size": None}, {"max_batch_size": 500}], ids=str)
+def test_who_asks_for_smaller_steps_has_them(fit: Fit, limits: dict[str, Any]) -> None:
+    guard = MemGuard(budget=1300 * KIB, **limits)
+    _, _, told = fit(guard)
+    assert decided(guard).batch_size < 600
+    assert decided(guard).accumulate_grad_batches == 1
+    assert not told
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(MemGuardError, match="'if smaller' is unknown; pass a number of samples, 'if_smaller' or None"):
+        MemGuard(keep_effective_batch_size="if smaller")  # type: ignore[arg-type]
