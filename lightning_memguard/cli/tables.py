@@ -17,7 +17,7 @@ from lightning_memguard.core.layers.textbook import ratio_to_peak
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.history import line_of, operator_of, without_folders
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data
-from lightning_memguard.report.decision_table import new_table, print_decision
+from lightning_memguard.report.decision_table import new_table, setup_text
 from lightning_memguard.report.words import peak_range
 from lightning_memguard.units import format_bytes, format_count
 
@@ -61,7 +61,7 @@ def _attributes(record: object, *names: str) -> dict[str, Any]:
 
 def print_plan(plan: Plan, console: Console, kind: str, advice: Sequence[Advice] = ()) -> None:
     """One device: the table by part, whether it fits, and the largest batch size for a ``kind`` of step."""
-    print_decision(plan.asked, console, kind)
+    console.print(setup_text(plan.asked, kind), markup=False, soft_wrap=True)
     console.print(_largest_words(plan, advice))
 
 

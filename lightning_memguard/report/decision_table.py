@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from rich.box import HEAVY_HEAD, Box
-from rich.console import Console
 from rich.table import Table
 
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy
@@ -28,8 +27,6 @@ _METHODS = {
     "states": "Without activations, which are unknown: the step needs more than this",
 }
 
-_FEW_STEPS = 20
-_AS_ASKED = ("request", "checkpoint")
 _LIMITS: dict[LimitedBy, str] = {
     "dataset": "limited by the size of the dataset, not by memory",
     "max_batch_size": "limited by max_batch_size, not by memory",
@@ -49,38 +46,62 @@ def new_table(title: str, *columns: str, box: Box = HEAVY_HEAD, pad_edge: bool =
     return table
 
 
-def print_decision(
-    decision: Decision, console: Console | None = None, kind: str = "training", *, explain: bool = True
-) -> None:
-    """Print what was predicted, and why this batch size.
+def setup_text(
+    decision: Decision, kind: str = "training", *, explain: bool = True, most_parts: int | None = None
+) -> str:
+    """Write what was predicted, and why this batch size, as Lightning's `ModelSummary` writes its table.
 
     Args:
         decision: what was predicted and chosen.
-        console: where (default: the terminal).
         kind: what runs, if the phase of the peak does not say so.
         explain: False to leave out why this batch size, if a warning says it.
+        most_parts: lines for parts and notes together, at most; the smallest parts share one, and of the notes the
+            first is shown. None for all.
     """
-    console = console or Console(highlight=False)
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
-        if explain:
-            console.print(f"MemGuard did not tune this run: {decision.reason}", markup=False)
-        return
-    part, predicted, share = _heading(footprint)
-    table = new_table(_title(footprint, kind), part, f">{predicted}", f">{share}")
-    for row in _part_rows(footprint):
-        table.add_row(*row)
-    table.add_section()
-    for row in _total_rows(footprint, budget):
-        table.add_row(*row)
-    console.print(table)
-    for line in (method_words(footprint), *([why(decision)] if explain else []), *_notes(decision)):
-        console.print(line, markup=False)
+        return f"MemGuard did not tune this run: {decision.reason}" if explain else ""
+    totals, notes = _total_lines(footprint, budget, kind), [f"Note: {note}." for note in decision.notes]
+    if most_parts is not None and len(notes) > 1:
+        notes = [f"{notes[0]} More in `guard.decision.notes`."]
+    rows = [_heading(footprint), *_part_rows(footprint, None if most_parts is None else most_parts - len(notes))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"  | {name:<{widths[0]}} | {size:>{widths[1]}} | {share:>{widths[2]}}" for name, size, share in rows]
+    rule, words = "-" * max(map(len, lines)), why(decision)
+    chosen = [f"MemGuard: {words[0].lower()}{words[1:]}"] if explain else []
+    return "\n".join([lines[0], rule, *lines[1:], rule, *totals, *chosen, *notes])
 
 
-def _title(footprint: Footprint, kind: str) -> str:
+def evaluation_text(decision: Decision, kind: str) -> str:
+    """Write in one line what a validation, test or prediction takes, and why its batch size."""
+    footprint, budget = decision.footprint, decision.budget
+    if footprint is None or budget is None:
+        return f"MemGuard did not tune this run: {decision.reason}"
+    usable = f"{format_bytes(budget.usable_bytes)} usable on {budget.device}"
+    return f"MemGuard: {kind} is predicted to take {peak_range(footprint)} of the {usable}. {why(decision)}"
+
+
+def _total_lines(footprint: Footprint, budget: Budget, kind: str) -> list[str]:
+    peak, most, how = footprint.peak_device_bytes, footprint.most_device_bytes, _METHODS[footprint.method]
+    words = how
+    if not footprint.is_partial:
+        at_most = f" (at most {format_bytes(most)})" if most > peak else ""
+        in_copy = "" if footprint.method in ("fake", "compiled") else f"; {how}"
+        words = f"Peak of {_kind(footprint, kind)} step{at_most}, in the {peak_words(footprint)}{in_copy}"
+    if peak != footprint.peak_allocated_bytes:
+        allocated, reserved = map(format_bytes, (footprint.peak_allocated_bytes, footprint.peak_reserved_bytes))
+        outside = format_bytes(footprint.outside_bytes)
+        words += f": allocated {allocated}, reserved {reserved}, context and libraries {outside}"
+    offer = f"{format_bytes(budget.free_bytes)} on {budget.device} ({budget.source})"
+    usable = f"Usable of {offer}, after a {budget.margin_share:.0%} margin"
+    width = max(len(format_bytes(nbytes)) for nbytes in (peak, budget.usable_bytes))
+    lines = ((peak, words), (budget.usable_bytes, usable))
+    return [f"{format_bytes(nbytes):<{width}}  {words}" for nbytes, words in lines]
+
+
+def _kind(footprint: Footprint, kind: str) -> str:
     kind = footprint.phase if footprint.is_evaluation else kind
-    return f"MemGuard: memory of {'an' if kind[0] in 'aeiou' else 'a'} {kind} step"
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _heading(footprint: Footprint) -> Row:
@@ -88,12 +109,14 @@ def _heading(footprint: Footprint) -> Row:
     return part, f"Predicted at batch size {footprint.batch_size}", "Share"
 
 
-def _part_rows(footprint: Footprint) -> list[Row]:
-    return [
-        (part_words(part), format_bytes(nbytes), f"{nbytes / footprint.peak_allocated_bytes:.0%}")
-        for part, nbytes in footprint.parts.items()
-        if nbytes
-    ]
+def _part_rows(footprint: Footprint, most: int | None = None) -> list[Row]:
+    """Return the parts that take memory; if they are more than ``most``, the smallest together."""
+    parts = {part_words(part): nbytes for part, nbytes in footprint.parts.items() if nbytes}
+    if most is not None and len(parts) > most:
+        small = sorted(parts, key=parts.__getitem__)[: len(parts) - most + 1]
+        parts["other parts"] = sum(parts.pop(name) for name in small)
+    whole = footprint.peak_allocated_bytes
+    return [(name, format_bytes(nbytes), f"{nbytes / whole:.0%}") for name, nbytes in parts.items()]
 
 
 def _total_rows(footprint: Footprint, budget: Budget) -> list[Row]:
@@ -117,39 +140,18 @@ def totals_of(footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
     return totals
 
 
-def notes_of(decision: Decision) -> list[str]:
-    """Return the notes of a decision, in plain words without a full stop, except those that `why` has already."""
-    notes = decision.footprint.notes if decision.footprint else ()
-    return [*_few_steps(decision), *(note for note in notes if note not in decision.reason)]
-
-
-def _few_steps(decision: Decision) -> list[str]:
-    """Return a note if larger batches leave few optimizer steps an epoch, and the user did not ask for that."""
-    steps, before = decision.steps_per_epoch, decision.requested_steps_per_epoch
-    if steps is None or before is None or steps >= min(_FEW_STEPS, before) or decision.limited_by in _AS_ASKED:
-        return []
-    whole = steps == decision.accumulate_grad_batches == 1 and decision.limited_by == "dataset"
-    because = ": the whole dataset is one batch" if whole else ""
-    few = f"an epoch now has {counted(steps, 'optimizer step')} (was {before}){because}"
-    return [f"{few}; for more, set max_batch_size, or keep_effective_batch_size to the samples you want in each step"]
-
-
-def _notes(decision: Decision) -> list[str]:
-    return [f"Note: {note}." for note in notes_of(decision)]
-
-
 def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
     """The table and the sentences under it as rows of text, under their heading, for loggers that show tables."""
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
         return ("", "MemGuard did not tune this run", ""), [("Why", decision.reason, "")]
     sentences = [("Peak", method_words(footprint), ""), ("Batch size", why(decision), "")]
-    notes = [("Note", f"{note}.", "") for note in notes_of(decision)]
+    notes = [("Note", f"{note}.", "") for note in decision.notes]
     return _heading(footprint), [*_part_rows(footprint), *_total_rows(footprint, budget), *sentences, *notes]
 
 
 def markdown(decision: Decision, kind: str = "training") -> str:
-    """Return the table that `print_decision` prints, as Markdown.
+    """Return the table of `setup_text`, as Markdown.
 
     Args:
         decision: what was predicted and chosen.
@@ -165,8 +167,8 @@ def markdown(decision: Decision, kind: str = "training") -> str:
         *(_markdown_row(f"**{cell}**" if cell else "" for cell in row) for row in _total_rows(footprint, budget)),
     ]
     # The most important line comes first: viewers such as TensorBoard's show ten lines of a text.
-    above = [f"### {_title(footprint, kind)}", _escaped(why(decision))]
-    below = map(_escaped, (method_words(footprint), *_notes(decision)))
+    above = [f"### MemGuard: memory of {_kind(footprint, kind)} step", _escaped(why(decision))]
+    below = map(_escaped, (method_words(footprint), *(f"Note: {note}." for note in decision.notes)))
     return "\n\n".join([*above, "\n".join(lines), *below]) + "\n"
 
 

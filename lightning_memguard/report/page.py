@@ -22,7 +22,7 @@ from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report import charts
-from lightning_memguard.report.decision_table import method_words, notes_of, totals_of, why
+from lightning_memguard.report.decision_table import method_words, totals_of, why
 from lightning_memguard.report.page_data import Report, report_data
 from lightning_memguard.report.words import COLORS, part_words, peak_words, with_stage
 from lightning_memguard.units import format_bytes, format_count
@@ -117,7 +117,7 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
         f"<dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in tiles
     )
-    notes = "".join(f'<p class="note">Note: {escape(note)}.</p>' for note in notes_of(decision))
+    notes = "".join(f'<p class="note">Note: {escape(note)}.</p>' for note in decision.notes)
     return f'<p class="lead">{escape(why(decision))}</p><dl class="tiles">{cells}</dl>{notes}'
 
 

@@ -167,7 +167,7 @@ def test_the_exit_status_is_1_where_no_device_fits_and_0_where_one_does(capsys) 
 def test_one_device_is_shown_by_part_and_several_in_a_row_each(capsys) -> None:
     one = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--max-batch-size", "64")
     assert "optimizer state" in one
-    assert "Batch size 8 fits." in one
+    assert "MemGuard: batch size 8 fits." in one
     assert "Largest batch size: 64" in one
     several = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--device", "RTX 4090", "--max-batch-size", "64")
     assert "batch size 8 on 2 devices" in several

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.trace.trace import PARTS
-from lightning_memguard.report.decision_table import last_line, markdown, notes_of, print_decision, warning_of, why
+from lightning_memguard.report.decision_table import evaluation_text, last_line, markdown, setup_text, warning_of, why
 from lightning_memguard.units import GIB, MIB
 
 PARTS_OF_20_GIB = dict.fromkeys(PARTS, 0) | {
@@ -39,95 +37,85 @@ HOST = Budget(64 * GIB, 10 * MIB, 0, "given", "CPU")
 CHECKED = Decision(8, 8, 1, "checked", ON_CPU, HOST, "request")
 
 
-def printed(decision: Decision) -> str:
-    """As it looks on a terminal of 100 columns, without colors and blanks at line ends."""
-    console = Console(width=100, record=True, file=io.StringIO(), highlight=False)
-    print_decision(decision, console)
-    return "\n".join(line.rstrip() for line in console.export_text().splitlines())
-
-
 # The table
 
 
 def test_on_a_gpu_the_table_goes_from_parts_to_device_to_budget():
     assert (
-        printed(TUNED)
+        setup_text(TUNED)
         == """\
-MemGuard: memory of a training step
-┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━┓
-┃ Part at the peak                    ┃ Predicted at batch size 96 ┃ Share ┃
-┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━┩
-│ parameters                          │                    2.0 GiB │   10% │
-│ gradients                           │                    2.0 GiB │   10% │
-│ optimizer state                     │                    4.0 GiB │   20% │
-│ activations                         │                   12.0 GiB │   60% │
-├─────────────────────────────────────┼────────────────────────────┼───────┤
-│ Peak allocated                      │                   20.0 GiB │  100% │
-│ Peak reserved                       │                   21.0 GiB │       │
-│ Context and libraries               │                    1.0 GiB │       │
-│ Total on device                     │                   22.0 GiB │       │
-│ Budget on NVIDIA L4 (cuda:0) (nvml) │                   24.0 GiB │       │
-│ Usable after 4% margin              │                   23.0 GiB │       │
-└─────────────────────────────────────┴────────────────────────────┴───────┘
-Peak in the backward pass of encoder.layers.11; traced on fake tensors, no memory allocated.
-Batch size 96 (was 32): the largest that fits."""
+  | Part at the peak | Predicted at batch size 96 | Share
+---------------------------------------------------------
+  | parameters       |                    2.0 GiB |   10%
+  | gradients        |                    2.0 GiB |   10%
+  | optimizer state  |                    4.0 GiB |   20%
+  | activations      |                   12.0 GiB |   60%
+---------------------------------------------------------
+22.0 GiB  Peak of a training step, in the backward pass of encoder.layers.11: allocated 20.0 GiB, reserved 21.0 GiB, \
+context and libraries 1.0 GiB
+23.0 GiB  Usable of 24.0 GiB on NVIDIA L4 (cuda:0) (nvml), after a 4% margin
+MemGuard: batch size 96 (was 32): the largest that fits."""
     )
 
 
 def test_what_is_not_known_exactly_shows_what_is_compared_with_the_budget():
-    footprint = TUNED.footprint
-    assert footprint is not None
-    high = Peak(footprint.peak_allocated_bytes, footprint.peak_reserved_bytes, footprint.peak_device_bytes + GIB // 2)
-    bounded = replace(TUNED, footprint=replace(footprint, high=high))
-    lines = printed(bounded).splitlines()
-    at = next(index for index, line in enumerate(lines) if "Total on device, at most" in line)
-    assert "22.5 GiB" in lines[at]
-    assert "Total on device" in lines[at - 1]
-    assert "Total on device, at most" not in printed(TUNED)
+    high = Peak(20 * GIB, 21 * GIB, 22 * GIB + GIB // 2)
+    bounded = replace(TUNED, footprint=replace(ON_CUDA, high=high))
+    assert "22.0 GiB  Peak of a training step (at most 22.5 GiB), in the backward" in setup_text(bounded)
 
 
 def test_on_the_cpu_there_is_no_allocator_to_report_on():
     assert (
-        printed(CHECKED)
+        setup_text(CHECKED)
         == """\
-MemGuard: memory of a training step
-┏━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━┓
-┃ Part at the peak       ┃ Predicted at batch size 8 ┃ Share ┃
-┡━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━┩
-│ parameters             │                   1.0 MiB │   25% │
-│ batch                  │                   3.0 MiB │   75% │
-├────────────────────────┼───────────────────────────┼───────┤
-│ Peak allocated         │                   4.0 MiB │  100% │
-│ Budget on CPU (given)  │                  10.0 MiB │       │
-│ Usable after 0% margin │                  10.0 MiB │       │
-└────────────────────────┴───────────────────────────┴───────┘
-Peak in the optimizer; traced on fake tensors, no memory allocated.
-Batch size 8 fits."""
+  | Part at the peak | Predicted at batch size 8 | Share
+--------------------------------------------------------
+  | parameters       |                   1.0 MiB |   25%
+  | batch            |                   3.0 MiB |   75%
+--------------------------------------------------------
+4.0 MiB   Peak of a training step, in the optimizer
+10.0 MiB  Usable of 10.0 MiB on CPU (given), after a 0% margin
+MemGuard: batch size 8 fits."""
     )
+
+
+def test_in_few_lines_the_smallest_parts_share_one_and_one_note_is_read():
+    footprint = replace(ON_CUDA, notes=("it ends [early]", "it starts late"))
+    lines = setup_text(replace(TUNED, footprint=footprint), most_parts=3).splitlines()
+    assert len(lines) == 9
+    assert lines[3] == "  | other parts      |                    8.0 GiB |   40%"
+    assert lines[-1] == "Note: it ends [early]. More in `guard.decision.notes`."
+    assert len(setup_text(TUNED, most_parts=4).splitlines()) == 10
+
+
+def test_an_evaluation_takes_one_line():
+    assert evaluation_text(CHECKED, "test") == (
+        "MemGuard: test is predicted to take 4.0 MiB of the 10.0 MiB usable on CPU. Batch size 8 fits."
+    )
+    assert evaluation_text(replace(CHECKED, footprint=None, reason="no loader"), "test").endswith("run: no loader")
 
 
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("fake", "traced on fake tensors, no memory allocated."),
-        ("worst-case", "traced on fake tensors; sizes that depend on values are assumed to be the largest possible."),
+        ("fake", "encoder.layers.11: allocated"),
+        ("worst-case", "traced on fake tensors; sizes that depend on values are assumed to be the largest possible:"),
         (
             "sampled",
-            "traced on fake tensors; sizes that depend on values are those of real batches.",
+            "traced on fake tensors; sizes that depend on values are those of real batches:",
         ),
-        ("real", "from real steps, run on a copy."),
-        ("states", "Without activations, which are unknown: the step needs more than this."),
+        ("real", "encoder.layers.11; from real steps, run on a copy: allocated"),
+        ("states", "Without activations, which are unknown: the step needs more than this: allocated"),
     ],
 )
 def test_under_the_table_it_says_how_the_numbers_were_obtained(method, words):
-    text = printed(replace(TUNED, footprint=replace(ON_CUDA, method=method)))
-    assert words in " ".join(text.splitlines())
+    assert words in setup_text(replace(TUNED, footprint=replace(ON_CUDA, method=method)))
 
 
 def test_every_note_is_a_line_and_brackets_are_not_markup():
     notes = ("aten.index.Tensor was taken to give its largest result", "it saw x[bold]")
-    assert printed(replace(CHECKED, footprint=replace(ON_CPU, notes=notes))).splitlines()[-3:] == [
-        "Batch size 8 fits.",
+    assert setup_text(replace(CHECKED, footprint=replace(ON_CPU, notes=notes))).splitlines()[-3:] == [
+        "MemGuard: batch size 8 fits.",
         "Note: aten.index.Tensor was taken to give its largest result.",
         "Note: it saw x[bold].",
     ]
@@ -136,12 +124,7 @@ def test_every_note_is_a_line_and_brackets_are_not_markup():
 @pytest.mark.parametrize("missing", ["footprint", "budget"])
 def test_where_nothing_is_known_there_is_a_sentence_and_no_table(missing):
     decision = replace(TUNED, outcome="stepped aside", reason="the loader has no [red] size", **{missing: None})
-    assert printed(decision) == "MemGuard did not tune this run: the loader has no [red] size"
-
-
-def test_it_goes_to_the_terminal_where_no_console_is_given(capsys):
-    print_decision(CHECKED)
-    assert "Batch size 8 fits." in capsys.readouterr().out
+    assert setup_text(decision) == "MemGuard did not tune this run: the loader has no [red] size"
 
 
 # The sentence
@@ -223,18 +206,17 @@ def test_where_activations_are_unknown_every_figure_is_a_least_one():
     """States alone fit nearly anywhere: that they do says nothing about the step."""
     decision = replace(TUNED, outcome="kept", requested_batch_size=96, reason="it raises", footprint=STATES_ALONE)
     assert (decision.verdict, decision.fits) == ("unknown", False)
-    text = printed(decision)
+    text = setup_text(decision)
     assert "fits;" not in text
     assert "Part that is known" in text
-    for name, size in (("Peak allocated", 7), ("Peak reserved", 7), ("Total on device", 8)):
-        assert any(f"{name}, at least" in line and f"{size}.0 GiB" in line for line in text.splitlines())
+    assert "8.0 GiB   Without activations, which are unknown: the step needs more than this: allocated 7.0 GiB" in text
 
 
 def test_a_note_that_is_the_reason_is_read_once():
     cause = "the step could not run on a copy (OSError: no)"
     footprint = replace(STATES_ALONE, notes=(cause, "torch.compile is left out"))
     decision = replace(TUNED, outcome="kept", reason=cause, footprint=footprint)
-    text = " ".join(printed(decision).split())
+    text = setup_text(decision)
     assert text.count("OSError") == 1
     assert "Note: torch.compile is left out." in text
     assert markdown(decision).count("OSError") == 1
@@ -262,43 +244,10 @@ def test_it_warns_where_something_is_to_be_done_about_it(change, start):
 
 
 def test_what_is_said_in_a_warning_can_be_left_out_of_the_table():
-    console = Console(width=100, record=True, file=io.StringIO(), highlight=False)
-    print_decision(TUNED, console, explain=False)
-    print_decision(replace(TUNED, footprint=None, reason="no loader"), console, explain=False)
-    text = console.export_text()
-    assert "Usable after 4% margin" in text
+    text = setup_text(TUNED, explain=False)
+    assert "after a 4% margin" in text
     assert "Batch size 96 (was 32)" not in text
-    assert "did not tune" not in text
-
-
-# Few steps
-
-FEW = replace(TUNED, steps_per_epoch=8, requested_steps_per_epoch=25)
-
-
-def test_few_optimizer_steps_after_tuning_come_with_the_settings_for_more():
-    (note,) = notes_of(FEW)
-    assert note.startswith("an epoch now has 8 optimizer steps (was 25); for more, set max_batch_size, or keep_eff")
-    assert printed(FEW).endswith("to the samples you want in each step.")
-
-
-def test_a_dataset_that_became_one_batch_is_called_that():
-    (note,) = notes_of(replace(FEW, limited_by="dataset", steps_per_epoch=1))
-    assert note.startswith("an epoch now has 1 optimizer step (was 25): the whole dataset is one batch; for more,")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"steps_per_epoch": 20},
-        {"steps_per_epoch": None},
-        {"requested_steps_per_epoch": 8},  # limit_train_batches=8: as few as before
-        {"limited_by": "request"},  # an effective batch size was asked for
-        {"limited_by": "checkpoint"},
-    ],
-)
-def test_enough_steps_or_as_few_as_asked_for_need_no_words(change):
-    assert notes_of(replace(FEW, **change)) == []
+    assert not setup_text(replace(TUNED, footprint=None, reason="no loader"), explain=False)
 
 
 # The last line

@@ -85,6 +85,9 @@ class _Failure:
         first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         ours = isinstance(error, MemGuardError)
         reason = first.removesuffix(".") if ours else reason_of(error, first[:200])
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            is_read = "_local_scalar_dense" in str(error.func)
+            reason = f"{'`.item()` or `bool()`' if is_read else error.func} needs the values of a tensor"
         return cls(f"{reason}, at {place}" if place else reason, reason, _needs_value(error))
 
 

@@ -151,7 +151,7 @@ class Prediction:
         known = {*self.traces, *(size for size, traces in self._known_traces.items() if traces[0].seconds)}
         near = min((size for size in known if size >= batch_size), default=max(known))
         small = max((size for size in known if size < near), default=near)
-        note = f"at batch size {batch_size} the peak is drawn on from {near}: {why}"
+        note = f"the memory at batch size {batch_size} is extrapolated from batch size {near}: {why}"
         return tuple(
             replace(trace, notes=(*trace.notes, note))
             for trace in (
@@ -249,8 +249,7 @@ class Prediction:
             raise StepFailsError(f"at batch size {batch_size} {_reason(self.method, error)}") from error
         if proof.events == self.growth.at(batch_size).events:
             return self
-        sizes = list(self.growth.sizes)
-        note = f"at batch size {batch_size} the step allocates otherwise than at {sizes}; each size was captured"
+        note = f"memory at batch size {batch_size} is off the line through others: each size is predicted by itself"
         return replace(self, growth=None, notes=(*self.notes, note), traces={**self.traces, batch_size: proof})
 
     def _with_compiled(self, batch_size: int) -> Prediction:
@@ -272,11 +271,9 @@ def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint 
         high = high.widest(ceiling.high or _peak(ceiling), min).widest(largest, max)
     if high == least:
         return most
-    note = (
-        f"memory depends on values: with those of real batches it is {format_bytes(least.allocated_bytes)} to "
-        f"{format_bytes(largest.allocated_bytes)}; the largest is predicted, within what they differ by"
-    )
-    return replace(most, low=least, high=high, notes=(*most.notes, note))
+    seen = [format_bytes(each.allocated_bytes) for each in (least, largest)]
+    note = f"the memory of a step depends on its batch: {seen[0]} to {seen[1]} in those drawn; the most is predicted"
+    return replace(most, low=least, high=high, notes=(*most.notes, *([note] if seen[0] != seen[1] else [])))
 
 
 def _with_later(now: Footprint, later: Footprint) -> Footprint:
@@ -468,8 +465,8 @@ def _uneven(stretched: Prediction, batch_size: int) -> Prediction | None:
         if times <= _CLEARLY:
             return None
         note = (
-            f"samples differ in size: batches are as the least and the largest of {len(_UNEVEN_DRAWS)} real ones; "
-            f"one of the largest sample alone would be {times:.1f} times as large"
+            f"samples differ in size: predicted for the largest of {len(_UNEVEN_DRAWS)} batches drawn at random; one "
+            f"of the largest sample alone would be {times:.1f} times as large"
         )
         found = replace(
             stretched,
@@ -508,8 +505,8 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
         if not any(variant.shares for variant in variants):
             return None
         note = (
-            f"results whose size depends on values are as large as in {len(traces)} draws of real batches of {size}; "
-            "larger ones are possible"
+            f"some tensors are as large as the values in a batch make them: predicted from {len(traces)} batches of "
+            f"{size}, and larger ones are possible"
         )
         sampled = replace(
             worst,

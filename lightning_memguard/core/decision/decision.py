@@ -205,6 +205,11 @@ class Decision:
         return pieces if pieces * self.batch_size == asked and pieces * before == batches else 1
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the prediction had to assume, in plain words without a full stop; `reason` is not repeated."""
+        return tuple(note for note in (self.footprint.notes if self.footprint else ()) if note not in self.reason)
+
+    @property
     def verdict(self) -> Verdict:
         """Whether the step fits the usable budget; ``unknown`` if not all of its memory was predicted."""
         if self.footprint is None or self.budget is None:

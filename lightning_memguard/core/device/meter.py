@@ -131,7 +131,7 @@ class _HighWaterGauge(_Gauge):
         then, now = self._at_start, status_bytes(self._process)
         mapped = max(0, now.get("RssFile", 0) - then.get("RssFile", 0))
         grown = max(0, now["VmHWM"] - then["VmRSS"] - mapped)
-        return Measured(self._held_bytes + grown, "peak resident memory (VmHWM)")
+        return Measured(self._held_bytes + grown, "peak resident memory")
 
 
 class _SampledGauge(_Gauge):

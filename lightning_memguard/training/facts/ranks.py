@@ -6,6 +6,7 @@ order, and none waits for one that took another branch.
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 import warnings
@@ -61,6 +62,17 @@ def warn(text: str, stacklevel: int = 2) -> None:
         warnings.warn(text, stacklevel=stacklevel + 1)
     except Warning:
         sys.stderr.write(f"{text}\n")
+
+
+def say(text: str) -> None:
+    """Log a message at the level INFO, as Lightning logs its own: it is seen unless the user sets another level."""
+    logger = logging.getLogger("lightning_memguard")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+        logger.propagate = False
+    logger.info(text)
 
 
 @dataclass(frozen=True)

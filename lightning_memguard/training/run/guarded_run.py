@@ -17,7 +17,7 @@ from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, ret
 from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.decision_table import last_line, print_decision, warning_of, why
+from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
 from lightning_memguard.report.failure import Overrun, announcement, note, overrun_words, refusal_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.words import counted
@@ -25,7 +25,7 @@ from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.metrics import show_to_callbacks
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
-from lightning_memguard.training.facts.ranks import attempt, warn
+from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
 from lightning_memguard.training.rescue.rescuer import Rescuer
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, fits_now, fitting, size_within_budget
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_MOST_PARTS = 4  # shown of a footprint, notes among them: twelve lines for a fit
 _STEPS_MEASURED = 4  # optimizers stepped in turn each have a step of their own
 
 
@@ -183,7 +184,10 @@ class GuardedRun:
         self._keep_closures_whole()
         if self.trainer.is_global_zero:
             warning = warning_of(self.decision)
-            print_decision(self.decision, explain=not warning)
+            if self.trains:
+                say(setup_text(self.decision, explain=not warning, most_parts=_MOST_PARTS))
+            elif not warning:
+                say(evaluation_text(self.decision, self.stage))
             if warning:
                 self._warn(warning)
 
@@ -378,10 +382,8 @@ class GuardedRun:
     def summarize(self) -> None:
         """Print how close the prediction came."""
         if self.records and self.trainer.is_global_zero:
-            print(last_line(self.records))  # noqa: T201 - the one line the design asks for
             page = self._write_page()
-            if page is not None:
-                print(f"MemGuard: full report in {page}")  # noqa: T201
+            say(f"{last_line(self.records)}{f' Full report: {page}' if page else ''}")
 
     # -- files
 

@@ -16,7 +16,7 @@ from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.data.loaders import batches_taken
-from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
+from lightning_memguard.training.facts.ranks import Ranks, attempt, say, shared
 from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
 from lightning_memguard.training.planning.search import Context, or_the_smallest
@@ -71,7 +71,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             context = attempt(lambda: process_bytes or context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
             if profile.prediction.compiles and trainer.is_global_zero:
-                print(_COMPILING, flush=True)  # noqa: T201 - what follows takes long
+                say(_COMPILING)
             profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, profile.held_bytes))
             answers = ranks.gather((profile.request.free_to_choose, profile.request.fixed_because))
             profile = replace(profile, request=_common(profile.request, answers))
@@ -97,7 +97,7 @@ class _Progress:
     def show(self) -> None:
         if time.monotonic() > self.due:
             self.due = math.inf
-            print(_PREDICTING, flush=True)  # noqa: T201 - the training has not begun, and nothing else is shown
+            say(_PREDICTING)
 
 
 def _cuts(reading: Reading, stage: Stage) -> dict[Role, Cut]:

@@ -378,7 +378,7 @@ def test_a_size_that_runs_otherwise_puts_an_end_to_growth_and_a_note_says_so():
     promised = grown.footprint_at(50).peak_allocated_bytes
     proven = grown.proven_at(50)
     assert proven.growth is None
-    assert proven.notes == ("at batch size 50 the step allocates otherwise than at [4, 8, 16]; each size was captured",)
+    assert proven.notes == ("memory at batch size 50 is off the line through others: each size is predicted by itself",)
     assert proven.footprint_at(50).peak_allocated_bytes == promised + 50 * 32 - 128, "tanh keeps its result"
     assert proven.footprint_at(30).peak_allocated_bytes == grown.footprint_at(30).peak_allocated_bytes
     assert grown.footprint_at(50).peak_allocated_bytes == promised, "the first prediction was edited"
@@ -506,7 +506,7 @@ def test_where_memory_depends_on_values_the_largest_of_some_draws_is_predicted_w
         spread = found.peak_allocated_bytes - found.low.allocated_bytes
         assert spread == pytest.approx(3 * 32 * n, abs=3 * 8)
         assert found.high.allocated_bytes == found.most_device_bytes == found.peak_allocated_bytes + spread
-        assert "memory depends on values: with those of real batches it is" in found.notes[-1]
+        assert "the memory of a step depends on its batch: " in found.notes[-1]
 
 
 @pytest.mark.usefixtures("here")
@@ -527,7 +527,7 @@ def test_a_size_that_would_take_too_long_to_run_is_drawn_on_from_those_that_ran(
     assert len(prediction.variants) == draws
     ran, beyond = (prediction.footprint_at(n) for n in (8, 8000))
     assert beyond.peak_allocated_bytes == pytest.approx(1000 * ran.peak_allocated_bytes, rel=0.5)
-    assert f"at batch size 8000 the peak is drawn on from {largest}" in " ".join(beyond.notes)
+    assert f"the memory at batch size 8000 is extrapolated from batch size {largest}" in " ".join(beyond.notes)
     assert prediction.packed().footprint_at(8000) == beyond
 
 
@@ -559,7 +559,7 @@ def test_a_mask_that_keeps_half_of_a_real_batch_is_given_half_of_any_size():
     tanh = [event.nbytes for event in prediction.trace_at(100) if event.operator == "aten.tanh.default"]
     assert tanh[0] == 32 * 50
     assert prediction.ceiling is not None
-    assert "results whose size depends on values are as large as in 8 draws of real batches of 16" in " ".join(
+    assert "some tensors are as large as the values in a batch make them: predicted from 8 batches of 16" in " ".join(
         prediction.footprint_at(100).notes
     )
 

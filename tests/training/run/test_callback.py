@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import math
 import warnings
 from datetime import timedelta
@@ -571,3 +572,27 @@ def test_setup_gets_the_stage_as_lightning_passes_it(trainer: Any) -> None:
     assert (guard.decision.outcome, guard.decision.batch_size, guard.decision.reason) == ("tuned", 20, "")
     assert guard.decision.validation_batch_size == 4
     assert module.stages == ["fit"]
+
+
+# What is shown
+
+
+@pytest.mark.parametrize(("level", "most"), [(logging.INFO, 12), (logging.WARNING, 0)])
+def test_a_fit_is_told_in_twelve_lines_and_an_evaluation_in_two_unless_the_level_silences_both(
+    trainer: Any, small: Any, dataset: TensorDataset, caplog: pytest.LogCaptureFixture, level: int, most: int
+) -> None:
+    def lines() -> list[str]:
+        messages = [record.getMessage() for record in caplog.records if record.name == "lightning_memguard"]
+        return "\n".join(messages).splitlines()
+
+    module = small(validation_step=lambda batch: None, test_step=lambda batch: None)
+    module.net = nn.Sequential(nn.BatchNorm1d(16), *module.net)
+    with caplog.at_level(level, "lightning_memguard"):
+        run = trainer(MemGuard(), max_epochs=3)
+        run.fit(module, DataLoader(dataset, 4), DataLoader(dataset, 4))
+        shown = lines()
+        assert len(shown) <= most
+        assert len(set(shown)) == len(shown) - 1 if most else not shown, "the table has two rules"
+        caplog.clear()
+        run.test(module, DataLoader(dataset, 4), verbose=False)
+        assert len(lines()) == min(2, most)

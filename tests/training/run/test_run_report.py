@@ -30,7 +30,7 @@ def loader(dataset: TensorDataset) -> DataLoader[Any]:
 
 
 def test_the_report_is_next_to_the_log_and_holds_all_that_the_guard_knows(
-    trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     guard = MemGuard(max_batch_size=50)
     run = trainer(guard, logger=CSVLogger(tmp_path), max_epochs=3)
@@ -44,7 +44,7 @@ def test_the_report_is_next_to_the_log_and_holds_all_that_the_guard_knows(
     peak = guard.decision.footprint.peak_allocated_bytes  # type: ignore[union-attr]
     assert max(map(sum, zip(*data["timeline"]["parts_bytes"].values(), strict=True))) == peak
     assert {point["batch_size"]: point["peak_device_bytes"] for point in data["curve"]}[50] == peak
-    assert str(folder / PAGE_NAME) in capsys.readouterr().out
+    assert str(folder / PAGE_NAME) in caplog.text
 
 
 def test_without_a_logger_it_is_in_its_own_folder(
