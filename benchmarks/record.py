@@ -1,14 +1,13 @@
 """Record the corpus on this machine's GPU: what every training takes, by the device's and PyTorch's own counters.
 
 Each training of `shared/corpus.py` runs for four steps with the real Trainer, alone on the GPU, in a separate
-process; the probes, single operators, share one. Meanwhile the next processes load their libraries and wait. The
+process. Meanwhile the next processes load their libraries and wait. The
 result is one JSON file, rewritten after each training: a second run continues where the first stopped. Figures of
 another GPU, another torch or another corpus are recorded again. Nothing here imports lightning_memguard; predictions
 are compared with these figures (`accuracy.py`).
 
     python benchmarks/record.py --out benchmarks/recordings/h200.json.gz       # at most 9 minutes
     python benchmarks/record.py --only gpt llama --minutes 2
-    python benchmarks/record.py --only probes
     python benchmarks/record.py --accelerator cpu --only mlp --batch-size 8    # a dry run, measures nothing
 """
 
@@ -24,14 +23,14 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 STEPS = 4
 SAMPLING_SECONDS = 0.002
-PROBES = "probes"
 
 
 # The parent: one training at a time, the next ones waiting -----------------------------------------------------------
@@ -101,23 +100,18 @@ def text(value: str | bytes) -> str:
 
 def is_recorded(recording: dict[str, Any], name: str, under: str, *, again: bool) -> bool:
     """Whether there is a figure for these conditions, or a failure that should not be tried again."""
-    case = recording.get(PROBES) if name == PROBES else recording["cases"].get(name)
+    case = recording["cases"].get(name)
     return bool(case) and case.get("conditions") == under and not (again and "failed" in case)
 
 
 def keep(recording: dict[str, Any], name: str, case: dict[str, Any]) -> None:
-    """Store a result in the recording."""
     recording["machine"] = case.pop("machine", None) or recording["machine"]
-    if name == PROBES:
-        recording[PROBES] = case
-    else:
-        recording["cases"][name] = case
+    recording["cases"][name] = case
 
 
 def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     """A process that loads its libraries and builds its module, then waits."""
     command = [sys.executable, __file__, "--child", name, "--accelerator", options.accelerator]
-    command += ["--probe-seconds", str(options.probe_seconds)]
     if options.batch_size:
         command += ["--batch-size", str(options.batch_size)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -139,11 +133,8 @@ def finish(child: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
 
 
 def words(case: dict[str, Any]) -> str:
-    """One line for the terminal."""
     if "failed" in case:
         return f"FAILED: {case['failed']}"
-    if PROBES in case:
-        return f"{len(case[PROBES])} of {case['of']} probes  {case['seconds']:.1f} s"
     if case["max_reserved"] is None:
         return f"{case['seconds']:.1f} s; no GPU to measure"
     mib = {key: case[key] / 2**20 for key in ("max_allocated", "max_reserved", "nvml_peak") if case[key] is not None}
@@ -196,26 +187,13 @@ def train(name: str, accelerator: str, batch_size: int | None) -> dict[str, Any]
         return {"failed": f"skipped: it needs {training.cap_gib:g} GiB, and {gpu.free() / 2**30:.1f} GiB are free"}
     if gpu:
         gpu.open_context(training.cap_gib, history=training.history)
-    steps = Steps.callback(pl, gpu)
-    trainer = pl.Trainer(
-        accelerator=accelerator,
-        devices=1,
-        max_steps=STEPS,
-        precision=training.precision,
-        **QUIET,
-        callbacks=[steps],
-        **training.trainer_kwargs,
-    )
-    found: dict[str, Any] = {
-        "batch_size": size,
-        "training": training.settings(),
-        "max_allocated": None,
-        "max_reserved": None,
-        "nvml_peak": None,
-        "steps": steps.peaks,
-    }
+    steps = peaks_after_steps(pl, gpu)
+    given = {**QUIET, **training.trainer_kwargs, "precision": training.precision, "callbacks": [steps]}
+    trainer = pl.Trainer(accelerator=accelerator, devices=1, max_steps=STEPS, **given)
+    found: dict[str, Any] = {"batch_size": size, "training": training.settings(), "steps": steps.peaks}
+    found |= dict.fromkeys(("max_allocated", "max_reserved", "nvml_peak"))
     failed: dict[str, Any] = {}
-    with gpu.sampled() if gpu else nothing():
+    with gpu.sampled() if gpu else nullcontext():
         try:
             trainer.fit(module, train_dataloaders=loader)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - what was measured so far is a result too
@@ -248,35 +226,25 @@ def failure(error: BaseException) -> dict[str, Any]:
     return {"failed": f"{type(error).__name__}: {lines[0]}"[:400], "out_of_memory": out_of_memory}
 
 
-@contextmanager
-def nothing() -> Iterator[None]:
-    """Instead of what only a GPU has."""
-    yield
+def peaks_after_steps(pl: Any, gpu: "Gpu | None") -> Any:
+    """A callback: peaks after each batch, and the last state before Lightning moves the module off the GPU."""
 
+    class Peaks(pl.Callback):
+        def __init__(self) -> None:
+            self.peaks: list[list[int]] = []
 
-class Steps:
-    """Peaks after each batch, and the last state before Lightning moves the module off the GPU."""
+        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+            if gpu:
+                cuda = gpu.torch.cuda
+                self.peaks.append([cuda.max_memory_allocated(), cuda.max_memory_reserved()])
 
-    @staticmethod
-    def callback(pl: Any, gpu: "Gpu | None") -> Any:
-        class Peaks(pl.Callback):
-            def __init__(self) -> None:
-                self.peaks: list[list[int]] = []
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            if gpu:
+                gpu.look()
 
-            def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-                if gpu:
-                    cuda = gpu.torch.cuda
-                    self.peaks.append([cuda.max_memory_allocated(), cuda.max_memory_reserved()])
+        on_exception = on_train_end
 
-            def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-                if gpu:
-                    gpu.look()
-
-            def on_exception(self, *args: Any, **kwargs: Any) -> None:
-                if gpu:
-                    gpu.look()
-
-        return Peaks()
+    return Peaks()
 
 
 class Gpu:
@@ -371,21 +339,10 @@ class Gpu:
         self.look()
         cuda, backends = self.torch.cuda, self.torch.backends
         stats = cuda.memory_stats()
-        kept = (
-            "num_alloc_retries",
-            "num_ooms",
-            "num_device_alloc",
-            "num_device_free",
-            "segment.all.peak",
-            "segment.large_pool.peak",
-            "segment.small_pool.peak",
-            "allocation.all.allocated",
-            "allocation.all.peak",
-            "active_bytes.all.peak",
-            "inactive_split.all.peak",
-            "inactive_split_bytes.all.peak",
-            "requested_bytes.all.peak",
-        )
+        kept = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "allocation.all.allocated")
+        pools = ("segment.all", "segment.large_pool", "segment.small_pool", "allocation.all", "active_bytes.all")
+        pools += ("inactive_split.all", "inactive_split_bytes.all", "requested_bytes.all")
+        kept += tuple(f"{pool}.peak" for pool in pools)
         return {
             "max_allocated": cuda.max_memory_allocated(),
             "max_reserved": cuda.max_memory_reserved(),
@@ -397,8 +354,7 @@ class Gpu:
             "flags": {
                 "matmul_tf32": backends.cuda.matmul.allow_tf32,
                 "cudnn_tf32": backends.cudnn.allow_tf32,
-                "cudnn_benchmark": backends.cudnn.benchmark,
-                "cudnn_deterministic": backends.cudnn.deterministic,
+                **{f"cudnn_{name}": getattr(backends.cudnn, name) for name in ("benchmark", "deterministic")},
             },
             **self.seen,
         }
@@ -408,15 +364,12 @@ def events(snapshot: dict[str, Any]) -> list[list[Any]]:
     """The allocator's events as ``[action, address, bytes, stream]``, both numbered as they appear."""
     addresses: dict[int, int] = {}
     streams: dict[int, int] = {}
-    return [
-        [
-            entry["action"],
-            addresses.setdefault(entry.get("addr", -1), len(addresses)),
-            entry["size"],
-            streams.setdefault(entry.get("stream", 0), len(streams)),
-        ]
-        for entry in snapshot["device_traces"][0]
-    ]
+    found = []
+    for entry in snapshot["device_traces"][0]:
+        address = addresses.setdefault(entry.get("addr", -1), len(addresses))
+        stream = streams.setdefault(entry.get("stream", 0), len(streams))
+        found.append([entry["action"], address, entry["size"], stream])
+    return found
 
 
 def addresses(snapshot: dict[str, Any]) -> list[int]:
@@ -433,15 +386,12 @@ def segments(snapshot: dict[str, Any]) -> list[list[Any]]:
     """
     held = sorted(snapshot["segments"], key=lambda segment: segment["address"])
     streams: dict[int, int] = {}
-    return [
-        [
-            segment["total_size"],
-            segment["segment_type"],
-            streams.setdefault(segment["stream"], len(streams)),
-            [[block["size"], block.get("requested_size"), block["state"]] for block in segment["blocks"]],
-        ]
-        for segment in held
-    ]
+    found = []
+    for segment in held:
+        stream = streams.setdefault(segment["stream"], len(streams))
+        blocks = [[block["size"], block.get("requested_size"), block["state"]] for block in segment["blocks"]]
+        found.append([segment["total_size"], segment["segment_type"], stream, blocks])
+    return found
 
 
 def machine(torch: Any, pl: Any, gpu: Gpu | None) -> dict[str, Any]:
@@ -475,165 +425,33 @@ def machine(torch: Any, pl: Any, gpu: Gpu | None) -> dict[str, Any]:
     return found
 
 
-# The child: all probes -----------------------------------------------------------------------------------------------
-
-
-def probe_all(accelerator: str, seconds: float) -> dict[str, Any]:
-    """Call operator after operator until the time is up."""
-    import torch
-
-    from shared.corpus import pl, probes
-
-    warnings.simplefilter("ignore")
-    every = probes()
-    seconds = min(seconds, 0.9 * wait_for_go(torch))
-    gpu = Gpu() if accelerator == "cuda" else None
-    started = time.perf_counter()
-    if gpu:
-        gpu.open_context(None, history=False)
-    described_machine = machine(torch, pl, gpu)  # before probes change its flags
-    found = []
-    for probe in every:
-        if found and time.perf_counter() - started > seconds:
-            break
-        found.append(probed(torch, probe, accelerator))
-    return {
-        PROBES: found,
-        "of": len(every),
-        "seconds": round(time.perf_counter() - started, 2),
-        "machine": described_machine,
-    }
-
-
-def probed(torch: Any, probe: Any, device: str) -> dict[str, Any]:
-    """What one call took, the first time and again: the first time, libraries may search, or take what they keep."""
-    from shared.corpus import described
-
-    found: dict[str, Any] = {"name": probe.name, "flags": dict(probe.flags)}
-    tf32 = probe.flags.get("tf32", False)
-    torch.backends.cudnn.benchmark = probe.flags.get("cudnn_benchmark", False)
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
-    try:
-        call = probe.prepare(device)
-        found["arguments"] = described(call.args)
-        found["keywords"] = {name: described(part) for name, part in call.keywords.items() if part is not None}
-        for turn in ("first", "again"):
-            found[turn] = look_into(torch, call) if device == "cuda" else just_call(call)
-    except Exception as error:  # noqa: BLE001 - a backend that raises is a result too
-        found |= failure(error)
-    return found
-
-
-def just_call(call: Any) -> None:
-    """Without an allocator that keeps a history."""
-    call()
-
-
-def look_into(torch: Any, call: Any) -> dict[str, Any]:
-    """The requests of one call, and how far the allocator's counter rose in it.
-
-    The cache is released first, so that few blocks are larger than requested.
-    """
-    cuda = torch.cuda
-    cuda.synchronize()
-    cuda.empty_cache()
-    before = cuda.memory_allocated()
-    cuda.reset_peak_memory_stats()
-    cuda.memory._record_memory_history(
-        enabled="all", context=None, stacks="python", max_entries=100_000, clear_history=True
-    )
-    try:
-        results = call()
-        cuda.synchronize()
-        asked = requests(cuda.memory._snapshot()["device_traces"][0])
-        peak = cuda.max_memory_allocated() - before
-    finally:
-        cuda.memory._record_memory_history(enabled=None)
-    del results
-    return {"requests": asked, "scratch": scratch(asked), "peak_allocated": peak}
-
-
-def requests(trace: Sequence[dict[str, Any]]) -> list[int]:
-    """Bytes requested, in order; ``-n`` frees the n-th of them. Older blocks do not count."""
-    places: dict[int, int] = {}
-    found: list[int] = []
-    count = 0
-    for entry in trace:
-        if entry["action"] == "alloc":
-            count += 1
-            places[entry["addr"]] = count
-            found.append(entry["size"])
-        elif entry["action"] == "free_completed" and entry["addr"] in places:
-            found.append(-places.pop(entry["addr"]))
-    return found
-
-
-def scratch(asked: Sequence[int]) -> int:
-    """The most that was held minus what stayed: scratch, as far as its lifetime overlaps that of the results."""
-    sizes: list[int] = []
-    live = peak = 0
-    for number in asked:
-        if number > 0:
-            sizes.append(number)
-        live += number if number > 0 else -sizes[-number - 1]
-        peak = max(peak, live)
-    return peak - live
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "recordings" / "gpu.json.gz", metavar="FILE"
-    )
+    recordings = Path(__file__).parent / "recordings"
+    number = partial(parser.add_argument, type=float)
+    parser.add_argument("--out", type=Path, default=recordings / "gpu.json.gz", metavar="FILE")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="cases with one of these in their name")
-    parser.add_argument(
-        "--minutes", type=float, default=9.0, help="stop cleanly after this long (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--case-minutes", type=float, default=2.0, help="give up on a training after this long (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--probe-seconds", type=float, default=60.0, help="skip the probes after this long (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--reserve", type=float, default=20.0, help="start no training with fewer seconds left (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--jobs-ahead",
-        "--ahead",
-        dest="ahead",
-        type=int,
-        default=3,
-        help="processes that load their libraries ahead (default: %(default)d)",
-    )
+    number("--minutes", default=9.0, help="stop cleanly after this long (default: %(default)g)")
+    number("--case-minutes", default=2.0, help="give up on a training after this long (default: %(default)g)")
+    number("--reserve", default=20.0, help="start no training with fewer seconds left (default: %(default)g)")
+    ahead = ("--jobs-ahead", "--ahead")
+    parser.add_argument(*ahead, dest="ahead", type=int, default=3, help="processes that load ahead (default: 3)")
     parser.add_argument("--again", action="store_true", help="retry what failed")
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batch-size", type=int, help="instead of the corpus's own")
     parser.add_argument("--list", action="store_true", help="print the trainings and stop")
-    parser.add_argument("--list-probes", action="store_true", help="print the probes and stop")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child = options.child
-        found = (
-            probe_all(options.accelerator, options.probe_seconds)
-            if child == PROBES
-            else train(child, options.accelerator, options.batch_size)
-        )
-        print(json.dumps(found), flush=True)
+        print(json.dumps(train(options.child, options.accelerator, options.batch_size)), flush=True)
         return
-    from shared.corpus import BASES, corpus, probes
+    from shared.corpus import corpus
 
     if options.list:
         for case in corpus():
             print(f"{case.name:<32}{case.family:<13}{case.batch_size:>6}  {case.optimizer:<15}{case.precision}")
         return
-    if options.list_probes:
-        for probe in probes():
-            print(probe.name, *(f"{name}={value}" for name, value in probe.flags.items()))
-        return
     names = [case.name for case in corpus()]
-    names.insert(len(BASES), PROBES)
     record([name for name in names if any(part in name for part in options.only)], options.out, options)
 
 

@@ -77,18 +77,17 @@ TRAINS = 'print(input() and \'{"max_reserved": null, "seconds": 0.1}\')'
 
 def test_a_recording_is_written_and_continued(benchmarks, tmp_path, capsys):
     out = tmp_path / "cpu.json"
-    printed = run("--only", "gan_adam", "probes", "--probe-seconds", "0.5", "--out", str(out), "--jobs-ahead", "1")
-    assert printed.startswith("0 recorded already, 2 to go")
+    printed = run("--only", "gan_adam", "--out", str(out), "--jobs-ahead", "1")
+    assert printed.startswith("0 recorded already, 1 to go")
     recording = json.loads(out.read_text())
     assert recording["machine"]["gpu"] is None
     case = recording["cases"]["gan_adam"]
     assert (case["batch_size"], case["max_reserved"]) == (2, None)
     assert case["training"]["optimizer"] == "adam"
-    assert recording["probes"]["of"] > len(recording["probes"]["probes"]) > 0
 
     options = argparse.Namespace(accelerator="cpu", batch_size=2, minutes=1.0, ahead=1, again=False)
-    benchmarks("record").record(["probes", "gan_adam"], out, options)
-    assert capsys.readouterr().out == "2 recorded already, 0 to go\n"
+    benchmarks("record").record(["gan_adam"], out, options)
+    assert capsys.readouterr().out == "1 recorded already, 0 to go\n"
     assert json.loads(out.read_text()) == recording
 
 
@@ -129,10 +128,9 @@ def test_a_training_cut_short_by_the_deadline_is_left_for_the_next_run(recorder,
 
 def test_figures_of_other_conditions_are_recorded_again(benchmarks):
     record = benchmarks("record")
-    recording = {"cases": {"mlp": {"conditions": "NVIDIA A, torch 2"}}, "probes": {"conditions": "NVIDIA B, torch 2"}}
+    recording = {"cases": {"mlp": {"conditions": "NVIDIA A, torch 2"}}}
     assert record.is_recorded(recording, "mlp", "NVIDIA A, torch 2", again=False)
     assert not record.is_recorded(recording, "mlp", "NVIDIA B, torch 2", again=False)
-    assert record.is_recorded(recording, "probes", "NVIDIA B, torch 2", again=False)
 
 
 def test_out_of_memory_within_a_training_keeps_what_was_measured_so_far(benchmarks, monkeypatch):
@@ -211,35 +209,6 @@ def test_addresses_and_segments_are_relative_to_the_lowest(benchmarks):
         [2 * MIB, "small", 0, [[512, 100, "active_allocated"]]],
         [2 * MIB, "small", 1, [[512, 100, "active_allocated"]]],
     ]
-
-
-def test_a_probe_separates_scratch_from_what_stays(benchmarks):
-    record = benchmarks("record")
-    trace = [
-        {"action": "free_completed", "addr": 7, "size": 40},  # was there before
-        {"action": "segment_alloc", "addr": 1, "size": 2 * MIB},
-        {"action": "alloc", "addr": 1, "size": 1000},
-        {"action": "alloc", "addr": 2, "size": 300},
-        {"action": "free_requested", "addr": 2, "size": 300},
-        {"action": "free_completed", "addr": 2, "size": 300},
-        {"action": "alloc", "addr": 2, "size": 200},
-    ]
-    asked = record.requests(trace)
-    assert asked == [1000, 300, -2, 200]
-    assert record.scratch(asked) == 100  # at most 1300, and 1200 stay
-
-
-def test_probes_are_described_so_that_they_can_be_repeated(benchmarks):
-    corpus = benchmarks("shared.corpus")
-    probes = {probe.name: probe for probe in reversed(corpus.probes())}
-    assert {"aten.convolution.default", "aten.convolution_backward.default", "aten.sort.default"} <= set(probes)
-    call = corpus.operator("sum.dim_IntList", corpus.Sample((2, 3, 4), "bfloat16", layout="transposed"), [1]).prepare(
-        "cpu"
-    )
-    assert corpus.described(call.args) == [["bfloat16", [2, 3, 4], [12, 1, 3]], [1]]
-    found = benchmarks("record").probed(importlib.import_module("torch"), probes["clip_grad_norm_ foreach=True"], "cpu")
-    assert found["name"] == "clip_grad_norm_ foreach=True"
-    assert "failed" not in found
 
 
 def test_a_recorded_history_is_compared_with_our_segments(benchmarks):

@@ -1,18 +1,13 @@
-"""What `record.py` records on a GPU: whole trainings, which `accuracy.py` predicts, and single operators.
+"""The trainings that `record.py` records on a GPU and `accuracy.py` predicts: families, optimizers, precisions, sizes.
 
-Trainings: families, optimizers, precisions, sizes. Networks are the zoo's, in realistic shapes. Every training steps
-four times on synthetic data and needs no download. Probes: one call of an operator each, to learn what its kernel
-allocates in addition to its results.
-
-`python benchmarks/record.py --list` and `--list-probes` print them.
+Networks are the zoo's, in realistic shapes. Every training steps four times on synthetic data, without a download.
+`python benchmarks/record.py --list` prints them.
 """
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 try:
@@ -25,7 +20,6 @@ except ModuleNotFoundError:  # the other package has the same classes; the zoo i
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
 
 from shared import zoo
@@ -44,38 +38,22 @@ OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimize
 
 @dataclass(frozen=True)
 class Training:
-    """One training of the corpus.
+    """One training of the corpus."""
 
-    Attributes:
-        name: unique in the corpus.
-        family: such as ``"cnn"``.
-        network: the network and its loss.
-        dataset: a function from a number of samples to a dataset.
-        batch_size: samples per batch.
-        optimizer: a key of `OPTIMIZERS`.
-        precision: Lightning's name.
-        trainer_kwargs: other settings of the Trainer.
-        channels_last: whether model and images are channels last.
-        compiled: whether the network goes through ``torch.compile``.
-        tf32: whether float32 matrix products may run on TF32 tensor cores.
-        cap_gib: memory PyTorch may take, so that its allocator has to release its cache; None for all of it.
-        history: whether every event of the allocator is recorded.
-    """
-
-    name: str
+    name: str  # unique in the corpus
     family: str
     network: Callable[[], nn.Module]
-    dataset: Callable[[int], Dataset]
+    dataset: Callable[[int], Dataset]  # of a number of samples
     batch_size: int
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
-    optimizer: str = "adamw"
-    precision: str = "32-true"
+    optimizer: str = "adamw"  # a key of `OPTIMIZERS`
+    precision: str = "32-true"  # Lightning's name
     trainer_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    channels_last: bool = False
-    compiled: bool = False
-    tf32: bool = False
-    cap_gib: float | None = None
-    history: bool = False
+    channels_last: bool = False  # the model and its images
+    compiled: bool = False  # the network, by ``torch.compile``
+    tf32: bool = False  # whether float32 matrix products may run on TF32 tensor cores
+    cap_gib: float | None = None  # memory PyTorch may take, so that its allocator has to release its cache
+    history: bool = False  # whether every event of the allocator is recorded
 
     def module(self) -> pl.LightningModule:
         """What the Trainer fits."""
@@ -216,11 +194,8 @@ def separable() -> nn.Module:
         sizes = ((into, wide, 1, 1, 1), (wide, wide, 3, stride, wide), (wide, out, 1, 1, 1))
         found: list[nn.Module] = []
         for a, b, kernel, step, groups in sizes:
-            found += [
-                nn.Conv2d(a, b, kernel, step, kernel // 2, groups=groups, bias=False),
-                nn.BatchNorm2d(b),
-                nn.ReLU6(True),
-            ]
+            convolution = nn.Conv2d(a, b, kernel, step, kernel // 2, groups=groups, bias=False)
+            found += [convolution, nn.BatchNorm2d(b), nn.ReLU6(True)]
         return found
 
     body = [*block(32, 32, 1), *block(32, 64, 2), *block(64, 64, 1), *block(64, 128, 2), *block(128, 256, 2)]
@@ -314,448 +289,3 @@ def corpus() -> tuple[Training, ...]:
         found.append(dataclasses.replace(by_name[name], name=f"{name}_{size}", history=False, batch_size=size))
     vary("gpt mlp", "compiled", compiled=True)
     return tuple(found)
-
-
-# Probes ---------------------------------------------------------------------------------------------------------------
-
-PRECISIONS = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class Probe:
-    """One call to record.
-
-    Attributes:
-        name: the operator, as ``aten.sort.default``, where it is one; else what is called, as ``lstm backward``.
-        prepare: makes the arguments on a device and returns the call.
-        flags: ``cudnn_benchmark`` and ``tf32``, for matrix products and convolutions alike.
-    """
-
-    name: str
-    prepare: Callable[[str], partial]
-    flags: Mapping[str, bool] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A tensor to create.
-
-    Attributes:
-        shape: its sizes.
-        dtype: torch's name of the type.
-        high: for whole numbers: the first that is too large.
-        layout: ``"contiguous"``, ``"channels_last"``, ``"transposed"`` in its last two dimensions, or ``"sliced"`` out
-            of a tensor whose rows are twice as long.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    high: int = 0
-    layout: str = "contiguous"
-
-    def made(self, device: str) -> Tensor:
-        dtype = getattr(torch, self.dtype)
-        shape = list(self.shape)
-        if self.layout == "transposed":
-            shape[-2:] = reversed(shape[-2:])
-        if self.layout == "sliced":
-            shape[-1] *= 2
-        if dtype == torch.bool:
-            x = torch.rand(shape, device=device) > 0.5
-        elif self.high:
-            x = torch.randint(self.high, shape, device=device, dtype=dtype)
-        else:
-            x = torch.rand(shape, device=device, dtype=dtype)
-        if self.layout == "channels_last":
-            x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-        if self.layout == "transposed":
-            x = x.transpose(-2, -1)
-        return x[..., : self.shape[-1]] if self.layout == "sliced" else x
-
-
-def made(argument: Any, device: str) -> Any:
-    if isinstance(argument, Sample):
-        return argument.made(device)
-    return [made(part, device) for part in argument] if isinstance(argument, list) else argument
-
-
-def operator(name: str, *arguments: Any, flags: Mapping[str, bool] | None = None, **keywords: Any) -> Probe:
-    """A call of ``torch.ops.aten``; a `Sample` becomes a tensor, also within lists."""
-    packet, _, overload = name.partition(".")
-    called = getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-    def prepare(device: str) -> partial:
-        return partial(called, *made(list(arguments), device), **keywords)
-
-    return Probe(f"aten.{packet}.{overload or 'default'}", prepare, flags or {})
-
-
-def both_ways(name: str, function: Callable[..., Any], *samples: Sample, within: Any = None) -> Iterator[Probe]:
-    """A function or a module, forward, and then backward through all its results.
-
-    Args:
-        name: what is called.
-        function: of the tensors; where it is a class or a partial of one, the module is made first.
-        samples: its arguments; gradients are asked for all that are real numbers, and for the module's parameters.
-        within: a context to call it in, created for each call.
-    """
-
-    def forward(device: str) -> tuple[partial, list[Tensor]]:
-        inputs = made(list(samples), device)
-        wanted = [x.requires_grad_() for x in inputs if x.is_floating_point()]
-        called = function
-        if isinstance(getattr(function, "func", function), type):
-            called = function().to(device, inputs[0].dtype if wanted else None)
-            wanted += called.parameters()
-        return partial(inside, *inputs, function=called, within=within), wanted
-
-    def backward(device: str) -> partial:
-        call, wanted = forward(device)
-        outputs = [x for x in flat(call()) if x.requires_grad]
-        gradients = [torch.ones_like(x) for x in outputs]
-        return partial(torch.autograd.grad, outputs, wanted, gradients, retain_graph=True, allow_unused=True)
-
-    yield Probe(f"{name} forward", lambda device: forward(device)[0])
-    yield Probe(f"{name} backward", backward)
-
-
-def inside(*arguments: Any, function: Callable[..., Any], within: Any) -> Any:
-    with ExitStack() as contexts:
-        if within is not None:
-            contexts.enter_context(within())
-        return function(*arguments)
-
-
-def flat(values: Any) -> Iterator[Tensor]:
-    for value in values if isinstance(values, (list, tuple)) else [values]:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from flat(value)
-
-
-def probes() -> tuple[Probe, ...]:
-    """Every probe; convolutions, which take longest, last."""
-    return (
-        *matrix_probes(),
-        *norm_probes(),
-        *index_probes(),
-        *sort_probes(),
-        *reduction_probes(),
-        *loss_probes(),
-        *image_probes(),
-        *attention_probes(),
-        *recurrent_probes(),
-        *optimizer_probes(),
-        *convolution_probes(),
-    )
-
-
-def matrix_probes() -> Iterator[Probe]:
-    for dtype in PRECISIONS:
-        for first in ("contiguous", "transposed", "sliced"):
-            for second in ("contiguous", "transposed"):
-                a, b = Sample((512, 768), dtype, layout=first), Sample((768, 1024), dtype, layout=second)
-                yield operator("mm", a, b)
-                a, b = (Sample((24, 128, 64), dtype, layout=first), Sample((24, 64, 128), dtype, layout=second))
-                yield operator("bmm", a, b)
-        yield operator("addmm", Sample((3072,), dtype), Sample((4096, 768), dtype), Sample((768, 3072), dtype))
-        yield operator(
-            "baddbmm", Sample((24, 128, 128), dtype), Sample((24, 128, 64), dtype), Sample((24, 64, 128), dtype)
-        )
-        yield operator("mm", Sample((1, 8192), dtype), Sample((8192, 16), dtype))  # long sums, few of them
-        yield operator("mm", Sample((16, 65536), dtype), Sample((65536, 16), dtype))
-        yield from both_ways("linear", partial(nn.Linear, 768, 3072), Sample((32, 128, 768), dtype))
-    yield operator("mm", Sample((512, 768)), Sample((768, 1024)), flags={"tf32": True})
-    yield operator("_euclidean_dist", Sample((512, 64)), Sample((512, 64)))
-
-
-def norm_probes() -> Iterator[Probe]:
-    for dtype in PRECISIONS:
-        for rows, width in ((64, 1024), (2048, 256), (2048, 768), (16384, 768), (65536, 128), (4096, 4096)):
-            x, weight, one = Sample((rows, width), dtype), Sample((width,), dtype), Sample((rows, 1))
-            yield operator("native_layer_norm", x, [width], weight, weight, 1e-5)
-            yield operator("native_layer_norm_backward", x, x, [width], one, one, weight, weight, [True, True, True])
-            yield from both_ways("rms_norm", partial(nn.RMSNorm, width), x)
-        for layout in ("contiguous", "channels_last"):
-            for shape in ((8, 64, 56, 56), (64, 256, 14, 14), (256, 64, 28, 28)):
-                x = Sample(shape, dtype, layout=layout)
-                yield from both_ways("batch_norm", partial(nn.BatchNorm2d, shape[1]), x)
-                yield from both_ways("group_norm", partial(nn.GroupNorm, 32, shape[1]), x)
-        yield from both_ways("batch_norm", partial(nn.BatchNorm1d, 1024), Sample((256, 1024), dtype))
-
-
-def index_probes() -> Iterator[Probe]:
-    for tokens in (512, 3072, 3073, 8192, 65536):
-        for vocabulary, width in ((1000, 128), (32000, 768), (50257, 768)):
-            indices, grad = Sample((tokens,), "int64", vocabulary), Sample((tokens, width))
-            yield operator("embedding_dense_backward", grad, indices, vocabulary, -1, False)
-            half = Sample((tokens, width), "bfloat16")
-            yield operator("embedding_dense_backward", half, indices, vocabulary, -1, False)
-    for tokens in (512, 8192, 65536):
-        table, indices = Sample((4096, 256)), Sample((tokens,), "int64", 4096)
-        values = Sample((tokens, 256))
-        yield operator("index.Tensor", table, [indices])
-        yield operator("index_put", table, [indices], values, True)
-        yield operator("index_put", table, [indices], values, False)
-        yield operator("index_add", table, 0, indices, values)
-        yield operator("index_select", table, 0, indices)
-        yield operator("scatter_add", Sample((4096, 256)), 0, Sample((tokens, 256), "int64", 4096), values)
-        yield operator("nonzero", Sample((tokens, 16), "bool"))
-        yield operator("masked_select", Sample((tokens, 16)), Sample((tokens, 16), "bool"))
-        yield from both_ways("embedding_bag", partial(nn.EmbeddingBag, 4096, 256), Sample((tokens, 4), "int64", 4096))
-
-
-def sort_probes() -> Iterator[Probe]:
-    for dtype in ("float32", "bfloat16", "int64"):
-        for shape in ((1000,), (4096,), (100_000,), (10_000_000,), (64, 1000), (64, 5000), (1024, 100), (16, 100_000)):
-            x = Sample(shape, dtype, 1 << 20 if dtype == "int64" else 0)
-            yield operator("sort", x)
-            yield operator("sort.stable", x, stable=True, dim=0, descending=True)
-            yield operator("topk", x, 50)
-            yield operator("cumsum", x, -1)
-            yield operator("cumsum", x, 0)
-            yield operator("median.dim", x, -1)
-            if len(shape) == 1:
-                yield operator("_unique2", x, True, True, True)
-    for shape in ((1000,), (64, 1000), (16, 100_000)):
-        yield operator("multinomial", Sample(shape), 5)
-        yield operator("multinomial", Sample(shape), 5, True)
-
-
-def reduction_probes() -> Iterator[Probe]:
-    shapes = ((1_000_000,), (64, 100_000), (100_000, 64), (8192, 8192), (32, 64, 56, 56), (4096, 32))
-    for dtype in PRECISIONS:
-        for shape in shapes:
-            x = Sample(shape, dtype)
-            yield operator("sum", x)
-            yield operator("amax", x)
-            yield operator("argmax", x)
-            yield operator("linalg_vector_norm", x, 2)
-            for dimension in range(min(len(shape), 2)):
-                yield operator("sum.dim_IntList", x, [dimension])
-                yield operator("mean.dim", x, [dimension])
-                yield operator("amax", x, [dimension])
-                yield operator("argmax", x, dimension)
-                yield operator("max.dim", x, dimension)
-                yield operator("var_mean.correction", x, [dimension], correction=1)
-                yield operator("logsumexp", x, [dimension])
-        for layout in ("contiguous", "channels_last"):
-            yield operator("sum.dim_IntList", Sample((32, 64, 56, 56), dtype, layout=layout), [0, 2, 3])
-            yield operator("sum.dim_IntList", Sample((32, 64, 56, 56), dtype, layout=layout), [2, 3])
-    for shape in shapes:
-        yield operator("any", Sample(shape, "bool"))
-        yield operator("sum.dim_IntList", Sample(shape, "bool"), [0])
-        yield operator("count_nonzero", Sample(shape))
-
-
-def loss_probes() -> Iterator[Probe]:
-    for dtype in PRECISIONS:
-        for rows, classes in ((256, 1000), (4096, 32000), (8192, 1000)):
-            logits, target = Sample((rows, classes), dtype), Sample((rows,), "int64", classes)
-            yield from both_ways("cross_entropy", F.cross_entropy, logits, target)
-            yield operator("_log_softmax", logits, -1, False)
-            yield operator("_softmax", logits, -1, False)
-            yield operator("_softmax", logits, 0, False)
-            yield from both_ways("softmax", partial(F.softmax, dim=-1), logits)
-        pixels, labels = Sample((8, 21, 128, 128), dtype), Sample((8, 128, 128), "int64", 21)
-        yield from both_ways("cross_entropy", F.cross_entropy, pixels, labels)
-        x = Sample((256, 4096), dtype)
-        for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"):
-            yield from both_ways(name, getattr(F, name), x, x)
-
-
-def image_probes() -> Iterator[Probe]:
-    for dtype in PRECISIONS:
-        for layout in ("contiguous", "channels_last"):
-            x = Sample((32, 64, 56, 56), dtype, layout=layout)
-            yield from both_ways("max_pool2d", partial(F.max_pool2d, kernel_size=3, stride=2, padding=1), x)
-            yield from both_ways("avg_pool2d", partial(F.avg_pool2d, kernel_size=2), x)
-            yield from both_ways("adaptive_avg_pool2d", partial(F.adaptive_avg_pool2d, output_size=7), x)
-            yield from both_ways("upsample_nearest", partial(F.interpolate, scale_factor=2), x)
-            yield from both_ways("upsample_bilinear", partial(F.interpolate, scale_factor=2, mode="bilinear"), x)
-            yield from both_ways("pad", partial(F.pad, pad=(1, 1, 1, 1), mode="reflect"), x)
-            yield from both_ways("pixel_shuffle", partial(F.pixel_shuffle, upscale_factor=2), x)
-            yield from both_ways("unfold", partial(F.unfold, kernel_size=3), x)
-        flat_x = Sample((4096, 1024), dtype)
-        for name in ("gelu", "silu", "dropout", "normalize"):
-            yield from both_ways(name, getattr(F, name), flat_x)
-        yield from both_ways("prelu", nn.PReLU, flat_x)
-    for shape in ((64, 4096), (16, 1000), (8, 3, 224, 224), (64, 1009)):
-        yield from both_ways("rfft", torch.fft.rfft, Sample(shape))
-        yield from both_ways("rfft2", lambda x: torch.fft.irfft2(torch.fft.rfft2(x)), Sample(shape))
-
-
-def attention_probes() -> Iterator[Probe]:
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "math": SDPBackend.MATH,
-        "chosen": None,
-    }
-    shapes = ((4, 12, 512, 64), (4, 12, 500, 64), (2, 16, 1024, 128), (2, 8, 256, 96), (16, 12, 197, 64))
-    for name, backend in backends.items():
-        within = partial(sdpa_kernel, backend) if backend is not None else None
-        for dtype in PRECISIONS:
-            for shape in shapes:
-                x = Sample(shape, dtype)
-                for causal, dropout in ((False, 0.0), (True, 0.0), (True, 0.1)):
-                    attend = partial(F.scaled_dot_product_attention, is_causal=causal, dropout_p=dropout)
-                    yield from both_ways(
-                        f"attention {name} causal={causal} dropout={dropout}", attend, x, x, x, within=within
-                    )
-            few = Sample((4, 4, 512, 64), dtype)
-            grouped = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-            yield from both_ways(
-                f"attention {name} grouped", grouped, Sample((4, 12, 512, 64), dtype), few, few, within=within
-            )
-            masked = Sample((4, 1, 512, 512), "bool")
-            x = Sample((4, 12, 512, 64), dtype)
-            yield from both_ways(
-                f"attention {name} masked", F.scaled_dot_product_attention, x, x, x, masked, within=within
-            )
-
-
-def recurrent_probes() -> Iterator[Probe]:
-    for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        for dtype in PRECISIONS:
-            for batch, tokens, width, layers in (
-                (8, 32, 256, 1),
-                (64, 128, 650, 2),
-                (64, 128, 512, 2),
-                (256, 32, 512, 1),
-            ):
-                for both in (False, True):
-                    module = partial(kind, width, width, layers, batch_first=True, dropout=0.1, bidirectional=both)
-                    name = f"{kind.__name__.lower()} layers={layers} bidirectional={both}"
-                    yield from both_ways(name, module, Sample((batch, tokens, width), dtype))
-
-
-SIZES = ((1024, 1024), (4096, 1024), (1024,), (17,), (512, 64, 3, 3), (32000, 256)) * 4
-
-
-def parameters(device: str) -> list[nn.Parameter]:
-    found = [nn.Parameter(torch.rand(size, device=device)) for size in SIZES]
-    for parameter in found:
-        parameter.grad = torch.rand_like(parameter)
-    return found
-
-
-def optimizer_probes() -> Iterator[Probe]:
-    """The first of the two calls creates the optimizer's state."""
-    kinds = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
-    for kind in (*kinds, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adadelta):
-        for way in ({"foreach": True}, {"foreach": False}, {"fused": True}):
-            if "fused" in way and kind not in kinds[:3]:
-                continue
-            more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-            make = partial(kind, lr=1e-3, **way, **more)
-            yield Probe(f"{kind.__name__} {next(iter(way))}={next(iter(way.values()))}", partial(stepping, make))
-    for foreach in (True, False):
-        clip = partial(nn.utils.clip_grad_norm_, max_norm=1.0, foreach=foreach)
-        yield Probe(f"clip_grad_norm_ foreach={foreach}", partial(clipping, clip))
-        clip = partial(nn.utils.clip_grad_value_, clip_value=0.5, foreach=foreach)
-        yield Probe(f"clip_grad_value_ foreach={foreach}", partial(clipping, clip))
-    yield Probe("GradScaler unscale_ and update", unscaling)
-
-
-def stepping(make: Callable[..., torch.optim.Optimizer], device: str) -> partial:
-    return partial(make(parameters(device)).step)
-
-
-def clipping(clip: Callable[..., Any], device: str) -> partial:
-    return partial(clip, parameters(device))
-
-
-def unscaling(device: str) -> partial:
-    optimizer = torch.optim.SGD(parameters(device), lr=0.1)
-    scaler = torch.amp.GradScaler(torch.device(device).type)
-    scaler.scale(torch.ones(1, device=device))
-
-    def call() -> None:
-        scaler.unscale_(optimizer)
-        scaler.update()
-
-    return partial(call)
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """A convolution's settings, the same in every dimension."""
-
-    channels: tuple[int, int]
-    sides: tuple[int, ...]
-    kernel: int
-    stride: int = 1
-    padding: int = 0
-    dilation: int = 1
-    groups: int = 1
-    transposed: bool = False
-
-    def weight(self) -> tuple[int, ...]:
-        into, out = self.channels
-        ends = (into, out // self.groups) if self.transposed else (out, into // self.groups)
-        return (*ends, *[self.kernel] * len(self.sides))
-
-    def outputs(self) -> tuple[int, ...]:
-        reach = self.dilation * (self.kernel - 1)
-        if self.transposed:
-            return tuple((side - 1) * self.stride - 2 * self.padding + reach + 1 for side in self.sides)
-        return tuple((side + 2 * self.padding - reach - 1) // self.stride + 1 for side in self.sides)
-
-    def arguments(self) -> list[Any]:
-        count = len(self.sides)
-        numbers = [[number] * count for number in (self.stride, self.padding, self.dilation)]
-        return [*numbers, self.transposed, [0] * count, self.groups]
-
-
-CONVOLUTIONS = (
-    Convolution((64, 64), (56, 56), 3, padding=1),
-    Convolution((256, 256), (14, 14), 3, padding=1),
-    Convolution((256, 64), (56, 56), 1),
-    Convolution((1024, 256), (14, 14), 1),
-    Convolution((3, 64), (224, 224), 7, 2, 3),
-    Convolution((3, 96), (224, 224), 4, 4),
-    Convolution((144, 144), (56, 56), 3, padding=1, groups=144),
-    Convolution((96, 96), (56, 56), 7, padding=3, groups=96),
-    Convolution((256, 256), (28, 28), 3, padding=1, groups=32),
-    Convolution((128, 128), (28, 28), 3, padding=2, dilation=2),
-    Convolution((128, 64), (28, 28), 2, 2, transposed=True),
-    Convolution((128, 64), (16, 16), 4, 2, 1, transposed=True),
-    Convolution((64, 64), (1024,), 5, padding=2),
-    Convolution((16, 32), (8, 56, 56), 3, padding=1),
-)
-
-
-def convolution_probes() -> Iterator[Probe]:
-    """Middle batches first, so that a time limit leaves out the outer ones; searching takes longest."""
-    for benchmark, batch in ((False, 64), (False, 8), (False, 256), (True, 64)):
-        for dtype, tf32 in (("float32", True), ("bfloat16", False), ("float16", False), ("float32", False)):
-            for layout in ("contiguous", "channels_last"):
-                flags = {"cudnn_benchmark": benchmark, "tf32": tf32}
-                for convolution in CONVOLUTIONS:
-                    if layout == "contiguous" or len(convolution.sides) > 1:
-                        yield from one_convolution(convolution, batch, dtype, layout, flags)
-
-
-def one_convolution(
-    convolution: Convolution, batch: int, dtype: str, layout: str, flags: Mapping[str, bool]
-) -> Iterator[Probe]:
-    into, out = convolution.channels
-    x = Sample((batch, into, *convolution.sides), dtype, layout=layout)
-    weight = Sample(convolution.weight(), dtype, layout=layout)
-    grad = Sample((batch, out, *convolution.outputs()), dtype, layout=layout)
-    yield operator("convolution", x, weight, None, *convolution.arguments(), flags=flags)
-    for mask in ([True, False, False], [False, True, False]):
-        more = (*convolution.arguments(), mask)
-        yield operator("convolution_backward", grad, x, weight, None, *more, flags=flags)
-
-
-def described(argument: Any) -> Any:
-    """An argument as a recording keeps it: a tensor is ``[type, shape, strides]``, a list its parts."""
-    if isinstance(argument, Tensor):
-        return [str(argument.dtype).removeprefix("torch."), list(argument.shape), list(argument.stride())]
-    if isinstance(argument, (list, tuple)):
-        return [described(part) for part in argument]
-    return argument if isinstance(argument, (bool, int, float, str, type(None))) else type(argument).__name__
