@@ -47,7 +47,7 @@ from typing import Any
 
 EXACT_PERCENT, NEAR_PERCENT = 0.3, 2.0
 OUTCOMES = ("exact", "near", "inside", "wrong", "unpredicted", "skipped")
-FAMILIES = ("forecasting", "vision", "language", "science", "optimizers", "trainer", "own")
+FAMILIES = ("forecasting", "vision", "language", "science", "trainer")
 GIB, MIB = 2**30, 2**20
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ENOUGH = 720_720  # samples: no choice is limited by them, and batches of up to 16 leave none over
@@ -259,10 +259,8 @@ def predict(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
     started, used = time.perf_counter(), processor_seconds()
     with warnings.catch_warnings(record=True) as caught:
         stop_at_first_step(module, data, options, guard)
-    times = {
-        "seconds": round(time.perf_counter() - started, 2),
-        "processor_seconds": round(processor_seconds() - used, 2),
-    }
+    times = {"seconds": time.perf_counter() - started, "processor_seconds": processor_seconds() - used}
+    times = {name: round(seconds, 2) for name, seconds in times.items()}
     decision = guard.decision
     footprint = decision.footprint if decision else None
     if footprint is None:
@@ -477,8 +475,7 @@ COLUMNS = (
 
 
 TUNED_COLUMNS = (
-    ("pattern", "<31", lambda r: r.pattern),
-    ("library", "<27", lambda r: r.library),
+    *COLUMNS[:2],
     ("budget", ">8", lambda r: f"{r.budget / MIB:.1f}"),
     ("tensors", ">8", lambda r: f"{r.for_tensors / MIB:.1f}"),
     ("batch", ">6", lambda r: r.batch_size),
@@ -506,13 +503,10 @@ def print_summary(results: Sequence[Result]) -> None:
     trained = [r for r in results if r.outcome != "skipped"]
     if not trained:
         return
-    counts = Counter(r.outcome for r in trained)
-    libraries = {r.library for r in trained}
-    shares = ", ".join(
-        f"{outcome} {counts[outcome] / len(trained):.1%} ({counts[outcome]})" for outcome in OUTCOMES[:-1]
-    )
-    patterns = len({r.pattern for r in trained})
-    print(f"\n{len(trained)} trainings of {patterns} patterns from {len(libraries)} libraries: {shares}")
+    counts, share = Counter(r.outcome for r in trained), 1 / len(trained)
+    shares = ", ".join(f"{each} {counts[each] * share:.1%} ({counts[each]})" for each in OUTCOMES[:-1])
+    patterns, libraries = ({getattr(r, name) for r in trained} for name in ("pattern", "library"))
+    print(f"\n{len(trained)} trainings of {len(patterns)} patterns from {len(libraries)} libraries: {shares}")
     print(f"exact, or inside a range below 5 % wide: {sum(r.is_tight for r in trained) / len(trained):.1%}")
     used = sorted(r.processor_seconds for r in trained)
     slow = [f"{r.pattern} ({r.processor_seconds:.0f} s)" for r in trained if r.is_slow]
@@ -520,9 +514,9 @@ def print_summary(results: Sequence[Result]) -> None:
         f"processor time of a prediction: {statistics.median(used):.1f} s (median), {used[-1]:.1f} s at most; "
         f"above 10 s where a step takes less than 1 s: {', '.join(slow) or 'none'}"
     )
-    skipped = [r for r in results if r.outcome == "skipped"]
-    for r in skipped:
-        print(f"skipped: {r.pattern} ({r.batch_size}): {r.skipped}")
+    for r in results:
+        if r.outcome == "skipped":
+            print(f"skipped: {r.pattern} ({r.batch_size}): {r.skipped}")
 
 
 def print_exceptions(results: Iterable[Result], notes: bool) -> None:
@@ -554,15 +548,11 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="run nothing, print what the file has")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--notes", action="store_true", help="print the notes of exact predictions too")
-    parser.add_argument(
-        "--verbose", action="store_true", help="show what the trainings and the libraries print to stderr"
-    )
+    parser.add_argument("--verbose", action="store_true", help="show what trainings and libraries print to stderr")
     arguments = parser.parse_args()
-    patterns = {
-        name: p
-        for name, p in load_patterns().items()
-        if not arguments.only or any(only in name or only in p.library for only in arguments.only)
-    }
+    words = arguments.only or [""]
+    every = load_patterns().items()
+    patterns = {name: p for name, p in every if any(word in name or word in p.library for word in words)}
     if arguments.list:
         for p in patterns.values():
             print(f"{p.name:<32} {p.library:<28} sizes {p.sizes}")

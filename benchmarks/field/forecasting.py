@@ -8,18 +8,12 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from field.pattern import POOL, Run, Step, classifier, classify, data, pattern, regress
+from field.pattern import POOL, Net, Run, Step, classifier, data, pattern, regress, vectors
 
 # pytorch-forecasting -------------------------------------------------------------------------------------------------
 
 
-def forecasting(
-    model: Callable[[Any], pl.LightningModule],
-    encoder: int = 30,
-    horizon: int = 10,
-    variable: bool = False,
-    **known: Any,
-) -> Run:
+def forecasting(model: Callable[[Any], pl.LightningModule], encoder: int = 30, horizon: int = 10, **known: Any) -> Run:
     """A model made by `from_dataset` of a data frame with a store, a price and a day, and the library's own loader."""
     import pandas as pd
     from pytorch_forecasting import TimeSeriesDataSet
@@ -34,7 +28,7 @@ def forecasting(
         "time_idx": "time_idx",
         "target": "sales",
         "max_encoder_length": encoder,
-        "min_encoder_length": encoder // 2 if variable else encoder,
+        "min_encoder_length": encoder,
         "max_prediction_length": horizon,
         "time_varying_unknown_reals": ["sales"],
         **known,
@@ -63,28 +57,11 @@ def temporal_fusion_transformer() -> Run:
     from pytorch_forecasting.metrics import QuantileLoss
 
     def model(dataset: Any) -> pl.LightningModule:
-        return TemporalFusionTransformer.from_dataset(
-            dataset,
-            hidden_size=32,
-            attention_head_size=4,
-            hidden_continuous_size=16,
-            lstm_layers=1,
-            loss=QuantileLoss(),
-            log_interval=-1,
-            learning_rate=1e-3,
-        )
+        sizes = {"hidden_size": 32, "attention_head_size": 4, "hidden_continuous_size": 16, "lstm_layers": 1}
+        rest = {"loss": QuantileLoss(), "log_interval": -1, "learning_rate": 1e-3}
+        return TemporalFusionTransformer.from_dataset(dataset, **sizes, **rest)
 
     return forecasting(model, **COVARIATES)
-
-
-@pattern("pytorch-forecasting", sizes=(16, 64))
-def temporal_fusion_transformer_variable() -> Run:
-    from pytorch_forecasting import TemporalFusionTransformer
-
-    def model(dataset: Any) -> pl.LightningModule:
-        return TemporalFusionTransformer.from_dataset(dataset, hidden_size=16, log_interval=-1, learning_rate=1e-3)
-
-    return forecasting(model, variable=True, **COVARIATES)
 
 
 @pattern("pytorch-forecasting", sizes=(16, 64))
@@ -135,31 +112,17 @@ def gluonts_deepar() -> Run:
     from gluonts.torch.model.deepar.lightning_module import DeepARLightningModule
 
     def build() -> pl.LightningModule:
-        kwargs = {
-            "freq": "D",
-            "context_length": 20,
-            "prediction_length": 10,
-            "num_feat_dynamic_real": 1,
-            "num_feat_static_real": 1,
-            "num_feat_static_cat": 1,
-            "cardinality": [10],
-            "num_layers": 2,
-            "hidden_size": 40,
-            "lags_seq": [1, 2, 7],
-        }
+        numbers = {"num_feat_dynamic_real": 1, "num_feat_static_real": 1, "num_feat_static_cat": 1, "cardinality": [10]}
+        sizes = {"context_length": 20, "prediction_length": 10, "num_layers": 2, "hidden_size": 40}
+        kwargs = {"freq": "D", "lags_seq": [1, 2, 7], **numbers, **sizes}
         return DeepARLightningModule(model_kwargs=kwargs)
 
     def sample(_: int) -> Any:
-        return {
-            "feat_static_cat": torch.randint(10, (1,)),
-            "feat_static_real": torch.randn(1),
-            "past_time_feat": torch.randn(27, 1),
-            "past_target": torch.rand(27),
-            "past_observed_values": torch.ones(27),
-            "future_time_feat": torch.randn(10, 1),
-            "future_target": torch.rand(10),
-            "future_observed_values": torch.ones(10),
-        }
+        static = {"feat_static_cat": torch.randint(10, (1,)), "feat_static_real": torch.randn(1)}
+        for when, length in (("past", 27), ("future", 10)):
+            static |= {f"{when}_time_feat": torch.randn(length, 1), f"{when}_target": torch.rand(length)}
+            static[f"{when}_observed_values"] = torch.ones(length)
+        return static
 
     return Run(build, data(sample))
 
@@ -167,66 +130,49 @@ def gluonts_deepar() -> Run:
 # Differential equations and liquid networks --------------------------------------------------------------------------
 
 
-class Field(nn.Module):
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(width, 64), nn.Tanh(), nn.Linear(64, width))
+def ode(solve: Callable[..., Tensor], **options: Any) -> Run:
+    class Field(nn.Sequential):
+        def forward(self, t: Tensor, y: Tensor) -> Tensor:
+            return super().forward(y)
 
-    def forward(self, t: Tensor, y: Tensor) -> Tensor:
-        return self.net(y)
+    def compute(m: Net, x: Tensor) -> Tensor:
+        return m.head(solve(m.field, x, torch.tensor([0.0, 1.0], device=x.device), **options)[-1])
 
+    def network() -> Net:
+        return Net(compute, field=Field(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)), head=nn.Linear(32, 10))
 
-class Ode(nn.Module):
-    def __init__(self, solve: Callable[..., Tensor], **options: Any) -> None:
-        super().__init__()
-        self.field, self.head, self.solve, self.options = Field(), nn.Linear(32, 10), solve, options
-
-    def forward(self, x: Tensor) -> Tensor:
-        times = torch.tensor([0.0, 1.0], device=x.device)
-        return self.head(self.solve(self.field, x, times, **self.options)[-1])
+    return Run(classifier(network), vectors(32))
 
 
 @pattern("torchdiffeq", sizes=(16, 64))
 def neural_ode_dopri5() -> Run:
     from torchdiffeq import odeint
 
-    return Run(classifier(lambda: Ode(odeint, rtol=1e-4, atol=1e-5)), data(lambda i: (torch.randn(32), i % 10)))
+    return ode(odeint, rtol=1e-4, atol=1e-5)
 
 
 @pattern("torchdiffeq", sizes=(16, 64))
 def neural_ode_rk4_adjoint() -> Run:
     from torchdiffeq import odeint_adjoint
 
-    return Run(
-        classifier(lambda: Ode(odeint_adjoint, method="rk4", options={"step_size": 0.1})),
-        data(lambda i: (torch.randn(32), i % 10)),
-    )
+    return ode(odeint_adjoint, method="rk4", options={"step_size": 0.1})
 
 
 @pattern("torchcde", sizes=(16, 64))
 def neural_cde() -> Run:
     import torchcde
 
-    class Cde(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.start, self.field, self.head = nn.Linear(3, 16), nn.Linear(16, 48), nn.Linear(16, 10)
+    def compute(m: Net, coefficients: Tensor) -> Tensor:
+        path = torchcde.CubicSpline(coefficients)
+        field = lambda t, z: m.field(z).tanh().view(*z.shape, 3)  # noqa: E731
+        start, how = m.start(path.evaluate(path.interval[0])), {"method": "rk4", "options": {"step_size": 1.0}}
+        return m.head(torchcde.cdeint(path, field, start, path.interval, adjoint=False, **how)[:, -1])
 
-        def forward(self, coefficients: Tensor) -> Tensor:
-            path = torchcde.CubicSpline(coefficients)
-            z = torchcde.cdeint(
-                path,
-                lambda t, z: self.field(z).tanh().view(*z.shape, 3),
-                self.start(path.evaluate(path.interval[0])),
-                path.interval,
-                method="rk4",
-                options={"step_size": 1.0},
-                adjoint=False,
-            )
-            return self.head(z[:, -1])
+    def network() -> Net:
+        return Net(compute, start=nn.Linear(3, 16), field=nn.Linear(16, 48), head=nn.Linear(16, 10))
 
     coefficients = torchcde.hermite_cubic_coefficients_with_backward_differences(torch.randn(POOL, 12, 3))
-    return Run(classifier(Cde), data(lambda i: (coefficients[i], i % 10)))
+    return Run(classifier(network), data(lambda i: (coefficients[i], i % 10)))
 
 
 @pattern("torchsde", sizes=(16, 64))
@@ -259,44 +205,23 @@ def liquid_cfc() -> Run:
     from ncps.torch import CfC
     from ncps.wirings import AutoNCP
 
-    class Liquid(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = CfC(8, AutoNCP(32, 10), batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)[0][:, -1]
-
-    return Run(classifier(Liquid), data(lambda i: (torch.randn(24, 8), i % 10)))
+    network = lambda: Net(lambda m, x: m.net(x)[0][:, -1], net=CfC(8, AutoNCP(32, 10), batch_first=True))  # noqa: E731
+    return Run(classifier(network), data(lambda i: (torch.randn(24, 8), i % 10)))
 
 
 @pattern("xlstm", sizes=(4, 8))
 def xlstm_language_model() -> Run:
-    from xlstm import (
-        FeedForwardConfig,
-        mLSTMBlockConfig,
-        mLSTMLayerConfig,
-        sLSTMBlockConfig,
-        sLSTMLayerConfig,
-        xLSTMBlockStack,
-        xLSTMBlockStackConfig,
-    )
+    import xlstm
 
     def build() -> pl.LightningModule:
-        config = xLSTMBlockStackConfig(
-            mlstm_block=mLSTMBlockConfig(
-                mlstm=mLSTMLayerConfig(conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=4)
-            ),
-            slstm_block=sLSTMBlockConfig(
-                slstm=sLSTMLayerConfig(backend="vanilla", num_heads=4, conv1d_kernel_size=4),
-                feedforward=FeedForwardConfig(proj_factor=1.3, act_fn="gelu"),
-            ),
-            context_length=32,
-            num_blocks=3,
-            embedding_dim=64,
-            slstm_at=[1],
+        scalar = xlstm.sLSTMBlockConfig(
+            slstm=xlstm.sLSTMLayerConfig(backend="vanilla", num_heads=4, conv1d_kernel_size=4),
+            feedforward=xlstm.FeedForwardConfig(proj_factor=1.3, act_fn="gelu"),
         )
-        return Step(xLSTMBlockStack(config), regress)
+        layer = xlstm.mLSTMLayerConfig(conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=4)
+        blocks = {"mlstm_block": xlstm.mLSTMBlockConfig(mlstm=layer), "slstm_block": scalar, "slstm_at": [1]}
+        config = xlstm.xLSTMBlockStackConfig(context_length=32, num_blocks=3, embedding_dim=64, **blocks)
+        return Step(xlstm.xLSTMBlockStack(config), regress)
 
     return Run(build, data(lambda _: (torch.randn(32, 64), torch.randn(32, 64))))
 
@@ -305,19 +230,17 @@ def xlstm_language_model() -> Run:
 def spiking_network() -> Run:
     import snntorch
 
-    class Spiking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.one = nn.Linear(100, 128), snntorch.Leaky(beta=0.9)
-            self.second, self.two = nn.Linear(128, 10), snntorch.Leaky(beta=0.9)
+    def compute(m: Net, x: Tensor) -> Tensor:
+        a, b = m.one.init_leaky(), m.two.init_leaky()
+        out = []
+        for _ in range(20):
+            spikes, a = m.one(m.first(x), a)
+            _, b = m.two(m.second(spikes), b)
+            out.append(b)
+        return torch.stack(out).sum(0)
 
-        def forward(self, x: Tensor) -> Tensor:
-            a, b = self.one.init_leaky(), self.two.init_leaky()
-            out = []
-            for _ in range(20):
-                spikes, a = self.one(self.first(x), a)
-                _, b = self.two(self.second(spikes), b)
-                out.append(b)
-            return torch.stack(out).sum(0)
+    def network() -> Net:
+        leaks = {"one": snntorch.Leaky(beta=0.9), "two": snntorch.Leaky(beta=0.9)}
+        return Net(compute, first=nn.Linear(100, 128), second=nn.Linear(128, 10), **leaks)
 
-    return Run(lambda: Step(Spiking(), classify), data(lambda i: (torch.randn(100), i % 10)))
+    return Run(classifier(network), vectors(100))

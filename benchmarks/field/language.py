@@ -1,5 +1,6 @@
 """Libraries for text, sound and both: Transformers, PEFT, x-transformers, state space models, speech."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from field.pattern import (
+    Net,
     Run,
     Step,
     adamw,
@@ -35,92 +37,26 @@ def causal_data(length: int = 64, vocabulary: int = 500) -> Any:
     )
 
 
-def causal(config: str, model: str, **options: Any) -> Run:
+LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+MARKS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SMALL = {"vocab_size": 500, "max_position_embeddings": 128, **LAYERS, **MARKS}
+IMAGE = {"image_size": 32, "patch_size": 8, **LAYERS}
+
+
+def labeled(model: str, config: str, options: dict[str, Any], **columns: Any) -> Run:
     import transformers
 
     def build() -> Step:
         return Step(getattr(transformers, model)(getattr(transformers, config)(**options)), loss_of, adamw)
 
-    return Run(build, causal_data())
-
-
-SMALL = {
-    "vocab_size": 500,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-@pattern("transformers", sizes=(4, 16))
-def hf_gpt2() -> Run:
-    return causal("GPT2Config", "GPT2LMHeadModel", vocab_size=500, n_embd=64, n_layer=2, n_head=4, n_positions=128)
-
-
-@pattern("transformers", sizes=(4, 16))
-def hf_llama() -> Run:
-    return causal("LlamaConfig", "LlamaForCausalLM", num_key_value_heads=2, **SMALL)
+    return Run(build, dictionary(**columns))
 
 
 @pattern("transformers", sizes=(4, 16))
 def hf_mixtral() -> Run:
-    return causal(
-        "MixtralConfig",
-        "MixtralForCausalLM",
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        **SMALL,
-    )
-
-
-@pattern("transformers", sizes=(2, 4))
-def hf_mamba() -> Run:
-    return causal("MambaConfig", "MambaForCausalLM", vocab_size=500, hidden_size=64, num_hidden_layers=2, state_size=8)
-
-
-@pattern("transformers", sizes=(4, 16))
-def hf_bert_mlm() -> Run:
-    return causal("BertConfig", "BertForMaskedLM", **SMALL)
-
-
-@pattern("transformers", sizes=(4, 16), steps=5)
-def hf_bert_padded() -> Run:
-    """Classification of texts padded to the longest of the batch, by the library's collator."""
-    import transformers
-
-    lengths = torch.randint(10, 64, (64,)).tolist()
-    lengths[0] = 64
-
-    def collate(items: list[Any]) -> dict[str, Tensor]:
-        longest = max(len(ids) for ids, _ in items)
-        ids = torch.stack([F.pad(ids, (0, longest - len(ids))) for ids, _ in items])
-        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.tensor([y for _, y in items])}
-
-    return Run(
-        lambda: Step(transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)), loss_of, adamw),
-        data(lambda i: (torch.randint(3, 500, (lengths[i],)), i % 2), collate),
-    )
-
-
-@pattern("transformers", sizes=(4, 16))
-def hf_t5() -> Run:
-    import transformers
-
-    def build() -> Step:
-        config = transformers.T5Config(
-            vocab_size=500, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
-        )
-        return Step(transformers.T5ForConditionalGeneration(config), loss_of, transformers.Adafactor)
-
-    ids = lambda length: lambda _: torch.randint(3, 500, (length,))  # noqa: E731
-    return Run(build, dictionary(input_ids=ids(48), labels=ids(24)))
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    run = labeled("MixtralForCausalLM", "MixtralConfig", {**SMALL, **experts})
+    return replace(run, data=causal_data())
 
 
 @pattern("transformers", sizes=(2, 4))
@@ -129,17 +65,8 @@ def wav2vec2_ctc() -> Run:
     import transformers
 
     def build() -> Step:
-        config = transformers.Wav2Vec2Config(
-            vocab_size=32,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=128,
-            conv_dim=(32,) * 7,
-            num_conv_pos_embeddings=16,
-            num_conv_pos_embedding_groups=4,
-            ctc_loss_reduction="mean",
-        )
+        speech = {"conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+        config = transformers.Wav2Vec2Config(vocab_size=32, ctc_loss_reduction="mean", **LAYERS, **speech)
         return Step(transformers.Wav2Vec2ForCTC(config), loss_of, adamw)
 
     seconds = (torch.randint(8000, 16001, (64,))).tolist()
@@ -158,103 +85,43 @@ def wav2vec2_ctc() -> Run:
 
 @pattern("transformers", sizes=(2, 4))
 def hf_whisper() -> Run:
-    import transformers
-
-    def build() -> Step:
-        config = transformers.WhisperConfig(
-            vocab_size=500,
-            d_model=64,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=128,
-            decoder_ffn_dim=128,
-            max_source_positions=100,
-            num_mel_bins=20,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-            suppress_tokens=[],
-            begin_suppress_tokens=[],
-        )
-        return Step(transformers.WhisperForConditionalGeneration(config), loss_of, adamw)
-
-    return Run(
-        build, dictionary(input_features=lambda _: torch.randn(20, 200), labels=lambda _: torch.randint(3, 500, (16,)))
-    )
+    each = {"layers": 2, "attention_heads": 4, "ffn_dim": 128}
+    sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in each.items()}
+    sizes = {"vocab_size": 500, "d_model": 64, "max_source_positions": 100, "num_mel_bins": 20}
+    words = {"decoder_start_token_id": 1, "suppress_tokens": [], "begin_suppress_tokens": [], **MARKS}
+    text, sound = lambda _: torch.randint(3, 500, (16,)), lambda _: torch.randn(20, 200)
+    options = {**sides, **sizes, **words}
+    return labeled("WhisperForConditionalGeneration", "WhisperConfig", options, input_features=sound, labels=text)
 
 
 @pattern("transformers", sizes=(4, 8))
 def hf_vit() -> Run:
-    import transformers
-
-    config = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "image_size": 64,
-        "patch_size": 8,
-    }
-    return Run(
-        lambda: Step(
-            transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=10, **config)), loss_of, adamw
-        ),
-        dictionary(pixel_values=lambda _: torch.randn(3, 64, 64), labels=lambda i: i % 10),
-    )
+    options, pixels = {**IMAGE, "image_size": 64, "num_labels": 10}, lambda _: torch.randn(3, 64, 64)
+    return labeled("ViTForImageClassification", "ViTConfig", options, pixel_values=pixels, labels=lambda i: i % 10)
 
 
 @pattern("transformers", sizes=(4, 8))
 def hf_segformer() -> Run:
-    import transformers
-
-    config = {"hidden_sizes": [16, 32, 40, 64], "decoder_hidden_size": 64, "num_labels": 5}
-    return Run(
-        lambda: Step(
-            transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig(**config)), loss_of, adamw
-        ),
-        dictionary(pixel_values=lambda _: torch.randn(3, 64, 64), labels=lambda _: torch.randint(5, (64, 64))),
-    )
+    options = {"hidden_sizes": [16, 32, 40, 64], "decoder_hidden_size": 64, "num_labels": 5}
+    pixels, classes = lambda _: torch.randn(3, 64, 64), lambda _: torch.randint(5, (64, 64))
+    name = "SegformerForSemanticSegmentation"
+    return labeled(name, "SegformerConfig", options, pixel_values=pixels, labels=classes)
 
 
 @pattern("transformers", sizes=(4, 8))
 def hf_clip() -> Run:
     import transformers
 
-    text = {**SMALL, "max_position_embeddings": 32}
-    vision = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "image_size": 32,
-        "patch_size": 8,
-    }
+    settings = {"text_config": {**SMALL, "max_position_embeddings": 32}, "vision_config": IMAGE, "projection_dim": 32}
 
     def build() -> Step:
-        config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)
-        return Step(transformers.CLIPModel(config), lambda n, b: n(**b, return_loss=True).loss, adamw)
+        network = transformers.CLIPModel(transformers.CLIPConfig(**settings))
+        return Step(network, lambda n, b: n(**b, return_loss=True).loss, adamw)
 
     return Run(
         build,
         dictionary(pixel_values=lambda _: torch.randn(3, 32, 32), input_ids=lambda _: torch.randint(3, 500, (16,))),
     )
-
-
-@pattern("peft", sizes=(4, 16))
-def lora_gpt2() -> Run:
-    import transformers
-    from peft import LoraConfig, get_peft_model
-
-    def build() -> Step:
-        base = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=500, n_embd=64, n_layer=2, n_head=4))
-        return Step(
-            get_peft_model(base, LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True)), loss_of, adamw
-        )
-
-    return Run(build, causal_data())
 
 
 @pattern("peft", sizes=(4, 16))
@@ -365,19 +232,17 @@ def mamba_parallel_scan() -> Run:
 def rotary_attention() -> Run:
     from rotary_embedding_torch import RotaryEmbedding
 
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.qkv, self.head = nn.Embedding(500, 64), nn.Linear(64, 192), nn.Linear(64, 500)
-            self.rotary = RotaryEmbedding(16)
+    def attend(m: Net, ids: Tensor) -> Tensor:
+        x = m.embedding(ids)
+        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in m.qkv(x).chunk(3, -1))
+        q, k = m.rotary.rotate_queries_or_keys(q), m.rotary.rotate_queries_or_keys(k)
+        return m.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embedding(ids)
-            q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-            q, k = self.rotary.rotate_queries_or_keys(q), self.rotary.rotate_queries_or_keys(k)
-            return self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+    def build() -> Step:
+        layers = {"embedding": nn.Embedding(500, 64), "qkv": nn.Linear(64, 192), "head": nn.Linear(64, 500)}
+        return Step(Net(attend, rotary=RotaryEmbedding(16), **layers), next_token)
 
-    return Run(lambda: Step(Attention(), next_token), tokens(64, 500))
+    return Run(build, tokens(64, 500))
 
 
 @pattern("einops", sizes=(4, 16))
@@ -412,19 +277,9 @@ def x_clip() -> Run:
     from x_clip import CLIP
 
     def build() -> Step:
-        network = CLIP(
-            dim_text=64,
-            dim_image=64,
-            dim_latent=32,
-            num_text_tokens=500,
-            text_enc_depth=1,
-            text_seq_len=32,
-            text_heads=4,
-            visual_enc_depth=1,
-            visual_image_size=32,
-            visual_patch_size=8,
-            visual_heads=4,
-        )
+        widths = {"dim_text": 64, "dim_image": 64, "dim_latent": 32, "text_heads": 4, "visual_heads": 4}
+        text = {"num_text_tokens": 500, "text_enc_depth": 1, "text_seq_len": 32}
+        network = CLIP(visual_enc_depth=1, visual_image_size=32, visual_patch_size=8, **widths, **text)
         return Step(network, lambda n, b: n(b[0], b[1], freeze_image_encoder=False, return_loss=True))
 
     return Run(build, data(lambda _: (torch.randint(1, 500, (32,)), torch.randn(3, 32, 32))))
@@ -450,35 +305,16 @@ def utterances(features: int = 40, longest: int = 80) -> Any:
 def conformer_ctc() -> Run:
     from torchaudio.models import Conformer
 
-    class Recognizer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Conformer(40, 4, 64, 2, 15)
-            self.head = nn.Linear(40, 30)
-
-        def forward(self, x: Tensor, lengths: Tensor) -> Any:
-            out, lengths = self.net(x, lengths)
-            return self.head(out).log_softmax(-1), lengths
+    def recognize(m: Net, x: Tensor, lengths: Tensor) -> Any:
+        out, lengths = m.net(x, lengths)
+        return m.head(out).log_softmax(-1), lengths
 
     def loss(network: nn.Module, batch: Any) -> Tensor:
         scores, lengths = network(batch[0], batch[1])
         return F.ctc_loss(scores.transpose(0, 1), batch[2], lengths, batch[3])
 
-    return Run(lambda: Step(Recognizer(), loss), utterances())
-
-
-@pattern("torchaudio", sizes=(2, 4))
-def conv_tasnet() -> Run:
-    from torchaudio.models import ConvTasNet
-
-    def loss(network: nn.Module, batch: Any) -> Tensor:
-        out = network(batch[0])
-        return F.mse_loss(out, batch[1])
-
-    return Run(
-        lambda: Step(ConvTasNet(2, 16, 64, 3, 32, 64, 4, 2), loss),
-        data(lambda _: (torch.randn(1, 4000), torch.randn(2, 4000))),
-    )
+    network = lambda: Net(recognize, net=Conformer(40, 4, 64, 2, 15), head=nn.Linear(40, 30))  # noqa: E731
+    return Run(lambda: Step(network(), loss), utterances())
 
 
 @pattern("speechbrain", sizes=(4, 8))
@@ -499,34 +335,27 @@ def ecapa_tdnn() -> Run:
 def trainable_spectrogram() -> Run:
     from nnAudio.features import STFT
 
-    class Sound(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stft = STFT(n_fft=128, hop_length=64, trainable=True, output_format="Magnitude", verbose=False)
-            self.head = nn.Linear(65, 10)
+    def build() -> Step:
+        stft = STFT(n_fft=128, hop_length=64, trainable=True, output_format="Magnitude", verbose=False)
+        return Step(Net(lambda m, x: m.head(m.stft(x).mean(-1)), stft=stft, head=nn.Linear(65, 10)), classify, sgd)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.stft(x).mean(-1))
-
-    return Run(lambda: Step(Sound(), classify, sgd), data(lambda i: (torch.randn(4000), i % 10)))
+    return Run(build, data(lambda i: (torch.randn(4000), i % 10)))
 
 
 @pattern("asteroid-filterbanks", sizes=(4, 16))
 def asteroid_mask() -> Run:
     from asteroid_filterbanks import Decoder, Encoder, FreeFB
 
-    class Separate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = Encoder(FreeFB(64, 16, 8)), Decoder(FreeFB(64, 16, 8))
-            self.mask = nn.GRU(64, 64, batch_first=True)
+    def separate(m: Net, x: Tensor) -> Tensor:
+        z = m.encoder(x)
+        return m.decoder(z * m.mask(z.transpose(1, 2))[0].transpose(1, 2).sigmoid())
 
-        def forward(self, x: Tensor) -> Tensor:
-            z = self.encoder(x)
-            return self.decoder(z * self.mask(z.transpose(1, 2))[0].transpose(1, 2).sigmoid())
+    def build() -> Step:
+        filters = {"encoder": Encoder(FreeFB(64, 16, 8)), "decoder": Decoder(FreeFB(64, 16, 8))}
+        return Step(Net(separate, mask=nn.GRU(64, 64, batch_first=True), **filters), loss)
 
     def loss(network: nn.Module, batch: Any) -> Tensor:
         out = network(batch[0])
         return F.l1_loss(out, batch[1][..., : out.shape[-1]])
 
-    return Run(lambda: Step(Separate(), loss), data(lambda _: (torch.randn(1, 800), torch.randn(1, 800))))
+    return Run(build, data(lambda _: (torch.randn(1, 800), torch.randn(1, 800))))

@@ -150,6 +150,19 @@ def classifier(network: Callable[[], nn.Module], optimizer: MakeOptimizer = adam
     return lambda: Step(network(), classify, optimizer)
 
 
+class Net(nn.Module):
+    """Modules, and a function of them and of the batch."""
+
+    def __init__(self, compute: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *batch: Any) -> Any:
+        return self.compute(self, *batch)
+
+
 def mlp(features: int = 64, width: int = 256, outputs: int = 10, depth: int = 2) -> nn.Sequential:
     sizes = [features, *[width] * depth]
     layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]

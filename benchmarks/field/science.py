@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from field.pattern import Run, Step, data, mlp, pattern, regress, regression
+from field.pattern import Net, Run, Step, data, mlp, pattern, regress, regression
 
 # Neural operators ----------------------------------------------------------------------------------------------------
 
@@ -32,13 +32,8 @@ def graphs(network: Callable[[], nn.Module], nodes: tuple[int, int] = (10, 30)) 
     from torch_geometric.loader import DataLoader
     from torch_geometric.nn import global_mean_pool
 
-    class Classifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.head = network(), nn.Linear(64, 4)
-
-        def forward(self, batch: Any) -> Tensor:
-            return self.head(global_mean_pool(self.net(batch.x, batch.edge_index), batch.batch))
+    def pooled(m: Net, batch: Any) -> Tensor:
+        return m.head(global_mean_pool(m.net(batch.x, batch.edge_index), batch.batch))
 
     counts = torch.randint(*nodes, (64,)).tolist()
     counts[0] = nodes[1]
@@ -47,7 +42,7 @@ def graphs(network: Callable[[], nn.Module], nodes: tuple[int, int] = (10, 30)) 
         for i, n in enumerate(counts)
     ]
     return Run(
-        lambda: Step(Classifier(), lambda n, b: F.cross_entropy(n(b), b.y)),
+        lambda: Step(Net(pooled, net=network(), head=nn.Linear(64, 4)), lambda n, b: F.cross_entropy(n(b), b.y)),
         lambda batch_size, batches: DataLoader(samples * (1 + batch_size * batches // 64), batch_size=batch_size),
     )
 
@@ -57,39 +52,6 @@ def graph_convolutions() -> Run:
     from torch_geometric.nn import GCN
 
     return graphs(lambda: GCN(16, 64, 3))
-
-
-@pattern("torch-geometric", sizes=(8, 32))
-def graph_isomorphism_same_size() -> Run:
-    from torch_geometric.nn import GIN
-
-    return graphs(lambda: GIN(16, 64, 3), nodes=(19, 20))
-
-
-@pattern("torch-geometric", sizes=(4, 16))
-def schnet() -> Run:
-    from torch_geometric.data import Data
-    from torch_geometric.loader import DataLoader
-    from torch_geometric.nn import SchNet
-    from torch_geometric.nn.models.schnet import RadiusInteractionGraph
-
-    class Graph(RadiusInteractionGraph):
-        """All pairs of a molecule within the cutoff, without torch-cluster."""
-
-        def forward(self, pos: Tensor, batch: Tensor) -> Any:
-            distance = torch.cdist(pos, pos)
-            near = (distance < self.cutoff) & (batch[:, None] == batch[None]) & ~torch.eye(len(pos), dtype=torch.bool)
-            edges = near.nonzero().t()
-            return edges, (pos[edges[0]] - pos[edges[1]]).norm(dim=-1)
-
-    samples = [Data(z=torch.randint(1, 9, (12,)), pos=2 * torch.randn(12, 3), y=torch.randn(1)) for _ in range(64)]
-    return Run(
-        lambda: Step(
-            SchNet(32, 32, 2, 20, interaction_graph=Graph(4.0, 32)),
-            lambda n, b: F.mse_loss(n(b.z, b.pos, b.batch)[:, 0], b.y),
-        ),
-        lambda batch_size, batches: DataLoader(samples * (1 + batch_size * batches // 64), batch_size=batch_size),
-    )
 
 
 # Gaussian processes and probabilistic programs -----------------------------------------------------------------------
@@ -222,18 +184,17 @@ def real_nvp() -> Run:
 def e3nn_tensor_product() -> Run:
     from e3nn import o3
 
-    class Equivariant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spherical = o3.Irreps("1x0e + 1x1o + 1x2e")
-            self.product = o3.FullyConnectedTensorProduct("8x0e + 8x1o", self.spherical, "8x0e + 8x1o")
-            self.head = o3.Linear("8x0e + 8x1o", "1x0e")
+    spherical = o3.Irreps("1x0e + 1x1o + 1x2e")
 
-        def forward(self, x: Tensor, position: Tensor) -> Tensor:
-            return self.head(self.product(x, o3.spherical_harmonics(self.spherical, position, True)))
+    def compute(m: Net, x: Tensor, position: Tensor) -> Tensor:
+        return m.head(m.product(x, o3.spherical_harmonics(spherical, position, True)))
+
+    def network() -> Net:
+        product = o3.FullyConnectedTensorProduct("8x0e + 8x1o", spherical, "8x0e + 8x1o")
+        return Net(compute, product=product, head=o3.Linear("8x0e + 8x1o", "1x0e"))
 
     return Run(
-        lambda: Step(Equivariant(), lambda n, b: F.mse_loss(n(b[0], b[1]), b[2])),
+        lambda: Step(network(), lambda n, b: F.mse_loss(n(b[0], b[1]), b[2])),
         data(lambda _: (torch.randn(32), torch.randn(3), torch.randn(1))),
     )
 
@@ -265,14 +226,9 @@ def torchrl_ppo() -> Run:
         return Step(criterion, loss)
 
     def sample(_: int) -> Any:
-        return {
-            "observation": torch.randn(16),
-            "action": torch.rand(4) - 0.5,
-            "action_log_prob": torch.randn(()),
-            "sample_log_prob": torch.randn(()),
-            "advantage": torch.randn(1),
-            "value_target": torch.randn(1),
-        }
+        numbers = {name: torch.randn(()) for name in ("action_log_prob", "sample_log_prob")}
+        ones = {name: torch.randn(1) for name in ("advantage", "value_target")}
+        return {"observation": torch.randn(16), "action": torch.rand(4) - 0.5, **numbers, **ones}
 
     return Run(build, data(sample))
 

@@ -1,58 +1,84 @@
-"""What the Trainer itself can do: averages of weights, several loaders, truncated backpropagation, schedules."""
+"""Plain torch as people write it, what the Trainer itself can do, and optimizers of libraries."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.func import functional_call
 
-from field.own import Gpt
 from field.pattern import (
+    MakeOptimizer,
+    Net,
     Run,
-    Samples,
     Step,
-    adam,
     classifier,
     classify,
     data,
-    images,
     mlp,
-    next_token,
     pattern,
-    tokens,
+    regress,
+    regression,
     vectors,
 )
 
 
-@pattern(sizes=(16, 64))
-def stochastic_weight_averaging() -> Run:
+@pattern(sizes=(64, 256))
+def moe_by_where() -> Run:
+    def mix(m: Net, x: Tensor) -> Tensor:
+        weights, chosen = m.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(m.experts):
+            rows, slots = torch.where(chosen == index)
+            out[rows] += weights[rows, slots, None] * expert(x[rows])
+        return m.head(out)
+
+    def network() -> Net:
+        experts = nn.ModuleList(mlp(64, 256, 64, 1) for _ in range(8))
+        return Net(mix, gate=nn.Linear(64, 8), experts=experts, head=nn.Linear(64, 10))
+
+    return Run(classifier(network), vectors(64))
+
+
+@pattern(steps=24, sizes=(16, 64))
+def lbfgs_grows() -> Run:
     return Run(
-        classifier(lambda: mlp(64, 384)),
-        vectors(64),
-        {"callbacks": [StochasticWeightAveraging(1e-3, swa_epoch_start=1)], "max_epochs": 3},
+        lambda: Step(mlp(64, 256, 1), regress, lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4, history_size=20)),
+        regression(64),
     )
 
 
-@pattern(sizes=(16, 64))
-def averaged_model() -> Run:
-    class Averaged(Step):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            self.average = torch.optim.swa_utils.AveragedModel(
-                self.network, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
-            )
+@pattern(sizes=(32, 128))
+def pinn_by_autograd() -> Run:
+    def loss(network: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].requires_grad_()
+        u = network(x)
+        (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (ddu,) = torch.autograd.grad(du[:, 0].sum(), x, create_graph=True)
+        return (du[:, 1:2] - ddu[:, :1]).square().mean()
 
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.average.update_parameters(self.network)
+    return Run(
+        lambda: Step(nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)), loss),
+        regression(2),
+    )
 
-        def configure_optimizers(self) -> Any:
-            return adam(self.network.parameters())
 
-    return Run(lambda: Averaged(mlp(64, 384), classify), vectors(64))
+@pattern(sizes=(4, 8))
+def maml_inner_loop() -> Run:
+    """Each sample is a task; the inner gradient is differentiated."""
+
+    def loss(network: nn.Module, batch: Any) -> Tensor:
+        total = torch.zeros(())
+        for x, y in zip(*batch, strict=True):
+            parameters = dict(network.named_parameters())
+            inner = F.cross_entropy(functional_call(network, parameters, (x[:5],)), y[:5])
+            slopes = torch.autograd.grad(inner, list(parameters.values()), create_graph=True)
+            fast = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), slopes, strict=True)}
+            total = total + F.cross_entropy(functional_call(network, fast, (x[5:],)), y[5:])
+        return total / len(batch[0])
+
+    return Run(lambda: Step(mlp(64, 128), loss), data(lambda _: (torch.randn(20, 64), torch.randint(10, (20,)))))
 
 
 @pattern(sizes=(8, 32), steps=4)
@@ -75,77 +101,6 @@ def truncated_backpropagation() -> Run:
                 optimizer.step()
 
     return Run(Truncated, data(lambda _: (torch.randn(40, 16), torch.randn(40, 16))))
-
-
-@pattern(sizes=(8, 32), steps=4)
-def accumulation_and_clipping() -> Run:
-    return Run(
-        lambda: Step(Gpt(depth=2), next_token), tokens(64), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    )
-
-
-@pattern(sizes=(16, 64), steps=4)
-def accumulation_schedule() -> Run:
-    return Run(
-        classifier(lambda: mlp(64, 384)),
-        vectors(64),
-        {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})], "max_epochs": 2},
-    )
-
-
-class Stream(IterableDataset):
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.samples[i] for i in range(len(self.samples)))
-
-
-@pattern(sizes=(16, 64))
-def unsized_stream() -> Run:
-    """An IterableDataset without a length, limited by the Trainer."""
-    samples = [(torch.randn(3, 32, 32), i % 10) for i in range(64)]
-    return Run(
-        classifier(lambda: nn.Sequential(nn.Flatten(), mlp(3 * 1024, 64))),
-        lambda batch_size, batches: DataLoader(
-            Stream(Samples(samples, 2 * batch_size * batches)), batch_size=batch_size
-        ),
-    )
-
-
-@pattern(sizes=(16, 64))
-def two_loaders() -> Run:
-    """Labeled and unlabeled images in one step."""
-
-    def loss(network: nn.Module, batch: Any) -> Tensor:
-        labeled, unlabeled = batch["labeled"], batch["unlabeled"]
-        target = network(unlabeled[0]).softmax(-1).detach()
-        noisy = network(unlabeled[0] + 0.1 * torch.randn_like(unlabeled[0]))
-        return F.cross_entropy(network(labeled[0]), labeled[1]) + F.cross_entropy(noisy, target)
-
-    one, two = images(32), images(32)
-    return Run(
-        lambda: Step(nn.Sequential(nn.Flatten(), mlp(3 * 1024, 64)), loss),
-        lambda batch_size, batches: {"labeled": one(batch_size, batches), "unlabeled": two(2 * batch_size, batches)},
-    )
-
-
-@pattern(sizes=(16, 64))
-def metrics_and_validation() -> Run:
-    class Measured(Step):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=10)
-            self.area = torchmetrics.AUROC("multiclass", num_classes=10, thresholds=20)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            logits = self.network(batch[0])
-            self.log("accuracy", self.accuracy(logits, batch[1]), on_step=True, on_epoch=True)
-            self.area.update(logits.softmax(-1), batch[1])
-            self.log("area", self.area, on_step=False, on_epoch=True)
-            return F.cross_entropy(logits, batch[1])
-
-    return Run(lambda: Measured(mlp(64, 384), None), vectors(64))
 
 
 @pattern("torchmetrics", sizes=(16, 64), steps=40)
@@ -183,35 +138,78 @@ def gradual_unfreezing() -> Run:
     return Run(lambda: Finetuned(mlp(64, 384), classify), vectors(64), {"max_epochs": 2})
 
 
-@pattern(sizes=(16, 64))
-def double_precision() -> Run:
-    return Run(classifier(lambda: mlp(64, 384)), vectors(64), {"precision": "64-true"})
+# Optimizers -----------------------------------------------------------------------------------------------------------
 
 
-@pattern(sizes=(4, 16))
-def bf16_mixed_convolutions() -> Run:
-    def network() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(3, 32, 3, 1, 1),
-            nn.BatchNorm2d(32),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3, 2, 1),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(64, 10),
-        )
-
-    return Run(classifier(network), images(32), {"precision": "bf16-mixed"})
+def trained_by(optimizer: MakeOptimizer) -> Run:
+    return Run(classifier(lambda: mlp(64, 384), optimizer), vectors(64))
 
 
-@pattern(sizes=(16, 64))
-def gradient_hooks_and_logging() -> Run:
-    """Norms of all gradients are logged at each step."""
+@pattern("schedulefree", sizes=(16, 64))
+def schedule_free() -> Run:
+    import schedulefree
 
-    class Logged(Step):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            norms = {f"norm/{n}": p.grad.norm() for n, p in self.named_parameters() if p.grad is not None}
-            self.log_dict(norms)
+    class Free(Step):
+        def on_train_epoch_start(self) -> None:
+            self.optimizers().train()
 
-    return Run(lambda: Logged(mlp(64, 384), classify), vectors(64), {"gradient_clip_val": 1.0})
+    return Run(lambda: Free(mlp(64, 384), classify, lambda p: schedulefree.AdamWScheduleFree(p, lr=1e-3)), vectors(64))
+
+
+@pattern("lion-pytorch", sizes=(16, 64))
+def lion() -> Run:
+    from lion_pytorch import Lion
+
+    return trained_by(lambda p: Lion(p, lr=1e-4))
+
+
+@pattern("pytorch-optimizer", sizes=(16, 64))
+def sharpness_aware() -> Run:
+    """Two passes a step, by hand."""
+    from pytorch_optimizer import SAM
+
+    class Sharp(Step):
+        def __init__(self) -> None:
+            super().__init__(mlp(64, 384), classify)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            self.manual_backward(self.loss(self.network, batch))
+            optimizer.first_step(zero_grad=True)
+            self.manual_backward(self.loss(self.network, batch))
+            optimizer.second_step(zero_grad=True)
+
+        def configure_optimizers(self) -> Any:
+            return SAM(self.network.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    return Run(Sharp, vectors(64))
+
+
+@pattern("torch-optimizer", sizes=(16, 64))
+def adahessian() -> Run:
+    """Second derivatives: the backward pass keeps its graph."""
+    from torch_optimizer import Adahessian
+
+    class Hessian(Step):
+        def __init__(self) -> None:
+            super().__init__(mlp(64, 384), classify)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(self.network, batch), create_graph=True)
+            optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return Adahessian(self.network.parameters(), lr=0.1)
+
+    return Run(Hessian, vectors(64))
+
+
+@pattern("bitsandbytes", sizes=(16, 64))
+def adamw_8bit() -> Run:
+    from bitsandbytes.optim import AdamW8bit
+
+    return trained_by(lambda p: AdamW8bit(p, lr=1e-3))

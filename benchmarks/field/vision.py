@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from field.pattern import Run, Step, adam, adamw, classifier, data, images, mlp, pattern, sgd
+from field.pattern import Run, Step, adamw, classifier, data, images, mlp, pattern, sgd
 
 # torchvision: detection ----------------------------------------------------------------------------------------------
 
@@ -90,89 +89,7 @@ def ssdlite() -> Run:
     return Run(build, objects())
 
 
-# torchvision: the others ---------------------------------------------------------------------------------------------
-
-
-def torchvision_classifier(name: str, side: int = 64, **options: Any) -> Run:
-    from torchvision import models
-
-    return Run(classifier(lambda: getattr(models, name)(weights=None, num_classes=10, **options), sgd), images(side))
-
-
-@pattern("torchvision", sizes=(4, 16))
-def resnet18() -> Run:
-    return torchvision_classifier("resnet18")
-
-
-@pattern("torchvision", sizes=(4, 16))
-def mobilenet_v3() -> Run:
-    return torchvision_classifier("mobilenet_v3_small")
-
-
-@pattern("torchvision", sizes=(2, 4))
-def swin_t() -> Run:
-    return torchvision_classifier("swin_t")
-
-
-@pattern("torchvision", sizes=(2, 4))
-def deeplab_v3() -> Run:
-    from torchvision.models.segmentation import deeplabv3_mobilenet_v3_large
-
-    def loss(network: nn.Module, batch: Any) -> Tensor:
-        out = network(batch[0])
-        return F.cross_entropy(out["out"], batch[1]) + 0.4 * F.cross_entropy(out["aux"], batch[1])
-
-    return Run(
-        lambda: Step(
-            deeplabv3_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=5, aux_loss=True), loss, sgd
-        ),
-        data(lambda _: (torch.randn(3, 96, 96), torch.randint(5, (96, 96)))),
-    )
-
-
-@pattern("torchvision", sizes=(2, 4))
-def r3d_18_video() -> Run:
-    from torchvision.models.video import r3d_18
-
-    return Run(
-        classifier(lambda: r3d_18(weights=None, num_classes=10), sgd),
-        data(lambda i: (torch.randn(3, 8, 48, 48), i % 10)),
-    )
-
-
-@pattern("torchvision", sizes=(1, 2))
-def raft_optical_flow() -> Run:
-    from torchvision.models.optical_flow import raft_small
-
-    def loss(network: nn.Module, batch: Any) -> Tensor:
-        flows = network(batch[0], batch[1], num_flow_updates=4)
-        return sum(F.l1_loss(flow, batch[2]) for flow in flows)
-
-    return Run(
-        lambda: Step(raft_small(weights=None), loss),
-        data(lambda _: (torch.rand(3, 128, 128), torch.rand(3, 128, 128), torch.randn(2, 128, 128))),
-    )
-
-
 # timm ----------------------------------------------------------------------------------------------------------------
-
-
-def timm_classifier(name: str, side: int = 64, **options: Any) -> Run:
-    import timm
-
-    return Run(
-        classifier(lambda: timm.create_model(name, pretrained=False, num_classes=10, **options), adamw), images(side)
-    )
-
-
-@pattern("timm", sizes=(4, 16))
-def convnext_atto() -> Run:
-    return timm_classifier("convnext_atto")
-
-
-@pattern("timm", sizes=(4, 16))
-def timm_vit_tiny() -> Run:
-    return timm_classifier("vit_tiny_patch16_224", img_size=64)
 
 
 @pattern("timm", sizes=(4, 16))
@@ -262,16 +179,6 @@ def monai_unet_3d() -> Run:
     return Run(build, data(lambda _: (torch.randn(1, 32, 32, 32), torch.randint(3, (1, 32, 32, 32)).float())))
 
 
-@pattern("monai", sizes=(1, 2))
-def monai_swin_unetr() -> Run:
-    from monai.networks.nets import SwinUNETR
-
-    return Run(
-        lambda: Step(SwinUNETR(1, 3, feature_size=12), lambda n, b: F.cross_entropy(n(b[0]), b[1])),
-        data(lambda _: (torch.randn(1, 64, 32, 32), torch.randint(3, (64, 32, 32)))),
-    )
-
-
 @pattern("kornia", sizes=(8, 32))
 def kornia_augmentations() -> Run:
     import kornia.augmentation as K
@@ -279,12 +186,9 @@ def kornia_augmentations() -> Run:
     class Augmented(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.augment = nn.Sequential(
-                K.RandomHorizontalFlip(p=0.5),
-                K.RandomAffine(15.0, p=0.7),
-                K.ColorJitter(0.2, 0.2, 0.2, 0.1, p=0.8),
-                K.RandomGaussianBlur((3, 3), (0.1, 2.0), p=0.5),
-            )
+            first = (K.RandomHorizontalFlip(p=0.5), K.RandomAffine(15.0, p=0.7))
+            second = (K.ColorJitter(0.2, 0.2, 0.2, 0.1, p=0.8), K.RandomGaussianBlur((3, 3), (0.1, 2.0), p=0.5))
+            self.augment = nn.Sequential(*first, *second)
             self.network = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 256, 10))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -299,15 +203,8 @@ def kornia_augmentations() -> Run:
 
 
 def backbone() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, 2, 1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3, 2, 1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-    )
+    layers = (nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU())
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 def views() -> Callable[[int, int], Any]:
@@ -379,16 +276,9 @@ def diffusers_unet() -> Run:
 
     class Ddpm(Step):
         def __init__(self) -> None:
-            network = UNet2DModel(
-                32,
-                3,
-                3,
-                layers_per_block=1,
-                block_out_channels=(32, 64),
-                norm_num_groups=8,
-                down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-                up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-            )
+            widths = {"layers_per_block": 1, "block_out_channels": (32, 64), "norm_num_groups": 8}
+            down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+            network = UNet2DModel(32, 3, 3, down_block_types=down, up_block_types=up, **widths)
             super().__init__(network, None, adamw)
             self.scheduler = DDPMScheduler(1000)
 
@@ -415,57 +305,22 @@ def lucidrains_diffusion() -> Run:
 def residual_vq_kmeans() -> Run:
     from vector_quantize_pytorch import ResidualVQ
 
-    return Run(
-        lambda: Step(
-            Quantized(ResidualVQ(dim=32, num_quantizers=3, codebook_size=64, kmeans_init=True)), quantized_loss
-        ),
-        images(32),
-    )
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = nn.Conv2d(3, 32, 4, 4), nn.ConvTranspose2d(32, 3, 4, 4)
+            self.quantizer = ResidualVQ(dim=32, num_quantizers=3, codebook_size=64, kmeans_init=True)
 
+        def forward(self, x: Tensor) -> Any:
+            z = self.down(x)
+            out, *rest = self.quantizer(z.flatten(2).transpose(1, 2))
+            return self.up(out.transpose(1, 2).view_as(z)), rest[-1]
 
-@pattern("vector-quantize-pytorch", sizes=(4, 16))
-def vector_quantize_ema() -> Run:
-    from vector_quantize_pytorch import VectorQuantize
+    def loss(network: nn.Module, batch: Any) -> Tensor:
+        out, commitment = network(batch[0])
+        return F.mse_loss(out, batch[0]) + commitment.mean()
 
-    return Run(
-        lambda: Step(Quantized(VectorQuantize(dim=32, codebook_size=128, threshold_ema_dead_code=2)), quantized_loss),
-        images(32),
-    )
-
-
-@pattern("vector-quantize-pytorch", sizes=(4, 16))
-def library_fsq() -> Run:
-    from vector_quantize_pytorch import FSQ
-
-    return Run(lambda: Step(Quantized(FSQ([8, 5, 5, 5], dim=32)), quantized_loss), images(32))
-
-
-class Quantized(nn.Module):
-    def __init__(self, quantizer: nn.Module) -> None:
-        super().__init__()
-        self.down, self.up, self.quantizer = nn.Conv2d(3, 32, 4, 4), nn.ConvTranspose2d(32, 3, 4, 4), quantizer
-
-    def forward(self, x: Tensor) -> Any:
-        z = self.down(x)
-        out, *rest = self.quantizer(z.flatten(2).transpose(1, 2))
-        return self.up(out.transpose(1, 2).view_as(z)), rest[-1]
-
-
-def quantized_loss(network: nn.Module, batch: Any) -> Tensor:
-    out, extra = network(batch[0])
-    commitment = extra.mean() if extra.is_floating_point() else 0
-    return F.mse_loss(out, batch[0]) + commitment
-
-
-@pattern("vit-pytorch", sizes=(4, 16))
-def vit_pytorch_mae() -> Run:
-    from vit_pytorch import MAE, ViT
-
-    def build() -> Step:
-        vit = ViT(image_size=64, patch_size=8, num_classes=10, dim=96, depth=3, heads=4, mlp_dim=192, pool="mean")
-        return Step(MAE(encoder=vit, masking_ratio=0.75, decoder_dim=64, decoder_depth=2), lambda n, b: n(b[0]))
-
-    return Run(build, images(64))
+    return Run(lambda: Step(Quantized(), loss), images(32))
 
 
 @pattern("vit-pytorch", sizes=(2, 8))
@@ -483,66 +338,3 @@ def vit_pytorch_na_vit() -> Run:
         return [x for x, _ in items], torch.tensor([y for _, y in items])
 
     return Run(build, data(lambda i: (torch.randn(3, sides[i], 64), i % 10), collate))
-
-
-# Two optimizers ------------------------------------------------------------------------------------------------------
-
-
-class Gan(pl.LightningModule):
-    """Lightning's documented GAN: manual optimization, toggled optimizers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = mlp(32, 256, 784, 1)
-        self.critic = mlp(784, 256, 1, 1)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        real = batch[0].flatten(1)
-        ours, theirs = self.optimizers()
-        ones, zeros = real.new_ones(len(real), 1), real.new_zeros(len(real), 1)
-        z = torch.randn(len(real), 32, device=self.device)
-        self.toggle_optimizer(ours)
-        loss = F.binary_cross_entropy_with_logits(self.critic(self.generator(z)), ones)
-        self.manual_backward(loss)
-        ours.step()
-        ours.zero_grad()
-        self.untoggle_optimizer(ours)
-        self.toggle_optimizer(theirs)
-        fake = self.critic(self.generator(z).detach())
-        loss = F.binary_cross_entropy_with_logits(self.critic(real), ones) + F.binary_cross_entropy_with_logits(
-            fake, zeros
-        )
-        self.manual_backward(loss)
-        theirs.step()
-        theirs.zero_grad()
-        self.untoggle_optimizer(theirs)
-
-    def configure_optimizers(self) -> Any:
-        return adam(self.generator.parameters()), adam(self.critic.parameters())
-
-
-@pattern(sizes=(16, 64))
-def gan_manual_optimization() -> Run:
-    return Run(Gan, images(28, channels=1))
-
-
-@pattern(sizes=(8, 32))
-def wgan_gradient_penalty() -> Run:
-    class Penalized(Gan):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            real = batch[0].flatten(1)
-            ours, theirs = self.optimizers()
-            fake = self.generator(torch.randn(len(real), 32, device=self.device))
-            share = torch.rand(len(real), 1, device=self.device)
-            mixed = (share * real + (1 - share) * fake.detach()).requires_grad_()
-            (slope,) = torch.autograd.grad(self.critic(mixed).sum(), mixed, create_graph=True)
-            penalty = (slope.norm(dim=1) - 1).square().mean()
-            theirs.zero_grad()
-            self.manual_backward(self.critic(fake.detach()).mean() - self.critic(real).mean() + 10 * penalty)
-            theirs.step()
-            ours.zero_grad()
-            self.manual_backward(-self.critic(fake).mean())
-            ours.step()
-
-    return Run(Penalized, images(28, channels=1))
