@@ -1,16 +1,14 @@
 """Programs whose steps run out of memory and are done again in parts: is the training the same, or was it refused?
 
-    python benchmarks/rescue.py                                    # both parts; several minutes on two busy cores
-    python benchmarks/rescue.py equality --only mask kl_ --steps 4 # programs whose name contains one of these
-    python benchmarks/rescue.py equality --guard                   # with MemGuard, not only the rescue (slower)
-    python benchmarks/rescue.py --truth                            # no rescue: every program trains, twice the same
+    python benchmarks/rescue.py                            # several minutes on two busy cores
+    python benchmarks/rescue.py --only mask kl_ --steps 4  # programs whose name contains one of these
+    python benchmarks/rescue.py --guard                    # with MemGuard, not only the rescue (slower)
+    python benchmarks/rescue.py --truth                    # no rescue: every program trains, twice the same
 
-equality   each program of `rescue_programs.py` trains in float32 and in float64: once without failures, and once with
-           out-of-memory errors planted in most steps, in the first operator, mid-forward, at the end of the forward
-           pass, after the first gradient, mid-backward and in the last operator, some of them again in a part, so that
-           parts of one sample and uneven parts occur. After each step weights, buffers, optimizer state, logged values
-           and outputs are compared, also those of the steps before a refusal. Controls: differences made on purpose.
-logged     the programs that log, value by value.
+Each program of `rescue_programs.py` trains in float32 and in float64: once without failures, and once with
+out-of-memory errors planted in most steps (`PLACES`), some of them again in a part, so that parts of one sample and
+uneven parts occur. After each step weights, buffers, optimizer state, logged values and outputs are compared, also
+those of the steps before a refusal. Controls: differences made on purpose.
 
 A result is equal, refused, OTHER (the step was done again and something differs, an error of the rescue's own, or no
 reason), or broken (the training without failures does not repeat). The exit status is 1 if any is OTHER or broken, or
@@ -31,7 +29,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -345,26 +343,24 @@ class Verdict:
 
 
 def judge(program: Program, truth: Training, found: Training, precision: str) -> Verdict:
-    off = differences(truth, found)
+    off, step = differences(truth, found), len(found.steps)
     kind, largest = max(off.items(), key=lambda each: each[1], default=("nothing", 0.0))
-    counted = found.raised, found.rescued, largest
+    limit, outcome = TOLERANCES[precision] * program.loose, "OTHER"
     if found.error:
-        return Verdict("OTHER", found.error, *counted)
-    limit = TOLERANCES[precision] * program.loose
-    if any(value > limit * (1 if name == "weights" else 10) for name, value in off.items()):
-        shown = ", ".join(f"{name} {value:.1e}" for name, value in off.items() if value > limit)
-        refused = f", then refused: {found.refused}" if found.refused else ""
-        return Verdict("OTHER", f"{shown}{refused}", *counted)
-    if found.refused is not None:
-        step = len(found.steps)
-        return Verdict("refused", f"step {step}: {found.refused}", *counted) if found.refused else Verdict(
-            "OTHER", f"step {step}: refused without a reason", *counted
-        )  # fmt: skip
-    if len(truth.steps) != len(found.steps):
-        return Verdict("OTHER", f"{len(found.steps)} of {len(truth.steps)} steps", *counted)
-    if not found.rescued:
-        return Verdict("OTHER", f"no step was done again ({found.raised} errors)", *counted)
-    return Verdict("equal", f"{largest:.1e} ({kind})", *counted)
+        words = found.error
+    elif any(value > limit * (1 if name == "weights" else 10) for name, value in off.items()):
+        words = ", ".join(f"{name} {value:.1e}" for name, value in off.items() if value > limit)
+        words += f", then refused: {found.refused}" if found.refused else ""
+    elif found.refused is not None:
+        outcome = "refused" if found.refused else "OTHER"
+        words = f"step {step}: {found.refused or 'refused without a reason'}"
+    elif len(truth.steps) != step:
+        words = f"{step} of {len(truth.steps)} steps"
+    elif not found.rescued:
+        words = f"no step was done again ({found.raised} errors)"
+    else:
+        outcome, words = "equal", f"{largest:.1e} ({kind})"
+    return Verdict(outcome, words, found.raised, found.rescued, largest)
 
 
 def examine(program: Program, precision: str, options: argparse.Namespace) -> Verdict:
@@ -389,27 +385,23 @@ def equality(options: argparse.Namespace) -> bool:
     worst: dict[str, float] = {}
     wrong = []
     print(f"{'':28} {'must be':8} {'':7} {'errors':>6} {'rescued':>7}  result")
-    for name, program in PROGRAMS.items():
-        if options.only and not any(part in name for part in options.only):
+    chosen = [each for name, each in PROGRAMS.items() if any(part in name for part in options.only or [""])]
+    for program, precision in [(each, name) for each in chosen for name in each.precisions]:
+        if options.precision and precision[:2] != options.precision:
             continue
-        for precision in program.precisions:
-            if options.precision and precision[:2] != options.precision:
-                continue
-            began, verdict = time.monotonic(), examine(program, precision, options)
-            totals[program.label, verdict.outcome] += 1
-            fine = allowed(program.label, verdict.outcome, options.truth)
-            if verdict.outcome == "equal":
-                worst[precision] = max(worst.get(precision, 0), verdict.largest)
-            if not fine:
-                wrong.append(
-                    f"{name} ({precision[:4]}): must be {program.label}, is {verdict.outcome}: {verdict.words}"
-                )
-            if not fine or not options.wrong:
-                counted = f"{verdict.raised:6} {verdict.rescued:7}"
-                seconds = f"  {time.monotonic() - began:.1f} s" if options.seconds else ""
-                words = f"{verdict.outcome} {verdict.words}{seconds}"
-                print(f"{name:28} {program.label:8} {precision[:7]:7} {counted}  {words}"
-                      f"{'' if fine else '   <-- NOT AS IT MUST BE'}", flush=True)  # fmt: skip
+        began, verdict = time.monotonic(), examine(program, precision, options)
+        totals[program.label, verdict.outcome] += 1
+        if verdict.outcome == "equal":
+            worst[precision] = max(worst.get(precision, 0), verdict.largest)
+        words, mark = f"{verdict.outcome} {verdict.words}", ""
+        if not allowed(program.label, verdict.outcome, options.truth):
+            mark = "   <-- NOT AS IT MUST BE"
+            wrong.append(f"{program.name} ({precision[:4]}): must be {program.label}, is {words}")
+        if mark or not options.wrong:
+            seconds = f"  {time.monotonic() - began:.1f} s" if options.seconds else ""
+            counted = f"{verdict.raised:6} {verdict.rescued:7}"
+            row = f"{program.name:28} {program.label:8} {precision[:7]:7} {counted}  {words}{seconds}{mark}"
+            print(row, flush=True)
         gc.collect()
     print(f"\n{sum(totals.values())} trainings of {len({*PROGRAMS})} programs")
     for label, outcome in sorted(totals):
@@ -455,43 +447,8 @@ def controls(options: argparse.Namespace) -> bool:
     return good
 
 
-# -- what is logged
-
-
-def logged(options: argparse.Namespace) -> bool:
-    good = True
-    for name, program in PROGRAMS.items():
-        if not name.startswith(("log_", "metric_")) or (
-            options.only and not any(part in name for part in options.only)
-        ):
-            continue
-        truth = train(program, "32-true", options.steps)
-        found = train(program, "32-true", options.steps, truth.counts, options.how)
-        if found.refused or found.error:
-            good &= program.label != "equal" and not found.error
-            print(f"{name:24} refused: {found.refused}{found.error}")
-            continue
-        for key, value in truth.steps[-1]["logged"].items():
-            series = [(one["logged"][key], other["logged"].get(key, torch.tensor(math.nan)))
-                      for one, other in zip(truth.steps, found.steps, strict=True) if key in one["logged"]]  # fmt: skip
-            off = max(difference(one, other) for one, other in series) / max(
-                1e-3, *(magnitude(one) for one, _ in series)
-            )
-            good &= off <= 1e-5
-            end = f"{float(value):.6f} / {float(series[-1][1]):.6f}"
-            print(
-                f"{name:24} {key:18} {end:28} largest difference {off:.1e}{'' if off <= 1e-5 else '   OTHER'}",
-                flush=True,
-            )
-    return good
-
-
-PARTS: dict[str, Callable[[argparse.Namespace], bool]] = {"equality": equality, "logged": logged}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="which of them (default: all)")
     parser.add_argument("--only", nargs="+", help="programs whose name contains one of these")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps, up to {STEPS}")
     parser.add_argument("--precision", choices=("32", "64", "bf"), help="only this one")
@@ -508,13 +465,9 @@ def main() -> int:
     quieten()
     torch.set_num_threads(1)
     os.chdir(tempfile.mkdtemp())  # for the reports
-    failed = []
-    for name in options.parts or (["equality"] if options.truth else PARTS):
-        print(f"\n{name}", flush=True)
-        if not PARTS[name](options):
-            failed.append(name)
-    print(f"\nfailed: {', '.join(failed)}" if failed else "\nall as expected")
-    return int(bool(failed))
+    good = equality(options)
+    print("\nall as expected" if good else "\nfailed")
+    return int(not good)
 
 
 if __name__ == "__main__":

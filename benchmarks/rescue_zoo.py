@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from field.pattern import Pattern, Run, Step, classify, data, images
+from rescue import direct_guard
 
 TOLERANCE = 1e-4
 PLANTED = 1  # the batch that runs out of memory
@@ -53,15 +54,6 @@ descend = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 spec = importlib.util.spec_from_file_location("field_script", Path(__file__).with_name("field.py"))
 field_script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # the package `field` hides it
 spec.loader.exec_module(field_script)
-
-
-def direct_guard(trainer: Any, module: Any) -> Any:
-    """Do steps of this Trainer again in parts if they run out of memory, without the rest of MemGuard."""
-    from lightning_memguard.training.rescue.rescuer import Rescuer
-
-    rescuer = Rescuer(trainer, module, by_name=False, announce=lambda text: None)
-    rescuer.install()
-    return rescuer
 
 
 def timm_run(name: str, *options: str) -> Run:
