@@ -87,7 +87,6 @@ class Run:
 
     @property
     def error(self) -> float:
-        """Relative to what was measured, in percent."""
         return 100 * (self.predicted / self.measured - 1)
 
     @property
@@ -97,12 +96,10 @@ class Run:
 
     @property
     def is_within(self) -> bool:
-        """Whether the bounds hold what was measured."""
         return self.measured + self.setup >= self.low and self.measured <= self.high
 
     @property
     def width(self) -> float:
-        """Of the bounds, in percent of what was measured."""
         return 100 * (self.high - self.low) / self.measured
 
     @property
@@ -116,22 +113,14 @@ class Run:
         return 100 * (self.reserved / self.measured - 1)
 
     def other_error(self, name: str) -> float | None:
-        """The error of another estimator on this run, in percent."""
         return 100 * (self.others[name] / self.measured - 1) if name in self.others else None
 
 
 # T5-small, whose other settings are the default. In 2025 its attention had no fused kernel in transformers.
 T5 = {"decoder_start_token_id": 0, "pad_token_id": 0, "attn_implementation": "eager"}
 
-CEREBRAS = {
-    "n_layer": 10,
-    "n_inner": 3072,
-    "n_positions": 2048,
-    "activation_function": "gelu",
-    "attn_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-}
+DROPOUTS = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+CEREBRAS = {"n_layer": 10, "n_inner": 3072, "n_positions": 2048, "activation_function": "gelu", **DROPOUTS}
 
 
 # The published loops --------------------------------------------------------------------------------------------------
@@ -176,10 +165,9 @@ def language_model(name: str) -> nn.Module:
     if "T5" in name:
         return transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))
     if "neo" in name:
-        config = transformers.GPTNeoConfig(
-            hidden_size=768, num_layers=12, num_heads=12, attention_types=[[["global", "local"], 6]]
-        )
-        return transformers.GPTNeoForCausalLM(config)
+        layers = {"hidden_size": 768, "num_layers": 12, "num_heads": 12}
+        pairs = [[["global", "local"], 6]]
+        return transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(attention_types=pairs, **layers))
     if "opt-125m" in name:
         return transformers.OPTForCausalLM(transformers.OPTConfig())
     settings = CEREBRAS if "Cerebras" in name else {"n_layer": 6 if "distil" in name else 12}
@@ -207,7 +195,6 @@ class Captured:
 
 
 def captured(row: dict[str, str]) -> Captured:
-    """Capture one published run."""
     from lightning_memguard.core import gpus
     from lightning_memguard.core.batch.batches import batches_from_one
     from lightning_memguard.core.capture.predict import capture
@@ -222,35 +209,23 @@ def captured(row: dict[str, str]) -> Captured:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0" if row["version"] == "2025-05" else ""
     model, batch, step = image_loop(row) if is_image(row) else text_loop(row)
     chosen = getattr(torch.optim, row["optimizer"])
-    program = LoopProgram(
-        model,
-        batches_from_one(batch),
-        step,
-        lambda parameters: chosen(parameters, lr=0.001),
-        torch.device("cuda"),
-        gpu=gpus.find(row["gpu"]),
-    )
+    optimizer = lambda parameters: chosen(parameters, lr=0.001)  # noqa: E731
+    given = model, batches_from_one(batch), step, optimizer, torch.device("cuda")
+    program = LoopProgram(*given, gpu=gpus.find(row["gpu"]))
     settings = AllocatorSettings.for_device("cuda", {})
     trace = capture(program, int(row["batch"]), "fake")
     recent = row["version"].startswith("2025")
     setup = tuple(event for event in trace.events if event.phase == "setup")
-    before = replay(replace(trace, events=setup), settings).peak_reserved_bytes
-    return Captured(
-        trace,
-        settings,
-        int(row["gpu_total_bytes"]) - CONTEXT_BYTES[1],
-        (0, LAZY_KERNELS, MOST_LAZY_KERNELS) if recent else (0, *CONTEXT_BYTES[1:]),
-        before if recent and is_image(row) else 0,
-    )
+    before = replay(replace(trace, events=setup), settings).peak_reserved_bytes if recent and is_image(row) else 0
+    late = (0, LAZY_KERNELS, MOST_LAZY_KERNELS) if recent else (0, *CONTEXT_BYTES[1:])
+    return Captured(trace, settings, int(row["gpu_total_bytes"]) - CONTEXT_BYTES[1], late, before)
 
 
 def is_image(row: dict[str, str]) -> bool:
-    """Whether images were trained on, rather than text."""
     return row["input"].startswith("86")
 
 
 def predict(row: dict[str, str]) -> Run:
-    """Predict one published run."""
     from lightning_memguard.core.replay.footprint import footprint
 
     started = time.perf_counter()
@@ -307,7 +282,6 @@ def quieten() -> None:
 
 
 def show(runs: Sequence[Run]) -> None:
-    """One line per run."""
     print(
         f"{'model':<13}{'optimizer':<10}{'batch':>5} {'GPU':<9}{'measured':>9}{'reserved':>9}{'error':>8}{'bounds':>14}"
         f" {'after the model':>17}{'xMem':>8}{'DNNMem':>8}{'SchedT.':>8}{'seconds':>9}"
@@ -379,14 +353,11 @@ def large_errors(runs: Sequence[Run], limit: float = 5.0) -> None:
 
 
 def recordings() -> list[Path]:
-    """The files that `record.py` has written."""
     return sorted((*HERE.glob("recordings/*.json"), *HERE.glob("recordings/*.json.gz")))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One recording."""
-    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return json.loads(text)
+    return json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
 
 
 @dataclass(frozen=True)
@@ -422,29 +393,18 @@ def predict_recorded(task: tuple[str, dict[str, Any], dict[str, Any]]) -> Record
     gpu = Gpu(machine["gpu"], machine["total_memory"], capability, machine["multiprocessors"])
     module, size = training.module(), case["batch_size"]
     batch = next(iter(DataLoader(training.dataset(size), batch_size=size)))
-    program = LightningProgram(
-        trainer_for(module, training.precision, gpu, **training.trainer_kwargs),
-        module,
-        batches_from_one(batch),
-        torch.device("cuda"),
-        batches_per_epoch=lambda _: 100,
-        gpu=gpu,
-    )
+    trainer = trainer_for(module, training.precision, gpu, **training.trainer_kwargs)
+    given = trainer, module, batches_from_one(batch), torch.device("cuda")
+    program = LightningProgram(*given, batches_per_epoch=lambda _: 100, gpu=gpu)
     settings = AllocatorSettings.for_device("cuda", machine["environ"])
     capped = replace(settings, capacity_bytes=int(training.cap_gib * 2**30)) if training.cap_gib else settings
     prediction = predict_program(program, size, capped, scalable=False)
     found = prediction.footprint_at(size)
     trace = prediction.trace_at(size).only("point")
     fitting = replay(trace, replace(settings, capacity_bytes=case["max_reserved"])).out_of_memory_event is None
-    return Recorded(
-        name,
-        case["max_allocated"],
-        case["max_reserved"],
-        found.peak_allocated_bytes,
-        found.peak_reserved_bytes,
-        fitting,
-        replay_history(case["history"], capped) if case.get("history") else None,
-    )
+    peaks = case["max_allocated"], case["max_reserved"], found.peak_allocated_bytes, found.peak_reserved_bytes
+    history = replay_history(case["history"], capped) if case.get("history") else None
+    return Recorded(name, *peaks, fitting, history)
 
 
 def replay_history(history: Sequence[Sequence[Any]], settings: Any) -> tuple[int, int]:
@@ -473,7 +433,6 @@ def replay_history(history: Sequence[Sequence[Any]], settings: Any) -> tuple[int
 
 
 def show_recording(path: Path, pool: Any) -> None:
-    """The table of one recording."""
     recording = read(path)
     cases = {name: case for name, case in recording["cases"].items() if case.get("max_reserved")}
     if not cases:
@@ -495,9 +454,9 @@ def show_recording(path: Path, pool: Any) -> None:
     print(f"  allocated  {spread(errors[0])}\n  reserved   {spread(errors[1])}")
     fails = sum(not run.fits for run in found)
     print(f"  the replay fails under the recorded peak as a hard cap: {fails} of {len(found)}")
-    failed = {name: case["failed"] for name, case in recording["cases"].items() if "failed" in case}
-    for name, reason in failed.items():
-        print(f"  not recorded: {name}: {reason}")
+    for name, case in recording["cases"].items():
+        if "failed" in case:
+            print(f"  not recorded: {name}: {case['failed']}")
 
 
 def main() -> None:
@@ -532,12 +491,13 @@ def show_all(runs: list[Run]) -> None:
     runs.sort(key=lambda run: (run.version, run.model, run.gpu, run.batch))
     show(runs)
     images, texts = [run for run in runs if run.is_image], [run for run in runs if not run.is_image]
-    summarise("CNNs, 2025", [run for run in images if run.version.startswith("2025")])
+    recent = [run for run in images if run.version.startswith("2025")]
+    summarise("CNNs, 2025", recent)
     summarise("CNNs, 2024 (context included, torch 2.3)", [run for run in images if run.version.startswith("2024")])
     summarise("Transformers (lengths and attention of the real runs unknown)", texts)
     print(f"\nAll {len(runs)} runs")
     bounds(runs)
-    large_errors([run for run in images if run.version.startswith("2025")])
+    large_errors(recent)
 
 
 def show_aside(runs: list[Run]) -> None:

@@ -51,12 +51,12 @@ class Followed:
 
     name: str
     batch_size: int
-    predicted_bytes: int
-    measured_bytes: int
+    predicted: int
+    measured: int
 
     @property
     def error_percent(self) -> float:
-        return 100 * (self.predicted_bytes / self.measured_bytes - 1)
+        return 100 * (self.predicted / self.measured - 1)
 
 
 def predicted(case: Case, batch_size: int) -> Prediction:
@@ -95,9 +95,8 @@ def rewritten(build: Callable[[str], pl.LightningModule], lines: Sequence[str], 
 
 def follow(case: Case, advice: Advice) -> Followed:
     """Train as advised and measure."""
-    rewritten_case = following(case, advice.remedies, advice.how)
     size = advice.footprint.batch_size
-    measured = measured_bytes(rewritten_case, size)
+    measured = measured_bytes(following(case, advice.remedies, advice.how), size)
     return Followed(" + ".join(advice.remedies), size, advice.footprint.peak_allocated_bytes, measured)
 
 
@@ -117,10 +116,8 @@ def print_table(rows: Sequence[Followed]) -> None:
     width = max(len(row.name) for row in rows)
     print(f"{'remedy':<{width}} {'batch':>5} {'predicted MiB':>13} {'measured MiB':>12} {'error %':>8}")
     for row in rows:
-        print(
-            f"{row.name:<{width}} {row.batch_size:>5} {row.predicted_bytes / MIB:>13.3f} "
-            f"{row.measured_bytes / MIB:>12.3f} {row.error_percent:>+8.3f}"
-        )
+        mib = f"{row.predicted / MIB:>13.3f} {row.measured / MIB:>12.3f}"
+        print(f"{row.name:<{width}} {row.batch_size:>5} {mib} {row.error_percent:>+8.3f}")
     print(f"\n{len(rows)} trainings, worst error {max(abs(row.error_percent) for row in rows):.3f} %")
 
 

@@ -28,34 +28,18 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_memguard import estimate
-from shared.truth import MemoryEvent, live_bytes, memory_events
+from shared import zoo
+from shared.truth import MemoryEvent, live_bytes, memory_events, peak_of
 
 GOAL_PERCENT = 0.1
 
 # Models --------------------------------------------------------------------------------------------------------------
 
 
-class ResNetBlock(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
-        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(out + self.shortcut(x))
-
-
 def resnet18() -> nn.Module:
     """ResNet-18 with the first layer that small images are given."""
-    shapes = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
-    shapes += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
-    first = (nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2))
-    blocks = [ResNetBlock(*shape) for shape in shapes]
+    first = (zoo.conv_bn(3, 64), nn.ReLU(), nn.MaxPool2d(2))
+    blocks = zoo.stages(zoo.basic_block, 64, (64, 128, 256, 512), (2, 2, 2, 2))
     return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
@@ -70,43 +54,13 @@ def mlp(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Dropout(dropout), *hidden, nn.Linear(512, 10))
 
 
-class GPTBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        parts = self.qkv(self.norm1(x)).chunk(3, -1)
-        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+def gpt() -> nn.Module:
+    return zoo.GPT(1000, 64, 128, 4, 6, 0.0)
 
 
-class GPT(nn.Module):
-    def __init__(self, width: int = 128, heads: int = 4, layers: int = 6, tokens: int = 1000, length: int = 64) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[GPTBlock(width, heads) for _ in range(layers)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
-        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 4, 512, 0.1, batch_first=True), 2)
-        self.head = nn.Linear(64 * 128, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x).flatten(1))  # type: ignore[no-any-return]
+def encoder() -> nn.Module:
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 4, 512, 0.1, batch_first=True), 2)
+    return nn.Sequential(layers, nn.Flatten(), nn.Linear(64 * 128, 10))
 
 
 class LSTM(nn.Module):
@@ -115,25 +69,24 @@ class LSTM(nn.Module):
         self.lstm, self.head = nn.LSTM(32, 128, 2, batch_first=True), nn.Linear(128, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])  # type: ignore[no-any-return]
+        return self.head(self.lstm(x)[0][:, -1])
 
 
 class GraphBreak(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(256, 512), nn.Linear(512, 512)
-        self.head = nn.Linear(512, 10)
+        self.first, self.second, self.head = nn.Linear(256, 512), nn.Linear(512, 512), nn.Linear(512, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.first(x))
         torch._dynamo.graph_break()
-        return self.head(F.gelu(self.second(x)) * x)  # type: ignore[no-any-return]
+        return self.head(F.gelu(self.second(x)) * x)
 
 
 def parts_of(model: nn.Module) -> nn.Module:
     """`Module.compile()` on parts."""
-    for block in model.blocks:  # type: ignore[union-attr]
-        block.compile()  # type: ignore[operator]
+    for block in model.blocks:
+        block.compile()
     return model
 
 
@@ -158,30 +111,26 @@ def loss_of(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(out.reshape(-1, out.shape[-1]), batch[1].reshape(-1))
 
 
-def rows(size: int) -> Tensor:
-    return torch.randn(size, 256)
-
-
-def images(size: int) -> Tensor:
-    return torch.randn(size, 3, 32, 32)
-
-
 def tokens(size: int) -> Tensor:
     return torch.randint(1000, (size, 64))
 
 
+def rows(*shape: int) -> Callable[[int], Tensor]:
+    return lambda size: torch.randn(size, *shape)
+
+
 CASES = (
-    Case("mlp", lambda: torch.compile(mlp()), rows, (256, 1024)),
-    Case("conv_bn", lambda: torch.compile(conv_bn()), images, (16, 64)),
-    Case("resnet18", lambda: torch.compile(resnet18()), images, (16, 32)),
-    Case("gpt", lambda: torch.compile(GPT()), tokens, (8, 24), 1000),
-    Case("encoder", lambda: torch.compile(Encoder()), lambda n: torch.randn(n, 64, 128), (16, 48)),
-    Case("lstm", lambda: torch.compile(LSTM()), lambda n: torch.randn(n, 30, 32), (16, 64)),
-    Case("graph_break", lambda: torch.compile(GraphBreak()), rows, (256, 1024)),
-    Case("dropout", lambda: torch.compile(mlp(0.2)), rows, (256, 1024)),
-    Case("dynamic", lambda: torch.compile(mlp(), dynamic=True), rows, (256, 1024)),
-    Case("gpt_parts", lambda: parts_of(GPT()), tokens, (8, 24), 1000),
-    Case("gpt_bf16", lambda: torch.compile(GPT()), tokens, (8, 24), 1000, "bf16-mixed"),
+    Case("mlp", lambda: torch.compile(mlp()), rows(256), (256, 1024)),
+    Case("conv_bn", lambda: torch.compile(conv_bn()), rows(3, 32, 32), (16, 64)),
+    Case("resnet18", lambda: torch.compile(resnet18()), rows(3, 32, 32), (16, 32)),
+    Case("gpt", lambda: torch.compile(gpt()), tokens, (8, 24), 1000),
+    Case("encoder", lambda: torch.compile(encoder()), rows(64, 128), (16, 48)),
+    Case("lstm", lambda: torch.compile(LSTM()), rows(30, 32), (16, 64)),
+    Case("graph_break", lambda: torch.compile(GraphBreak()), rows(256), (256, 1024)),
+    Case("dropout", lambda: torch.compile(mlp(0.2)), rows(256), (256, 1024)),
+    Case("dynamic", lambda: torch.compile(mlp(), dynamic=True), rows(256), (256, 1024)),
+    Case("gpt_parts", lambda: parts_of(gpt()), tokens, (8, 24), 1000),
+    Case("gpt_bf16", lambda: torch.compile(gpt()), tokens, (8, 24), 1000, "bf16-mixed"),
 )
 
 # Measure -------------------------------------------------------------------------------------------------------------
@@ -211,10 +160,9 @@ def measure_here(case: Case, size: int) -> tuple[int, list[MemoryEvent]]:
         loss.backward()
         optimizer.step()
     events = memory_events(profiler)
-    totals = [total for total, _ in live_bytes(events)]
-    place = totals.index(max(totals))
+    place, peak = peak_of(events)
     *_, (_, live) = live_bytes(events[: place + 1])
-    return static + totals[place], sorted(live.values(), key=lambda event: -event.bytes)
+    return static + peak, sorted(live.values(), key=lambda event: -event.bytes)
 
 
 def measure(case: Case, size: int) -> tuple[int, float]:
@@ -255,9 +203,8 @@ def compare(case: Case, size: int) -> Row:
     seconds = time.perf_counter() - started
     eager = predict(_uncompiled(case.model()), batch).peak_allocated_bytes
     measured, measure_seconds = measure(case, size)
-    low = found.low.allocated_bytes if found.low else found.peak_allocated_bytes
-    high = found.high.allocated_bytes if found.high else found.peak_allocated_bytes
     peak = found.peak_allocated_bytes
+    low, high = (end.allocated_bytes if end else peak for end in (found.low, found.high))
     return Row(case.name, size, eager, peak, low, high, found.method, measured, seconds, measure_seconds)
 
 

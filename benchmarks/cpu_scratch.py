@@ -21,6 +21,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -270,7 +271,7 @@ FAMILIES: dict[str, Callable[[Draw], Step]] = {}
 
 
 def family(name: str) -> Callable[[Callable[[Draw], Any]], Callable[[Draw], Any]]:
-    """Of a list of functions that it returns, one is drawn, and trained."""
+    """Registers what makes a step: the step itself, or functions of which one is drawn and trained."""
 
     def register(make: Callable[[Draw], Any]) -> Callable[[Draw], Any]:
         def step(draw: Draw) -> Step:
@@ -286,36 +287,26 @@ def family(name: str) -> Callable[[Callable[[Draw], Any]], Callable[[Draw], Any]
 def convolution(dims: int, transposed: bool) -> Callable[[Draw], Step]:
     def make(draw: Draw) -> Step:
         groups = draw.one_of(1, 1, 1, 2, 4, 8)
-        depthwise = draw.chance(0.15)
         into, out = (draw.size(1, 24) * groups for _ in range(2))
-        if depthwise:
-            groups = into
-            out = into * draw.one_of(1, 1, 2)
+        if draw.chance(0.15):  # depthwise
+            groups, out = into, into * draw.one_of(1, 1, 2)
         elif groups == 1 and draw.chance(0.3):
             into = 3
-        batch = draw.size(1, 8 if dims == 3 else 32)
-        most = (60, 12, 5)[dims - 1]
+        batch, most = draw.size(1, 8 if dims == 3 else 32), (60, 12, 5)[dims - 1]
         kernel = [draw.one_of(1, 2, 3, 3, 5, 7)] * dims if draw.chance(0.8) else [draw.size(1, 7) for _ in range(dims)]
-        image = [draw.size(1, most * 2)] * dims
-        if draw.chance(0.3):
-            image = [draw.size(1, most * 2) for _ in range(dims)]
+        image = [draw.size(1, most * 2) for _ in range(dims)] if draw.chance(0.3) else [draw.size(1, most * 2)] * dims
         image = [max(least, size) for least, size in zip(kernel, image, strict=True)]
         while math.prod(image) * batch * into * out * math.prod(kernel) // groups > 5_000_000 and batch > 1:
             batch //= 2
-        move = {
-            "stride": draw.one_of(1, 1, 1, 2, 2, 3),
-            "padding": draw.one_of(0, 1, 2, kernel[0] // 2),
-            "dilation": draw.one_of(1, 1, 1, 2, 3),
-            "groups": groups,
-        }
+        move = {"stride": draw.one_of(1, 1, 1, 2, 2, 3), "padding": draw.one_of(0, 1, 2, kernel[0] // 2)}
+        move |= {"dilation": draw.one_of(1, 1, 1, 2, 3), "groups": groups}
         if transposed:
             move["output_padding"] = draw.one_of(0, 0, min(1, move["stride"] - 1))
         shape = (into, out // groups, *kernel) if transposed else (out, into // groups, *kernel)
         x = draw.tensor(batch, into, *image, grad=draw.chance(0.9))
         weight = draw.tensor(*shape, layout=draw.one_of("contiguous", "contiguous", "contiguous", "channels_last"))
         bias = draw.tensor(out, layout="contiguous") if draw.chance(0.7) else None
-        name = f"conv{'_transpose' * transposed}{dims}d"
-        return trained(lambda: getattr(F, name)(x, weight, bias, **move))
+        return trained(lambda: getattr(F, f"conv{'_transpose' * transposed}{dims}d")(x, weight, bias, **move))
 
     return make
 
@@ -328,9 +319,9 @@ for _dims in (1, 2, 3):
 @family("linear")
 def _linear(draw: Draw) -> Step:
     into, out = draw.one_of(draw.size(1, 60), draw.size(1, 600)), draw.size(1, 300)
-    rows = draw.shape(draw.one_of(1, 1, 2), 400)
+    x = draw.tensor(*draw.shape(draw.one_of(1, 1, 2), 400), into)
+    weight = draw.tensor(out, into, layout="contiguous")
     bias = draw.tensor(out, layout="contiguous") if draw.chance(0.7) else None
-    x, weight = draw.tensor(*rows, into), draw.tensor(out, into, layout="contiguous")
     return trained(lambda: F.linear(x, weight, bias))
 
 
@@ -338,23 +329,20 @@ def _linear(draw: Draw) -> Step:
 def _matmul(draw: Draw) -> Step:
     m, k, n = (draw.one_of(draw.size(1, 60), draw.size(1, 300)) for _ in range(3))
     batch = draw.one_of((), (), (draw.size(1, 16),))
-    a, b = draw.tensor(*batch, m, k), draw.tensor(*batch, k, n)
+    a, b, vector = draw.tensor(*batch, m, k), draw.tensor(*batch, k, n), draw.tensor(k)
     c = draw.tensor(*draw.one_of((n,), (*batch, m, n)))
+    scales = {"beta": draw.one_of(1, 0.5), "alpha": draw.one_of(1, 0.5)}
     if draw.chance(0.3):
-        vector = draw.tensor(k)
         return trained(lambda: (a @ vector, vector @ vector))
     if draw.chance(0.6):
         return trained(lambda: a @ b)
-    add = torch.baddbmm if batch else torch.addmm
-    c = c.expand(*batch, m, n) if batch else c
-    return trained(lambda: add(c, a, b, beta=draw.one_of(1, 0.5), alpha=draw.one_of(1, 0.5)))
+    return trained(lambda: torch.baddbmm(c.expand(*batch, m, n), a, b, **scales) if batch else c.addmm(a, b, **scales))
 
 
 @family("attention")
 def _attention(draw: Draw) -> Step:
     batch, heads, rows, keys = draw.size(1, 4), draw.size(1, 4), draw.size(1, 900), draw.size(1, 900)
-    width = draw.one_of(8, 16, 32, 64, 80)
-    swap = draw.chance()
+    width, swap = draw.one_of(8, 16, 32, 64, 80), draw.chance()
 
     def one(length: int) -> Tensor:
         x = draw.tensor(batch, length, heads, width, layout="contiguous")
@@ -364,30 +352,26 @@ def _attention(draw: Draw) -> Step:
     mask = None if causal or draw.chance() else draw.tensor(rows, keys, grad=False, layout="contiguous")
     if mask is not None and draw.chance():
         mask = mask > 0
-    dropout = draw.one_of(0.0, 0.0, 0.1)
-    q, k, v = one(rows), one(keys), one(keys)
+    q, k, v, dropout = one(rows), one(keys), one(keys), draw.one_of(0.0, 0.0, 0.1)
     return trained(lambda: F.scaled_dot_product_attention(q, k, v, mask, dropout, causal))
 
 
 @family("norms")
 def _norms(draw: Draw) -> Step:
-    kind = draw.one_of("batch", "batch", "layer", "layer", "group", "instance", "rms")
-    dims = draw.one_of(2, 3, 4, 4, 5) if kind in ("batch", "layer", "rms") else draw.one_of(3, 4, 5)
-    shape = list(draw.shape(dims))
+    kind = draw.one_of("Batch", "Batch", "Layer", "Layer", "Group", "Instance", "RMS")
+    dims = draw.one_of(2, 3, 4, 4, 5) if kind in ("Batch", "Layer", "RMS") else draw.one_of(3, 4, 5)
+    shape, affine, groups = list(draw.shape(dims)), draw.chance(0.8), draw.one_of(1, 2, 4)
     shape[0] = max(2, shape[0])
-    affine = draw.chance(0.8)
-    if kind == "layer":
+    if kind == "Layer":
         inner = shape[-draw.one_of(1, 1, min(2, dims - 1)) :]
         module: nn.Module = nn.LayerNorm(inner, elementwise_affine=affine)
-    elif kind == "rms":
+    elif kind == "RMS":
         module = nn.RMSNorm(shape[-1:])
-    elif kind == "group":
-        groups = draw.one_of(1, 2, 4)
+    elif kind == "Group":
         shape[1] = groups * draw.size(1, 10)
         module = nn.GroupNorm(groups, shape[1], affine=affine)
     else:
-        name = f"{'Batch' if kind == 'batch' else 'Instance'}Norm{max(1, dims - 2)}d"
-        module = getattr(nn, name)(shape[1], affine=affine)
+        module = getattr(nn, f"{kind}Norm{max(1, dims - 2)}d")(shape[1], affine=affine)
     if draw.dtype is not torch.float32 and draw.chance(0.7):
         module = module.to(draw.dtype)
     module.train(draw.chance(0.8))
@@ -396,37 +380,33 @@ def _norms(draw: Draw) -> Step:
 
 @family("losses")
 def _losses(draw: Draw) -> Step:
-    reduction = draw.one_of("mean", "sum", "none")
+    reduction = {"reduction": draw.one_of("mean", "sum", "none")}
     shape = draw.shape(draw.one_of(1, 2, 3))
     x, y = draw.tensor(*shape), draw.tensor(*shape, grad=draw.chance(0.2), layout="contiguous")
-    target = torch.rand(shape).to(draw.dtype)
+    target, logs = torch.rand(shape).to(draw.dtype), draw.chance()
     weight = draw.one_of(None, None, torch.rand(shape).to(draw.dtype))
     positive = draw.one_of(None, None, torch.rand(shape[-1:]).to(draw.dtype))
-    signs = target.round() * 2 - 1
-    one = F.normalize(draw.tensor(shape[0], 20), dim=-1)
-    choices: list[Callable[[Tensor], Tensor]] = [
-        lambda x: F.mse_loss(x, y, reduction=reduction),
-        lambda x: F.l1_loss(x, y, reduction=reduction),
-        lambda x: F.smooth_l1_loss(x, y, reduction=reduction),
-        lambda x: F.huber_loss(x, y, reduction=reduction),
-        lambda x: F.binary_cross_entropy(x.sigmoid(), target, weight, reduction=reduction),
-        lambda x: F.binary_cross_entropy_with_logits(x, target, weight, reduction=reduction, pos_weight=positive),
-        lambda x: F.binary_cross_entropy_with_logits(x, target, reduction=reduction),
-        lambda x: F.kl_div(x, target, reduction=reduction, log_target=draw.chance()),
-        lambda x: F.soft_margin_loss(x, signs, reduction=reduction),
-        lambda x: F.hinge_embedding_loss(x, signs, reduction=reduction),
-        lambda x: F.margin_ranking_loss(x, y, signs, reduction=reduction),
-        lambda x: F.poisson_nll_loss(x, target, reduction=reduction),
-        lambda x: F.gaussian_nll_loss(x, y, target, reduction=reduction),
-        lambda x: F.triplet_margin_loss(x, y, target, reduction=reduction),
-        lambda x: F.cosine_similarity(x, y, dim=-1),
-        lambda x: F.pairwise_distance(x, y),
-        lambda x: one @ one.T,
-        F.logsigmoid,
-        lambda x: F.multilabel_soft_margin_loss(x, target, reduction=reduction),
+    signs, one = target.round() * 2 - 1, F.normalize(draw.tensor(shape[0], 20), dim=-1)
+    logits = F.binary_cross_entropy_with_logits
+    of_two = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+    of_signs = ("soft_margin_loss", "hinge_embedding_loss")
+    of_target = ("poisson_nll_loss", "multilabel_soft_margin_loss")
+    return [
+        *(partial(getattr(F, name), x, y, **reduction) for name in of_two),
+        *(partial(getattr(F, name), x, signs, **reduction) for name in of_signs),
+        *(partial(getattr(F, name), x, target, **reduction) for name in of_target),
+        lambda: F.binary_cross_entropy(x.sigmoid(), target, weight, **reduction),
+        lambda: logits(x, target, weight, pos_weight=positive, **reduction),
+        lambda: logits(x, target, **reduction),
+        lambda: F.kl_div(x, target, log_target=logs, **reduction),
+        lambda: F.margin_ranking_loss(x, y, signs, **reduction),
+        lambda: F.gaussian_nll_loss(x, y, target, **reduction),
+        lambda: F.triplet_margin_loss(x, y, target, **reduction),
+        lambda: F.cosine_similarity(x, y, dim=-1),
+        lambda: F.pairwise_distance(x, y),
+        lambda: one @ one.T,
+        lambda: F.logsigmoid(x),
     ]
-    loss = draw.one_of(*choices)
-    return trained(lambda: loss(x))
 
 
 @family("classification")
@@ -445,107 +425,76 @@ def _classification(draw: Draw) -> Step:
 
 @family("ctc")
 def _ctc(draw: Draw) -> Step:
-    steps, batch, classes = draw.size(10, 60), draw.size(1, 16), draw.size(3, 60)
-    x = draw.tensor(steps, batch, classes)
-    lengths = torch.randint(1, 5, (batch,))
-    target = torch.randint(1, classes, (batch, 5))
-    full = torch.full((batch,), steps)
-    return trained(lambda: F.ctc_loss(x.log_softmax(-1), target, full, lengths, zero_infinity=draw.chance()))
+    steps, batch, classes, zero = draw.size(10, 60), draw.size(1, 16), draw.size(3, 60), draw.chance()
+    x, target = draw.tensor(steps, batch, classes), torch.randint(1, classes, (batch, 5))
+    lengths, full = torch.randint(1, 5, (batch,)), torch.full((batch,), steps)
+    return trained(lambda: F.ctc_loss(x.log_softmax(-1), target, full, lengths, zero_infinity=zero))
 
 
 @family("softmax")
-def _softmax(draw: Draw) -> Step:
+def _softmax(draw: Draw) -> list[Callable[[], Any]]:
     x = draw.any_tensor()
     dim = draw.random.randrange(x.dim())
-    choices = [F.softmax, F.log_softmax, torch.logsumexp, torch.cumsum, torch.cumprod, torch.logcumsumexp, F.glu]
-    choices += [F.softmax, F.log_softmax, torch.logsumexp, F.softmin, F.normalize]
-    compute = draw.one_of(*choices)
-    return trained(lambda: compute(x, dim=dim))
+    often = [F.softmax, F.log_softmax, torch.logsumexp] * 2
+    rarely = [torch.cumsum, torch.cumprod, torch.logcumsumexp, F.glu, F.softmin, F.normalize]
+    return [partial(compute, x, dim=dim) for compute in (*often, *rarely)]
 
 
 @family("reductions")
 def _reductions(draw: Draw) -> Step:
     x = draw.any_tensor()
-    dims = draw.one_of(None, draw.random.randrange(x.dim()), draw.random.randrange(x.dim()))
-    names = ("sum", "mean", "var", "std", "amax", "amin", "prod", "nansum", "var_mean", "max", "min", "argmax", "any")
-    names += ("all", "count_nonzero", "median", "aminmax")
-    compute = getattr(torch, draw.one_of(*names))
-    keywords = {} if dims is None else {"dim": dims}
+    dim = draw.one_of(None, draw.random.randrange(x.dim()), draw.random.randrange(x.dim()))
+    keywords = {} if dim is None else {"dim": dim}
+    names = "sum mean var std amax amin prod nansum var_mean max min argmax any all count_nonzero median aminmax"
+    compute, order = getattr(torch, draw.one_of(*names.split())), draw.one_of(1, 2, 3, math.inf, 0)
     if draw.chance(0.2):
-        order = draw.one_of(1, 2, 3, math.inf, 0)
         return trained(lambda: torch.linalg.vector_norm(x, order, **keywords))
     return trained(lambda: compute(x, **keywords))
 
 
 @family("pointwise")
-def _pointwise(draw: Draw) -> Step:
+def _pointwise(draw: Draw) -> list[Callable[[], Any]]:
     x = draw.any_tensor()
-    names = ("gelu", "silu", "relu", "elu", "selu", "celu", "mish", "softplus", "hardswish", "leaky_relu", "dropout")
-    names += ("tanh", "sigmoid", "hardtanh", "relu6", "softsign", "rrelu", "threshold", "logsigmoid", "alpha_dropout")
-    name = draw.one_of(*names)
-    keywords = {"threshold": 0.1, "value": 0.0} if name == "threshold" else {}
-    keywords = {"training": True} if name == "rrelu" else keywords
-    approximate = draw.one_of("none", "tanh")
-    if name == "gelu":
-        return trained(lambda: F.gelu(x, approximate=approximate))
-    return trained(lambda: getattr(F, name)(x, **keywords))
+    names = "silu relu elu selu celu mish softplus hardswish leaky_relu dropout tanh sigmoid hardtanh relu6 softsign"
+    others = {"gelu": {"approximate": draw.one_of("none", "tanh")}, "rrelu": {"training": True}}
+    others |= {"threshold": {"threshold": 0.1, "value": 0.0}, "logsigmoid": {}, "alpha_dropout": {}}
+    every = {**{name: {} for name in names.split()}, **others}
+    return [partial(getattr(F, name), x, **keywords) for name, keywords in every.items()]
 
 
 @family("arithmetic")
-def _arithmetic(draw: Draw) -> Step:
+def _arithmetic(draw: Draw) -> list[Callable[[], Any]]:
     shape = draw.shape(draw.one_of(1, 2, 3, 4))
     x, y = draw.tensor(*shape), draw.tensor(*(s if draw.chance(0.8) else 1 for s in shape))
     other = y.detach().to(draw.one_of(torch.float32, torch.bfloat16, torch.float64, draw.dtype))
-    names = (
-        "add",
-        "mul",
-        "div",
-        "sub",
-        "maximum",
-        "pow",
-        "atan2",
-        "hypot",
-        "fmod",
-        "lerp",
-        "addcmul",
-        "where",
-        "clamp",
-    )
-    name = draw.one_of(*names)
-    if name == "lerp":
-        return trained(lambda: torch.lerp(x, y, 0.3))
-    if name == "addcmul":
-        return trained(lambda: torch.addcmul(x, x, y))
-    if name == "where":
-        return trained(lambda: torch.where(y > 0, x, y))
-    if name == "clamp":
-        return trained(lambda: x.clamp(-0.5, 0.5))
-    return trained(lambda: getattr(torch, name)(x, other))
+    names = ("add", "mul", "div", "sub", "maximum", "pow", "atan2", "hypot", "fmod")
+    return [
+        *(partial(getattr(torch, name), x, other) for name in names),
+        lambda: torch.lerp(x, y, 0.3),
+        lambda: torch.addcmul(x, x, y),
+        lambda: torch.where(y > 0, x, y),
+        lambda: x.clamp(-0.5, 0.5),
+    ]
 
 
 @family("embedding")
 def _embedding(draw: Draw) -> Step:
     rows, width = draw.size(2, 300), draw.size(1, 64)
     weight, index = draw.tensor(rows, width, layout="contiguous"), draw.integers(rows, draw.size(), draw.size())
-    padding = draw.one_of(None, 0)
+    mode, padding, scale = draw.one_of("sum", "mean", "max"), draw.one_of(None, 0), draw.chance(0.2)
     if draw.chance(0.3):
-        mode = draw.one_of("sum", "mean", "max")
         return trained(lambda: F.embedding_bag(index, weight, mode=mode))
-    scale = draw.chance(0.2)
     return trained(lambda: F.embedding(index, weight, padding_idx=padding, scale_grad_by_freq=scale))
 
 
 @family("pooling")
-def _pooling(draw: Draw) -> Step:
+def _pooling(draw: Draw) -> list[Callable[[], Any]]:
     dims = draw.one_of(1, 2, 2, 3)
-    image = [draw.size(6, (200, 30, 12)[dims - 1])] * dims
-    x = draw.tensor(draw.size(1, 8), draw.size(1, 20), *image)
+    x = draw.tensor(draw.size(1, 8), draw.size(1, 20), *[draw.size(6, (200, 30, 12)[dims - 1])] * dims)
     kernel, stride, size = draw.one_of(2, 3), draw.one_of(1, 2), draw.one_of(1, 2, 3)
     return [
-        lambda: getattr(F, f"max_pool{dims}d")(x, kernel, stride),
-        lambda: getattr(F, f"avg_pool{dims}d")(x, kernel, stride),
-        lambda: getattr(F, f"adaptive_avg_pool{dims}d")(x, size),
-        lambda: getattr(F, f"adaptive_max_pool{dims}d")(x, size),
+        *(partial(getattr(F, f"{kind}_pool{dims}d"), x, kernel, stride) for kind in ("max", "avg")),
+        *(partial(getattr(F, f"adaptive_{kind}_pool{dims}d"), x, size) for kind in ("max", "avg")),
         lambda: F.lp_pool1d(x.flatten(2), 2, kernel),
     ]
 
@@ -721,14 +670,13 @@ def _lists(draw: Draw) -> Step:
     if kind in (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad) and draw.chance(0.3):
         options = {"fused": True}
     optimizer = kind(parameters, lr=0.1, **options)
-    choices = [
+    return draw.one_of(
         optimizer.step,
         lambda: (optimizer.step(), optimizer.step()),
         lambda: nn.utils.clip_grad_norm_(parameters, 0.1),
         lambda: torch._foreach_norm(some),
         lambda: torch._foreach_add(some, some),
-    ]
-    return draw.one_of(*choices)
+    )
 
 
 @family("Muon")

@@ -90,18 +90,14 @@ def print_replays(rows: list[Replayed]) -> None:
             f"{row.recorded_reserved_bytes / 2**20:>9,.0f} MiB  {row.reserved_error:+8.2%}"
         )
     equal = sum(row.own_reserved_bytes == row.recorded_reserved_bytes for row in rows)
-    addresses, segments, releases = (
-        sum(getattr(row, name) - getattr(row, other) for row in rows)
-        for name, other in (
-            ("allocations", "other_addresses"),
-            ("segments", "other_segments"),
-            ("releases", "other_releases"),
-        )
-    )
+    compared = (("allocations", "other_addresses"), ("segments", "other_segments"), ("releases", "other_releases"))
+    totals = [sum(getattr(row, name) for row in rows) for name, _ in compared]
+    same = [
+        total - sum(getattr(row, other) for row in rows) for total, (_, other) in zip(totals, compared, strict=True)
+    ]
     print(
-        f"\n{len(rows)} histories: {addresses:,} of {sum(row.allocations for row in rows):,} allocations at the "
-        f"recorded address, {segments:,} of {sum(row.segments for row in rows):,} segments and {releases:,} of "
-        f"{sum(row.releases for row in rows):,} releases as recorded; "
+        f"\n{len(rows)} histories: {same[0]:,} of {totals[0]:,} allocations at the recorded address, {same[1]:,} of "
+        f"{totals[1]:,} segments and {same[2]:,} of {totals[2]:,} releases as recorded; "
         f"peak reserved with addresses of its own equal in {equal} of {len(rows)}"
     )
 

@@ -5,17 +5,13 @@ profiler each block that it allocates and frees (address, bytes, time), from any
 order, these events give the live bytes at every moment, their peak, and which operators allocated what is alive there.
 Nothing here imports lightning_memguard: its predictions are compared with this.
 
-What it holds: every byte of every tensor from the building of the module to the end of the fit, batches included, and
-the scratch that kernels (oneDNN's too) take through PyTorch's allocator. What it leaves out: the dataset's own storage
-(built before the profiler starts; a free of an older block is ignored) and what libraries allocate elsewhere.
-
-How exact it is: after every event the replay must have changed as the allocator's own counter did (`miscounted` is 0),
-a repetition gives the same byte, and an MLP's peak is the sum added by hand (`--by-hand`).
+It counts every byte of every tensor from the building of the module to the end of the fit, batches included, and the
+scratch that kernels (oneDNN's too) take through PyTorch's allocator; not the dataset's own storage (a free of an older
+block is ignored) and what libraries allocate elsewhere. After every event the replay must have changed as the
+allocator's own counter did (`miscounted` is 0), and a repetition gives the same byte.
 
     cd benchmarks
-    python -m shared.truth mlp --optimizer adam --batch-size 64             # what stood at the peak, as text
-    python -m shared.truth mlp --optimizer sgd adam --batch-size 64 256 --json
-    python -m shared.truth mlp --by-hand                                    # compared with a sum added by hand
+    python -m shared.truth mlp --optimizer sgd adam --batch-size 64 256      # a line of JSON each
 """
 
 import argparse
@@ -28,7 +24,7 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -55,8 +51,6 @@ FACTORIES = {f"aten::{name}" for name in MEMORY_ONLY}
 class MemoryEvent:
     """A block allocated (bytes > 0) or freed (bytes < 0) by the CPU allocator."""
 
-    time_ns: int
-    thread: int
     address: int
     bytes: int
     counter_bytes: int  # the allocator's own running total, after this event
@@ -134,43 +128,23 @@ def measure_here(case: Case, optimizer: str, batch_size: int, steps: int = 3) ->
     fit(case, optimizer, DataLoader(dataset, batch_size=batch_size), batches)
     profiler.stop()
     events = memory_events(profiler)
-    peak_index, peak_bytes = peak_of(events)
+    place, peak_bytes = peak_of(events)
     return Truth(
-        case=case.name,
-        optimizer=optimizer,
-        batch_size=batch_size,
-        steps=steps,
-        threads=torch.get_num_threads(),
-        peak_bytes=peak_bytes,
-        phase=events[peak_index].phase,
-        operator=events[peak_index].operator,
-        held=held_after(events[: peak_index + 1]),
-        event_count=len(events),
-        miscounted=count_disagreements(events),
-        wall_seconds=time.perf_counter() - started,
+        *(case.name, optimizer, batch_size, steps, torch.get_num_threads(), peak_bytes),
+        *(events[place].phase, events[place].operator, held_after(events[: place + 1])),
+        *(len(events), count_disagreements(events), time.perf_counter() - started),
     )
 
 
 def fit(case: Case, optimizer: str, loader: DataLoader, batches: int) -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        limit_train_batches=batches,
-        **QUIET,
-        callbacks=[PhaseMarkers()],
-        **case.trainer_kwargs,
-    )
+    settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_train_batches": batches, **QUIET}
+    trainer = pl.Trainer(**settings, callbacks=[PhaseMarkers()], **case.trainer_kwargs)
     trainer.fit(case.build(optimizer), train_dataloaders=loader)
 
 
 # What a Trainer writes and prints of its own, off.
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+SHOWN = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: dict[str, Any] = dict.fromkeys(SHOWN, False)
 
 
 def quieten() -> None:
@@ -192,17 +166,8 @@ def memory_events(profiler: profile) -> list[MemoryEvent]:
     for node, ancestors in nodes:
         if node.tag == _EventType.Allocation and node.extra_fields.device.type == "cpu":
             block = node.extra_fields
-            events.append(
-                MemoryEvent(
-                    time_ns=node.start_time_ns,
-                    thread=node.start_tid,
-                    address=block.ptr,
-                    bytes=block.alloc_size,
-                    counter_bytes=block.total_allocated,
-                    operator=operator_of(ancestors),
-                    phase=phase_of(ancestors, phase),
-                )
-            )
+            at = operator_of(ancestors), phase_of(ancestors, phase)
+            events.append(MemoryEvent(block.ptr, block.alloc_size, block.total_allocated, *at))
         elif node.name.startswith(MARKER):
             phase = node.name.removeprefix(MARKER)
     return events
@@ -260,8 +225,7 @@ def held_after(events: Sequence[MemoryEvent]) -> tuple[Held, ...]:
     for block in live.values():
         counts[block.operator] += 1
         sizes[block.operator] += block.bytes
-    held = (Held(operator, counts[operator], sizes[operator]) for operator in sizes)
-    return tuple(sorted(held, key=lambda group: -group.bytes))
+    return tuple(sorted((Held(each, counts[each], sizes[each]) for each in sizes), key=lambda group: -group.bytes))
 
 
 def count_disagreements(events: Sequence[MemoryEvent]) -> int:
@@ -277,93 +241,51 @@ def measure_all(
     case: Case, optimizers: Sequence[str], batch_sizes: Sequence[int], steps: int = 3, threads: int | None = None
 ) -> list[Truth]:
     """Train at every optimizer and batch size, one after the other in one fresh process."""
-    arguments = [case.name, "--optimizer", *optimizers, "--batch-size", *map(str, batch_sizes)]
-    arguments += ["--steps", str(steps), "--json"] + (["--threads", str(threads)] if threads else [])
-    lines = run_module("shared.truth", arguments, f"The measurement of {case.name}")
-    return [truth_from(json.loads(line)) for line in lines]
+    found = run_module("shared.truth", case, optimizers, batch_sizes, steps=steps, threads=threads)
+    return [Truth(**{**fields, "held": tuple(Held(**group) for group in fields["held"])}) for fields in found]
 
 
-def run_module(name: str, arguments: Sequence[str], what: str) -> list[str]:
+def run_module(
+    name: str, case: Case, optimizers: Sequence[str], batch_sizes: Sequence[int], **options: int | None
+) -> list[dict[str, Any]]:
     """The JSON objects that a module of `shared` prints in a fresh process, a line each."""
+    command = [
+        sys.executable,
+        "-m",
+        name,
+        case.name,
+        "--optimizer",
+        *optimizers,
+        "--batch-size",
+        *map(str, batch_sizes),
+    ]
+    command += [f"--{option}={value}" for option, value in options.items() if value]
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", name, *arguments]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if process.returncode != 0:
-        raise RuntimeError(f"{what} failed:\n{process.stderr[-2000:]}")
-    return [line for line in process.stdout.splitlines() if line.startswith("{")]
+        raise RuntimeError(f"{name} failed for {case.name}:\n{process.stderr[-2000:]}")
+    return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
 
 
-def truth_from(fields: dict[str, Any]) -> Truth:
-    return Truth(**{**fields, "held": tuple(Held(**group) for group in fields["held"])})
-
-
-# As a script ----------------------------------------------------------------------------------------------------------
-
-
-def mlp_by_hand(optimizer: str, batch_size: int) -> int:
-    """The peak of the zoo's MLP (512 -> 1024 -> 1024 -> 1024 -> 10), added up by hand.
-
-    With SGD it is at the last ReLU: parameters, the last step's gradients, momentum, the batch, the outputs of
-    three ReLUs and the input of the third. With Adam and a small batch it is in the update of a 1024 x 1024
-    weight: parameters, gradients, two moments, a step count each, the batch, and the two temporaries of the
-    denominator, while the name `denominator` still holds that of the bias before. Five scalars take 20 bytes more.
-    """
-    sizes = [512 * 1024, 1024, 1024 * 1024, 1024, 1024 * 1024, 1024, 1024 * 10, 10]
-    parameter_bytes = 4 * sum(sizes)
-    batch_bytes = batch_size * (512 * 4 + 8)
-    if optimizer == "sgd":
-        return 3 * parameter_bytes + batch_bytes + 4 * batch_size * 1024 * 4
-    if optimizer == "adam":
-        return 4 * parameter_bytes + 4 * len(sizes) + batch_bytes + 2 * 1024 * 1024 * 4 + 1024 * 4 + 20
-    raise ValueError(f"No sum by hand for {optimizer}.")
-
-
-def check_by_hand() -> None:
-    for optimizer, batch_size in (("sgd", 64), ("sgd", 256), ("sgd", 1024), ("adam", 8), ("adam", 16), ("adam", 64)):
-        measured = measure_here(case_named("mlp"), optimizer, batch_size).peak_bytes
-        by_hand = mlp_by_hand(optimizer, batch_size)
-        print(
-            f"mlp, {optimizer:4}, {batch_size:>4}: measured {measured:,}, by hand {by_hand:,}: {measured - by_hand:+,}"
-        )
-
-
-def as_text(truth: Truth) -> str:
-    lines = [
-        (
-            f"{truth.case}, {truth.optimizer}, batch size {truth.batch_size}, {truth.threads} threads: "
-            f"peak {truth.peak_bytes:,} bytes ({truth.peak_bytes / 2**20:.2f} MiB)"
-        ),
-        (
-            f"in {truth.phase}, at {truth.operator}; {truth.event_count} events, {truth.miscounted} miscounted, "
-            f"{truth.wall_seconds:.2f} s"
-        ),
-    ]
-    lines += [f"  {group.bytes:>14,} bytes  {group.count:>5} x {group.operator}" for group in truth.held]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def print_each(what: str | None, work: Callable[..., Any], *extra: str) -> None:
+    """The command line of such a module: print what ``work`` returns for every optimizer and batch size."""
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case")
     parser.add_argument("--optimizer", nargs="+", help="default: the case's first")
     parser.add_argument("--batch-size", nargs="+", type=int, help="default: the case's middle size")
-    parser.add_argument("--steps", type=int, default=3, help="periods of the case; the second is the first with states")
     parser.add_argument("--threads", type=int, help="torch.set_num_threads: some kernels' scratch depends on it")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--by-hand", action="store_true", help="compare the MLP's peak with a sum added by hand")
+    for name in extra:
+        parser.add_argument(f"--{name}", type=int)
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    if arguments.by_hand:
-        check_by_hand()
-        return
     case = case_named(arguments.case)
+    options = {name: value for name in extra if (value := getattr(arguments, name)) is not None}
     for optimizer in arguments.optimizer or case.optimizers[:1]:
         for batch_size in arguments.batch_size or case.batch_sizes[1:2]:
-            truth = measure_here(case, optimizer, batch_size, arguments.steps)
-            print(json.dumps(asdict(truth)) if arguments.json else as_text(truth), flush=True)
+            print(json.dumps(asdict(work(case, optimizer, batch_size, **options))), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    print_each(__doc__, measure_here, "steps")

@@ -8,6 +8,7 @@ Every case is plain torch and synthetic data, needs no download, and steps in we
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -70,9 +71,8 @@ def images(channels: int, side: int, classes: int = CLASSES) -> Callable[[int], 
 
 
 def masked_images(channels: int, side: int, classes: int) -> Callable[[int], Dataset]:
-    return lambda length: Repeating(
-        length, torch.randn(POOL, channels, side, side), torch.randint(classes, (POOL, side, side))
-    )
+    shape, labels = (POOL, channels, side, side), (POOL, side, side)
+    return lambda length: Repeating(length, torch.randn(shape), torch.randint(classes, labels))
 
 
 def token_classes(vocabulary: int, tokens: int) -> Callable[[int], Dataset]:
@@ -80,9 +80,8 @@ def token_classes(vocabulary: int, tokens: int) -> Callable[[int], Dataset]:
 
 
 def next_tokens(vocabulary: int, tokens: int) -> Callable[[int], Dataset]:
-    return lambda length: Repeating(
-        length, torch.randint(vocabulary, (POOL, tokens)), torch.randint(vocabulary, (POOL, tokens))
-    )
+    text = partial(torch.randint, vocabulary, (POOL, tokens))
+    return lambda length: Repeating(length, text(), text())
 
 
 def image_pairs(channels: int, side: int) -> Callable[[int], Dataset]:
@@ -132,29 +131,15 @@ def mlp(features: int = 512, width: int = 1024, depth: int = 3) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, CLASSES))
 
 
-def conv_bn(in_channels: int, out_channels: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False),
-        nn.BatchNorm2d(out_channels),
-    )
+def conv_bn(into: int, out: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
+    convolution = nn.Conv2d(into, out, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(out))
 
 
 def cnn() -> nn.Module:
-    return nn.Sequential(
-        conv_bn(3, 32),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        conv_bn(32, 64),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        conv_bn(64, 128),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(128 * 8 * 8, 256),
-        nn.ReLU(),
-        nn.Dropout(0.2),
-        nn.Linear(256, CLASSES),
-    )
+    first = (conv_bn(3, 32), nn.ReLU(), nn.MaxPool2d(2), conv_bn(32, 64), nn.ReLU(), nn.MaxPool2d(2))
+    second = (conv_bn(64, 128), nn.ReLU(), nn.Flatten(), nn.Linear(128 * 8 * 8, 256), nn.ReLU())
+    return nn.Sequential(*first, *second, nn.Dropout(0.2), nn.Linear(256, CLASSES))
 
 
 class Residual(nn.Module):
@@ -170,23 +155,15 @@ class Residual(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x), inplace=True)
 
 
-def basic_block(in_channels: int, out_channels: int, stride: int) -> nn.Module:
-    body = nn.Sequential(
-        conv_bn(in_channels, out_channels, 3, stride), nn.ReLU(inplace=True), conv_bn(out_channels, out_channels)
-    )
-    return Residual(body, in_channels, out_channels, stride)
+def basic_block(into: int, out: int, stride: int) -> nn.Module:
+    body = nn.Sequential(conv_bn(into, out, 3, stride), nn.ReLU(inplace=True), conv_bn(out, out))
+    return Residual(body, into, out, stride)
 
 
-def bottleneck(in_channels: int, out_channels: int, stride: int) -> nn.Module:
-    inner = out_channels // 4
-    body = nn.Sequential(
-        conv_bn(in_channels, inner, 1),
-        nn.ReLU(inplace=True),
-        conv_bn(inner, inner, 3, stride),
-        nn.ReLU(inplace=True),
-        conv_bn(inner, out_channels, 1),
-    )
-    return Residual(body, in_channels, out_channels, stride)
+def bottleneck(into: int, out: int, stride: int) -> nn.Module:
+    inner = out // 4
+    first = (conv_bn(into, inner, 1), nn.ReLU(inplace=True), conv_bn(inner, inner, 3, stride), nn.ReLU(inplace=True))
+    return Residual(nn.Sequential(*first, conv_bn(inner, out, 1)), into, out, stride)
 
 
 def stages(
@@ -201,26 +178,15 @@ def stages(
 
 
 def resnet_small() -> nn.Module:
-    return nn.Sequential(
-        conv_bn(3, 32),
-        nn.ReLU(inplace=True),
-        *stages(basic_block, 32, (32, 64, 128, 256), (1, 1, 1, 1)),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(256, CLASSES),
-    )
+    stem = (conv_bn(3, 32), nn.ReLU(inplace=True))
+    blocks = stages(basic_block, 32, (32, 64, 128, 256), (1, 1, 1, 1))
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, CLASSES))
 
 
 def resnet50() -> nn.Module:
-    return nn.Sequential(
-        conv_bn(3, 64, 7, 2),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, padding=1),
-        *stages(bottleneck, 64, (256, 512, 1024, 2048), (3, 4, 6, 3)),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(2048, 1000),
-    )
+    stem = (conv_bn(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1))
+    blocks = stages(bottleneck, 64, (256, 512, 1024, 2048), (3, 4, 6, 3))
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
 
 
 def double_conv(in_channels: int, out_channels: int) -> nn.Sequential:
@@ -330,27 +296,16 @@ def gpt2_small() -> nn.Module:
 
 
 def encoder(width: int = 32) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(3, width, 4, 2, 1),
-        nn.LeakyReLU(0.2),
-        nn.Conv2d(width, 2 * width, 4, 2, 1),
-        nn.LeakyReLU(0.2),
-        nn.Conv2d(2 * width, 4 * width, 4, 2, 1),
-        nn.LeakyReLU(0.2),
-    )
+    first = (nn.Conv2d(3, width, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(width, 2 * width, 4, 2, 1), nn.LeakyReLU(0.2))
+    return nn.Sequential(*first, nn.Conv2d(2 * width, 4 * width, 4, 2, 1), nn.LeakyReLU(0.2))
 
 
 def decoder(width: int = 32) -> nn.Sequential:
-    return nn.Sequential(
-        nn.ConvTranspose2d(4 * width, 2 * width, 4, 2, 1),
-        nn.BatchNorm2d(2 * width),
-        nn.ReLU(),
-        nn.ConvTranspose2d(2 * width, width, 4, 2, 1),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
-        nn.ConvTranspose2d(width, 3, 4, 2, 1),
-        nn.Tanh(),
-    )
+    def up(into: int, out: int) -> tuple[nn.Module, ...]:
+        return nn.ConvTranspose2d(into, out, 4, 2, 1), nn.BatchNorm2d(out), nn.ReLU()
+
+    first = (*up(4 * width, 2 * width), *up(2 * width, width))
+    return nn.Sequential(*first, nn.ConvTranspose2d(width, 3, 4, 2, 1), nn.Tanh())
 
 
 class Autoencoder(Supervised):
@@ -466,6 +421,10 @@ class Logged(Supervised):
 
 # The zoo -------------------------------------------------------------------------------------------------------------
 
+WORDS = next_tokens(1024, 64)
+CLIP_NORM = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norm"}
+CLIP_VALUE = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+ACCUMULATE = {"accumulate_grad_batches": 4}
 CASES = (
     Case("mlp", classifier(mlp), vectors(512), (64, 256, 1024), ALL_OPTIMIZERS),
     Case("cnn_batch_norm", classifier(cnn), images(3, 32), (16, 32, 64), ALL_OPTIMIZERS),
@@ -473,39 +432,16 @@ CASES = (
     Case("unet", lambda name: Supervised(UNet(), name, F.cross_entropy), masked_images(3, 48, 4), (4, 8, 16)),
     Case("lstm", classifier(LSTMClassifier), token_classes(4000, 32), (8, 32, 64)),
     Case("transformer", classifier(EncoderClassifier), token_classes(4000, 64), (8, 16, 32)),
-    Case("gpt", language_model(gpt_small), next_tokens(1024, 64), (4, 8, 16), ALL_OPTIMIZERS),
-    Case("gpt_fused_attention", language_model(lambda: gpt_small(dropout=0.0)), next_tokens(1024, 64), (4, 8, 16)),
+    Case("gpt", language_model(gpt_small), WORDS, (4, 8, 16), ALL_OPTIMIZERS),
+    Case("gpt_fused_attention", language_model(lambda: gpt_small(dropout=0.0)), WORDS, (4, 8, 16)),
     Case("gan", GAN, images(3, 32), (16, 32, 64), ("sgd", "adam", "rmsprop")),
     Case("autoencoder", Autoencoder, images(3, 64), (8, 16, 32)),
     Case("two_optimizers", TwoOptimizers, vectors(512), (64, 256, 1024), ("sgd", "adam", "adagrad"), period=2),
-    Case(
-        "clip_by_norm",
-        language_model(lambda: gpt_small(depth=2)),
-        next_tokens(1024, 64),
-        (4, 8, 16),
-        ("sgd", "adamw"),
-        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norm"},
-    ),
-    Case(
-        "clip_by_value",
-        classifier(mlp),
-        vectors(512),
-        (64, 256, 1024),
-        ("sgd", "adamw"),
-        {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
-    ),
-    Case(
-        "accumulate_4",
-        classifier(cnn),
-        images(3, 32),
-        (8, 16, 32),
-        trainer_kwargs={"accumulate_grad_batches": 4},
-        period=4,
-    ),
-    Case("checkpointed", language_model(lambda: gpt_small(reentrant=False)), next_tokens(1024, 64), (4, 8, 16)),
-    Case(
-        "checkpointed_reentrant", language_model(lambda: gpt_small(reentrant=True)), next_tokens(1024, 64), (4, 8, 16)
-    ),
+    Case("clip_by_norm", language_model(lambda: gpt_small(depth=2)), WORDS, (4, 8, 16), ("sgd", "adamw"), CLIP_NORM),
+    Case("clip_by_value", classifier(mlp), vectors(512), (64, 256, 1024), ("sgd", "adamw"), CLIP_VALUE),
+    Case("accumulate_4", classifier(cnn), images(3, 32), (8, 16, 32), trainer_kwargs=ACCUMULATE, period=4),
+    Case("checkpointed", language_model(lambda: gpt_small(reentrant=False)), WORDS, (4, 8, 16)),
+    Case("checkpointed_reentrant", language_model(lambda: gpt_small(reentrant=True)), WORDS, (4, 8, 16)),
     Case("contrastive", Contrastive, image_pairs(3, 16), (64, 256, 1024)),
     Case("logged", Logged, images(3, 32), (16, 32, 64), ("sgd", "adamw")),
 )
