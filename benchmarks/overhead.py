@@ -4,15 +4,19 @@ decision   `tune`, from `setup` to the decision, for the zoo, of two checkouts i
            all processes, and resident memory left behind. Each measurement is a process of its own, and each number a
            median: first of processes that have trained the model for two steps, then of new ones.
 large      predictions of large models for a GPU that is not there, in a process each (needs torchvision, transformers)
-step       thread time of a step with and without MemGuard: two trainings take turns of blocks of tiny steps
+step       thread time of a step with and without MemGuard: two trainings take turns of blocks of tiny steps; and of
+           noting what a step that fails may have changed, which is part of it
 malloc     seconds of steps on the CPU with glibc's own rule, and with freed memory returned at once, in turns
 process    what a process that trains on the CPU takes besides its tensors (RssAnon): what MKL keeps after a linear
            layer's products, and objects from `setup` to the second step; the recordings behind `process_bytes`
+finder     versus Lightning's BatchSizeFinder: both choose a batch size in a process under RLIMIT_AS, where allocations
+           fail as on a full GPU; then the largest that really trains is found by trying, a process for each try
 
     python benchmarks/overhead.py step
     python benchmarks/overhead.py decision BEFORE AFTER --only mlp gpt --rounds 1     # two checkouts
     python benchmarks/overhead.py large llama_7b
     python benchmarks/overhead.py process 1 4 8            # numbers of threads
+    python benchmarks/overhead.py finder mlp --room 512MiB
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ import subprocess
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +248,7 @@ class Turns(pl.Callback):
     def __init__(self, mine: threading.Semaphore, other: threading.Semaphore, block: int) -> None:
         self.mine, self.other, self.block = mine, other, block
         self.seconds: list[float] = []
+        self.noting: list[float] = []  # seconds of a step
         self.started = 0.0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -250,6 +257,9 @@ class Turns(pl.Callback):
                 self.seconds.append(time.thread_time() - self.started)
                 self.other.release()
             self.mine.acquire()
+            for guard in (each._run._rescuer for each in trainer.callbacks if isinstance(each, MemGuard)):
+                note = partial(guard._training.state.note, trainer._results, batch)
+                self.noting.append(timeit.timeit(note, timer=time.thread_time, number=self.block) / self.block)
             self.started = time.thread_time()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -280,7 +290,8 @@ def step(options: argparse.Namespace) -> None:
     pairs = list(zip(alone.seconds, guarded.seconds, strict=True))[1:]  # the first warms up
     ratios = [with_it / without for without, with_it in pairs]
     each = [statistics.median(turns.seconds) / options.block * 1e6 for turns in (alone, guarded)]
-    print(f"a step without {each[0]:.1f} us, with {each[1]:.1f} us")
+    noting = statistics.median(guarded.noting) * 1e6
+    print(f"a step without {each[0]:.1f} us, with {each[1]:.1f} us, of which noting takes {noting:.1f} us")
     print(
         f"ratio, median of {len(ratios)} pairs of {options.block} steps: {statistics.median(ratios):.4f} "
         f"(quartiles {', '.join(f'{value:.4f}' for value in statistics.quantiles(ratios)[::2])})"
@@ -419,13 +430,126 @@ def process(options: argparse.Namespace) -> None:
             print(f"{inputs:>8} {outputs:>8} {most / MIB:>8.2f}   {words}{above}", flush=True)
 
 
+# Versus BatchSizeFinder ----------------------------------------------------------------------------------------------
+
+STEPS = 3
+
+
+class Stop(pl.Callback):
+    """Ends the training after some steps; with `limit_train_batches`, MemGuard would keep the batch size."""
+
+    batch_size = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.batch_size = trainer.train_dataloader.batch_size
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = trainer.should_stop or batch_idx + 1 >= STEPS
+
+
+def limited_training(name: str, who: str, batch_size: int, room_bytes: int) -> dict[str, Any]:
+    """Limit this process, then train in it: the batch size, seconds to choose it, and allocations that failed."""
+    from pytorch_lightning.callbacks import BatchSizeFinder
+    from pytorch_lightning.tuner import batch_size_scaling
+
+    seen = {"seconds": 0.0, "failed": 0}
+    is_failure = batch_size_scaling.is_oom_error
+
+    def counted(error: BaseException) -> bool:
+        seen["failed"] += is_failure(error)
+        return is_failure(error)
+
+    batch_size_scaling.is_oom_error = counted  # Lightning asks about the kind of each error that it catches
+    case = case_named(name)
+    module, dataset = case.build(case.optimizers[0]), case.dataset(1_000_000)
+    module.batch_size = batch_size
+    module.train_dataloader = lambda: DataLoader(dataset, batch_size=module.batch_size)
+    torch.ones(1 << 20).add_(1).sum()  # start the worker threads: their stacks are not part of the comparison
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room_bytes, resource.RLIM_INFINITY))
+    stop = Stop()
+    callbacks: list[Any] = [stop]
+    if who == "MemGuard":
+        callbacks.insert(0, timed(MemGuard(min_steps_per_epoch=None), "setup", seen))
+    elif who == "BatchSizeFinder":
+        finder = BatchSizeFinder("binsearch", STEPS, batch_size, 25, max_val=1 << 20)
+        callbacks.insert(0, timed(finder, "on_fit_start", seen))
+    error = ""
+    try:
+        pl.Trainer(accelerator="cpu", max_epochs=1, limit_val_batches=0, **QUIET, callbacks=callbacks).fit(module)
+    except (RuntimeError, MemoryError) as failure:
+        error = str(failure).splitlines()[0][:160]
+        seen["failed"] += 1
+    return {"batch_size": stop.batch_size, "error": error, **seen}
+
+
+def timed(callback: Any, hook: str, seen: dict[str, float]) -> Any:
+    original = getattr(callback, hook)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            seen["seconds"] += time.perf_counter() - started
+
+    setattr(callback, hook, run)
+    return callback
+
+
+def in_a_process(name: str, who: str, batch_size: int, room_bytes: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, "finder", name, "--room", str(room_bytes), "--measure", who, str(batch_size)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if lines:
+        return json.loads(lines[-1])
+    error = (done.stderr.strip().splitlines() or ["killed"])[-1][:160]
+    return {"batch_size": batch_size, "error": error, "seconds": 0.0, "failed": 1}
+
+
+def largest_that_trains(trains: Callable[[int], bool], start: int) -> int:
+    """The largest size that trains, to within one percent, by trying."""
+    good, bad = 0, start
+    while trains(bad):
+        good, bad = bad, bad + max(1, bad // 4)
+    good = good or 1
+    while bad - good > max(1, good // 100):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if trains(middle) else (good, middle)
+    return good
+
+
+def finder(options: argparse.Namespace) -> None:
+    from lightning_memguard.units import format_bytes, parse_bytes
+
+    room = parse_bytes(int(options.room) if options.room.isdigit() else options.room)
+    if options.measure:
+        who, size = options.measure
+        print(json.dumps(limited_training(options.case, who, int(size), room)))
+        return
+    print(
+        f"{options.case}, {format_bytes(room)} of address space beyond the start, {torch.get_num_threads()} threads\n"
+    )
+    found = {who: in_a_process(options.case, who, 2, room) for who in ("MemGuard", "BatchSizeFinder")}
+    start = max(found["MemGuard"]["batch_size"], 1)
+    largest = largest_that_trains(lambda size: not in_a_process(options.case, "", size, room)["error"], start)
+    print(f"{'':18}{'batch size':>12}{'of largest':>12}{'seconds':>10}{'failed allocations':>20}  then trained")
+    for who, row in found.items():
+        size = row["batch_size"]
+        cells = f"{size:12}{size / largest:12.1%}{row['seconds']:10.2f}{row['failed']:20}"
+        print(f"{who:18}{cells}  {row['error'] or 'yes'}")
+    print(f"{'largest by trying':18}{largest:12}")
+
+
 # Run -----------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(required=True, metavar="PART")
-    adding = {part.__name__: parts.add_parser(part.__name__) for part in (decision, large, step, malloc, process)}
+    adding = {
+        part.__name__: parts.add_parser(part.__name__) for part in (decision, large, step, malloc, process, finder)
+    }
     for name, part in adding.items():
         part.set_defaults(run=globals()[name])
     adding["decision"].add_argument("checkouts", nargs="+", metavar="CHECKOUT")
@@ -437,6 +561,9 @@ def main() -> None:
     adding["step"].add_argument("--steps", type=int, default=20_000)
     adding["step"].add_argument("--block", type=int, default=500)
     adding["process"].add_argument("threads", type=int, nargs="*", default=[1, 2])
+    adding["finder"].add_argument("case", nargs="?", default="cnn_batch_norm")
+    adding["finder"].add_argument("--room", default="1GiB", help="memory beyond what the process has at the start")
+    adding["finder"].add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     quieten()
     options.run(options)

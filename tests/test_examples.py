@@ -121,7 +121,7 @@ def test_llama_is_planned_for_a_gpu_without_a_download(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.long  # `rescue.py memory`
+@pytest.mark.long  # two trainings in processes whose memory ends
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
 def test_long_tail_is_rescued_where_it_would_run_out_of_memory(tmp_path: Path) -> None:
     done = run("long_tail.py", tmp_path, "--steps", "30")
