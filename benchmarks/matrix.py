@@ -5,51 +5,42 @@
     python benchmarks/matrix.py --cells 'lightning 2.5*' --tests tests/training
     python benchmarks/matrix.py --cells '*torch 2.15*' --whole   # the whole suite
 
-The whole suite runs in `make test`. This runs the tests that depend on the internals of Lightning or torch: `TESTS`. It
-leaves out tests that query the device, tests that start many processes, and arithmetic.
+The whole suite runs in `make test`. This runs `TESTS`, which depend on the internals of Lightning or torch.
 
 A cell is an environment in ``.matrix/``, kept for the next run (``--fresh`` recreates it); the package in it is the
 working tree. `uv` creates it if installed, and shares torch between cells; otherwise `venv` and pip do, and every
-cell has its own torch: several GB each on Linux, unless PIP_EXTRA_INDEX_URL is an index of CPU builds. A cell whose
-Python is not installed reports it. Everything that a cell does not pin is the newest version that is compatible.
-
-`lightning` depends on `pytorch-lightning`, so a cell with `lightning` alone uninstalls the other again.
-Results: a table here and in ``.matrix/results.md``, the same with every failed test and each reason to skip in
-``.matrix/results.json``, and pytest's output in ``.matrix/<cell>.txt``. The exit status is 0 if every cell passed.
+cell has its own torch: several GB each on Linux, unless PIP_EXTRA_INDEX_URL is an index of CPU builds. Everything that
+a cell does not pin is the newest version that is compatible. `lightning` depends on `pytorch-lightning`, so a cell with
+`lightning` alone uninstalls the other again. pytest's output is in ``.matrix/<cell>.txt``. The exit status is 0 if
+every cell passed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / ".matrix"
 
-TESTS = (
-    "tests/core/simulation/test_backward.py",
-    "tests/core/simulation/test_fake.py",
-    "tests/core/simulation/test_fake_cuda.py",
-    "tests/core/capture/test_predict.py",
-    "tests/core/capture/test_recorder.py",
-    "tests/training/adapter/test_callbacks.py",
-    "tests/training/adapter/test_program.py",
-    "tests/training/strategies/test_sharded.py",
-    "tests/training/data/test_loaders.py",
-    "tests/training/planning/test_advise.py",
-    "tests/training/run",
-    "tests/cli",
-    "tests/test_public_names.py",
+TESTS = tuple(
+    f"tests/{name}"
+    for name in (
+        *(f"core/simulation/test_{name}.py" for name in ("backward", "fake", "fake_cuda")),
+        *(f"core/capture/test_{name}.py" for name in ("predict", "recorder")),
+        *(f"training/adapter/test_{name}.py" for name in ("callbacks", "program")),
+        *("training/strategies/test_sharded.py", "training/data/test_loaders.py", "training/planning/test_advise.py"),
+        *("training/run", "cli", "test_public_names.py"),
+    )
 )
 
 OLDEST, DEVELOPED_ON, NEWEST = "2.11.0", "2.13.0", "2.15.0"  # torch
@@ -109,7 +100,7 @@ class Result:
 
     cell: Cell
     passed: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)  # how many, by reason
+    skipped: int = 0
     failed: dict[str, str] = field(default_factory=dict)  # the first line of the error, by test
     seconds: float = 0.0
     trouble: str = ""
@@ -120,7 +111,7 @@ class Result:
 
     @property
     def row(self) -> str:
-        counts = f"{self.passed} | {len(self.failed)} | {sum(self.skipped.values())} | {self.seconds:.0f}"
+        counts = f"{self.passed} | {len(self.failed)} | {self.skipped} | {self.seconds:.0f}"
         cell = f"{self.cell.package} | {self.cell.lightning} | {self.cell.torch} | {self.cell.python}"
         return f"| {cell} | {counts} | {'yes' if self.ok else self.trouble or 'NO'} |"
 
@@ -128,6 +119,10 @@ class Result:
 HEAD = """\
 | package | Lightning | torch | Python | passed | failed | skipped | seconds | ok |
 |---|---|---|---|---:|---:|---:|---:|---|"""
+
+
+SHARED = ("EXTRA_INDEX_URL", "FIND_LINKS", "INDEX_URL")  # settings of pip, for which uv has its own names
+PATIENCE_SECONDS = 1200
 
 
 def interpreter_of(version: str) -> str | None:
@@ -147,24 +142,18 @@ def make(cell: Cell, python: str) -> None:
     shutil.rmtree(cell.folder, ignore_errors=True)
     uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     here = str(cell.interpreter)
-    # uv has its own names for these settings of pip.
-    given = {f"UV_{name}": os.environ[f"PIP_{name}"] for name in _SHARED if f"PIP_{name}" in os.environ}
+    given = {f"UV_{name}": os.environ[f"PIP_{name}"] for name in SHARED if f"PIP_{name}" in os.environ}
     if uv:
         call(uv, "venv", "--quiet", "--python", python, str(cell.folder))
-        install = [uv, "pip", "install", "--quiet", "--python", here]
-        remove = [uv, "pip", "uninstall", "--quiet", "--python", here]
+        pip, of, yes = (uv, "pip"), ("--quiet", "--python", here), ()
     else:
         call(python, "-m", "venv", str(cell.folder))
-        install = [here, "-m", "pip", "install", "--quiet"]
-        remove = [here, "-m", "pip", "uninstall", "--quiet", "--yes"]
-    call(*install, *cell.requirements, **given)
+        pip, of, yes = (here, "-m", "pip"), ("--quiet",), ("--yes",)
+    call(*pip, "install", *of, *cell.requirements, **given)
     if cell.package == "lightning":
-        call(*remove, "pytorch-lightning")
-    call(*install, "--no-deps", "--editable", str(ROOT), **given)
+        call(*pip, "uninstall", *of, *yes, "pytorch-lightning")
+    call(*pip, "install", *of, "--no-deps", "--editable", str(ROOT), **given)
     done.write_text("\n".join(cell.requirements))
-
-
-_SHARED = ("EXTRA_INDEX_URL", "FIND_LINKS", "INDEX_URL")
 
 
 def call(*command: str, **settings: str) -> None:
@@ -176,38 +165,25 @@ def run(cell: Cell, tests: tuple[str, ...]) -> Result:
     report, log = (HOME / f"{cell.folder.name}.{suffix}" for suffix in ("xml", "txt"))
     report.unlink(missing_ok=True)
     command = [cell.interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     started = time.monotonic()
-    with log.open("w") as file:
-        surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            subprocess.run(
-                command, cwd=ROOT, env=surroundings, stdout=file, stderr=file, timeout=_PATIENCE_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Result(cell, seconds=_PATIENCE_SECONDS, trouble="took too long")
-    seconds = round(time.monotonic() - started, 1)
+    with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
+        given = {"cwd": ROOT, "env": environment, "stdout": file, "stderr": file, "timeout": PATIENCE_SECONDS}
+        subprocess.run(command, **given, check=False)
+    seconds = time.monotonic() - started
     if not report.exists():
-        return Result(cell, seconds=seconds, trouble=f"pytest did not run, see {log.name}")
-    return read(cell, report, seconds)
-
-
-_PATIENCE_SECONDS = 1200
-
-
-def read(cell: Cell, report: Path, seconds: float) -> Result:
-    """Read pytest's report."""
-    passed, skipped, failed = 0, Counter[str](), dict[str, str]()
+        return Result(cell, seconds=seconds, trouble=f"pytest took too long or did not run, see {log.name}")
+    passed, skipped, failed = 0, 0, dict[str, str]()
     for case in ET.parse(report).getroot().iter("testcase"):
-        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
-        left = case.find("skipped")
+        bad = next(filter(lambda each: each is not None, map(case.find, ("failure", "error"))), None)
         if bad is not None:
             name = f"{case.get('classname')}::{case.get('name')}"
             failed[name] = (bad.get("message") or "").partition("\n")[0][:300]
-        elif left is not None:
-            skipped[left.get("message") or ""] += 1
+        elif case.find("skipped") is not None:
+            skipped += 1
         else:
             passed += 1
-    return Result(cell, passed, dict(skipped), failed, seconds)
+    return Result(cell, passed, skipped, failed, seconds)
 
 
 def answer(cell: Cell, tests: tuple[str, ...], fresh: bool) -> Result:
@@ -243,8 +219,6 @@ def main() -> int:
     for cell in cells:
         results.append(answer(cell, tests, settings.fresh))
         print(results[-1].row, flush=True)
-        (HOME / "results.md").write_text("\n".join([HEAD, *(result.row for result in results), ""]))
-        (HOME / "results.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     for result in results:
         for test, error in result.failed.items():
             print(f"{result.cell.name}: {test}\n    {error}")
