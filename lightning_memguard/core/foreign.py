@@ -110,7 +110,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
         Need("hide its copy of a run from loggers", "trainer._logger_connector: update_eval_epoch_metrics"),
         Need("know what a run logs", "trainer.fit_loop.epoch_loop: _results"),
         Need("know when a step ends", "trainer.fit_loop: _should_accumulate"),
-        Need("log at Lightning's step", "trainer.fit_loop.epoch_loop: _batches_that_stepped", "nothing is logged"),
+        Need("log at Lightning's step", "trainer.fit_loop.epoch_loop: _batches_that_stepped", "no picture is logged"),
     ),
     "rescue": (
         Need(
@@ -129,7 +129,6 @@ TABLE: dict[str, tuple[Need, ...]] = {
         ),
     ),
     "some runs": (
-        Need("show values to callbacks", "connector: _callback_metrics", "nothing is logged"),
         Need("find hooks that move a batch", "connector: _datahook_selector", "validation is not predicted"),
         Need("construct a loader again", "connector: _replace_dunder_methods", _NOT_SUCH),
         Need("know how loaders are combined", "combined: _mode _spec", _NOT_SUCH),

@@ -12,7 +12,7 @@ from rich.table import Table
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import counted, part_words, peak_range, peak_words
+from lightning_memguard.report.words import batch_sizes, counted, part_words, peak_range, peak_words
 from lightning_memguard.units import format_bytes
 
 Row = tuple[str, str, str]
@@ -64,7 +64,7 @@ def setup_text(
     totals, notes = _total_lines(footprint, budget, kind), [f"Note: {note}." for note in decision.notes]
     if most_parts is not None and len(notes) > 1:
         notes = [f"{notes[0]} More in `guard.decision.notes`."]
-    rows = [_heading(footprint), *_part_rows(footprint, None if most_parts is None else most_parts - len(notes))]
+    rows = [_heading(decision, footprint), *_part_rows(footprint, None if most_parts is None else most_parts - len(notes))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"  | {name:<{widths[0]}} | {size:>{widths[1]}} | {share:>{widths[2]}}" for name, size, share in rows]
     rule, words = "-" * max(map(len, lines)), why(decision)
@@ -104,9 +104,9 @@ def _kind(footprint: Footprint, kind: str) -> str:
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
-def _heading(footprint: Footprint) -> Row:
+def _heading(decision: Decision, footprint: Footprint) -> Row:
     part = "Part that is known" if footprint.is_partial else "Part at the peak"
-    return part, f"Predicted at batch size {footprint.batch_size}", "Share"
+    return part, f"Predicted at batch size {batch_sizes(decision, footprint.batch_size)}", "Share"
 
 
 def _part_rows(footprint: Footprint, most: int | None = None) -> list[Row]:
@@ -147,7 +147,7 @@ def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
         return ("", "MemGuard did not tune this run", ""), [("Why", decision.reason, "")]
     sentences = [("Peak", method_words(footprint), ""), ("Batch size", why(decision), "")]
     notes = [("Note", f"{note}.", "") for note in decision.notes]
-    return _heading(footprint), [*_part_rows(footprint), *_total_rows(footprint, budget), *sentences, *notes]
+    return _heading(decision, footprint), [*_part_rows(footprint), *_total_rows(footprint, budget), *sentences, *notes]
 
 
 def markdown(decision: Decision, kind: str = "training") -> str:
@@ -161,7 +161,7 @@ def markdown(decision: Decision, kind: str = "training") -> str:
     if footprint is None or budget is None:
         return f"### MemGuard did not tune this run\n\n{_escaped(decision.reason)}\n"
     lines = [
-        _markdown_row(_heading(footprint)),
+        _markdown_row(_heading(decision, footprint)),
         "| :--- | ---: | ---: |",
         *map(_markdown_row, _part_rows(footprint)),
         *(_markdown_row(f"**{cell}**" if cell else "" for cell in row) for row in _total_rows(footprint, budget)),
@@ -196,10 +196,11 @@ def why(decision: Decision) -> str:
     if footprint is None or budget is None:
         return f"Batch size unchanged: {reason}."
     size, asked = decision.batch_size, decision.requested_batch_size
-    change = f"Batch size {size} (was {asked})" if size != asked else f"Batch size {size}, as requested"
+    now, was = batch_sizes(decision, size), batch_sizes(decision, asked)
+    change = f"Batch size {now} (was {was})" if size != asked else f"Batch size {now}, as requested"
     if decision.verdict == "unknown":
         return (
-            f"Batch size {size} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. Without "
+            f"Batch size {now} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. Without "
             f"its activations it takes {format_bytes(footprint.peak_device_bytes)} of the "
             f"{format_bytes(budget.usable_bytes)} usable."
         )
@@ -207,9 +208,9 @@ def why(decision: Decision) -> str:
     because = f"{': ' if is_tuned else '; unchanged because '}{reason}" if reason else ""
     if decision.verdict == "does not fit":
         without = ", even without its activations" if footprint.is_partial else ""
-        return f"Batch size {size} does NOT fit{without}{because}."
+        return f"Batch size {now} does NOT fit{without}{because}."
     if decision.outcome == "checked" or (reason and not is_tuned):
-        return f"Batch size {size} fits{because}."
+        return f"Batch size {now} fits{because}."
     batches = decision.accumulate_grad_batches
     if size < asked and batches > (before := decision.requested_accumulate_grad_batches):
         seen, all_before = size * batches, asked * before
@@ -252,10 +253,10 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     rescued = sum(record.rescued for record in records)
     failed = sum(record.out_of_memory for record in records)
     split = f", {counted(failed, 'step')} ran out of memory, {rescued} done in parts" if rescued or failed else ""
-    run = f"batch size {worst.batch_size}, {counted(len(records), 'epoch')}{split}."
+    run = f"batch size {batch_sizes(worst, worst.batch_size)}, {counted(len(records), 'epoch')}{split}."
     if not measured.peak_bytes:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"
-    error = f": {worst.error_ratio:+.1%}" if worst.has_error else " with them"
+    error = f": {worst.error_ratio:+.1%}" if worst.has_error else " with them" if footprint.is_partial else ""
     over = f", {format_bytes(-worst.headroom_bytes)} over budget" if worst.headroom_bytes < 0 else ""
     peak = f"measured {format_bytes(measured.peak_bytes)} ({measured.source})"
     return f"MemGuard: predicted {predicted}, {peak}{error}{over}; {run}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import COLORS, bounds_of, part_words, peak_range, ticks
+from lightning_memguard.report.words import COLORS, batch_sizes, bounds_of, part_words, peak_range, ticks
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def picture_of_setup(decision: Decision) -> Picture | None:
     if footprint is None or budget is None:
         return None
     return Picture(
-        f"Batch size {footprint.batch_size}",
+        f"Batch size {batch_sizes(decision, decision.batch_size)}",
         f"predicted {peak_range(footprint)} of {format_bytes(budget.free_bytes)}",
         f"{budget.device}; not measured yet",
         groups_of(footprint, None),
@@ -105,7 +105,7 @@ def picture_of_epoch(record: EpochRecord) -> Picture:
     error = f" ({record.error_ratio:+.1%})" if record.has_error else ""
     peak = f"measured {format_bytes(measured.peak_bytes)}{error}"
     return Picture(
-        f"Epoch {record.epoch}, batch size {record.batch_size}",
+        f"Epoch {record.epoch}, batch size {batch_sizes(record, record.batch_size)}",
         f"predicted {peak_range(footprint)}, {peak if measured.peak_bytes else 'not measured'}",
         f"measured: {measured.source}",
         groups_of(footprint, measured if measured.peak_bytes else None),

@@ -24,7 +24,7 @@ from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report import charts
 from lightning_memguard.report.decision_table import method_words, totals_of, why
 from lightning_memguard.report.page_data import Report, report_data
-from lightning_memguard.report.words import COLORS, part_words, peak_words, with_stage
+from lightning_memguard.report.words import COLORS, batch_sizes, part_words, peak_words, with_stage
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _asset(name: str) -> str:
 def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
     share = footprint.most_device_bytes / budget.usable_bytes if budget.usable_bytes > 0 else math.inf
     asked, accumulated = decision.requested_batch_size, decision.accumulate_grad_batches
-    size = f"was {asked}" if asked != decision.batch_size else "as requested"
+    size = f"was {batch_sizes(decision, asked)}" if asked != decision.batch_size else "as requested"
     most = f"on {footprint.device}"
     if footprint.is_partial:
         most = "at least: its activations are unknown"
@@ -107,7 +107,11 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
         most = f"at most {format_bytes(footprint.most_device_bytes)}"
     fits = "unknown whether it fits" if decision.verdict == "unknown" else "fits" if decision.fits else "does NOT fit"
     tiles = [
-        ("Batch size", f"{decision.batch_size}", size + (f", {accumulated} accumulated" if accumulated > 1 else "")),
+        (
+            "Batch size",
+            batch_sizes(decision, decision.batch_size),
+            size + (f", {accumulated} accumulated" if accumulated > 1 else ""),
+        ),
         ("Predicted peak", format_bytes(footprint.peak_device_bytes), most),
         ("Usable", format_bytes(budget.usable_bytes), f"of {format_bytes(budget.free_bytes)} on {budget.device}"),
         ("Share used", f"{share:.1%}" if math.isfinite(share) else "none", fits),
@@ -189,7 +193,7 @@ def _epoch(record: EpochRecord, scale: float, *, rescues: bool) -> str:
     error = f"{record.error_ratio:+.1%}" if record.has_error else ""
     rescued = f"<td>{record.rescued}</td>" if rescues else ""
     return (
-        f'<tr><th scope="row">{record.epoch}</th><td class="narrow-off">{record.batch_size}</td>'
+        f'<tr><th scope="row">{record.epoch}</th><td class="narrow-off">{batch_sizes(record, record.batch_size)}</td>'
         f"<td>{format_bytes(predicted)}</td><td>{format_bytes(measured) if measured else 'unknown'}</td>"
         f"<td>{error}</td><td>{format_bytes(record.headroom_bytes)}</td>{rescued}"
         f'<td class="wide">{_meter(measured / scale, "var(--accent)", predicted / scale)}</td></tr>'

@@ -108,7 +108,13 @@ def shown_parts(timeline: Timeline) -> list[str]:
 def report_data(report: Report) -> dict[str, Any]:
     """Return the page's content as plain data with the unit of every quantity in its name."""
     decision = report.decision
-    sizes = ("batch_size", "requested_batch_size", "accumulate_grad_batches", "validation_batch_size")
+    sizes = (
+        "batch_size",
+        "loader_batch_sizes",
+        "requested_batch_size",
+        "accumulate_grad_batches",
+        "validation_batch_size",
+    )
     steps = ("steps_per_epoch", "requested_steps_per_epoch")
     return {
         "title": report.title,
@@ -138,7 +144,7 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
 def _record_data(record: EpochRecord) -> dict[str, Any]:
     measured = record.measured
     return {
-        **picked(record, "epoch", "batch_size"),
+        **picked(record, "epoch", "batch_size", "loader_batch_sizes"),
         "rescued_steps": record.rescued,
         "out_of_memory": record.out_of_memory,
         "predicted_peak_device_bytes": record.predicted.peak_device_bytes,

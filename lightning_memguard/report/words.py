@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
@@ -46,6 +48,17 @@ def with_stage(name: str, stage: str) -> str:
 def counted(count: int, noun: str) -> str:
     """A count and what it counts: ``"1 epoch"``, ``"3 epochs"``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def batch_sizes(record: Decision | EpochRecord, batch_size: int) -> str:
+    """Write a batch size; of several loaders, all of theirs: ``"8 + 16"``.
+
+    Args:
+        record: the sizes of the loaders.
+        batch_size: the smallest of them, as chosen or as requested: they keep their ratio.
+    """
+    scaled = (str(size * batch_size // record.batch_size) for size in record.loader_batch_sizes)
+    return " + ".join(scaled) or str(batch_size)
 
 
 def byte_range(low_bytes: int, high_bytes: int) -> str:

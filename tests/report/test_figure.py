@@ -94,7 +94,7 @@ def test_where_nothing_could_be_measured_the_picture_says_so():
 
 
 def test_the_lines_on_top_say_what_the_bars_add_up_to():
-    footprint = replace(FOOTPRINT, low=Peak(1, 1, 90 * MIB), high=Peak(1, 1, 120 * MIB))
+    footprint = replace(FOOTPRINT, low=Peak(1, 1, 90 * MIB), high=Peak(1, 110 * MIB, 120 * MIB))
     picture = picture_of_epoch(replace(RECORD, predicted=footprint))
     assert picture.title == "Epoch 3, batch size 8"
     assert picture.figures == "predicted 100.0 MiB (90.0 to 120.0 MiB), measured 110.0 MiB (-9.1%)"

@@ -181,6 +181,7 @@ class Decision:
             fit.
         requested_steps_per_epoch: the same as requested.
         requested_accumulate_grad_batches: the Trainer's own.
+        loader_batch_sizes: of each loader, if there are several; ``batch_size`` is the smallest of them.
     """
 
     batch_size: int
@@ -196,6 +197,7 @@ class Decision:
     steps_per_epoch: int | None = None
     requested_steps_per_epoch: int | None = None
     requested_accumulate_grad_batches: int = 1
+    loader_batch_sizes: tuple[int, ...] = ()
 
     @property
     def pieces(self) -> int:

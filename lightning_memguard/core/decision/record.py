@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.units import GIB
+from lightning_memguard.units import GIB, MIB
+
+_OBJECTS_BYTES = 4 * MIB  # on the CPU, as in `core.device.process`
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class EpochRecord:
 
     ``margin_bytes`` of the budget were to be kept free. ``rescued`` steps were done in parts of their batch, on any
     rank: ``out_of_memory`` of them since the whole batch ran out of memory, the others since it would have.
+    ``loader_batch_sizes`` are those of each loader, if there are several.
     """
 
     epoch: int
@@ -43,11 +46,19 @@ class EpochRecord:
     margin_bytes: int = 0
     rescued: int = 0
     out_of_memory: int = 0
+    loader_batch_sizes: tuple[int, ...] = ()
 
     @property
     def has_error(self) -> bool:
-        """Whether there are two peaks to compare: one was measured, and a whole step was predicted."""
-        return bool(self.measured.peak_bytes) and not self.predicted.is_partial
+        """Whether the two peaks compare: one was measured, a whole step was predicted, and it is not too small.
+
+        On the CPU a process takes up to 4 to some 12 MiB outside of its tensors (`process_bytes`). If that is more than
+        a tenth of the predicted peak, an error of -80 % would compare tensors with Python's objects and threads.
+        """
+        predicted = self.predicted
+        outside = max(_OBJECTS_BYTES, predicted.high.outside_bytes if predicted.high else 0)
+        is_small = predicted.device == "cpu" and outside > 0.1 * predicted.peak_device_bytes
+        return bool(self.measured.peak_bytes) and not predicted.is_partial and not is_small
 
     @property
     def error_ratio(self) -> float:
@@ -62,20 +73,21 @@ class EpochRecord:
     def as_metrics(self) -> dict[str, float]:
         """The values to log, by their public names (unit in the key).
 
-        Bounds are there only if the prediction has some. ``stacked`` is each part on top of those below it, for
-        charts that can draw lines and no areas.
+        Bounds are there only if the prediction has some, the error only with `has_error`. ``stacked`` is each part on
+        top of those below it, for charts that can draw lines and no areas.
         """
         predicted = self.predicted
         metrics = {
             "memguard/predicted_peak_gib": predicted.peak_device_bytes / GIB,
             "memguard/actual_peak_gib": self.measured.peak_bytes / GIB,
-            "memguard/error_pct": 100 * self.error_ratio,
             "memguard/headroom_gib": self.headroom_bytes / GIB,
             "memguard/batch_size": float(self.batch_size),
             "memguard/limit_gib": self.budget_bytes / GIB,
             "memguard/usable_gib": (self.budget_bytes - self.margin_bytes) / GIB,
             "memguard/rescued_steps": float(self.rescued),
         }
+        if self.has_error:
+            metrics["memguard/error_pct"] = 100 * self.error_ratio
         if predicted.low and predicted.high:
             metrics["memguard/predicted_low_gib"] = predicted.low.device_bytes / GIB
             metrics["memguard/predicted_high_gib"] = predicted.high.device_bytes / GIB

@@ -22,6 +22,11 @@ class Peak:
     reserved_bytes: int
     device_bytes: int
 
+    @property
+    def outside_bytes(self) -> int:
+        """See `Footprint.outside_bytes`."""
+        return self.device_bytes - self.reserved_bytes
+
     def widest(self, other: Peak, of: Callable[[int, int], int]) -> Peak:
         """The smaller or larger of each figure: a larger block can leave a smaller reserve, by filling gaps better."""
         return Peak(*map(of, astuple(self), astuple(other)))

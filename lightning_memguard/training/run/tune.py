@@ -58,10 +58,12 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
     Raises:
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit, on some rank.
     """
+    size = 0  # of the loader, until it is known
     try:
         facts = attempt(lambda: _facts_of(trainer, stage)).unwrap()
         ranks = Ranks.of(facts)
         reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
+        size = reading.batch_size
         process_bytes = reading.process_bytes
         cuts = _cuts(reading, stage) if settings.splits else {}
         progress = _Progress(due=time.monotonic() + _PATIENCE_SECONDS if trainer.is_global_zero else math.inf)
@@ -84,8 +86,9 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         trim_heap()  # of the samples drawn
         return tuning
     except CannotTraceError as error:
+        reason = f"{str(error).rstrip('.')}; batch size {size} is kept" if size else str(error)
         accumulate = trainer.accumulate_grad_batches
-        return Tuning(Decision(0, 0, accumulate, "stepped aside", None, None, "request", str(error)), ROLES[stage])
+        return Tuning(Decision(size, size, accumulate, "stepped aside", None, None, "request", reason), ROLES[stage])
 
 
 @dataclass
@@ -133,10 +136,15 @@ def _common(request: Request, answers: Sequence[tuple[bool, str]]) -> Request:
 
 
 def with_steps(tuning: Tuning) -> Tuning:
-    """Return the tuning with the optimizer steps that a fit has in an epoch, as decided and as requested."""
+    """Return the tuning with each loader's size, and a fit's optimizer steps an epoch, as decided and as requested."""
     profile, decision = tuning.profile, tuning.decision
-    if profile is None or tuning.role != "train":
+    if profile is None:
         return tuning
+    info = profile.loader_info
+    sizes = tuple(info.size_of(source, decision.batch_size) for source in info.sources if source.batch_size)
+    decision = replace(decision, loader_batch_sizes=sizes if len(sizes) == len(info.sources) > 1 else ())
+    if tuning.role != "train":
+        return replace(tuning, decision=decision)
 
     def steps(batch_size: int, accumulate: int, pieces: int = 1) -> int | None:
         batches = batches_taken(profile.facts.divided(pieces), profile.loader_info, batch_size)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.trace.trace import PARTS
-from lightning_memguard.units import GIB
+from lightning_memguard.report.decision_table import last_line
+from lightning_memguard.report.figure import picture_of_epoch
+from lightning_memguard.units import GIB, MIB
 
 
 def record_of(predicted_bytes: int, measured_bytes: int, budget_bytes: int = 8 * GIB) -> EpochRecord:
@@ -28,6 +32,30 @@ def test_the_error_is_predicted_over_measured_less_one(predicted, measured, rati
 
 def test_where_nothing_was_measured_there_is_no_error_to_report():
     assert math.isnan(record_of(3 * GIB, 0).error_ratio)
+
+
+@pytest.mark.parametrize(
+    ("device", "peak_mib", "outside_mib", "has_error"),
+    [
+        ("cpu", 39, 0, False),
+        ("cpu", 40, 0, True),
+        ("cpu", 119, 12, False),
+        ("cpu", 120, 12, True),
+        ("cuda", 1, 0, True),
+    ],
+)
+def test_a_step_too_small_to_compare_with_a_process_has_both_figures_and_no_error(
+    device, peak_mib, outside_mib, has_error
+):
+    """On the CPU a process holds up to 4 to 12 MiB outside of tensors."""
+    peak, most = peak_mib * MIB, (peak_mib + outside_mib) * MIB
+    predicted = Footprint(8, device, peak, peak, peak, low=Peak(peak, peak, peak), high=Peak(peak, peak, most))
+    record = EpochRecord(0, 8, predicted, Measured(peak + 9 * MIB, "VmHWM"), GIB)
+    assert record.has_error is has_error
+    assert ("memguard/error_pct" in record.as_metrics()) is has_error
+    assert ("%" in last_line([record])) is has_error
+    assert ("%" in picture_of_epoch(record).figures) is has_error
+    assert {f"{peak_mib}.0 MiB", f"{peak_mib + 9}.0 MiB"} <= set(re.findall(r"[\d.]+ MiB", last_line([record])))
 
 
 def test_headroom_is_what_the_measured_peak_left_of_the_budget():
@@ -63,6 +91,17 @@ def test_bounds_are_logged_where_the_prediction_has_some():
     bounded = replace(record.predicted, low=Peak(1, 2, 5 * GIB), high=Peak(1, 2, 7 * GIB))
     added = replace(record, predicted=bounded).as_metrics().items() - record.as_metrics().items()
     assert dict(added) == {"memguard/predicted_low_gib": 5.0, "memguard/predicted_high_gib": 7.0}
+
+
+def test_every_key_is_documented_and_every_documented_key_is_written():
+    record = record_of(6 * GIB, 4 * GIB)
+    bounded = replace(record.predicted, low=Peak(1, 2, 5 * GIB), high=Peak(1, 2, 7 * GIB))
+    written = {
+        re.sub(r"/\w+_gib$", "/<part>_gib", key) if key.count("/") == 2 else key
+        for key in replace(record, predicted=bounded).as_metrics()
+    }
+    table = (Path(__file__).parents[3] / "docs/logging.md").read_text().partition("| key |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(memguard/[^`]+)`", table)) == written
 
 
 def test_loggers_get_floats_alone():

@@ -85,8 +85,11 @@ def test_a_second_fit_is_tuned_unless_its_module_is_sharded_already(seen: dict[s
         assert rank["first"] == rank["second"]
         assert rank["first"]["outcome"] == "tuned"
         assert rank["again"]["outcome"] == "stepped aside"
-        assert "its parameters are sharded already" in rank["again"]["reason"]
         assert rank["again"]["sizes"] == [2] * 4
+        for name, size in {"again": 2, "validated": 3}.items():
+            kept = f"its parameters are sharded already, as an earlier run has left them; batch size {size} is kept"
+            assert rank[name]["reason"].endswith(kept)
+            assert rank[name]["size"] == size
 
 
 def test_the_effective_batch_counts_ranks_with_samples_of_their_own(seen: dict[str, tuple[Seen, Seen]]) -> None:

@@ -236,7 +236,8 @@ def twice() -> Seen:
         trainer.fit(module, data_of(2))
         trainer.fit_loop.max_epochs += 1
         seen[name] = {**seen_of(guard), "sizes": [*module.sizes]}
-    return seen
+    trainer.validate(modules[1], data_of(3), verbose=False)
+    return {**seen, "validated": seen_of(guard)}
 
 
 def resumes(folder: Path) -> Seen:
