@@ -44,8 +44,7 @@ class Small(pl.LightningModule):
 def _nothing_to_look_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out reports and pictures, a tenth of the time of a small fit, but where they are or may matter."""
     if request.path.name not in ("test_callback.py", "test_nothing_touched.py", "test_run_report.py"):
-        monkeypatch.setattr(guarded_run, "page_of", lambda *_: None)
-        monkeypatch.setattr(guarded_run, "boards_of", lambda _: None)
+        monkeypatch.setattr(guarded_run.GuardedRun, "_show", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

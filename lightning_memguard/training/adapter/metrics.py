@@ -1,22 +1,21 @@
-"""Metrics: the values that we show to the Trainer's other callbacks, and what a module's own take at an epoch's end.
+"""Metrics: the values that we log, and what a module's own take at an epoch's end.
 
-Ours go past Lightning's collection of results: ``self.log`` takes a mean over the epoch, weighted by batch size, and
-raises if it sees no batch, in a module whose step takes ``dataloader_iter``. Private names of Lightning were checked
-on 2.5.0 to 2.6.6.
+Private names of Lightning were checked on 2.5.0 to 2.6.6.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_memguard.core.capture.recorder import Recorder
+from lightning_memguard.training.facts.lightning_types import lightning_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -26,13 +25,22 @@ _MOST_REAL_BYTES = 64 << 20  # of an epoch's scores, to compute a metric of real
 _APART = 1e-3  # scores differ from each other by less: a curve has a point for each that is unlike the others
 
 
-def show_to_callbacks(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Add values to ``trainer.callback_metrics``, as ``self.log(..., logger=False, on_epoch=True)`` does."""
-    device = trainer.strategy.root_device
-    values = {
-        name: torch.tensor(value, dtype=torch.get_default_dtype(), device=device) for name, value in metrics.items()
-    }
-    trainer._logger_connector._callback_metrics.update(values)
+def log_epoch(trainer: Trainer, values: Mapping[str, float]) -> None:
+    """Log values as ``self.log`` does in ``on_train_epoch_end``: with the epoch's own metrics, in one row of a logger.
+
+    A module's own ``log`` is not called. ``sync_dist`` with ``rank_zero_only`` means that each rank keeps its value.
+    """
+    module = trainer.lightning_module
+    log = functools.partial(lightning_of(module).LightningModule.log, module, sync_dist=True, rank_zero_only=True)
+    for name, value in values.items():
+        log(name, torch.tensor(value, dtype=torch.float64), on_step=False, on_epoch=True, batch_size=1)
+
+
+def forget_logged(trainer: Trainer, prefix: str) -> None:
+    """Remove the last epoch's values from Lightning's collection, which is walked at each step."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    for key in [key for key in results if key.startswith(f"on_train_epoch_end.{prefix}")]:
+        del results[key]
 
 
 def compute_over_epoch(module: nn.Module, recorder: Recorder, batch_size: int, samples: int, *, fake: bool) -> None:
@@ -49,7 +57,7 @@ def compute_over_epoch(module: nn.Module, recorder: Recorder, batch_size: int, s
     if kept:
         gc.collect()  # of the last batch
     for metric, lists in kept.items():
-        _compute(metric, lists if samples else {}, recorder, partial(_of_all, batch_size, samples, fake=fake))
+        _compute(metric, lists if samples else {}, recorder, functools.partial(_of_all, batch_size, samples, fake=fake))
 
 
 def _compute(

@@ -6,9 +6,10 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
@@ -153,6 +154,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self._last_run: GuardedRun | None = None
         self._last_fit: GuardedRun | None = None
         self._known_decision: Decision | None = None  # of a copy, which has no run
+        self._folders: MutableMapping[Trainer, Path] = WeakKeyDictionary()  # of Trainers without a logger
         self._failed: set[str] = set()  # hooks whose failure was announced in this run
         self._snapshot_path: Path | None = None  # asked for before the run
         self._skip(*_NOT_USED)
@@ -176,7 +178,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         """Copies know the decision and the records, and have no run: that belongs to one Trainer in one process."""
         runs = dict.fromkeys(("_run", "_last_run", "_last_fit"))
-        return {**vars(self), **runs, "_known_decision": self.decision}
+        return {**vars(self), **runs, "_known_decision": self.decision, "_folders": WeakKeyDictionary()}
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write the predicted step as a PyTorch memory snapshot; on CUDA, the actual one of the same steps next to it.
@@ -248,7 +250,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if engine.value is None:
             self._step_aside(trainer, engine.reason)
             return
-        run: GuardedRun = engine.value.GuardedRun(trainer, pl_module, self._settings, stage, self._snapshot_path)
+        run: GuardedRun = engine.value.GuardedRun(
+            trainer, pl_module, self._settings, stage, self._snapshot_path, self._folders
+        )
         self._run = self._last_run = run
         if run.trains:
             self._last_fit, self.records = run, run.records

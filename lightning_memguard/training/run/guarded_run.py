@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from lightning_memguard.report.failure import Overrun, announcement, note, overr
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
-from lightning_memguard.training.adapter.metrics import show_to_callbacks
+from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
 from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
 from lightning_memguard.training.facts.ranks import attempt, say, warn
@@ -32,7 +32,7 @@ from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, f
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import resume, saved_in
-from lightning_memguard.training.run.run_report import Page, boards_of, page_of
+from lightning_memguard.training.run.run_report import Page, folder_of, page_of
 from lightning_memguard.training.run.tune import recheck, tune, with_steps
 
 if TYPE_CHECKING:
@@ -47,20 +47,28 @@ _STEPS_MEASURED = 4  # optimizers stepped in turn each have a step of their own
 class GuardedRun:
     """Creating this tunes or checks the run; then the run is measured. All ranks must make one.
 
-    ``records`` gets predicted and measured memory, epoch by epoch; ``snapshot`` is where the step's snapshot goes.
+    ``records`` gets predicted and measured memory, epoch by epoch; ``snapshot`` is where the step's snapshot goes;
+    ``folders`` holds where Trainers without a logger have their files.
 
     Raises:
         DoesNotFitError: see `tune`.
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, settings: GuardSettings, stage: Stage, snapshot: Path | None
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        settings: GuardSettings,
+        stage: Stage,
+        snapshot: Path | None,
+        folders: MutableMapping[Trainer, Path],
     ) -> None:
         self.trainer = trainer
         self.module = module
         self.settings = settings
         self.records: list[EpochRecord] = []
         self.stage = stage
+        self._folders = folders
         self.device = trainer.strategy.root_device
         self._meter = PeakMeter(self.device)
         self.tuning = tune(trainer, module, settings, stage)
@@ -257,11 +265,13 @@ class GuardedRun:
 
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
-        self._boards = boards_of(profile.facts)
-        if self._boards is not None:
+        facts, title = profile.facts, type(self.module).__name__
+        folder = self._try_writing("report", lambda: folder_of(self.trainer, facts, self._folders))
+        if facts.leaves_files:
+            self._boards = Boards(facts.loggers, folder, self.stage)
             self._boards.log_setup(self.decision, self.trainer.global_step)
-        title = type(self.module).__name__
-        self._page = self._try_writing("report", lambda: page_of(title, profile, self.decision))
+        if folder is not None:
+            self._page = self._try_writing("report", lambda: page_of(title, profile, self.decision, folder))
         self._write_page()
 
     # -- at each batch
@@ -319,6 +329,7 @@ class GuardedRun:
 
     def start_epoch(self) -> None:
         """Measure each epoch by itself."""
+        forget_logged(self.trainer, "memguard/")
         self._gradient_bytes.clear()
         self._meter.restart()
         if self._rescuer is not None:
@@ -352,7 +363,8 @@ class GuardedRun:
         epoch, size = self.trainer.current_epoch, decision.batch_size
         failed, rescued = self._rescued_on_all_ranks()
         bounds = (budget.free_bytes, budget.margin_bytes)
-        return EpochRecord(epoch, size, decision.footprint, measured, *bounds, rescued, failed)
+        loaders = decision.loader_batch_sizes
+        return EpochRecord(epoch, size, decision.footprint, measured, *bounds, rescued, failed, loaders)
 
     def _rescued_on_all_ranks(self) -> tuple[int, int]:
         """How many steps ran out of memory, and how many were done in parts, on any rank. All ranks call it."""
@@ -370,14 +382,10 @@ class GuardedRun:
         return self._meter.read({**nbytes, "gradients": max(self._gradient_bytes, default=0)})
 
     def _log(self, record: EpochRecord) -> None:
-        metrics, step = record.as_metrics(), logging_step(self.trainer)
         if not self.trainer.barebones:
-            watched = ("memguard/predicted_peak_gib", "memguard/actual_peak_gib")
-            show_to_callbacks(self.trainer, {name: metrics[name] for name in watched})
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics=metrics, step=step)
+            log_epoch(self.trainer, record.as_metrics())
         if self._boards is not None:
-            self._boards.log_epoch(record, step)
+            self._boards.log_epoch(record, logging_step(self.trainer))
 
     def summarize(self) -> None:
         """Print how close the prediction came."""

@@ -1,9 +1,10 @@
-"""A run -> its report: the page in its log directory, tables and pictures in its loggers."""
+"""A run -> its report: the folder for its files, and the page in there."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -14,8 +15,7 @@ from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.isolation.pool import ChildPool
 from lightning_memguard.core.layers.layers import LayerTable
 from lightning_memguard.core.simulation.fake import run_on_one_thread
-from lightning_memguard.report.loggers import Boards
-from lightning_memguard.report.page import write_report
+from lightning_memguard.report.page import PAGE_NAME, write_report
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.facts.ranks import attempt
@@ -23,6 +23,7 @@ from lightning_memguard.training.facts.run_facts import RunFacts, Stage
 from lightning_memguard.training.run.profile import RunProfile
 
 if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
     from pytorch_lightning.loggers import Logger
 
 FOLDER = "memguard"  # below default_root_dir, if no logger has a folder of its own
@@ -46,14 +47,8 @@ class Page:
         return write_report(self.folder, report, self.stage)[0]
 
 
-def page_of(title: str, profile: RunProfile, decision: Decision) -> Page | None:
-    """The page of a run; None if it leaves no files, see `folder_of`.
-
-    A child makes its report: traces are large, and none stays in the run's own process.
-    """
-    folder = folder_of(profile.facts)
-    if folder is None:
-        return None
+def page_of(title: str, profile: RunProfile, decision: Decision, folder: Path) -> Page:
+    """The page of a run. A child makes its report: traces are large, and none stays in the run's own process."""
     make = functools.partial(_report, title, profile, decision)
     with ChildPool[int, Report](lambda _: make(), most=1, begin=run_on_one_thread, trusted=True) as pool:
         report = pool.result(0).value or make()
@@ -69,21 +64,35 @@ def _report(title: str, profile: RunProfile, decision: Decision) -> Report:
     return Report(title, decision, trace, settings, curve, layers=layers).without_trace()
 
 
-def folder_of(facts: RunFacts) -> Path | None:
-    """Return the folder for a run's files: next to its first logger's, as for checkpoints; else one of their own.
+def folder_of(trainer: Trainer, facts: RunFacts, folders: MutableMapping[Trainer, Path]) -> Path | None:
+    """Return the folder for a run's files: next to its first logger's, as for checkpoints; else a ``version_N``.
 
-    None if the run leaves no files, or the folder is not local.
+    All runs of a Trainer share one, noted in ``folders``; only a fit that does not resume gets the next if there was
+    a fit. None if the run leaves no files, or the folder is not local.
     """
     if not facts.leaves_files:
         return None
     found = (attempt(functools.partial(_folder_of_logger, logger)).value for logger in facts.loggers)
-    folder = next(filter(None, found), f"{facts.default_root_dir}/{FOLDER}")
-    return None if "://" in folder else Path(folder)
+    folder = next(filter(None, found), None)
+    if "://" in (folder or facts.default_root_dir):
+        return None
+    if folder:
+        return Path(folder)
+    own = folders.get(trainer)
+    if own is None or (facts.stage == "fit" and not trainer.ckpt_path and (own / PAGE_NAME).exists()):
+        own = folders[trainer] = _next_version(Path(facts.default_root_dir) / FOLDER)
+    return own
 
 
-def boards_of(facts: RunFacts) -> Boards | None:
-    """Return the boards on which a run's loggers show more than scalars; None if it leaves no files."""
-    return Boards(facts.loggers, folder_of(facts), facts.stage) if facts.leaves_files else None
+def _next_version(parent: Path) -> Path:
+    """Make the next ``version_N``, as Lightning's loggers number theirs; of several processes, each gets its own."""
+    numbers = [each.name.removeprefix("version_") for each in parent.glob("version_*")]
+    number = max((int(each) for each in numbers if each.isdecimal()), default=-1)
+    while True:
+        number += 1
+        with contextlib.suppress(FileExistsError):
+            (folder := parent / f"version_{number}").mkdir(parents=True)
+            return folder
 
 
 def _folder_of_logger(logger: Logger) -> str:

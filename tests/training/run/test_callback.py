@@ -187,7 +187,7 @@ def test_the_effective_batch_size_is_kept_by_accumulation(trainer: Any, dataset:
 
 
 def test_records_and_metrics_once_an_epoch(trainer: Any, dataset: TensorDataset) -> None:
-    """All design names go to the logger, on Lightning's own step axis; two can be watched by other callbacks."""
+    """The design's names are in the row of the epoch's own metrics, with its step; other callbacks can watch them."""
 
     class Kept(pl.loggers.logger.DummyLogger):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
@@ -197,12 +197,24 @@ def test_records_and_metrics_once_an_epoch(trainer: Any, dataset: TensorDataset)
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
             self.rows.append((step, metrics))
 
+    class Logging(Sized):
+        def log(self, name: str, value: Any) -> None:  # type: ignore[override]
+            assert not name.startswith("memguard")
+            super().log(name, value, on_step=True, on_epoch=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert not [name for name in self.trainer.fit_loop.epoch_loop._results if "memguard" in name]
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
     logger, guard = Kept(), MemGuard(mode="check")
     stop = pl.callbacks.EarlyStopping("memguard/actual_peak_gib", patience=100)
     fit = trainer(guard, stop, logger=logger, max_epochs=3, log_every_n_steps=1)
-    fit.fit(Sized(), train_dataloaders=DataLoader(dataset, batch_size=50))
-    rows = [(step, row) for step, row in logger.rows if "memguard/error_pct" in row]
-    assert [step for step, _ in rows] == [1, 3, 5]
+    fit.fit(Logging(), train_dataloaders=DataLoader(dataset, batch_size=50))
+    rows = [(step, row) for step, row in logger.rows if "memguard/headroom_gib" in row]
+    assert [(step, row["epoch"], "loss_epoch" in row) for step, row in rows] == [(1, 0, 1), (3, 1, 1), (5, 2, 1)]
+    assert "memguard/error_pct" not in rows[0][1], "a few KiB are not compared with a process"
     record, row = guard.records[-1], rows[-1][1]
     assert row["memguard/batch_size"] == 50
     assert row["memguard/predicted_peak_gib"] * 2**30 == record.predicted.peak_device_bytes

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,8 +52,38 @@ def test_the_report_is_next_to_the_log_and_holds_all_that_the_guard_knows(
 def test_without_a_logger_it_is_in_its_own_folder(
     trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path
 ) -> None:
-    trainer(MemGuard("check"), default_root_dir=tmp_path / "here").fit(small(), loader)
-    assert {path.name for path in (tmp_path / "here" / FOLDER).iterdir()} >= {PAGE_NAME, DATA_NAME}
+    """Each Trainer has a version of its own; a second fit on it gets the next, unless it resumes."""
+    guard, module, root = MemGuard("check"), small(), tmp_path / "here"
+
+    def pages() -> dict[str, int]:
+        found = {path.parent.name: json.loads(path.read_text()) for path in (root / FOLDER).glob(f"*/{DATA_NAME}")}
+        return {name: len(data["epochs"]) for name, data in sorted(found.items())}
+
+    first, second = (trainer(guard, default_root_dir=root) for _ in range(2))
+    first.fit(module, loader)
+    second.fit(module, loader)
+    assert pages() == {"version_0": 1, "version_1": 1}
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    first.fit_loop.max_epochs = 4
+    first.fit(module, loader, ckpt_path=tmp_path / "first.ckpt")
+    assert pages() == {"version_0": 3, "version_1": 1}
+    second.fit(module, loader)
+    assert pages() == {"version_0": 3, "version_1": 1, "version_2": 0}
+    assert {path.name for path in (root / FOLDER / "version_2").iterdir()} >= {PAGE_NAME, DATA_NAME}
+
+
+def test_processes_that_start_at_once_get_a_folder_each(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from lightning_memguard.training.run.run_report import _next_version; "
+        "sys.stdin.readline(); [_next_version(Path(sys.argv[1])) for _ in range(50)]"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "memguard")]
+    several = [subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for _ in range(3)]
+    for each in several:
+        each.stdin.write("go\n")  # type: ignore[union-attr]
+        each.stdin.flush()  # type: ignore[union-attr]
+    assert [each.wait() for each in several] == [0, 0, 0]
+    assert {each.name for each in (tmp_path / "memguard").iterdir()} == {f"version_{number}" for number in range(150)}
 
 
 def test_it_is_there_before_the_first_step_that_may_fail(
@@ -59,7 +91,7 @@ def test_it_is_there_before_the_first_step_that_may_fail(
 ) -> None:
     class Fails(small):  # type: ignore[misc]
         def on_train_start(self) -> None:
-            assert (tmp_path / FOLDER / PAGE_NAME).exists()
+            assert (tmp_path / FOLDER / "version_0" / PAGE_NAME).exists()
             raise ValueError("now")
 
     with pytest.raises(ValueError, match="now"):
@@ -88,7 +120,7 @@ def test_a_validation_alone_leaves_one_too(trainer: Any, loader: DataLoader[Any]
             self.training_step(batch, batch_idx)
 
     trainer(MemGuard("check"), default_root_dir=tmp_path).validate(Validated(), loader, verbose=False)
-    data = json.loads((tmp_path / FOLDER / "memguard_report_validate.json").read_text())
+    data = json.loads((tmp_path / FOLDER / "version_0" / "memguard_report_validate.json").read_text())
     assert data["footprint"]["phase"] == "validation"
     assert len(data["epochs"]) == 1
 
@@ -103,7 +135,7 @@ def test_what_is_evaluated_after_a_fit_leaves_the_fits_report_alone(
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return self.net(batch[0])
 
-    guard, module, folder = MemGuard("check"), Tested(), tmp_path / FOLDER
+    guard, module, folder = MemGuard("check"), Tested(), tmp_path / FOLDER / "version_0"
     run = trainer(guard, default_root_dir=tmp_path, max_epochs=2)
     run.fit(module, loader)
     left = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -126,15 +158,17 @@ def test_what_is_evaluated_after_a_fit_leaves_the_fits_report_alone(
         ([SimpleNamespace(log_dir="logs/digits/version_0", save_dir="logs")], "logs/digits/version_0"),
         ([SimpleNamespace(save_dir="mlruns", name="digits", version="4f1c")], "mlruns/digits/4f1c"),
         ([SimpleNamespace(save_dir="logs", name="digits", version=3)], "logs/digits/version_3"),
-        ([SimpleNamespace(save_dir=None, name="digits", version=3)], f"root/{FOLDER}"),
+        ([SimpleNamespace(save_dir=None, name="digits", version=3)], f"root/{FOLDER}/version_8"),
         ([SimpleNamespace(save_dir=None), SimpleNamespace(log_dir="second")], "second"),
         ([SimpleNamespace(log_dir="s3://bucket/digits")], None),
-        ([], f"root/{FOLDER}"),
+        ([], f"root/{FOLDER}/version_8"),
     ],
 )
 def test_the_folder_is_the_first_loggers_that_has_one(loggers: list[Any], folder: str | None) -> None:
-    run = SimpleNamespace(leaves_files=True, loggers=loggers, default_root_dir="root")
-    assert folder_of(run) == (None if folder is None else Path(folder))
+    for name in ("version_7", "version_x", "other"):
+        Path("root", FOLDER, name).mkdir(parents=True)
+    facts: Any = SimpleNamespace(leaves_files=True, loggers=loggers, default_root_dir="root")
+    assert folder_of(object(), facts, {}) == (None if folder is None else Path(folder))  # type: ignore[arg-type]
 
 
 # -- snapshots
