@@ -34,6 +34,17 @@ def row(head: object, *cells: object) -> str:
     return f'<tr><th scope="row">{head}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
+def table(kind: str, heads: Sequence[str], rows: str, caption: str = "") -> str:
+    """A table of this class, with a body of rows, and a caption for screen readers."""
+    cells = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    hidden = f'<caption class="hidden">{caption}</caption>' if caption else ""
+    return f'<table class="{kind}">{hidden}<thead><tr>{cells}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def _as_table(heads: Sequence[str], rows: str) -> str:
+    return f'<details><summary>As a table</summary><div class="scroll">{table("", heads, rows)}</div></details>'
+
+
 # The peak versus the batch size
 
 
@@ -68,9 +79,7 @@ def curve(points: Sequence[CurvePoint], decision: Decision, footprint: Footprint
 <figure><div class="plot curve-plot">{axis.labels()}<div class="area"><svg viewBox="0 0 1000 1000"
 preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{lines}</svg>{marks}</div>
 {plot.size_axis()}</div>{_legend(legend)}</figure>
-<details><summary>As a table</summary><div class="scroll"><table><thead><tr><th scope="col">Batch size</th>
-<th scope="col">Peak on the device</th><th scope="col">At most</th></tr></thead><tbody>{rows}</tbody></table></div>
-</details></section>"""
+{_as_table(("Batch size", "Peak on the device", "At most"), rows)}</section>"""
 
 
 @dataclass(frozen=True)
@@ -243,9 +252,7 @@ def _phase_table(shown: Timeline) -> str:
         counts[name] += span.event_count
         peaks[name] = max(peaks.get(name, 0), span.peak_bytes)
     rows = "".join(row(name, counts[name], format_bytes(peak)) for name, peak in peaks.items())
-    return f"""<details><summary>As a table</summary><div class="scroll"><table><thead><tr><th scope="col">Phase</th>
-<th scope="col">Allocations and frees</th><th scope="col">Peak</th></tr></thead><tbody>{rows}</tbody></table>
-</div></details>"""
+    return _as_table(("Phase", "Allocations and frees", "Peak"), rows)
 
 
 def _script_data(shown: Timeline) -> str:

@@ -64,7 +64,10 @@ def setup_text(
     totals, notes = _total_lines(footprint, budget, kind), [f"Note: {note}." for note in decision.notes]
     if most_parts is not None and len(notes) > 1:
         notes = [f"{notes[0]} More in `guard.decision.notes`."]
-    rows = [_heading(decision, footprint), *_part_rows(footprint, None if most_parts is None else most_parts - len(notes))]
+    rows = [
+        _heading(decision, footprint),
+        *_part_rows(footprint, None if most_parts is None else most_parts - len(notes)),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"  | {name:<{widths[0]}} | {size:>{widths[1]}} | {share:>{widths[2]}}" for name, size, share in rows]
     rule, words = "-" * max(map(len, lines)), why(decision)

@@ -83,30 +83,15 @@ def refusal_words(reason: str) -> str:
     return f"The step was not done again in parts of its batch: {reason}." if reason else ""
 
 
-@dataclass(frozen=True)
-class Overrun:
-    """A run that took more than its budget.
-
-    Attributes:
-        predicted: the footprint that the batch size was chosen by.
-        would_fit: the largest batch size that would have kept the budget; None if it is not known, or none would.
-    """
-
-    predicted: Footprint
-    measured: Measured
-    budget: Budget
-    would_fit: int | None
-
-
-def overrun_words(overrun: Overrun) -> str:
-    """Say by how much a run passed its budget, and which batch size would have stayed within it."""
-    taken, budget, size = overrun.measured.peak_bytes, overrun.budget, overrun.would_fit
+def overrun_words(predicted: Footprint, measured: Measured, budget: Budget, would_fit: int | None) -> str:
+    """Say by how much a run passed its budget, and the batch size that would have stayed within it, if one is known."""
+    taken, size = measured.peak_bytes, would_fit
     within = f"Batch size {size} would have stayed within it: set max_batch_size={size}, or raise `margin`."
     return (
-        f"This run has taken {format_bytes(taken)} ({overrun.measured.source}) at batch size "
-        f"{overrun.predicted.batch_size}, {format_bytes(taken - budget.free_bytes)} over its budget of "
-        f"{format_bytes(budget.free_bytes)}; at most {format_bytes(overrun.predicted.most_device_bytes)} were "
-        f"predicted. {within if size else 'Lower the batch size, or raise `margin`.'}"
+        f"This run has taken {format_bytes(taken)} ({measured.source}) at batch size {predicted.batch_size}, "
+        f"{format_bytes(taken - budget.free_bytes)} over its budget of {format_bytes(budget.free_bytes)}; at most "
+        f"{format_bytes(predicted.most_device_bytes)} were predicted. "
+        f"{within if size else 'Lower the batch size, or raise `margin`.'}"
     )
 
 

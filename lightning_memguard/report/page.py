@@ -135,19 +135,17 @@ def _setup(footprint: Footprint, budget: Budget) -> str:
     where = f"In the {peak_words(replace(footprint, phase=escape(footprint.phase)), _code)}{operator}."
     if footprint.is_partial:
         heading, where = "What is known", method_words(footprint)
-    return f"""<section><h2>{heading}</h2>
-<p class="sub">{where}</p>
-<table class="setup"><caption class="hidden">Predicted bytes at the peak, by part, and the budget</caption>
-<thead><tr><th scope="col">Part</th><th scope="col">Predicted</th><th scope="col">Share</th></tr></thead>
-<tbody>{rows}</tbody><tbody class="sums">{totals}</tbody></table></section>"""
+    caption = "Predicted bytes at the peak, by part, and the budget"
+    table = charts.table(
+        "setup", ("Part", "Predicted", "Share"), f'{rows}</tbody><tbody class="sums">{totals}', caption
+    )
+    return f'<section><h2>{heading}</h2><p class="sub">{where}</p>{table}</section>'
 
 
 def _part(part: str, nbytes: int, share: float) -> str:
     percent = "&lt;1%" if 0 < share < 0.005 else f"{share:.0%}"
-    return (
-        f'<tr><th scope="row">{charts.swatch(part)}{part_words(part)}</th><td>{format_bytes(nbytes)}</td>'
-        f'<td class="meter">{_meter(share, COLORS[part])}<span>{percent}</span></td></tr>'
-    )
+    meter = f"{_meter(share, COLORS[part])}<span>{percent}</span>"
+    return charts.row(charts.swatch(part) + part_words(part), format_bytes(nbytes), meter)
 
 
 def _code(name: str) -> str:
@@ -177,26 +175,25 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
     longest = max(max(record.measured.peak_bytes, record.predicted.peak_device_bytes) for record in shown)
     rescues = any(record.rescued for record in records)
     rows = "".join(_epoch(record, longest * 1.05 or 1, rescues=rescues) for record in shown)
-    rescued = '<th scope="col">Rescued steps</th>' if rescues else ""
+    heads = ("Epoch", "Batch size", "Predicted", "Measured", "Error", "Headroom", *["Rescued steps"] * rescues)
+    heads += ('<span class="hidden">Measured, and predicted on it</span>',)
     sources = ", ".join(dict.fromkeys(escape(record.measured.source) for record in shown))
     return f"""<section><h2>Predicted versus measured</h2>
 <p class="sub">Measured: {sources}. The bar is the measured peak, the mark on it the predicted one.{omitted}</p>
-<div class="scroll"><table class="epochs"><caption class="hidden">Predicted and measured peak by epoch</caption>
-<thead><tr><th scope="col">Epoch</th><th scope="col" class="narrow-off">Batch size</th><th scope="col">Predicted</th>
-<th scope="col">Measured</th><th scope="col">Error</th><th scope="col">Headroom</th>{rescued}
-<th scope="col" class="wide"><span class="hidden">Measured, and predicted on it</span></th></tr></thead>
-<tbody>{rows}</tbody></table></div></section>"""
+<div class="scroll">{charts.table("epochs", heads, rows, "Predicted and measured peak by epoch")}</div></section>"""
 
 
 def _epoch(record: EpochRecord, scale: float, *, rescues: bool) -> str:
     measured, predicted = record.measured.peak_bytes, record.predicted.peak_device_bytes
-    error = f"{record.error_ratio:+.1%}" if record.has_error else ""
-    rescued = f"<td>{record.rescued}</td>" if rescues else ""
-    return (
-        f'<tr><th scope="row">{record.epoch}</th><td class="narrow-off">{batch_sizes(record, record.batch_size)}</td>'
-        f"<td>{format_bytes(predicted)}</td><td>{format_bytes(measured) if measured else 'unknown'}</td>"
-        f"<td>{error}</td><td>{format_bytes(record.headroom_bytes)}</td>{rescued}"
-        f'<td class="wide">{_meter(measured / scale, "var(--accent)", predicted / scale)}</td></tr>'
+    return charts.row(
+        record.epoch,
+        batch_sizes(record, record.batch_size),
+        format_bytes(predicted),
+        format_bytes(measured) if measured else "unknown",
+        f"{record.error_ratio:+.1%}" if record.has_error else "",
+        format_bytes(record.headroom_bytes),
+        *[record.rescued] * rescues,
+        _meter(measured / scale, "var(--accent)", predicted / scale),
     )
 
 
@@ -210,13 +207,11 @@ def _layers(table: LayerTable | None) -> str:
     most = max(layer.activation_bytes for layer in layers) or 1
     rows = "".join(_layer(layer, most) for layer in layers[:_LAYERS_SHOWN])
     omitted = f" The first {_LAYERS_SHOWN} of {len(layers)}." if len(layers) > _LAYERS_SHOWN else ""
-    heads = ("Type", "Output", "Parameters", "Parameter bytes", "Saved for backward", "FLOPs, forward")
-    names = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    heads = ("Layer", "Type", "Output", "Parameters", "Parameter bytes", "Saved for backward", "FLOPs, forward")
     scroll = "scroll tall" if len(layers) > _LAYERS_AT_ONCE else "scroll"
     return f"""<section><h2>By layer</h2><p class="sub">One forward pass at batch size {table.batch_size};
 each row excludes its children.{omitted}</p>
-<div class="{scroll}"><table class="layers"><thead><tr><th scope="col">Layer</th>{names}</tr></thead>
-<tbody>{rows}</tbody></table></div></section>"""
+<div class="{scroll}">{charts.table("layers", heads, rows)}</div></section>"""
 
 
 def _layer(layer: Layer, most_bytes: int) -> str:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.replay.timeline import Timeline, timeline_of
-from lightning_memguard.core.trace.trace import Trace
-from lightning_memguard.errors import MemGuardError
+from lightning_memguard.core.replay.timeline import Timeline
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.words import COLORS
 
@@ -44,43 +40,18 @@ class Report:
     Attributes:
         title: what the page is about, such as the name of the model.
         decision: the batch size, and why.
-        trace: the events of the step at that size.
-        settings: the rules of the allocator to replay it by; goes with ``trace``.
+        timeline: live bytes while the step runs; without columns if its events are not known.
         curve: peaks at several batch sizes, see `curve_of`.
         records: predicted versus measured, by epoch.
         layers: the table by layer.
-        made_timeline: the timeline, if it was made already; in place of ``trace``.
     """
 
     title: str
     decision: Decision
-    trace: Trace | None = None
-    settings: AllocatorSettings | None = None
+    timeline: Timeline = field(default_factory=lambda: Timeline(0))
     curve: Sequence[CurvePoint] = ()
     records: Sequence[EpochRecord] = ()
     layers: LayerTable | None = None
-    made_timeline: Timeline | None = None
-
-    def __post_init__(self) -> None:
-        if (self.trace is None) != (self.settings is None):
-            raise MemGuardError("A report takes a trace together with the allocator's settings to replay it by.")
-        for point in self.curve:
-            if point.batch_size < 1 or not 0 <= point.peak_device_bytes <= point.most_device_bytes:
-                raise MemGuardError(
-                    f"{point} is not a point of a curve: a batch size is 1 or more, and bytes are 0 or more and at "
-                    "most `most_device_bytes`."
-                )
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Live bytes while the step runs; without columns if there is no trace."""
-        if self.made_timeline is not None:
-            return self.made_timeline
-        return timeline_of(self.trace, self.settings) if self.trace and self.settings else Timeline(0)
-
-    def without_trace(self) -> Report:
-        """Return the report in little memory: with the timeline made, without the trace."""
-        return replace(self, trace=None, settings=None, made_timeline=self.timeline)
 
 
 def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, points: int = 8) -> tuple[CurvePoint, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.options import add_device, add_target, default_devices, whole_number
 from lightning_memguard.cli.progress import Say, progress
+from lightning_memguard.core.replay.timeline import timeline_of
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import Report, curve_of
@@ -116,9 +117,9 @@ def _report(options: argparse.Namespace, subject: Subject, plan: Plan, say: Say)
     with suppress(CannotTraceError):
         shown = replace(subject, batch_size=decision.batch_size)
         layers = layers_on(shown, options.device[0] if options.device else plan.budget.device)
-    name, trace = type(subject.model).__name__, prediction.own_trace_at(decision.batch_size)
+    timeline = timeline_of(prediction.own_trace_at(decision.batch_size), prediction.settings)
     curve = curve_of(prediction.footprint_at, decision)
-    return write_report(options.report, Report(name, decision, trace, prediction.settings, curve, layers=layers))
+    return write_report(options.report, Report(type(subject.model).__name__, decision, timeline, curve, layers=layers))
 
 
 def _print(

@@ -18,8 +18,10 @@ from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
-from lightning_memguard.report.failure import Overrun, announcement, note, overrun_words, refusal_words
+from lightning_memguard.report.failure import announcement, note, overrun_words, refusal_words
 from lightning_memguard.report.loggers import Boards
+from lightning_memguard.report.page import write_report
+from lightning_memguard.report.page_data import Report
 from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
@@ -32,7 +34,7 @@ from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, f
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import resume, saved_in
-from lightning_memguard.training.run.run_report import Page, folder_of, page_of
+from lightning_memguard.training.run.run_report import folder_of, report_of
 from lightning_memguard.training.run.tune import recheck, tune, with_steps
 
 if TYPE_CHECKING:
@@ -77,7 +79,8 @@ class GuardedRun:
         self._undo: list[Callable[[], None]] = []
         self._gradient_bytes: list[int] = []
         self._watches: dict[str, BatchWatch | None] = {}  # by role
-        self._page: Page | None = None
+        self._folder: Path | None = None
+        self._report: Report | None = None
         self._boards: Boards | None = None
         self._recorder = SnapshotRecorder(trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
@@ -266,12 +269,12 @@ class GuardedRun:
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
         facts, title = profile.facts, type(self.module).__name__
-        folder = self._try_writing("report", lambda: folder_of(self.trainer, facts, self._folders))
+        self._folder = self._try_writing("report", lambda: folder_of(self.trainer, facts, self._folders))
         if facts.leaves_files:
-            self._boards = Boards(facts.loggers, folder, self.stage)
+            self._boards = Boards(facts.loggers, self._folder, self.stage)
             self._boards.log_setup(self.decision, self.trainer.global_step)
-        if folder is not None:
-            self._page = self._try_writing("report", lambda: page_of(title, profile, self.decision, folder))
+        if self._folder is not None:
+            self._report = self._try_writing("report", lambda: report_of(title, profile, self.decision))
         self._write_page()
 
     # -- at each batch
@@ -298,7 +301,7 @@ class GuardedRun:
         if self._checks_peak and measured.peak_bytes > budget.free_bytes:
             self._checks_peak = False
             size = attempt(lambda: size_within_budget(watch, footprint, measured)).value
-            self._warn(overrun_words(Overrun(footprint, measured, budget, size)))
+            self._warn(overrun_words(footprint, measured, budget, size))
 
     def check_batch(self, role: str, batch: object, batch_idx: int) -> None:
         """Warn of a batch that is larger than predicted; return what collating it has freed."""
@@ -421,12 +424,13 @@ class GuardedRun:
         return save_snapshot(profile.trace_at(decision.batch_size), profile.prediction.settings, path)
 
     def _write_page(self) -> Path | None:
-        page = self._page
-        if page is None:
+        folder, report = self._folder, self._report
+        if folder is None or report is None:
             return None
-        path = self._try_writing("report", lambda: page.write(self.decision, self.records))
-        self._page = page if path else None  # what failed once is not tried again
-        return path
+        report = replace(report, decision=self.decision, records=tuple(self.records))
+        paths = self._try_writing("report", lambda: write_report(folder, report, self.stage))
+        self._report = report if paths else None  # what failed once is not tried again
+        return paths[0] if paths else None
 
     def _try_writing(self, what: str, write: Callable[[], T]) -> T | None:
         written = attempt(write)
@@ -464,7 +468,7 @@ class GuardedRun:
         while self._undo:
             attempt(self._undo.pop())
         self._watches.clear()
-        self._page = self._boards = None
+        self._report = self._boards = None
         attempt(self._end_recording)
         if self._rescuer is not None:
             self._rescuer.close()

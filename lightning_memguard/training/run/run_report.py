@@ -1,25 +1,24 @@
-"""A run -> its report: the folder for its files, and the page in there."""
+"""A run -> its report, and the folder for its files."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.capture.capture import isolated
 from lightning_memguard.core.decision.decision import Decision
-from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.isolation.pool import ChildPool
 from lightning_memguard.core.layers.layers import LayerTable
+from lightning_memguard.core.replay.timeline import Timeline, timeline_of
 from lightning_memguard.core.simulation.fake import run_on_one_thread
-from lightning_memguard.report.page import PAGE_NAME, write_report
+from lightning_memguard.report.page import PAGE_NAME
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.facts.ranks import attempt
-from lightning_memguard.training.facts.run_facts import RunFacts, Stage
+from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.run.profile import RunProfile
 
 if TYPE_CHECKING:
@@ -29,39 +28,18 @@ if TYPE_CHECKING:
 FOLDER = "memguard"  # below default_root_dir, if no logger has a folder of its own
 
 
-@dataclass(frozen=True)
-class Page:
-    """A run's page: where it is written, and what of it stays the same during the run."""
-
-    folder: Path
-    report: Report
-    stage: Stage
-
-    def write(self, decision: Decision, records: Sequence[EpochRecord]) -> Path:
-        """Write it again.
-
-        Raises:
-            MemGuardError: its folder cannot be written to.
-        """
-        report = replace(self.report, decision=decision, records=tuple(records))
-        return write_report(self.folder, report, self.stage)[0]
-
-
-def page_of(title: str, profile: RunProfile, decision: Decision, folder: Path) -> Page:
-    """The page of a run. A child makes its report: traces are large, and none stays in the run's own process."""
+def report_of(title: str, profile: RunProfile, decision: Decision) -> Report:
+    """The report of a run before its first step. A child makes it: traces are large, and none stays in this process."""
     make = functools.partial(_report, title, profile, decision)
     with ChildPool[int, Report](lambda _: make(), most=1, begin=run_on_one_thread, trusted=True) as pool:
-        report = pool.result(0).value or make()
-    return Page(folder, report, profile.facts.stage)
+        return pool.result(0).value or make()
 
 
 def _report(title: str, profile: RunProfile, decision: Decision) -> Report:
-    size = decision.batch_size
-    trace = attempt(lambda: profile.trace_at(size)).value
-    settings = profile.prediction.settings if trace else None
+    size, settings = decision.batch_size, profile.prediction.settings
+    timeline = attempt(lambda: timeline_of(profile.trace_at(size), settings)).value or Timeline(0)
     curve = attempt(lambda: _curve(profile.unpacked(), decision)).value or ()
-    layers = attempt(lambda: _layers(profile, size)).value
-    return Report(title, decision, trace, settings, curve, layers=layers).without_trace()
+    return Report(title, decision, timeline, curve, layers=attempt(lambda: _layers(profile, size)).value)
 
 
 def folder_of(trainer: Trainer, facts: RunFacts, folders: MutableMapping[Trainer, Path]) -> Path | None:
