@@ -169,8 +169,10 @@ def draw(picture: Picture) -> Image:
     from PIL.ImageDraw import Draw
 
     bottom = _TOP + sum(len(group.bars) * _BAR + _GAP for group in picture.groups)
-    image = new("RGB", (_WIDTH, bottom + 110), "white")
-    drawing = _Drawing(picture, image, Draw(image), bottom)
+    image, hatch = (new(mode, (_WIDTH, bottom + 110), fill) for mode, fill in (("RGB", "white"), ("1", 0)))
+    for x in range(-hatch.height, _WIDTH, 8):
+        Draw(hatch).line((x, hatch.height, x + hatch.height, 0), fill=1, width=2)
+    drawing = _Drawing(picture, image, hatch, Draw(image), bottom)
     drawing.text((_MARGIN, 12), picture.title, size=28)
     drawing.text((_MARGIN, 48), picture.figures, size=20)
     drawing.text((_MARGIN, 76), picture.source, fill=_PALE)
@@ -183,10 +185,11 @@ def draw(picture: Picture) -> Image:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """A picture on its way to an image; the bars end at the height ``bottom``."""
+    """A picture on its way to an image; ``hatch`` are lines for what was measured; the bars end at ``bottom``."""
 
     picture: Picture
     image: Image
+    hatch: Image
     pen: ImageDraw
     bottom: int
 
@@ -208,16 +211,14 @@ class _Drawing:
             self.pen.rectangle((self.x(usable), _TOP - 6, self.x(limit), self.bottom), "#fbe9e7")
 
     def limit(self) -> None:
-        limit = self.picture.limit_bytes
-        x, margin = self.x(limit), limit - self.picture.usable_bytes
+        limit, margin = self.picture.limit_bytes, self.picture.limit_bytes - self.picture.usable_bytes
+        x = self.x(limit)
         for y in range(_TOP - 6, self.bottom, 12):
             self.pen.line((x, y, x, min(y + 7, self.bottom)), fill=_ALERT, width=3)
-        text = f"limit {format_bytes(limit)}"
-        text += f" (with a margin of {format_bytes(margin)})" if margin else ""
+        text = f"limit {format_bytes(limit)}" + (f" (with a margin of {format_bytes(margin)})" if margin else "")
         text += ", off the scale" if limit > self.picture.span_bytes else ""
-        to_the_left = x > _LEFT + 170
-        at = (x + 4 if to_the_left else x - 4, _TOP - 12)
-        self.text(at, text, fill=_ALERT, anchor="rd" if to_the_left else "ld")
+        shift, anchor = (4, "rd") if x > _LEFT + 170 else (-4, "ld")
+        self.text((x + shift, _TOP - 12), text, fill=_ALERT, anchor=anchor)
 
     def bars(self) -> None:
         y = _TOP + _GAP // 2
@@ -243,18 +244,10 @@ class _Drawing:
 
     def box(self, box: tuple[int, int, int, int], color: str, *, hatched: bool) -> None:
         """A filled box; white lines over it show without colors that it was measured."""
-        from PIL.Image import new
-        from PIL.ImageDraw import Draw
-
         self.pen.rectangle(box, color)
-        if not hatched:
-            return
-        left, top, right, bottom = box
-        width, height = right - left + 1, bottom - top + 1
-        pen = Draw(lines := new("1", (width, height)))
-        for x in range(-(left % 8) - height, width, 8):
-            pen.line((x, height, x + height, 0), fill=1, width=2)
-        self.image.paste("white", (left, top), lines)
+        if hatched:
+            area = (*box[:2], box[2] + 1, box[3] + 1)
+            self.image.paste("white", area, self.hatch.crop(area))
 
     def bounds(self, low_bytes: int, high_bytes: int, y: int) -> None:
         """A line from the least to the most that is predicted."""

@@ -6,12 +6,12 @@ class, since Lightning's dummy loggers (of ``fast_dev_run``, and of ranks other 
 
 from __future__ import annotations
 
+import functools
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
@@ -32,26 +32,13 @@ _CHANGE_TO_DRAW = 0.01
 _MOST_TO_READ = 8 * MIB  # a layout is at the start; a run that is resumed may have left gigabytes of events
 
 
-@dataclass(frozen=True)
-class _Board(ABC):
-    """A logger or a folder, where a run's table and pictures go, each by its ``name``; any method may raise.
+class _Board(NamedTuple):
+    """How a logger, or a folder, shows the table and a picture; both may raise."""
 
-    An evaluation's are named after its ``stage``.
-    """
-
-    target: Any
-    stage: str = "fit"
-
-    def named(self, name: str) -> str:
-        """The name of something that is shown of this stage."""
-        return with_stage(name, self.stage)
-
-    @abstractmethod
-    def show_setup(self, decision: Decision, text: str, step: int) -> None:
-        """Show the decision, whose table as Markdown is ``text``."""
-
-    @abstractmethod
-    def show_picture(self, picture: Image, name: str, step: int) -> None: ...
+    setup: Callable[[Decision, str, int], object]
+    """Shows a decision, whose table as Markdown is the text, at a step."""
+    picture: Callable[[Image, str, int], object]
+    """Shows a picture of this name, such as ``epoch_0003``, at a step."""
 
 
 @dataclass
@@ -76,15 +63,16 @@ class Boards:
     _last_drawn_bytes: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        named = functools.partial(with_stage, stage=self.stage)
         for logger in self.loggers:
             name = type(logger).__name__
             try:
-                if board := _board_of(logger, self.stage):
+                if board := _board_of(logger, named):
                     self._boards.append((name, board))
             except Exception as error:  # noqa: BLE001 - a logger's failure must not fail the training
                 _warn(name, error)
         if not self._boards and self.folder is not None:
-            self._boards.append((str(self.folder), _Folder(self.folder, self.stage)))
+            self._boards.append((str(self.folder), _files_in(self.folder, named)))
 
     def log_setup(self, decision: Decision, step: int = 0, kind: str = "training") -> None:
         """Show the table, the layout of the charts and the predicted picture: once per run, after the decision.
@@ -96,7 +84,7 @@ class Boards:
             step: the Trainer's step, more than 0 if a run is resumed.
             kind: what runs, if the decision's phase does not say so.
         """
-        self._show(lambda board: board.show_setup(decision, markdown(decision, kind), step))
+        self._show(lambda board: board.setup(decision, markdown(decision, kind), step))
         self._draw(picture_of_setup(decision), "setup", step)
 
     def log_epoch(self, record: EpochRecord, step: int) -> None:
@@ -121,9 +109,9 @@ class Boards:
             self._boards.clear()
             _warn("picture", error)
             return
-        self._show(lambda board: board.show_picture(drawn, name, step))
+        self._show(lambda board: board.picture(drawn, name, step))
 
-    def _show(self, show: Callable[[_Board], None]) -> None:
+    def _show(self, show: Callable[[_Board], object]) -> None:
         """Call it for every board; one that fails is not called again."""
         for each in list(self._boards):
             name, board = each
@@ -139,41 +127,78 @@ def _warn(name: str, error: Exception) -> None:
     warnings.warn(f"MemGuard's table and pictures are missing from {name}: {why}", stacklevel=2)
 
 
-def _board_of(logger: Any, stage: str) -> _Board | None:
-    """Return the board that shows tables and pictures on this logger; None if no board of ours is known to work."""
-    if _has(logger, "log_table", "log_image"):
-        return _WeightsAndBiases(logger, stage)
+def _board_of(logger: Any, named: Callable[[str], str]) -> _Board | None:
+    """Return the board that shows tables and pictures on this logger; None if no board of ours is known to work.
+
+    ``named`` makes the names of an evaluation.
+    """
+    if _has(logger, "log_table", "log_image"):  # Weights & Biases: no Markdown
+        return _Board(
+            lambda decision, _, step: logger.log_table(named(_SETUP), **_table("columns", decision), step=step),
+            lambda picture, _, step: logger.log_image(named(_PICTURE), [picture], step),
+        )
     experiment = logger.experiment
     if _has(experiment, "add_text", "add_image", "add_custom_scalars"):
-        return _TensorBoard(logger, stage)
-    if _has(logger, "run_id") and _has(experiment, "log_text", "log_image"):
-        return _MLflow(logger, stage)
-    if _has(experiment, "log_text", "log_image", "log_table", "log_html"):
-        return _Comet(logger, stage)
+        return _tensorboard(experiment, getattr(logger, "_prefix", ""), named)
+    if _has(logger, "run_id") and _has(experiment, "log_text", "log_image"):  # MLflow: artifacts, which have no step
+        log, run = experiment, logger.run_id
+        return _Board(
+            lambda _, text, _step: log.log_text(run, text, f"memguard/{named(SETUP_NAME)}"),
+            lambda image, name, _step: log.log_image(run, image, f"memguard/{named(f'peak_{name}.png')}"),
+        )
+    if _has(experiment, "log_text", "log_image", "log_table", "log_html"):  # Comet: Assets, and Graphics
+
+        def show_setup(decision: Decision, text: str, step: int) -> None:
+            table = _table("headers", decision)
+            experiment.log_table(named("memguard_setup.csv"), table["data"], headers=table["headers"])
+            experiment.log_text(text, step=step)
+
+        return _Board(
+            show_setup, lambda picture, _, step: experiment.log_image(picture, name=named(_PICTURE), step=step)
+        )
     table = getattr(experiment, "metrics_file_path", None)
-    if isinstance(table, str) and "://" not in table:
-        return _Folder(Path(table).parent, stage)
-    return None
+    return _files_in(Path(table).parent, named) if isinstance(table, str) and "://" not in table else None
 
 
 def _has(thing: object, *methods: str) -> bool:
     return all(hasattr(type(thing), method) for method in methods)
 
 
-class _TensorBoard(_Board):
+def _table(heads: str, decision: Decision) -> dict[str, Any]:
+    """The table, with the sentences under it as rows."""
+    heading, rows = setup_rows(decision)
+    return {heads: list(heading), "data": [list(row) for row in rows]}
+
+
+def _files_in(folder: Path, named: Callable[[str], str]) -> _Board:
+    """Files, for a CSV logger and for runs without a logger; the newest picture replaces the one before."""
+
+    def write(name: str, how: Callable[[Path], object]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / f".{name}"
+        how(unfinished)
+        unfinished.replace(folder / name)  # no reader sees half of it
+
+    return _Board(
+        lambda _, text, _step: write(named(SETUP_NAME), lambda to: to.write_text(text, encoding="utf-8")),
+        lambda picture, _, _step: write(named(PICTURE_NAME), lambda to: picture.save(to, "png")),
+    )
+
+
+def _tensorboard(writer: SummaryWriter, prefix: str, named: Callable[[str], str]) -> _Board:
     """`torch.utils.tensorboard.SummaryWriter` and tensorboardX's: a layout of charts, text, images by step."""
 
-    def show_setup(self, decision: Decision, text: str, step: int) -> None:
-        writer = self.target.experiment
-        writer.add_text(self.named(_SETUP), text, step)
+    def show_setup(decision: Decision, text: str, step: int) -> None:
+        writer.add_text(named(_SETUP), text, step)
         if not _has_layout(writer):
-            writer.add_custom_scalars(layout(decision, getattr(self.target, "_prefix", "")))
+            writer.add_custom_scalars(layout(decision, prefix))
 
-    def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one tag, by step
+    def show_picture(picture: Image, _: str, step: int) -> None:
         import numpy as np
 
-        image = np.asarray(picture)
-        self.target.experiment.add_image(self.named(_PICTURE), image, step, dataformats="HWC")
+        writer.add_image(named(_PICTURE), np.asarray(picture), step, dataformats="HWC")
+
+    return _Board(show_setup, show_picture)
 
 
 def layout(decision: Decision, prefix: str | None = "") -> dict[str, dict[str, list[Any]]]:
@@ -211,56 +236,3 @@ def _has_layout(writer: SummaryWriter) -> bool:
             if b"custom_scalars__config__" in stream.read(_MOST_TO_READ):
                 return True
     return False
-
-
-class _WeightsAndBiases(_Board):
-    """Lightning's `WandbLogger`: a table, with the sentences as rows since a run shows no Markdown, and images."""
-
-    def show_setup(self, decision: Decision, text: str, step: int) -> None:  # noqa: ARG002 - no Markdown
-        heading, rows = setup_rows(decision)
-        data = [list(row) for row in rows]
-        self.target.log_table(self.named(_SETUP), columns=list(heading), data=data, step=step)
-
-    def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one key, by step
-        self.target.log_image(self.named(_PICTURE), [picture], step)
-
-
-class _MLflow(_Board):
-    """Lightning's `MLFlowLogger` and its `MlflowClient`: artifacts of the run, in a folder of ours."""
-
-    def show_setup(self, decision: Decision, text: str, step: int) -> None:  # noqa: ARG002 - a file has no step
-        self.target.experiment.log_text(self.target.run_id, text, f"memguard/{self.named(SETUP_NAME)}")
-
-    def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - a file has no step
-        file = self.named(f"peak_{name}.png")
-        self.target.experiment.log_image(self.target.run_id, picture, f"memguard/{file}")
-
-
-class _Comet(_Board):
-    """Comet's `CometExperiment`: the table under Assets, the same as text, images under Graphics."""
-
-    def show_setup(self, decision: Decision, text: str, step: int) -> None:
-        heading, rows = setup_rows(decision)
-        self.target.experiment.log_table(
-            self.named("memguard_setup.csv"), [list(row) for row in rows], headers=list(heading)
-        )
-        self.target.experiment.log_text(text, step=step)
-
-    def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - one name, by step
-        self.target.experiment.log_image(picture, name=self.named(_PICTURE), step=step)
-
-
-class _Folder(_Board):
-    """Files, for a CSV logger and for runs without a logger."""
-
-    target: Path
-
-    def show_setup(self, decision: Decision, text: str, step: int) -> None:  # noqa: ARG002 - a file has no step
-        self.target.mkdir(parents=True, exist_ok=True)
-        (self.target / self.named(SETUP_NAME)).write_text(text, encoding="utf-8")
-
-    def show_picture(self, picture: Image, name: str, step: int) -> None:  # noqa: ARG002 - the newest replaces it
-        self.target.mkdir(parents=True, exist_ok=True)
-        unfinished = self.target / f".{self.named(PICTURE_NAME)}"
-        picture.save(unfinished, "png")
-        unfinished.replace(self.target / self.named(PICTURE_NAME))  # no reader sees half of it
