@@ -21,7 +21,6 @@ from lightning_memguard.report.words import COLORS, part_words, round_step, tick
 from lightning_memguard.units import format_bytes
 
 _OTHER = "#8a8f98"  # the color of a part without one
-_Point = tuple[int, int]  # a batch size and bytes
 
 
 def swatch(part: str) -> str:
@@ -52,71 +51,47 @@ def curve(points: Sequence[CurvePoint], decision: Decision, footprint: Footprint
     """The peak versus the batch size, as a section of the page; empty if there are not two points."""
     if len(points) < 2:
         return ""
-    points = sorted(points, key=lambda point: point.batch_size)
-    peaks = [(point.batch_size, point.peak_device_bytes) for point in points]
-    bounds = [(point.batch_size, point.most_device_bytes) for point in points]
-    highest = max(point.most_device_bytes for point in points)
-    is_far = budget.usable_bytes > 3 * highest  # a budget far above would flatten the curve
-    axis = _Axis.up_to(highest if is_far else max(highest, budget.free_bytes))
-    chosen = decision.batch_size, footprint.peak_device_bytes
-    requested = [point for point in peaks if point[0] == decision.requested_batch_size != decision.batch_size][:1]
-    plot = _CurvePlot(peaks, bounds, max(peaks[-1][0], chosen[0]), axis)
-    legend = [
-        ('<i class="key dot chosen"></i>', "chosen"),
-        *(('<i class="key dot asked"></i>', f"requested ({size})") for size, _ in requested),
-        *([('<i class="key area"></i>', "up to the upper bound")] if peaks != bounds else []),
-        *([("", f"usable: {format_bytes(budget.usable_bytes)}, far above")] if is_far else []),
-    ]
+    sizes, peaks, bounds = zip(*sorted(map(astuple, points)), strict=True)
+    usable, is_far = format_bytes(budget.usable_bytes), budget.usable_bytes > 3 * max(bounds)  # would flatten the curve
+    axis = _Axis.up_to(max(bounds) if is_far else max(*bounds, budget.free_bytes))
+    chosen, peak, asked = decision.batch_size, footprint.peak_device_bytes, decision.requested_batch_size
+    last = max(sizes[-1], chosen)
+
+    def path(values: Sequence[int]) -> list[str]:
+        return [f"{1000 * size / last:.1f},{axis.y(nbytes):.1f}" for size, nbytes in zip(sizes, values, strict=True)]
+
+    def dot(size: int, nbytes: int, kind: str) -> str:
+        place = f"left:{100 * size / last:.2f}%;bottom:{100 * nbytes / axis.top:.2f}%"
+        return f'<span class="dot {kind}" style="{place}"></span>'
+
+    legend = [('<i class="key dot chosen"></i>', "chosen")]
+    lines = f'<path class="drop" d="M{1000 * chosen / last:.1f} 0V1000"/>'
+    marks = dot(chosen, peak, "chosen") + _label(chosen / last, 0.06, f"{chosen}: {format_bytes(peak)}", "chosen")
+    if asked != chosen and asked in sizes:
+        legend.append(('<i class="key dot asked"></i>', f"requested ({asked})"))
+        marks += dot(asked, peaks[sizes.index(asked)], "asked")
+    if peaks != bounds:
+        legend.append(('<i class="key area"></i>', "up to the upper bound"))
+        lines = f'<polygon class="band" points="{" ".join([*path(bounds), *path(peaks)[::-1]])}"/>{lines}'
+        lines += f'<polyline class="curve thin" points="{" ".join(path(bounds))}"/>'
+    if is_far:
+        legend.append(("", f"usable: {usable}, far above"))
+    else:
+        lines, marks = lines + _limits(budget, axis), _limit_label(budget, axis) + marks
     of_what = "allocated memory" if footprint.device == "cpu" else "total on device"
     label = (
-        f"Predicted peak on the device by batch size, from {peaks[0][0]} to {peaks[-1][0]}; "
-        f"{format_bytes(chosen[1])} at the chosen {chosen[0]}; {format_bytes(budget.usable_bytes)} are usable."
+        f"Predicted peak on the device by batch size, from {sizes[0]} to {sizes[-1]}; {format_bytes(peak)} at the "
+        f"chosen {chosen}; {usable} are usable."
     )
-    lines = plot.lines(chosen, None if is_far else budget)
-    marks = ("" if is_far else _limit_label(budget, axis)) + plot.marks(chosen, requested)
-    rows = "".join(row(size, format_bytes(peak), format_bytes(most)) for size, peak, most in map(astuple, points))
+    named = range(0, last + 1, math.ceil(round_step(last / 4)))
+    names = "".join(f'<span style="left:{100 * size / last:.2f}%">{size}</span>' for size in named)
+    rows = "".join(row(size, *map(format_bytes, both)) for size, *both in zip(sizes, peaks, bounds, strict=True))
     return f"""<section><h2>Peak by batch size</h2><p class="sub">Predicted peak: {of_what}.</p>
 <figure><div class="plot curve-plot">{axis.labels()}<div class="area"><svg viewBox="0 0 1000 1000"
-preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{lines}</svg>{marks}</div>
-{plot.size_axis()}</div>{_legend(legend)}</figure>
+preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{axis.lines()}{lines}
+<polyline class="curve" points="{" ".join(path(peaks))}"/></svg>{marks}</div>
+<div class="x-axis" aria-hidden="true">{names}</div><div class="x-name">batch size</div></div>{_legend(legend)}</figure>
 {_as_table(("Batch size", "Peak on the device", "At most"), rows)}</section>"""
-
-
-@dataclass(frozen=True)
-class _CurvePlot:
-    """Peaks and their upper bounds by batch size, on a picture of 1000 by 1000."""
-
-    peaks: list[_Point]
-    bounds: list[_Point]
-    last: int
-    axis: _Axis
-
-    def lines(self, chosen: _Point, limits: Budget | None) -> str:
-        band = edge = ""
-        if self.peaks != self.bounds:
-            band = f'<polygon class="band" points="{self._path(self.bounds)} {self._path(self.peaks[::-1])}"/>'
-            edge = f'<polyline class="curve thin" points="{self._path(self.bounds)}"/>'
-        drop = f'<path class="drop" d="M{1000 * chosen[0] / self.last:.1f} 0V1000"/>'
-        return f"""{self.axis.lines()}{band}{drop}{_limits(limits, self.axis) if limits else ""}{edge}
-<polyline class="curve" points="{self._path(self.peaks)}"/>"""
-
-    def marks(self, chosen: _Point, requested: Sequence[_Point]) -> str:
-        """Dots, and the words next to the chosen one: below the curve, where nothing else is."""
-        words = f"{chosen[0]}: {format_bytes(chosen[1])}"
-        dots = [self._dot(point, "asked") for point in requested]
-        return self._dot(chosen, "chosen") + _label(chosen[0] / self.last, 0.06, words, "chosen") + "".join(dots)
-
-    def size_axis(self) -> str:
-        sizes = range(0, self.last + 1, math.ceil(round_step(self.last / 4)))
-        marks = "".join(f'<span style="left:{100 * size / self.last:.2f}%">{size}</span>' for size in sizes)
-        return f'<div class="x-axis" aria-hidden="true">{marks}</div><div class="x-name">batch size</div>'
-
-    def _path(self, points: Sequence[_Point]) -> str:
-        return " ".join(f"{1000 * size / self.last:.1f},{self.axis.y(nbytes):.1f}" for size, nbytes in points)
-
-    def _dot(self, point: _Point, kind: str) -> str:
-        x, y = point[0] / self.last, point[1] / self.axis.top
-        return f'<span class="dot {kind}" style="left:{100 * x:.2f}%;bottom:{100 * y:.2f}%"></span>'
 
 
 def _limits(budget: Budget, axis: _Axis) -> str:
