@@ -18,8 +18,8 @@ class DoesNotFitError(MemGuardError):
         largest_part: the part with the most bytes at the peak, such as ``"activations"``; empty if unknown.
         rule_of_thumb: the usual way to shrink that part.
         way_out: how to get more room on the device.
-        advice: remedies that need less, most saved first, each an `lightning_memguard.core.decision.advice.Advice`;
-            empty if nothing was tried.
+        advice: remedies that need less, the least change of the training first, each an
+            `lightning_memguard.core.decision.advice.Advice`; empty if nothing was tried.
         advice_text: the advice in words.
         rank: the rank that it does not fit on; None with one process.
     """

@@ -21,6 +21,7 @@ class Advice:
         saved_bytes: how much less that is than the step as it is.
         fits: whether it is within the budget.
         batch_sizes: the largest that fits with them, and as it is (0 if none does); None if none was looked for.
+        places: the place of each in the order of remedies, which begins with what changes the training least.
     """
 
     remedies: tuple[str, ...]
@@ -30,6 +31,7 @@ class Advice:
     saved_bytes: int
     fits: bool
     batch_sizes: tuple[int, int] | None = None
+    places: tuple[int, ...] = ()
 
 
 def text(advice: Advice) -> str:
@@ -54,16 +56,23 @@ def larger_batch(advice: Advice) -> str:
     return f"Batch size {size} instead of {now or 'none'}. " if size > now else ""
 
 
-def by_savings(advice: Iterable[Advice]) -> tuple[Advice, ...]:
-    """Sort by what is saved, most first; of equals, the single remedy before the pair."""
-    return tuple(sorted(advice, key=lambda each: (-each.saved_bytes, len(each.remedies))))
+def in_order(advice: Iterable[Advice]) -> tuple[Advice, ...]:
+    """Sort as a colleague would: what fits, the least change of the training first; then what comes nearest to fitting.
+
+    A pair changes as much as the stronger of its two remedies, and a little more.
+    """
+
+    def key(each: Advice) -> tuple[bool, list[int], int, int]:
+        change = sorted(each.places, reverse=True) if each.fits else []
+        return not each.fits, change, -each.saved_bytes, len(each.remedies)
+
+    return tuple(sorted(advice, key=key))
 
 
 def shortlist(advice: Iterable[Advice], most: int = 4) -> tuple[Advice, ...]:
-    """The few worth reading: of those that fit, single remedies before pairs; if none fits, those that come closest."""
-    known = by_savings(advice)
-    fitting = sorted((each for each in known if each.fits), key=lambda each: len(each.remedies))
-    return tuple(fitting[:most]) or known[:most]
+    """The few worth reading: of those that fit, the first; if none fits, those that come closest."""
+    known = in_order(advice)
+    return (tuple(each for each in known if each.fits) or known)[:most]
 
 
 def what_would_fit(advice: Sequence[Advice], not_tried: int = 0) -> str:
@@ -73,4 +82,5 @@ def what_would_fit(advice: Sequence[Advice], not_tried: int = 0) -> str:
     fitting = any(each.fits for each in advice)
     headline = "What would make it fit" if fitting else "Nothing that was tried makes it fit; what comes nearest"
     lines = [f"{headline} (each predicted by running the step on a copy):", *(f"  - {text(each)}" for each in advice)]
-    return "\n".join([*lines, f"  ({not_tried} more were not tried, for lack of time)"] if not_tried else lines)
+    were = "was" if not_tried == 1 else "were"
+    return "\n".join([*lines, f"  ({not_tried} more {were} not tried, for lack of time)"] if not_tried else lines)

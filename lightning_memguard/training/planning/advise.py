@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_memguard.core.capture.capture import CaptureFailedError, IsolatedWork
 from lightning_memguard.core.capture.predict import Prediction, predict
-from lightning_memguard.core.decision.advice import Advice, by_savings
+from lightning_memguard.core.decision.advice import Advice, in_order
 from lightning_memguard.core.decision.decision import Budget, Request, decide, largest_that
 from lightning_memguard.core.replay.alternatives import NO_COST_SETTINGS, VARIABLE, under
 from lightning_memguard.core.replay.footprint import Footprint
@@ -43,7 +43,7 @@ class AdviceReport:
     """The result of trying remedies.
 
     Attributes:
-        advice: what saves memory, most first.
+        advice: what saves memory, in the order of `in_order`.
         left_out: the others by name, and why.
         not_tried: how many were not tried, for lack of time.
     """
@@ -88,7 +88,7 @@ def try_remedies(
     settings = _settings_that_save(prediction, batch_size, budget, request)
     with attempts.isolated:
         tried = _tried(attempts, families, combinations=combinations)
-    return replace(tried, advice=by_savings([*tried.advice, *settings]))
+    return replace(tried, advice=in_order([*tried.advice, *settings]))
 
 
 def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: bool) -> AdviceReport:
@@ -106,7 +106,7 @@ def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: boo
         pair = attempts.mildest(list(itertools.product(first[0], second[0])))
         if pair and pair.saved_bytes > max(_saved(first), _saved(second)):
             known.append(pair)
-    return AdviceReport(by_savings(known), tuple(attempts.left_out), attempts.not_tried)
+    return AdviceReport(in_order(known), tuple(attempts.left_out), attempts.not_tried)
 
 
 def setting_that_saves(prediction: Prediction, batch_size: int, share: float) -> tuple[str, int] | None:
@@ -142,7 +142,7 @@ def _settings_that_save(
         return []
     how, cost = f"set {VARIABLE}={text} in the environment", "none: the same blocks, in other segments"
     fits = best.most_device_bytes <= budget.usable_bytes
-    return [Advice((text,), (how,), (cost,), best, saved, fits, sizes)]
+    return [Advice((text,), (how,), (cost,), best, saved, fits, sizes, _FIRST)]
 
 
 def _largest(prediction: Prediction, budget: Budget, request: Request | None) -> int | None:
@@ -156,6 +156,7 @@ def _largest(prediction: Prediction, budget: Budget, request: Request | None) ->
 
 
 _NOTABLE = 0.01  # of the step: less is not worth a setting
+_FIRST = (-1,)  # before all remedies, as it does not change the training
 
 
 def _saved(single: _Single) -> int:
@@ -232,6 +233,7 @@ class _Attempts:
             found,
             saved,
             found.most_device_bytes <= self.budget.usable_bytes,
+            places=self.places_of(remedies),
         )
 
     def footprint_with(self, places: _Places) -> Footprint:

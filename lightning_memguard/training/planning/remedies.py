@@ -58,14 +58,23 @@ Family = tuple[Remedy, ...]
 
 
 def families_for(prediction: Prediction, batch_size: int) -> list[Family]:
-    """All that apply, those first that change the result least: they are tried when time is short."""
+    """All that apply, in the one order: what changes the training least is tried first, and named first."""
     program = prediction.program
+    halves = list(precisions(program))
     if not program.trains:
-        return [(remedy,) for remedy in precisions(program)]
-    structure = program.inspect(Structure.of)
-    mild = (*_FASTER_OPTIMIZERS, *_bucket_views(program), *_checkpointing(structure, prediction.trace_at(batch_size)))
-    strong = (*precisions(program), *smaller_states(program), *_freezing(structure))
-    return [*((each,) for each in mild), *_accumulation(program, batch_size), *((each,) for each in strong)]
+        return [(remedy,) for remedy in halves]
+    structure, on_cuda = program.inspect(Structure.of), program.device.type == "cuda"
+    mixed = [(remedy,) for remedy in halves if remedy.name.endswith("-mixed")]
+    checkpointing = _checkpointing(structure, prediction.trace_at(batch_size))
+    strongest = (*(remedy for remedy in halves if (remedy,) not in mixed), _SGD, *_freezing(structure))
+    return [
+        *((remedy,) for remedy in (*_FASTER_OPTIMIZERS, *_bucket_views(program))),
+        *(mixed if on_cuda else ()),
+        *((remedy,) for remedy in checkpointing),
+        *_accumulation(program, batch_size),
+        *(() if on_cuda else mixed),  # processors have few kernels for it
+        *((remedy,) for remedy in (*smaller_states(program), *strongest)),
+    ]
 
 
 def precisions(program: Program) -> Iterator[Remedy]:
@@ -194,17 +203,17 @@ _SMALLER_OPTIMIZERS = (
         _adafactor_of,
         during=partial(added, find("torch.optim._adafactor"), max=_larger),
     ),
-    _optimizer(
-        "SGD",
-        "torch.optim.SGD(parameters, lr=...), without momentum",
-        "no momentum and no step size of each parameter's own: another learning rate, slower or no convergence",
-        _plain_sgd,
-    ),
+)
+_SGD = _optimizer(
+    "SGD",
+    "torch.optim.SGD(parameters, lr=...), without momentum",
+    "no momentum and no step size of each parameter's own: another learning rate, slower or no convergence",
+    _plain_sgd,
 )
 
 
 def smaller_states(program: Program) -> tuple[Remedy, ...]:
-    """Optimizers that keep less; the kernels of the one with 8 bits run on CUDA."""
+    """Adaptive optimizers that keep less; the kernels of the one with 8 bits run on CUDA."""
     return _SMALLER_OPTIMIZERS if program.device.type == "cuda" else _SMALLER_OPTIMIZERS[1:]
 
 

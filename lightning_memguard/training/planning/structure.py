@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from torch import nn
 
@@ -43,7 +45,8 @@ class Structure:
         root: what its owner's code calls it.
         blocks: those that repeat.
         switches: the paths of the parts that have a switch for activation checkpointing.
-        head: the path of the last child with parameters; empty if there is only one, or the others are frozen.
+        head: the path of the last child with parameters, if the others can be frozen: they have learned already, it
+            seems, and are not frozen yet.
     """
 
     root: str
@@ -54,7 +57,8 @@ class Structure:
     @classmethod
     def of(cls, module: nn.Module, root: str) -> Structure:
         """The structure of a module."""
-        return cls(root, tuple(_repeated_blocks(module, root)), tuple(_with_switch(module)), _head_of(module))
+        head = _head_of(module) if _is_pretrained(module) else ""
+        return cls(root, tuple(_repeated_blocks(module, root)), tuple(_with_switch(module)), head)
 
 
 def _with_switch(module: nn.Module) -> Iterator[str]:
@@ -106,6 +110,15 @@ def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kin
     else:
         name = f"the {len(paths)} {kind.__name__} modules of {written_path(path) or root}"
     return Blocks(name, how, tuple(paths))
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    """Whether weights were loaded, as far as that shows: some are frozen, or a model says where they come from."""
+    found = [getattr(getattr(each, "config", None), "name_or_path", "") for each in module.modules()]  # transformers
+    for name, value in (getattr(module, "hparams", None) or {}).items():
+        found += [value] if re.search(r"pretrained|name_or_path$|weights$", str(name)) else []
+    frozen = any(not parameter.requires_grad for parameter in module.parameters())
+    return frozen or any(isinstance(each, (str, bool, Enum)) and bool(each) for each in found)
 
 
 def _head_of(module: nn.Module, prefix: str = "") -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_memguard.core.decision.advice import Advice, by_savings, shortlist, text, what_would_fit
+from lightning_memguard.core.decision.advice import Advice, in_order, shortlist, text, what_would_fit
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.units import GIB
 
 
 def advice(*remedies: str, saves: int, fits: bool = True) -> Advice:
+    """Advice whose remedies are letters: ``a`` changes the training less than ``b``."""
     need = 10 - saves
     footprint = Footprint(8, "cuda", need * GIB, need * GIB, need * GIB)
     how, costs = (tuple(f"{word} {name}" for name in remedies) for word in ("use", "pay"))
-    return Advice(remedies, how, costs, footprint, saves * GIB, fits)
+    return Advice(remedies, how, costs, footprint, saves * GIB, fits, places=tuple(map(ord, remedies)))
 
 
 def names(several: tuple[Advice, ...]) -> list[str]:
@@ -28,15 +29,11 @@ def test_a_line_says_where_it_is_not_enough():
     assert "1.0 GiB less, does not fit" in text(advice("a", saves=1, fits=False))
 
 
-def test_what_saves_most_comes_first_and_of_equals_the_single_remedy():
-    several = [advice("a", saves=1), advice("b", "c", saves=3), advice("d", saves=3), advice("e", saves=2)]
-    assert names(by_savings(several)) == ["d", "b+c", "e", "a"]
-
-
-def test_of_those_that_fit_single_remedies_are_read_before_pairs():
-    several = [advice("a", "b", saves=5), advice("a", saves=2), advice("c", saves=3), advice("d", saves=9, fits=False)]
-    assert names(shortlist(several)) == ["c", "a", "a+b"]
-    assert names(shortlist(several, 2)) == ["c", "a"]
+def test_what_fits_is_named_from_the_least_change_of_the_training_and_the_rest_by_what_it_saves():
+    fitting = [advice("d", saves=9), advice("a", "d", saves=9), advice("c", saves=3), advice("a", "b", saves=5)]
+    others = [advice("a", saves=1, fits=False), advice("b", "e", saves=2, fits=False), advice("e", saves=2, fits=False)]
+    assert names(in_order([*others, *fitting])) == ["a+b", "c", "d", "a+d", "e", "b+e", "a"]
+    assert names(shortlist([*others, *fitting], 3)) == ["a+b", "c", "d"]
 
 
 def test_where_none_fits_those_that_come_nearest_are_read():
@@ -58,8 +55,9 @@ def test_the_headline_says_whether_any_of_it_helps(fits: bool, headline: str):
     assert lines.splitlines()[1:] == [f"  - {text(advice('a', saves=2, fits=fits))}"]
 
 
-def test_what_was_not_tried_is_said():
-    assert what_would_fit([advice("a", saves=2)], 3).endswith("  (3 more were not tried, for lack of time)")
+@pytest.mark.parametrize(("count", "words"), [(1, "1 more was not tried"), (3, "3 more were not tried")])
+def test_what_was_not_tried_is_said(count: int, words: str):
+    assert what_would_fit([advice("a", saves=2)], count).endswith(f"  ({words}, for lack of time)")
 
 
 def test_no_advice_is_no_text():
