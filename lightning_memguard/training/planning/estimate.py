@@ -15,6 +15,7 @@ from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.training.facts.ranks import warn
 from lightning_memguard.training.planning.subject import (
     MakeOptimizer,
     Step,
@@ -53,8 +54,8 @@ def estimate(
         batch_size: the number of samples to predict for (default: the batch's own).
         step: ``(model, batch) -> loss``; for a plain module.
         optimizer: ``(parameters) -> Optimizer``; for a plain module (default: none, gradients only).
-        device: ``"cpu"``; ``"cuda"`` for the GPU that is there, or, if there is none, for one like an A100; or a
-            GPU by name, such as ``"NVIDIA H200"`` or ``"RTX 4090"``, which need not be there.
+        device: ``"cpu"``; ``"cuda"`` for the GPU that is there, or, if there is none, for an A100, with a warning; or
+            a GPU by name, such as ``"NVIDIA H200"`` or ``"RTX 4090"``, which need not be there.
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
         training: False for one inference forward under ``torch.no_grad``: ``step`` if given; of a LightningModule
             ``predict_step``, or ``validation_step`` if only that is its own; else ``model(batch)``.
@@ -94,6 +95,8 @@ def estimate(
     if (strategy, devices, num_nodes) != ("auto", 1, 1):
         subject = on_ranks(subject, strategy, devices, num_nodes)
     target, size = target_of(device, model).talking(subject.communicators), subject.batch_size
+    for note in target.notes:
+        warn(f"estimate: {note}.")
     settings = AllocatorSettings.for_device(target.device.type, os.environ)
     settings = replace(settings, capacity_bytes=target.capacity_bytes)
     program = program_of(subject, target)

@@ -76,7 +76,7 @@ def target_of(name: str, model: nn.Module | None = None) -> Target:
         return Target(device)
     if torch.cuda.is_available():
         return Target(device, gpu_of(device), context_bytes(device))
-    note = f"no CUDA device is available: predicted for one like the {_STAND_IN}; pass the name of yours as `device`"
+    note = f"no CUDA device is available: predicted for an {_STAND_IN}; choose another GPU, or the CPU, by `device`"
     return replace(_of_catalogue(gpus.find(_STAND_IN)), capacity_bytes=None, notes=(note,))
 
 

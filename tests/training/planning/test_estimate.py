@@ -446,13 +446,15 @@ def test_names_of_gpus_are_taken_as_people_write_them():
 
 @NO_CUDA
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:3"])
-def test_cuda_without_a_device_is_one_like_an_a100_and_a_note_says_so(device):
-    found = planned(device=device)
-    (note,) = found.notes
-    assert note == (
-        "no CUDA device is available: predicted for one like the NVIDIA A100-SXM4-80GB; "
-        "pass the name of yours as `device`"
+def test_cuda_without_a_device_is_an_a100_and_a_warning_and_a_note_say_so(device):
+    note = (
+        "no CUDA device is available: predicted for an NVIDIA A100-SXM4-80GB; "
+        "choose another GPU, or the CPU, by `device`"
     )
+    with pytest.warns(UserWarning, match=f"^estimate: {note}.$") as warned:
+        found = planned(device=device)
+    assert [each.filename for each in warned] == [__file__]
+    assert found.notes == (note,)
     assert replace(found, notes=()) == planned(device="NVIDIA A100-SXM4-80GB")
 
 
