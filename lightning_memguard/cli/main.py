@@ -18,7 +18,7 @@ FITS, DOES_NOT_FIT, BAD_USE, INTERRUPTED = 0, 1, 2, 130
 
 _HOW_TO_DESCRIBE = (
     "If this is not the batch the step expects: --input-shape and --target-shape make a pair of tensors, --input "
-    "NAME=SHAPE makes a dict, --datamodule draws a batch from your data."
+    "NAME=SHAPE makes a dict, --datamodule draws a batch from your data. The first size of a shape is the batch size."
 )
 _EPILOG = """\
 examples:

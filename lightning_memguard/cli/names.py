@@ -34,8 +34,14 @@ PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64
 """The current names of the precisions for which Lightning accepts older names."""
 _INSTALLED = re.compile(r"site-packages|dist-packages|[/\\]lib[/\\]python")
 _CALL = re.compile(r"([\w.]+(?:/[\w./-]+)?:[\w.]+)(\(.*\))", re.DOTALL)
-_SHAPE = re.compile(r"(?P<shape>\d+(?:,\d+)*)(?::(?P<dtype>[a-zA-Z]\w*))?(?::(?P<bound>\d+))?")
-_DTYPES = {"int": "int64", "bf16": "bfloat16"}  # not as torch has them
+_SHAPE = re.compile(  # as people write them: 8,3,64,64 or 8x3x64x64 or (8, 3, 64, 64)
+    r"[(\[]?(?P<shape>\d+(?:\s*[,xX\u00d7]\s*\d+|\s+\d+)*),?[)\]]?"
+    r"(?::\s*(?:torch\.)?(?P<dtype>[a-zA-Z]\w*))?(?::(?P<bound>\d+))?"
+)
+_DTYPES = {"int": "int64", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # not as torch has them
+_KNOWN_DTYPES = (
+    *("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64"),
+)
 _MOST_BYTES = 1 << 26  # larger examples have shapes and no values
 
 
@@ -111,7 +117,7 @@ def _public(thing: object) -> list[str]:
 
 def _similar(name: str, names: Sequence[str]) -> str:
     lower = {each.lower(): each for each in names}
-    if similar := [lower[each] for each in get_close_matches(name.lower(), lower, n=4)]:
+    if similar := [lower[each] for each in get_close_matches(name.lower(), lower)]:
         return f"Did you mean {' or '.join(similar)}?"
     return f"It has {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}." if names else "It defines nothing."
 
@@ -215,20 +221,18 @@ def could_have_memory(module: nn.Module) -> bool:
 
 
 def tensor(text: str, option: str = "--input-shape", dtype: str = "float32") -> torch.Tensor:
-    """An example tensor: ``8,3,224,224``, ``8,128:int64``, ``8:int64:10`` (whole numbers from 0 to 9)."""
-    plain = text.replace(" ", "")
-    match = _SHAPE.fullmatch(plain if "," in plain else plain.replace("x", ","))
-    shape = [int(size) for size in match["shape"].split(",")] if match else []
+    """An example tensor: ``8,3,224,224`` or ``8x3x224x224``, ``8,128:int64``, ``8:int64:10`` (values from 0 to 9)."""
+    match = _SHAPE.fullmatch(text.strip())
+    shape = [int(size) for size in re.findall(r"\d+", match["shape"])] if match else []
     if match is None or 0 in shape:
         raise MemGuardError(
-            f"{option} {text!r} is not a shape: write sizes of 1 or more, separated by commas, then a data type and, "
-            "for classes, their number: 8,3,224,224 or 8,128:int64 or 8:int64:10."
+            f"{option} {text!r} is not a shape: write its sizes, the batch size first, then a data type and, for "
+            "classes, their number: 8,3,224,224 or 8,128:int64 or 8:int64:10."
         )
     name = _DTYPES.get(match["dtype"] or dtype, match["dtype"] or dtype)
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype):
-        known = sorted(each for each in dir(torch) if isinstance(getattr(torch, each), torch.dtype))
-        raise MemGuardError(f"{option} {text!r}: {name!r} is not a data type. {_similar(name, known)}")
+        raise MemGuardError(f"{option} {text!r}: {name!r} is not a data type. {_similar(name, _KNOWN_DTYPES)}")
     if math.prod(shape) * kind.itemsize > _MOST_BYTES:
         return torch.empty(shape, dtype=kind, device="meta")
     if match["bound"]:
@@ -250,8 +254,9 @@ def batch(inputs: Sequence[str], targets: Sequence[str], named: Sequence[str]) -
         tensors.append(tensor(text, "--target-shape", "int64"))
         if not any(length % size == 0 for length in tensors[-1].shape):
             raise MemGuardError(
-                f"--target-shape {text} does not match the {size} samples of --input-shape {inputs[0]}: start it with "
-                f"{size} too."
+                f"--input-shape {inputs[0]} is a batch of {size}, and --target-shape {text} is one of "
+                f"{tensors[-1].shape[0]}: begin each with the same batch size, as in --input-shape 8,3,224,224 "
+                "--target-shape 8:int64:1000."
             )
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 

@@ -37,7 +37,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     add("--accumulate", type=whole_number(1), metavar="N", help="batches per optimizer step (accumulate_grad_batches)")
     title = "the batch (default: the module's example_input_array or train_dataloader)"
     add = parser.add_argument_group(title).add_argument
-    add("--input-shape", **repeated, metavar="SHAPE", help="8,3,224,224 or 8,128:int64, samples first; repeatable")
+    text = "8,3,224,224 or 8,128:int64, the batch size first; repeatable"
+    add("--input-shape", **repeated, metavar="SHAPE", help=text)
     add("--target-shape", **repeated, metavar="SHAPE", help="shape of the targets; 8:int64:10 is ten classes")
     add("--input", **several, metavar="NAME=SHAPE", help="a batch by name: input_ids=8,512:int64 labels=8,512:int64")
     add("--datamodule", metavar="module:Class", help="a LightningDataModule to draw samples from")

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from lightning_memguard.core.decision.decision import Budget, Decision
+from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.textbook import ratio_to_peak
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.history import line_of, operator_of, without_folders
-from lightning_memguard.report.data import budget_data, footprint_data, layer_data
+from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.decision_table import new_table, setup_text
-from lightning_memguard.report.words import peak_range
+from lightning_memguard.report.words import counted
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -55,57 +55,67 @@ def headline(subject: Subject) -> str:
     return f"{type(subject.model).__name__}, {kind} at {subject.precision}{more}; example batch: {subject.shapes}."
 
 
-def _attributes(record: object, *names: str) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in names}
+def needed(footprint: Footprint) -> str:
+    """The predicted peak, and its upper bound, which is what a budget is compared with, if that is more."""
+    peak, most = format_bytes(footprint.peak_device_bytes), format_bytes(footprint.most_device_bytes)
+    return peak if peak == most else f"{peak}, at most {most}"
 
 
-def print_plan(plan: Plan, console: Console, kind: str, advice: Sequence[Advice] = ()) -> None:
+def print_plan(plan: Plan, console: Console, kind: str) -> None:
     """One device: the table by part, whether it fits, and the largest batch size for a ``kind`` of step."""
     console.print(setup_text(plan.asked, kind), markup=False, soft_wrap=True)
-    console.print(_largest_words(plan, advice))
+    console.print(_largest_words(plan))
 
 
-def print_plans(plans: Sequence[Plan], console: Console, advice: Sequence[Advice] = ()) -> None:
+def print_plans(plans: Sequence[Plan], console: Console) -> None:
     """Print several devices, a row each, and the assumptions behind them."""
-    size = plans[0].footprint.batch_size
-    headings = ("Memory", f"Predicted at {size}", "Share", "Fits", "Largest batch", "Predicted at largest")
-    title = f"MemGuard: batch size {size} on {len(plans)} devices"
+    size, each = plans[0].footprint.batch_size, " a rank" if plans[0].ranks > 1 else ""
+    headings = ("Budget", f"Predicted at {size}", "Share", "Fits", f"Largest batch{each}", "Predicted at largest")
+    title = f"MemGuard: batch size {size}{each} on {counted(len(plans), 'device')}"
     table = new_table(title, "Device", *(f">{heading}" for heading in headings))
     for plan in plans:
-        memory, fits = format_bytes(plan.budget.total_bytes), "yes" if plan.fits else "NO"
-        predicted = peak_range(plan.footprint).replace(" (", "\n").removesuffix(")")  # a terminal may be 80 wide
-        table.add_row(plan.budget.device, memory, predicted, f"{plan.share:.0%}", fits, *_largest(plan.largest))
+        budget, fits = format_bytes(plan.budget.free_bytes), "yes" if plan.fits else "NO"
+        predicted = needed(plan.footprint).replace(", ", "\n")  # a terminal may be 80 wide
+        table.add_row(plan.budget.device, budget, predicted, f"{plan.share:.0%}", fits, *_largest(plan))
     console.print(table)
     share = plans[0].budget.margin_share
-    console.print(f"Fits: the prediction's upper bound is within the device's memory minus a {share:.0%} margin.")
-    for line in dict.fromkeys(_largest_words(plan, advice) for plan in plans if plan.reason):
+    console.print(f"Fits: the prediction's upper bound is within the budget minus a {share:.0%} margin.")
+    limits = {_within(plan) for plan in plans if plan.largest and plan.largest.limited_by != "memory"}
+    if limits:
+        console.print(f"+: the largest {' or '.join(sorted(limits))}; memory is not the limit.")
+    for line in dict.fromkeys(_largest_words(plan) for plan in plans if plan.reason):
         console.print(line)
     for note in dict.fromkeys(note for plan in plans for note in plan.footprint.notes):
         console.print(f"Note: {note}.")
 
 
-def _largest_words(plan: Plan, advice: Sequence[Advice]) -> str:
-    """One sentence: the largest batch size, and what sets it; advice replaces the rule of thumb."""
-    if plan.largest is None or plan.largest.footprint is None:
-        error = plan.too_large
-        why = str(error.with_advice(tuple(advice))) if error and advice else plan.reason
-        return f"{'No batch size fits' if error else 'Largest batch size unknown'}: {why.rstrip('.')}."
-    reasons = {
-        "memory": "Larger sizes do not fit",
-        "dataset": "Limited by the size of the dataset, not by memory",
-        "max_batch_size": "Larger sizes were not considered; memory is not the limit",
-    }
-    why = reasons.get(plan.largest.limited_by, plan.largest.limited_by)
-    size = plan.largest.batch_size
-    found = f"{size}" if plan.ranks == 1 else f"{size} a rank, {size * plan.ranks:,} in all"
-    return f"Largest batch size: {found}, which needs {peak_range(plan.largest.footprint)}. {why}."
+def _largest_words(plan: Plan) -> str:
+    """One sentence: the largest batch size of those that a limit leaves, or why there is none."""
+    largest, request = plan.largest, plan.request
+    if largest is None or largest.footprint is None:
+        least = request.smallest_batch_size if request and plan.too_large else 1
+        none = f"No batch size{f' of {least} or more' if least > 1 else ''} fits"
+        reason = plan.reason[0].lower() + plan.reason[1:]
+        return f"{none if plan.too_large else 'Largest batch size unknown'}: {reason.rstrip('.')}."
+    size = largest.batch_size
+    in_all = "" if plan.ranks == 1 else f" a rank, {size * plan.ranks:,} in all"
+    return f"Largest batch size {_within(plan)}: {size}{in_all}, which needs {needed(largest.footprint)}."
 
 
-def _largest(decision: Decision | None) -> tuple[str, str]:
-    if decision is None:
-        return "none", ""
-    peak = format_bytes(decision.footprint.peak_device_bytes) if decision.footprint else ""
-    return f"{decision.batch_size}{'' if decision.limited_by == 'memory' else '+'}", peak
+def _within(plan: Plan) -> str:
+    """Say of which sizes the largest is the largest: a size asked for may be above a limit, and fit."""
+    limit = plan.largest.limited_by if plan.largest else ""
+    if limit == "max_batch_size" and plan.request:
+        return f"within --max-batch-size {plan.request.max_batch_size}"
+    return {"memory": "that fits", "dataset": "with this dataset"}.get(limit, f"with {limit}")
+
+
+def _largest(plan: Plan) -> tuple[str, str]:
+    largest = plan.largest
+    if largest is None or largest.footprint is None:
+        return "none" if plan.too_large else "unknown", ""
+    more = "" if largest.limited_by == "memory" else "+"
+    return f"{largest.batch_size}{more}", format_bytes(largest.footprint.peak_device_bytes)
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -134,12 +144,12 @@ def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
 
     size, device = on.footprint.batch_size, on.budget.device
     if not advice:
-        console.print(f"No remedy needs less than {peak_range(on.footprint)} on {device}.")
+        console.print(f"No remedy saves memory at batch size {size} on {device}.")
         return
     title = f"What would need less memory at batch size {size} on {device} (each predicted by tracing it)"
-    table = new_table(title, "Remedy", ">Predicted", ">Saves", ">Fits", "Costs", no_wrap=True)
+    table = new_table(title, "Remedy", ">At most", ">Saves", ">Fits", "Costs", no_wrap=True)
     for each in advice:
-        peak, saved = format_bytes(each.footprint.peak_device_bytes), format_bytes(each.saved_bytes)
+        peak, saved = format_bytes(each.footprint.most_device_bytes), format_bytes(each.saved_bytes)
         table.add_row(" + ".join(each.remedies), peak, saved, "yes" if each.fits else "NO", "; ".join(each.costs))
     console.print(table)
     if not any(each.fits for each in advice):
@@ -153,7 +163,7 @@ def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
 
 def advice_data(each: Advice) -> dict[str, Any]:
     """One remedy for programs."""
-    known = _attributes(each, "remedies", "how", "costs", "saved_bytes", "fits", "batch_sizes")
+    known = picked(each, "remedies", "how", "costs", "saved_bytes", "fits", "batch_sizes")
     return {**known, "footprint": footprint_data(each.footprint)}
 
 
@@ -178,7 +188,7 @@ def print_alternatives(
     recorded = rows[0].replay
     kind = "Predicted" if history.predicted else "Recorded"
     begins = f"; {format_bytes(history.start_bytes)} were allocated before" if history.start else ""
-    console.print(f"{kind} history of {len(history.entries):,} entries{begins}.")
+    console.print(f"{kind} history of {counted(len(history.entries), 'event')}{begins}.")
     within = f" within {format_bytes(capacity_bytes)}" if capacity_bytes else ""
     columns = ("Setting", ">Peak reserved", ">Change", ">Cached", ">Fragmented", *([">Fits"] if capacity_bytes else ()))
     table = new_table(f"Peak reserved under allocator settings{within}", *columns)
@@ -212,7 +222,7 @@ def print_alternatives(
     if recorded.holders:
         console.print("Blocks that kept most of the fragmented memory at the peak:")
     for where, blocks, held, kept in _by_place(recorded.holders)[:MOST_HOLDERS]:
-        text = f"{format_bytes(kept)} by {blocks:,} block{'s' if blocks > 1 else ''} of {format_bytes(held)} in total"
+        text = f"{format_bytes(kept)} by {counted(blocks, 'block')} of {format_bytes(held)} in total"
         console.print(f"  {text}: {where}", soft_wrap=True)
 
 
@@ -297,14 +307,14 @@ def layers_data(table: LayerTable, depth: int | None = None) -> dict[str, Any]:
     """The table by layer for programs."""
     totals = ("parameters", "trainable_parameters", "parameter_bytes", "buffer_bytes", "activation_bytes", "flops")
     return {
-        **_attributes(table, "batch_size", *totals, "multiply_adds", "notes"),
+        **picked(table, "batch_size", *totals, "multiply_adds", "notes"),
         "layers": [layer_data(layer) for layer in table if depth is None or layer.depth <= depth],
     }
 
 
 def sum_data(each: TextbookSum, training: Footprint) -> dict[str, Any]:
     """A classical sum for programs."""
-    known = _attributes(each, "name", "formula", "total_bytes", "assumptions")
+    known = picked(each, "name", "formula", "total_bytes", "assumptions")
     return {**known, "terms": dict(each.terms), "ratio_to_peak": ratio_to_peak(training, each.total_bytes)}
 
 
@@ -319,7 +329,7 @@ def print_gpus(gpus: Iterable[Gpu], console: Console) -> None:
 
 def gpu_data(gpu: Gpu) -> dict[str, Any]:
     """A GPU for programs."""
-    return _attributes(gpu, "name", "memory_bytes", "compute_capability", "multiprocessors", "aliases")
+    return picked(gpu, "name", "memory_bytes", "compute_capability", "multiprocessors", "aliases")
 
 
 def print_budgets(budgets: Mapping[str, Budget | str], console: Console) -> None:

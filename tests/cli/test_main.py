@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -62,6 +63,20 @@ SOURCE = """
         def training_step(self, batch, batch_idx):
             scale = self.net[0].weight.detach().numpy().sum()
             return super().training_step(batch, batch_idx) * float(scale)
+
+    class OnlyEight(Net):
+        def training_step(self, batch, batch_idx):
+            assert len(batch[0]) == 8
+            return super().training_step(batch, batch_idx)
+
+    class Conv(Net):
+        def __init__(self, width: int = 16):
+            super().__init__(width)
+            self.net = nn.Sequential(
+                nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
+                nn.Conv2d(width, width, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(width),
+                nn.Linear(width, 10),
+            )
 
     class Breaks(Net):
         def __init__(self):
@@ -125,7 +140,7 @@ def test_a_plan_says_for_each_device_whether_it_fits_and_the_largest_batch(capsy
 
 @pytest.mark.parametrize("leaves_room", [True, False])
 def test_a_plan_is_what_the_callback_would_decide(capsys, leaves_room: bool) -> None:
-    """Where what the process takes besides tensors leaves no room, that is the smallest batch."""
+    """Where what the process takes besides tensors leaves no room, the callback takes the smallest batch, and warns."""
     import pytorch_lightning as pl
 
     from lightning_memguard import MemGuard
@@ -147,10 +162,15 @@ def test_a_plan_is_what_the_callback_would_decide(capsys, leaves_room: bool) -> 
         enable_model_summary=False,
     )
     trainer.fit(load("net:Net")(64), datamodule=load("net:Data")())
-    assert answer["devices"][0]["largest_batch_size"] == guard.decision.batch_size
-    assert answer["devices"][0]["largest"]["peak_device_bytes"] == guard.decision.footprint.peak_device_bytes
-    assert answer["devices"][0]["limited_by"] == guard.decision.limited_by == "memory"
-    assert (guard.decision.batch_size > 1) == leaves_room
+    (plan,) = answer["devices"]
+    if leaves_room:
+        assert plan["largest_batch_size"] == guard.decision.batch_size > 1
+        assert plan["largest"]["peak_device_bytes"] == guard.decision.footprint.peak_device_bytes
+        assert plan["limited_by"] == guard.decision.limited_by == "memory"
+    else:
+        assert plan["largest_batch_size"] is None
+        assert "still train at it, and warn" in plan["why_no_largest"].partition("batch size 1 ")[2]
+        assert guard.decision.batch_size == 1
 
 
 def test_the_exit_status_is_1_where_no_device_fits_and_0_where_one_does(capsys) -> None:
@@ -168,11 +188,65 @@ def test_one_device_is_shown_by_part_and_several_in_a_row_each(capsys) -> None:
     one = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--max-batch-size", "64")
     assert "optimizer state" in one
     assert "MemGuard: batch size 8 fits." in one
-    assert "Largest batch size: 64" in one
+    assert "Largest batch size within --max-batch-size 64: 64, which needs" in one
     several = shown(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", "--device", "RTX 4090", "--max-batch-size", "64")
     assert "batch size 8 on 2 devices" in several
     assert "NVIDIA GeForce RTX 4090" in several
     assert "64+" in several
+    assert "+: the largest within --max-batch-size 64; memory is not the limit." in several
+
+
+def said(plan: dict[str, Any], text: str) -> None:
+    """What a plan of one device prints agrees with its JSON, and both with the budget."""
+    asked, largest, usable = plan["asked"], plan["largest"], plan["budget"]["usable_bytes"]
+    assert plan["fits"] == (asked["most_device_bytes"] <= usable)
+    assert (f"Batch size {asked['batch_size']} fits." in text) == plan["fits"]
+    if largest is None:
+        assert ("No batch size" in text) != ("Largest batch size unknown" in text)
+        return
+    size = largest["batch_size"]
+    of = {"memory": "that fits", "dataset": "with this dataset"}.get(plan["limited_by"], "within --max-batch-size")
+    assert re.search(rf"Largest batch size {of}[ \d]*: {size}\b", text), text
+    assert largest["most_device_bytes"] <= usable
+    if plan["limited_by"] == "memory":
+        assert (size >= asked["batch_size"]) == plan["fits"]
+
+
+SHAPES = ["--input-shape", "8,32", "--target-shape", "8:int64"]
+CONV = ["net:Conv", "--input-shape", "8,3,32,32", "--target-shape", "8:int64:10"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [*NET, *DATA, "--device", "T4", "--batch-size", "512", "--max-batch-size", "256"],
+        [*NET, *DATA, "--device", "T4", "--batch-size", "2000"],
+        [*NET, *DATA, "--device", "T4", "--batch-size", "512", "--devices-per-node", "4", "--strategy", "ddp"],
+        [*NET, *DATA, "--device", "cpu", "--batch-size", "1", "--budget", "1MiB"],
+        [*NET, *SHAPES, "--min-batch-size", "60000", "--device", "cpu", "--budget", "20MiB"],
+        # another kernel, and 12 MiB less, from 112 on
+        [*CONV, "--device", "H100", "--margin", "0", "--budget", "655MiB", "--batch-size", "112"],
+        [*CONV, "--device", "H100", "--margin", "0", "--budget", "655MiB", "--batch-size", "111"],
+        [*CONV, "--device", "T4", "--max-batch-size", "1"],  # refused by batch norm
+    ],
+    ids=lambda arguments: " ".join(arguments[3:]),
+)
+def test_a_plan_agrees_with_itself(capsys, arguments: list[str]) -> None:
+    status = main(["plan", *arguments, "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    said(answer["devices"][0], " ".join(shown(capsys, "plan", *arguments, status=status).split()))
+    assert answer["fits"] == (status == FITS)
+
+
+def test_a_table_of_several_devices_compares_with_the_budget_and_says_what_is_unknown(capsys) -> None:
+    devices = ["--device", "T4", "--device", "H100", "--device", "T4"]
+    text = shown(capsys, "plan", *CONV, *devices, "--budget", "700MiB", "--batch-size", "400", status=DOES_NOT_FIT)
+    assert "batch size 400 on 2 devices" in text
+    assert re.search(r"NVIDIA H100 80GB HBM3 │ 700.0 MiB │ +548.1 MiB │ +113% │ +NO │", text)
+    assert "within the budget minus a 5% margin" in text
+    only = ["net:OnlyEight", "--args", "width=8", "--input-shape", "8,32", "--target-shape", "8:int64:10"]
+    text = shown(capsys, "plan", *only, "--device", "T4", "--device", "H100")
+    assert text.count("│  yes │       unknown │") == 2
 
 
 def test_overrides_reach_the_step(capsys) -> None:
@@ -205,8 +279,11 @@ def test_accumulation_leaves_the_gradients_through_the_forward_pass(capsys) -> N
         (["net:Example", "--args", "width=16", "--target-shape", "16:int64:10"], "16 x 32 float32, 16 int64"),
         (["net:Named", "--args", "width=16", "--input", "x=4,32", "--input", "mask=4"], "4 x 32 float32, 4 float32"),
         (["net.py:NeedsMemory", "--input-shape", "6,32", "--target-shape", "6:int64"], "6 x 32 float32, 6 int64"),
+        ([*NET, "--input-shape", "6x32", "--target-shape", "(6,):int"], "6 x 32 float32, 6 int64"),
+        ([*NET, "--input-shape", "[6, 32]:torch.float32", "--target-shape", "6:int64:9"], "6 x 32 float32, 6 int64"),
+        ([*NET, "--input-shape", "6 32", "--target-shape", "6:9"], "6 x 32 float32, 6 int64"),
     ],
-    ids=["example_input_array", "by name", "a class that cannot be made without memory"],
+    ids=["example_input_array", "by name", "a class that cannot be made without memory", "x", "brackets", "spaces"],
 )
 def test_batches_are_made_from_what_was_typed(capsys, target: list[str], batch: str) -> None:
     assert answered(capsys, "plan", *target, "--device", "cpu", "--max-batch-size", "32")["batch"] == batch
@@ -260,6 +337,12 @@ def test_a_plan_on_several_nodes_is_that_of_a_rank_and_of_all(capsys, project: P
     assert plan["largest_batch_size"] == 63  # of 1000 samples
     assert plan["largest_in_all"] == 63 * 16
     assert plan["asked"]["parts_bytes"]["communication"] > 0
+
+
+def test_fewer_ranks_share_all_of_the_dataset(capsys) -> None:
+    on_four = ("--strategy", "ddp", "--devices-per-node", "4", "--device", "T4")
+    layouts = answered(capsys, "plan", *NET, *DATA, *on_four, "--advise")["layouts"]
+    assert [(each["batch_size"], each["in_all"]) for each in layouts] == [(250, 1000), (500, 1000), (1000, 1000)]
 
 
 @INSTALLED
@@ -413,9 +496,11 @@ def test_a_report_is_written(capsys, project: Path) -> None:
         (["net:Breaks", *DATA], ["ZeroDivisionError: division by zero", "self.share = 1 / 0", "net.py:"]),
         ([*NET], ["Pass a batch", "--input-shape", "--datamodule"]),
         ([*LINEAR], ["Pass a batch", "--input-shape"]),
-        ([*LINEAR, "--input-shape", "8,0"], ["'8,0' is not a shape"]),
-        ([*LINEAR, "--input-shape", "8,512:flot32"], ["'flot32' is not a data type", "float32"]),
-        ([*LINEAR, "--input-shape", "8,512", "--target-shape", "7:int64"], ["--target-shape 7:int64", "8 samples"]),
+        ([*LINEAR, "--input-shape", "8,0"], ["'8,0' is not a shape", "the batch size first", "8,3,224,224"]),
+        ([*LINEAR, "--input-shape", "8,512:flot32"], ["'flot32' is not a data type", "Did you mean float32"]),
+        ([*LINEAR, "--input-shape", "8,512", "--target-shape", "8:int46"], ["'int46'", "Did you mean int64"]),
+        ([*LINEAR, "--input-shape", "8,512", "--target-shape", "7:int64"], ["a batch of 8", "one of 7"]),
+        ([*NET, *DATA, "--min-batch-size", "1001"], ["min_batch_size=1001 is above the 1000 samples"]),
         ([*LINEAR, "--input-shape", "8,99", "--device", "T4"], ["cannot be predicted", "8 x 99 float32"]),
         ([*LINEAR, *BATCH, "--device", "H1000"], ["no GPU called 'H1000'", "H100"]),
         ([*LINEAR, *BATCH, "--device", "meta"], ["'meta'"]),

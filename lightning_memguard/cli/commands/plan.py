@@ -18,7 +18,6 @@ from lightning_memguard.core.replay.timeline import timeline_of
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import Report, curve_of
-from lightning_memguard.report.words import counted
 from lightning_memguard.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> bool:
             _check_folder(options.report)
         budget = None if options.budget is None else parse_bytes(options.budget)
         limits = Limits(options.margin, budget, options.min_batch_size, options.max_batch_size)
-        devices = options.device or default_devices()
+        devices = list(dict.fromkeys(options.device or default_devices()))
         for device in devices:
             check_device(device)
         subject = read_subject(options, say)
@@ -128,14 +127,13 @@ def _print(
     console = tables.terminal()
     console.print(tables.headline(subject))
     if len(plans) == 1:
-        tables.print_plan(plans[0], console, "training" if subject.training else "inference", advice)
+        tables.print_plan(plans[0], console, "training" if subject.training else "inference")
     else:
-        tables.print_plans(plans, console, advice)
+        tables.print_plans(plans, console)
     if adviser is not None:
         tables.print_advice(advice, adviser, console)
     for path in files:
         console.print(f"Wrote {path}", soft_wrap=True)
-    console.print(f"{sum(plan.seconds for plan in plans):.1f} s for {counted(len(plans), 'device')}.")
 
 
 def _print_json(

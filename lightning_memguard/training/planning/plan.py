@@ -12,14 +12,15 @@ import time
 from dataclasses import dataclass, replace
 
 from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, isolated
-from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.core.capture.predict import Prediction, StepFailsError, predict
 from lightning_memguard.core.capture.program import without_memory
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide
 from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.errors import CannotTraceError, DoesNotFitError
-from lightning_memguard.training.planning.search import Context, largest_that_runs, or_the_smallest
+from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
+from lightning_memguard.report.words import counted
+from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.training.planning.subject import Subject, lightning_program, program_of
 from lightning_memguard.training.planning.target import target_and_budget, target_of
 from lightning_memguard.units import format_bytes
@@ -62,8 +63,8 @@ class Plan:
 
     @property
     def share(self) -> float:
-        """The share of the device's memory that the size asked for may take."""
-        return self.footprint.most_device_bytes / self.budget.total_bytes if self.budget.total_bytes else math.inf
+        """The share of the budget that the size asked for may take."""
+        return self.footprint.most_device_bytes / self.budget.free_bytes if self.budget.free_bytes else math.inf
 
 
 def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan:
@@ -103,50 +104,61 @@ def _plan(subject: Subject, device: str, limits: Limits) -> Plan:
         # sizes still come from the growth, which is proven when it is used.
         traces = {**prediction.traces, subject.batch_size: proven.traces[subject.batch_size]}
         prediction = replace(prediction, traces=traces)
+    request = _request(subject, limits)
+    asked = decide(prediction.footprint_at, budget, replace(request, free_to_choose=False))
+    assert asked.footprint is not None
+    reason = subject.fixed_because or ("" if prediction.scalable else "the step runs at no other size that was tried")
+    plan = Plan(asked, asked.footprint, budget, None, prediction, reason, ranks=subject.ranks)
+    if reason:
+        return plan
+    plan = replace(plan, request=request)
+    try:
+        return replace(plan, largest=_largest(prediction, budget, request, asked))
+    except DoesNotFitError as error:
+        too_large = error.with_traceback(None)  # which would hold on to the search
+        return replace(plan, too_large=too_large, reason=f"{error}{_started_anyway(prediction, budget, request)}")
+    except StepFailsError as error:
+        return replace(plan, reason=str(error))
+
+
+def _request(subject: Subject, limits: Limits) -> Request:
+    dataset_size = subject.loader_info.dataset_size if subject.loader_info else None
+    if dataset_size is not None and limits.min_batch_size > dataset_size:
+        raise MemGuardError(
+            f"min_batch_size={limits.min_batch_size} is above the {counted(dataset_size, 'sample')} that a rank draws "
+            "from: no batch size is left to choose."
+        )
     request = limits.request(
         subject.batch_size,
         unit=subject.unit,
-        dataset_size=subject.loader_info.dataset_size if subject.loader_info else None,
+        dataset_size=dataset_size,
         accumulate_grad_batches=subject.trainer.get("accumulate_grad_batches", 1),
         ranks=subject.ranks,
     )
-    request = replace(request, max_batch_size=limits.max_batch_size or _MOST_SAMPLES)
-    asked = decide(prediction.footprint_at, budget, replace(request, free_to_choose=False))
-    footprint = prediction.footprint_at(subject.batch_size)
-    reason = subject.fixed_because or _why_one_size(prediction)
-    largest, too_large = None, None
-    if not reason:
-        try:
-            largest = _largest(prediction, budget, request)
-        except DoesNotFitError as error:
-            reason, too_large = str(error), error.with_traceback(None)  # which would hold on to the search
-    looked_at = None if reason and too_large is None else request
-    return Plan(
-        asked,
-        footprint,
-        budget,
-        largest,
-        prediction,
-        reason,
-        too_large=too_large,
-        request=looked_at,
-        ranks=subject.ranks,
+    return replace(request, max_batch_size=limits.max_batch_size or _MOST_SAMPLES)
+
+
+def _largest(prediction: Prediction, budget: Budget, request: Request, asked: Decision) -> Decision:
+    """The largest size that fits; it agrees with the size asked for where peaks dip, as another kernel is chosen."""
+    size = asked.batch_size
+    if not asked.fits and size > request.smallest_batch_size and size <= (request.max_batch_size or size):
+        below, _ = largest_that_runs(prediction, budget, replace(request, max_batch_size=size - 1))
+        return replace(below, limited_by="memory" if below.limited_by == "max_batch_size" else below.limited_by)
+    largest, _ = largest_that_runs(prediction, budget, request)
+    if asked.fits and largest.limited_by == "memory" and largest.batch_size <= size and not size % request.multiple_of:
+        return replace(asked, limited_by="memory")
+    return largest
+
+
+def _started_anyway(prediction: Prediction, budget: Budget, request: Request) -> str:
+    """On the CPU, the range for the process itself stops no run (`or_the_smallest`): say so."""
+    smallest = prediction.footprint_at(request.smallest_batch_size)
+    if prediction.program.device.type != "cpu" or smallest.peak_device_bytes > budget.usable_bytes:
+        return ""
+    return (
+        f" The tensors of batch size {smallest.batch_size} need {format_bytes(smallest.peak_device_bytes)}, so "
+        "MemGuard would still train at it, and warn if the process passes its budget."
     )
-
-
-def _largest(prediction: Prediction, budget: Budget, asked: Request) -> Decision:
-    def choose(request: Request, context_bytes: Context | None) -> Decision:
-        if context_bytes is None:
-            return largest_that_runs(prediction, budget, request)[0]
-        decision, _ = largest_that_runs(replace(prediction, context_bytes=context_bytes), budget, request)
-        return replace(decision, limited_by="memory")
-
-    return or_the_smallest(choose, asked, prediction.program.device)
-
-
-def _why_one_size(prediction: Prediction) -> str:
-    """Why no largest size is looked for; empty if one is."""
-    return "" if prediction.scalable else "the step runs at no other size that was tried"
 
 
 def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> tuple[Prediction, Budget]:

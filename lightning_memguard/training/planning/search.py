@@ -72,11 +72,13 @@ def largest_that_runs(
         DoesNotFitError: even the smallest size does not fit.
         StepFailsError: the step fails at each size tried; the error is that of the first.
     """
-    failures = []
+    failures: list[StepFailsError] = []
     if prediction.compiles and request.free_to_choose:
         prediction = _compiled_around(prediction, budget, request, footprint_at, refused_by)
     for power in range(5):
         even = replace(request, multiple_of=math.lcm(request.multiple_of, 1 << power))
+        if failures and even.smallest_batch_size > (request.max_batch_size or math.inf):
+            break
         decision = _decide(partial(footprint_at, prediction), budget, even, refused_by)
         try:
             proven = prediction.proven_at(decision.batch_size)
