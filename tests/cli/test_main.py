@@ -200,7 +200,7 @@ def said(plan: dict[str, Any], text: str) -> None:
     """What a plan of one device prints agrees with its JSON, and both with the budget."""
     asked, largest, usable = plan["asked"], plan["largest"], plan["budget"]["usable_bytes"]
     assert plan["fits"] == (asked["most_device_bytes"] <= usable)
-    assert (f"Batch size {asked['batch_size']} fits." in text) == plan["fits"]
+    assert (f"batch size {asked['batch_size']} fits." in text) == plan["fits"]
     if largest is None:
         assert ("No batch size" in text) != ("Largest batch size unknown" in text)
         return
