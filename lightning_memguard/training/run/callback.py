@@ -154,7 +154,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         self._last_run: GuardedRun | None = None
         self._last_fit: GuardedRun | None = None
         self._known_decision: Decision | None = None  # of a copy, which has no run
-        self._folders: MutableMapping[Trainer, Path] = WeakKeyDictionary()  # of Trainers without a logger
+        self._folders: MutableMapping[Trainer, Path] | None = None  # of Trainers without a logger
         self._failed: set[str] = set()  # hooks whose failure was announced in this run
         self._snapshot_path: Path | None = None  # asked for before the run
         self._skip(*_NOT_USED)
@@ -177,8 +177,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies know the decision and the records, and have no run: that belongs to one Trainer in one process."""
-        runs = dict.fromkeys(("_run", "_last_run", "_last_fit"))
-        return {**vars(self), **runs, "_known_decision": self.decision, "_folders": WeakKeyDictionary()}
+        runs = dict.fromkeys(("_run", "_last_run", "_last_fit", "_folders"))
+        return {**vars(self), **runs, "_known_decision": self.decision}
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write the predicted step as a PyTorch memory snapshot; on CUDA, the actual one of the same steps next to it.
@@ -250,8 +250,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if engine.value is None:
             self._step_aside(trainer, engine.reason)
             return
+        folders = self._folders = self._folders or WeakKeyDictionary()
         run: GuardedRun = engine.value.GuardedRun(
-            trainer, pl_module, self._settings, stage, self._snapshot_path, self._folders
+            trainer, pl_module, self._settings, stage, self._snapshot_path, folders
         )
         self._run = self._last_run = run
         if run.trains:

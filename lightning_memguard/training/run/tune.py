@@ -24,6 +24,7 @@ from lightning_memguard.training.rescue.cut import Cut, cut_of
 from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import Reading, RunProfile, read_run
+from lightning_memguard.training.strategies.sharded import Layout, refuse_sharded
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         ranks = Ranks.of(facts)
         reading = ranks.agree(attempt(lambda: read_run(trainer, module, settings, facts)))
         size = reading.batch_size
+        if Layout.of(facts.strategy):  # on all ranks alike
+            refuse_sharded(module)
         process_bytes = reading.process_bytes
         cuts = _cuts(reading, stage) if settings.splits else {}
         progress = _Progress(due=time.monotonic() + _PATIENCE_SECONDS if trainer.is_global_zero else math.inf)

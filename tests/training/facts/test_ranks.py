@@ -26,9 +26,8 @@ Seen = dict[str, Any]
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
     """What each rank saw in every scenario of the program, run once."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, PROGRAM, folder], capture_output=True, text=True, timeout=600, check=False, env=ENVIRONMENT
-    )
+    words = [sys.executable, PROGRAM, folder]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False, env=ENVIRONMENT, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     both = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     return {name: (both[0][name], both[1][name]) for name in both[0]}
