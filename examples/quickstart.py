@@ -125,7 +125,7 @@ def print_records(records: Sequence[EpochRecord]) -> None:
         measured_mib = record.measured.peak_bytes / 2**20
         print(
             f"{record.epoch:5}  {record.batch_size:10}  {predicted_mib:5.0f} MiB  {measured_mib:5.0f} MiB  "
-            f"{record.error_ratio:+6.1%}"
+            + (f"{record.error_ratio:+6.1%}" if record.has_error else "")
         )
 
 

@@ -45,7 +45,7 @@ class _Board(NamedTuple):
 class Boards:
     """The loggers of one run, each shown what it can show. Nothing here raises: a logger that fails is dropped.
 
-    For the process of global rank zero. Scalars do not come through here: they go to every logger by ``log_metrics``.
+    For the process of global rank zero. Scalars do not come through here: they are logged with the epoch's metrics.
 
     Args:
         loggers: the Trainer's.

@@ -36,10 +36,10 @@ def log_epoch(trainer: Trainer, values: Mapping[str, float]) -> None:
         log(name, torch.tensor(value, dtype=torch.float64), on_step=False, on_epoch=True, batch_size=1)
 
 
-def forget_logged(trainer: Trainer, prefix: str) -> None:
-    """Remove the last epoch's values from Lightning's collection, which is walked at each step."""
+def forget_logged(trainer: Trainer) -> None:
+    """Remove the last epoch's values of ours from Lightning's collection, which is walked at each step."""
     results: Any = trainer.fit_loop.epoch_loop._results
-    for key in [key for key in results if key.startswith(f"on_train_epoch_end.{prefix}")]:
+    for key in [key for key in results if key.startswith("on_train_epoch_end.memguard/")]:
         del results[key]
 
 

@@ -332,11 +332,11 @@ class GuardedRun:
 
     def start_epoch(self) -> None:
         """Measure each epoch by itself."""
-        forget_logged(self.trainer, "memguard/")
         self._gradient_bytes.clear()
         self._meter.restart()
         if self._rescuer is not None:
             self._rescuer.policy.restart()
+        forget_logged(self.trainer)
 
     def end_epoch(self) -> None:
         """Record and log predicted next to measured."""
