@@ -453,12 +453,11 @@ def test_a_dataset_is_the_limit_where_one_batch_holds_all_of_it() -> None:
     assert (decision.steps_per_epoch, decision.requested_steps_per_epoch) == (1, 13)
 
 
-def test_the_sizes_of_all_loaders_are_printed_and_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sizes_of_all_loaders_are_printed_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
     _, decision = ran({"a": DataLoader(numbered(), 4), "b": DataLoader(numbered(), 8)}, MemGuard(max_batch_size=10))
     assert (decision.batch_size, decision.loader_batch_sizes) == (10, (10, 20))
-    printed = capsys.readouterr().out
-    for words in ("Predicted at batch size 10 + 20", "Batch size 10 + 20 (was 4 + 8): ", "batch size 10 + 20, 1 epoch"):
-        assert words in printed
+    for words in ("Predicted at batch size 10 + 20", "batch size 10 + 20 (was 4 + 8): ", "batch size 10 + 20, 1 epoch"):
+        assert words in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
