@@ -46,11 +46,8 @@ LIGHTNINGS = {"contiguous_gradients": True, "overlap_comm": True, "reduce_scatte
 SMALL = {**LIGHTNINGS, "reduce_bucket_size": 1_000_000, "sub_group_size": int(1e12)}
 TIGHT = {"stage3_param_persistence_threshold": 1000, "stage3_prefetch_bucket_size": 400_000}
 LIVE = {"stage3_max_reuse_distance": 500_000, "stage3_max_live_parameters": 1_500_000}
-ANY_OPTIMIZER = {
-    "train_micro_batch_size_per_gpu": SAMPLES,
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-}
+ANY_OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+ANY_OPTIMIZER |= {"train_micro_batch_size_per_gpu": SAMPLES}
 STATES = {"offload_optimizer": {"device": "cpu"}}
 BOTH = {**STATES, "offload_param": {"device": "cpu"}}
 
@@ -93,9 +90,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         samples, tokens, width = x.shape
-        heads = [
-            each.view(samples, tokens, 4, -1).transpose(1, 2) for each in self.inputs(self.first(x)).chunk(3, dim=-1)
-        ]
+        parts = self.inputs(self.first(x)).chunk(3, dim=-1)
+        heads = [each.view(samples, tokens, 4, -1).transpose(1, 2) for each in parts]
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(samples, tokens, width)
         x = x + self.outputs(mixed)
         return x + self.down(F.gelu(self.up(self.second(x))))
@@ -105,13 +101,7 @@ class Gpt(pl.LightningModule):
     """A small GPT, of 3.7 million parameters."""
 
     def __init__(
-        self,
-        *,
-        checkpointed: bool = False,
-        groups: bool = False,
-        called: bool = False,
-        frozen: bool = False,
-        width: int = 256,
+        self, width: int = 256, *, checkpointed: bool = False, groups: bool = False, called: bool = False, frozen=False
     ) -> None:
         super().__init__()
         self.checkpointed, self.groups, self.called = checkpointed, groups, called
@@ -157,17 +147,10 @@ def predicted(case: Case, *, scratch: bool = True) -> tuple[dict[str, int], int]
     model = model_of(options)
     trainer = trainer_for(model, "32-true", None, accumulate_grad_batches=options.get("accumulate", 1))
     strategy = strategy_of(case)
-    program = LightningProgram(
-        trainer,
-        model,
-        batches_from_one(torch.zeros(SAMPLES, TOKENS, dtype=torch.long)),
-        torch.device("cpu"),
-        batches_per_epoch=lambda _: 100,
-        strategy=strategy,
-        layout=Layout.of(strategy, ranks, 1),
-        ranks=ranks,
-        precision=precision,
-    )
+    batches = batches_from_one(torch.zeros(SAMPLES, TOKENS, dtype=torch.long))
+    rank = {"strategy": strategy, "layout": Layout.of(strategy, ranks, 1), "ranks": ranks, "precision": precision}
+    given = trainer, model, batches, torch.device("cpu")
+    program = LightningProgram(*given, batches_per_epoch=lambda _: 100, **rank)
     recorder = Recorder("cpu")
     fullest: list[int] = []
     find = deepspeed.fullest_rank
@@ -239,10 +222,8 @@ class Phases(pl.Callback):
 
 def measured(case: Case, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     """The same of DeepSpeed, as Lightning runs it, with scratch and without."""
-    os.environ.update(
-        DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(case[0]), MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29511",
-    )  # fmt: skip
+    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(case[0]))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     ranks, precision, _, options = case
@@ -251,17 +232,15 @@ def measured(case: Case, rank: int) -> tuple[dict[str, int], dict[str, int]]:
 
     library.init_distributed("fake", dist_init_required=False)
     accumulate = options.get("accumulate", 1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=OnCpu(config=strategy_of(case).config, logging_level="ERROR", loss_scale=1.0),
-        precision=precision,
-        accumulate_grad_batches=accumulate,
-        max_epochs=1,
-        limit_train_batches=STEPS * accumulate,
-        callbacks=[Phases(accumulate)],
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-    )
+    settings = {
+        "precision": precision,
+        "accumulate_grad_batches": accumulate,
+        "limit_train_batches": STEPS * accumulate,
+    }
+    strategy = OnCpu(config=strategy_of(case).config, logging_level="ERROR", loss_scale=1.0)
+    given = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "callbacks": [Phases(accumulate)], **settings}
+    shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = pl.Trainer(strategy=strategy, **given, **dict.fromkeys(shown, False))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         words = torch.zeros(SAMPLES, TOKENS, dtype=torch.long)
         trainer.fit(model_of(options), DataLoader([words] * 100, batch_size=None))  # type: ignore[arg-type]

@@ -19,19 +19,15 @@ processes ask MemGuard (`mode="check"`) for the same runs. A result is
 
 With `--tune`, MemGuard chooses the batch size in a real Trainer, which then trains. The budget is `--times` what the
 prediction says for the pattern's second size. The profiler says what the chosen size takes, and one 10 % larger; both
-are held against what the decision leaves for tensors: the budget less what a process on the CPU takes besides.
-
-The libraries are those of `data/field_requirements.txt`; `make field` installs them.
+are compared with what the decision leaves for tensors. `make field` installs the libraries.
 """
 
 import argparse
 import contextlib
-import ctypes
 import importlib
 import json
 import os
 import resource
-import signal
 import statistics
 import sys
 import tempfile
@@ -45,11 +41,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shared.process import adopt_orphans, describe, in_fork, processor_seconds
+
 EXACT_PERCENT, NEAR_PERCENT = 0.3, 2.0
 OUTCOMES = ("exact", "near", "inside", "wrong", "unpredicted", "skipped")
 FAMILIES = ("forecasting", "vision", "language", "science", "trainer")
 GIB, MIB = 2**30, 2**20
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ENOUGH = 720_720  # samples: no choice is limited by them, and batches of up to 16 leave none over
 
 
@@ -163,7 +160,7 @@ def train(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
     """Train under the profiler; the module is built inside: it does not see frees of blocks older than itself."""
     from torch.profiler import ProfilerActivity, profile
 
-    from shared.truth import PhaseMarkers
+    from shared.truth import PhaseMarkers, count_disagreements, memory_events, peak_of
 
     data = run.data(batch_size, steps)
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
@@ -174,51 +171,12 @@ def train(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
     fit(module, data, options, PhaseMarkers())
     elapsed = time.perf_counter() - started
     profiler.stop()
-    peak, at = peak_of(profiler)
+    events = memory_events(profiler)
+    place, peak = peak_of(events)
+    if count_disagreements(events):
+        raise RuntimeError("The replay of the profiler's events differs from the allocator's own counter.")
+    at = f"{events[place].phase}, {events[place].operator}"
     return {"measured": peak, "measured_at": at, "step_seconds": round(elapsed / steps, 3)}
-
-
-def peak_of(profiler: Any) -> tuple[int, str]:
-    """The most bytes alive, and where: as `shared.truth` counts them, without a record of each event."""
-    from torch._C._profiler import _EventType
-
-    from shared.truth import MARKER, operator_of
-
-    blocks: list[tuple[int, Any, Any]] = []  # time, block, the node it belongs to
-    phases: list[tuple[int, str]] = []
-    stack = [(node, None) for node in profiler.profiler.kineto_results.experimental_event_tree()]
-    while stack:
-        node, parent = stack.pop()
-        if node.tag == _EventType.Allocation:
-            if node.extra_fields.device.type == "cpu":
-                blocks.append((node.start_time_ns, node.extra_fields, parent))
-        else:
-            if node.name.startswith(MARKER):
-                phases.append((node.start_time_ns, node.name.removeprefix(MARKER)))
-            inner = (node, parent)
-            stack.extend((child, inner) for child in node.children)
-    blocks.sort(key=lambda block: block[0])
-    live: dict[int, int] = {}
-    total = peak = 0
-    before, at = None, blocks[0]
-    for found in blocks:
-        block = found[1]
-        change = block.alloc_size if block.alloc_size > 0 else -live.pop(block.ptr, 0)
-        if change > 0:
-            live[block.ptr] = change
-        total += change
-        if total > peak:
-            peak, at = total, found
-        if before is not None and change and block.total_allocated - before != change:
-            raise RuntimeError("The replay of the profiler's events differs from the allocator's own counter.")
-        before = block.total_allocated
-    names, parent = [], at[2]
-    while parent is not None:
-        names.append(parent[0].name)
-        parent = parent[1]
-    in_backward = any(name.startswith("autograd::engine") for name in names)
-    marked = max((phase for phase in phases if phase[0] <= at[0]), default=(0, "build"))[1]
-    return peak, f"{'backward' if in_backward else marked}, {operator_of(names[::-1])}"
 
 
 def fit(module: Any, data: Any, options: dict[str, Any], *callbacks: Any) -> None:
@@ -252,15 +210,15 @@ def predict(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
     """Start the same training with MemGuard, and stop before its first step."""
     from lightning_memguard import MemGuard
 
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that processes that outlive theirs count too
+    adopt_orphans()
     guard = MemGuard(mode="check", budget=64 * GIB)
     module, data = run.build(), run.data(batch_size, steps)
     options = trainer_options(steps, run)
     started, used = time.perf_counter(), processor_seconds()
     with warnings.catch_warnings(record=True) as caught:
         stop_at_first_step(module, data, options, guard)
-    times = {"seconds": time.perf_counter() - started, "processor_seconds": processor_seconds() - used}
-    times = {name: round(seconds, 2) for name, seconds in times.items()}
+    seconds, used = time.perf_counter() - started, processor_seconds() - used
+    times = {"seconds": round(seconds, 2), "processor_seconds": round(used, 2)}
     decision = guard.decision
     footprint = decision.footprint if decision else None
     if footprint is None:
@@ -298,26 +256,9 @@ def tune(run: Any, batch_size: int, larger: int, steps: int, times: float) -> di
     fit(module, data, trainer_options(steps, run), guard, Sizes())
     decision = guard.decision
     besides = decision.footprint.most_device_bytes - decision.footprint.high.allocated_bytes
-    return {
-        "budget": budget,
-        "for_tensors": decision.budget.usable_bytes - besides,
-        "limited_by": decision.limited_by,
-        "method": decision.footprint.method,
-        "batch_size": decision.batch_size,
-        "trained_at": sizes[0],
-        "seconds": round(time.perf_counter() - started, 1),
-    }
-
-
-def processor_seconds() -> float:
-    """Of this process and of all that it made."""
-    ended = time.monotonic() + 10
-    with contextlib.suppress(ChildProcessError):
-        while time.monotonic() < ended:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                time.sleep(0.02)
-    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(use.ru_utime + use.ru_stime for use in uses)
+    found = {"limited_by": decision.limited_by, "method": decision.footprint.method, "batch_size": decision.batch_size}
+    found |= {"budget": budget, "for_tensors": decision.budget.usable_bytes - besides, "trained_at": sizes[0]}
+    return {**found, "seconds": round(time.perf_counter() - started, 1)}
 
 
 def work(pattern: Any, arguments: argparse.Namespace, threads: int) -> None:
@@ -367,44 +308,6 @@ def choose(pattern: Any, arguments: argparse.Namespace, threads: int) -> None:
         file.write(json.dumps(found) + "\n")
 
 
-def describe(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"[:400]
-
-
-def in_fork(answer: Callable[[], dict[str, Any]], threads: int, limit: float) -> dict[str, Any]:
-    """A function's answer from a fork of this process, or why there is none."""
-    import torch
-
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.setpgid(0, 0)
-        os.close(reader)
-        os.dup2(2, 1)  # stdout is for results
-        try:
-            torch.set_num_threads(threads)
-            torch.manual_seed(0)
-            found = answer()
-        except BaseException as error:  # noqa: BLE001 - said in the table
-            traceback.print_exc()
-            found = {"failed": describe(error)}
-        with os.fdopen(writer, "w") as pipe:
-            json.dump(found, pipe)
-        os._exit(0)
-    os.close(writer)
-    ended = time.monotonic() + limit
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.monotonic() > ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return {"failed": f"it took more than {limit:.0f} s"}
-        time.sleep(0.02)
-    with os.fdopen(reader) as pipe:
-        return json.loads(pipe.read() or '{"failed": "the process died"}')
-
-
 # All of them ---------------------------------------------------------------------------------------------------------
 
 
@@ -452,10 +355,6 @@ def read(path: Path, names: set[str], record: Callable[[str], Any]) -> list[Any]
 def result_from(line: str) -> Result:
     fields = json.loads(line)
     return Result(**{**fields, "notes": tuple(fields.get("notes", ()))})
-
-
-def tuned_from(line: str) -> Tuned:
-    return Tuned(**json.loads(line))
 
 
 COLUMNS = (
@@ -560,7 +459,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         arguments.json = arguments.json or Path(folder) / "field.jsonl"
-        record = tuned_from if arguments.tune else result_from
+        record = (lambda line: Tuned(**json.loads(line))) if arguments.tune else result_from
         known = {r.pattern for r in read(arguments.json, set(patterns), record)}
         if not arguments.show:
             run_all([p for name, p in patterns.items() if name not in known], arguments)

@@ -22,9 +22,7 @@ finder     versus Lightning's BatchSizeFinder: both choose a batch size in a pro
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
-import gc
 import json
 import os
 import resource
@@ -47,6 +45,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lightning_memguard
 from lightning_memguard import MemGuard, estimate
+from shared.process import adopt_orphans, in_fork, memory_of, processor_seconds, resident
 from shared.truth import QUIET, quieten
 from shared.zoo import CASES, LARGE, Case, Supervised, case_named, images, resnet_small, vectors
 
@@ -56,7 +55,6 @@ Measured = dict[str, float]  # by quantity
 # Decision ------------------------------------------------------------------------------------------------------------
 
 BUDGET = 8 << 30  # the same for both checkouts, whatever else the machine does
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class Validated(Supervised):
@@ -77,7 +75,7 @@ def measure_decision(case: Case, checkout: Path, *, warm: bool) -> Measured:
 
     if checkout not in Path(lightning_memguard.__file__).parents:
         raise SystemExit(f"{lightning_memguard.__file__} is not the package of {checkout}.")
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that processes that outlive theirs count too
+    adopt_orphans()
     module = case.build(case.optimizers[0])
     if warm:
         trainer_of(case, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0).fit(module, *loaders(case))
@@ -89,9 +87,6 @@ def measure_decision(case: Case, checkout: Path, *, warm: bool) -> Measured:
     started = time.perf_counter()
     tuning = tune(trainer, module, settings)
     seconds = time.perf_counter() - started
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
     used = processor_seconds() - used
     after = resident()
     if tuning.profile is None:
@@ -107,24 +102,6 @@ def trainer_of(case: Case, **settings: Any) -> pl.Trainer:
 def loaders(case: Case) -> list[DataLoader]:
     count = 2 if case is VALIDATED else 1
     return [DataLoader(case.dataset(100_000), batch_size=case.batch_sizes[0]) for _ in range(count)]
-
-
-def resident() -> dict[str, int]:
-    """Bytes in memory, once what can be given back was."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return {name: memory_of(name) for name in ("VmRSS", "RssAnon")}
-
-
-def memory_of(name: str) -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields[name].split()[0]) * 1024
-
-
-def processor_seconds() -> float:
-    """Of this process and of those that have ended below it."""
-    of = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in of)
 
 
 def measured_in(checkout: Path, name: str, *, warm: bool) -> Measured:
@@ -355,18 +332,12 @@ LAYERS = (  # inputs, outputs
 MOST_FLOPS = 6e9
 
 
-def in_a_fork(work: Callable[[], float]) -> float:
+def forked(work: Callable[[], float]) -> float:
     """From a process that has computed nothing."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(write, str(work()).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        found = answer.read()
-    os.waitpid(child, 0)
-    return float(found)
+    found = in_fork(lambda: {"mib": work()}, 1, 600)
+    if "failed" in found:
+        raise SystemExit(found["failed"])
+    return found["mib"]
 
 
 def anonymous_mib() -> float:
@@ -415,13 +386,13 @@ def process(options: argparse.Namespace) -> None:
     from lightning_memguard.core.device.process import OBJECTS_BYTES, process_bytes
 
     for threads in options.threads:
-        taken = [in_a_fork(lambda: objects_mib(threads)) for _ in range(3)]  # noqa: B023 - it is called here
+        taken = [forked(partial(objects_mib, threads)) for _ in range(3)]
         print(f"{threads} threads: objects {statistics.median(taken):.2f} (of {min(taken):.2f} to {max(taken):.2f})")
         print(f"{'inputs':>8} {'outputs':>8} {'at most':>8}   kept at {', '.join(map(str, ROWS))} rows")
         for inputs, outputs in LAYERS:
             most = process_bytes([torch.empty(outputs, inputs, device="meta")], threads)[2] - OBJECTS_BYTES
             kept = [
-                in_a_fork(lambda: products_mib(threads, rows, inputs, outputs))  # noqa: B023
+                forked(partial(products_mib, threads, rows, inputs, outputs))
                 for rows in ROWS
                 if rows * inputs * outputs < MOST_FLOPS
             ]

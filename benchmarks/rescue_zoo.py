@@ -44,6 +44,7 @@ from torch.nn import functional as F
 
 from field.pattern import Pattern, Run, Step, classify, data, images
 from rescue import direct_guard
+from shared.process import describe, in_fork
 
 TOLERANCE = 1e-4
 PLANTED = 1  # the batch that runs out of memory
@@ -216,7 +217,7 @@ def train(run: Run, batch_size: int, plants: bool, path: Path) -> dict[str, Any]
             raise
         refused = watch.refused if isinstance(error, torch.OutOfMemoryError) else ""
         outcome = "raised" if re.search(r"(^|raises )\w*(Error|Exception)\b", refused) else "refused"
-        return {"outcome": outcome if refused else "OTHER", "reason": refused or field_script.describe(error)}
+        return {"outcome": outcome if refused else "OTHER", "reason": refused or describe(error)}
     finally:
         if watch.rescuer is not None:
             watch.rescuer.close()
@@ -249,7 +250,7 @@ def examine(subject: Pattern, truth: bool, double: bool, limit: float) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
 
         def trained(name: str, plants: bool = False) -> dict[str, Any]:
-            return field_script.in_fork(partial(train, run, size, plants, Path(folder, name)), 1, limit)
+            return in_fork(partial(train, run, size, plants, Path(folder, name)), 1, limit)
 
         def differences(name: str) -> list[float]:
             one, other = torch.load(Path(folder, "whole")), torch.load(Path(folder, name))
@@ -279,9 +280,7 @@ def work(subject: Pattern, arguments: argparse.Namespace, threads: int) -> None:
     if subject.library in ("timm", "transformers", "torchvision"):
         importlib.import_module(subject.library + ".modeling_utils" * (subject.library == "transformers"))
     limit = arguments.limit * (2 / 3 if subject.name.startswith("field:") else 1)
-    found = field_script.in_fork(
-        partial(examine, subject, arguments.truth, arguments.double, limit), threads, 4 * limit
-    )
+    found = in_fork(partial(examine, subject, arguments.truth, arguments.double, limit), threads, 4 * limit)
     if "failed" in found:
         found = {
             "outcome": "too slow" if "it took more than" in found["failed"] else "skipped",

@@ -1,13 +1,10 @@
 """One rank of N, predicted and measured on the CPU: FSDP2, HSDP, tensor parallelism and FSDP1, to the byte.
 
-The prediction is `lightning_memguard`'s, made in one process that has no process group. Two kinds of truth, each by
-PyTorch's profiler around a real training of rank 0, in fresh processes:
-
-- under torch's fake process group, whose collectives take no memory of their own: it says what torch and FSDP allocate,
-  the same on every repetition;
-- on real gloo ranks of this machine (`--gloo`), several times. What gloo's own threads allocate inside a collective is
-  counted apart (allocations under ``c10d::``). What they free, the profiler does not see, since it watches rank 0's own
-  thread: the peak varies from one repetition to the next, and the least is the truth.
+The prediction is made in one process that has no process group. The truth is PyTorch's profiler around a real training
+of rank 0, in fresh processes: under torch's fake process group, whose collectives take no memory of their own, the same
+on every repetition; or on real gloo ranks of this machine (`--gloo`), several times. What gloo's threads allocate
+inside a collective is counted apart (under ``c10d::``). What they free, the profiler does not see, since it watches
+rank 0's own thread: the peak varies from one repetition to the next, and the least is the truth.
 
     python benchmarks/sharded.py                              # all cases at 2, 4 and 8 ranks
     python benchmarks/sharded.py --only plain tensor --ranks 2
@@ -18,6 +15,7 @@ PyTorch's profiler around a real training of rank 0, in fresh processes:
 import argparse
 import functools
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -80,10 +78,9 @@ class MLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"up": nn.Linear(WIDTH + 3, 4 * WIDTH), "down": nn.Linear(4 * WIDTH, WIDTH + 3)})
-            for _ in range(4)
-        )
+        sizes = {"up": (WIDTH + 3, 4 * WIDTH), "down": (4 * WIDTH, WIDTH + 3)}
+        layers = ({name: nn.Linear(*size) for name, size in sizes.items()} for _ in range(4))
+        self.blocks = nn.ModuleList(nn.ModuleDict(each) for each in layers)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -206,15 +203,9 @@ def predicted(model: str, case: str, ranks: int, samples: int) -> tuple[int, dic
     from lightning_memguard.core.replay.settings import AllocatorSettings
 
     started = time.perf_counter()
-    program = LoopProgram(
-        MODELS[model](),
-        batches_from_one(batch_for(model, 4)),
-        run_model,
-        optimizer_for,
-        torch.device("cpu"),
-        ranks=ranks,
-        parallelize=CASES[case](ranks),
-    )
+    batches = batches_from_one(batch_for(model, 4))
+    given = MODELS[model](), batches, run_model, optimizer_for, torch.device("cpu")
+    program = LoopProgram(*given, ranks=ranks, parallelize=CASES[case](ranks))
     found = predict(program, 4, AllocatorSettings(kind="exact")).footprint_at(samples)
     return found.peak_allocated_bytes, dict(found.parts), time.perf_counter() - started
 
@@ -266,13 +257,8 @@ def _peak(events: Sequence[tuple[int, int, int, tuple[str, ...]]], started: int,
 
 def under_fake_group(model: str, case: str, ranks: int, samples: int) -> int:
     """In a fresh process."""
-    answer = subprocess.run(
-        [sys.executable, __file__, "--measure", model, case, str(ranks), str(samples)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    command = [sys.executable, __file__, "--measure", model, case, str(ranks), str(samples)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     if answer.returncode:
         raise RuntimeError(answer.stderr[-2000:])
     return json.loads(answer.stdout.splitlines()[-1])[0]
@@ -317,39 +303,37 @@ def on_gloo_ranks(model: str, case: str, ranks: int, samples: int) -> tuple[int,
 # Compare
 
 
-def compare(models: Sequence[str], cases: Sequence[str], ranks: Sequence[int], samples: int) -> int:
+def situations(options: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
+    """Each model, case, number of ranks, and number of samples."""
+    for model, case, count in itertools.product(options.models, options.only, options.ranks):
+        if count >= LEAST_RANKS.get(case, 2):
+            yield model, case, count, options.samples
+
+
+def compare(options: argparse.Namespace) -> int:
     """Print the table; how many differ by more than bf16's 0.3 % or, in fp32, by a byte."""
     print(f"{'model':5} {'case':15} {'ranks':>5} {'predicted':>12} {'measured':>12} {'difference':>10}  seconds")
     wrong = 0
-    for model in models:
-        for case in cases:
-            for count in ranks:
-                if count < LEAST_RANKS.get(case, 2):
-                    continue
-                ours, _, seconds = predicted(model, case, count, samples)
-                truth = under_fake_group(model, case, count, samples)
-                wrong += abs(ours - truth) > (0.003 * truth if case == "bf16" else 0)
-                row = f"{model:5} {case:15} {count:>5} {ours:>12,} {truth:>12,} {ours - truth:>+10,}  {seconds:.1f}"
-                print(row, flush=True)
+    for what in situations(options):
+        model, case, count, _ = what
+        ours, _, seconds = predicted(*what)
+        truth = under_fake_group(*what)
+        wrong += abs(ours - truth) > (0.003 * truth if case == "bf16" else 0)
+        row = f"{model:5} {case:15} {count:>5} {ours:>12,} {truth:>12,} {ours - truth:>+10,}  {seconds:.1f}"
+        print(row, flush=True)
     print(f"{wrong} differ")
     return wrong
 
 
-def compare_with_gloo(
-    models: Sequence[str], cases: Sequence[str], ranks: Sequence[int], samples: int, repeats: int
-) -> None:
+def compare_with_gloo(options: argparse.Namespace) -> None:
     print(f"{'model':5} {'case':15} {'ranks':>5} {'predicted':>12}  measured without c10d (least, most)     with it")
-    for model in models:
-        for case in cases:
-            for count in ranks:
-                if count < LEAST_RANKS.get(case, 2):
-                    continue
-                ours, _, _ = predicted(model, case, count, samples)
-                found = [on_gloo_ranks(model, case, count, samples) for _ in range(repeats)]
-                alone, together = zip(*found, strict=True)
-                within = "within" if min(alone) <= ours <= max(alone) else f"{ours - min(alone):+,}"
-                row = f"{model:5} {case:15} {count:>5} {ours:>12,}  {min(alone):>12,} {max(alone):>12,} {within:>10}"
-                print(f"{row}   {max(together):>12,}", flush=True)
+    for what in situations(options):
+        model, case, count, _ = what
+        ours, _, _ = predicted(*what)
+        alone, together = zip(*(on_gloo_ranks(*what) for _ in range(options.repeats)), strict=True)
+        within = "within" if min(alone) <= ours <= max(alone) else f"{ours - min(alone):+,}"
+        row = f"{model:5} {case:15} {count:>5} {ours:>12,}  {min(alone):>12,} {max(alone):>12,} {within:>10}"
+        print(f"{row}   {max(together):>12,}", flush=True)
 
 
 def count_many(cases: Sequence[str], ranks: Sequence[int]) -> None:
@@ -381,8 +365,8 @@ def main() -> None:
     if arguments.many:
         count_many(arguments.only, arguments.many)
     elif arguments.gloo:
-        compare_with_gloo(arguments.models, arguments.only, arguments.ranks, arguments.samples, arguments.repeats)
-    elif compare(arguments.models, arguments.only, arguments.ranks, arguments.samples):
+        compare_with_gloo(arguments)
+    elif compare(arguments):
         raise SystemExit(1)
 
 

@@ -230,8 +230,9 @@ def held_after(events: Sequence[MemoryEvent]) -> tuple[Held, ...]:
 
 def count_disagreements(events: Sequence[MemoryEvent]) -> int:
     """How often the replay and the allocator's own counter changed by different amounts."""
-    offsets = [event.counter_bytes - total for event, (total, _) in zip(events, live_bytes(events), strict=True)]
-    return sum(before != after for before, after in pairwise(offsets))
+    counted = [(total, event.counter_bytes) for event, (total, _) in zip(events, live_bytes(events), strict=True)]
+    changes = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(counted)]
+    return sum(ours not in (0, theirs) for ours, theirs in changes)
 
 
 # In a separate process -----------------------------------------------------------------------------------------------
