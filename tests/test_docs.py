@@ -1,86 +1,57 @@
-"""The snippets of docs/howto.md run as they are written."""
+"""The output that the documentation shows is what the commands print: `docs/outputs.py` would change nothing.
 
-from __future__ import annotations
+The numbers are of one version of torch: another has other kernels.
+"""
 
-import logging
-import re
-import warnings
-from collections.abc import Iterator
-from functools import partial
+import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memguard import MemGuard, estimate
-
-_SECTIONS = re.split(r"^## ", Path(__file__).parents[1].joinpath("docs", "howto.md").read_text(), flags=re.MULTILINE)[
-    1:
-]
-_SNIPPETS = [
-    (f"{section.splitlines()[0]} {number}", snippet)
-    for section in _SECTIONS
-    for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
-]
+pytest.importorskip("sklearn", reason="the quickstart's digits come with scikit-learn")
+ROOT = Path(__file__).parents[1]
+PINNED = f"torch=={torch.__version__.partition('+')[0]}" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
-class Model(pl.LightningModule):
-    """Any features in the last dimension, averaged over those between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(16, 4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x).reshape(len(x), -1, 4).mean(1), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
+def outputs():
+    spec = importlib.util.spec_from_file_location("outputs", ROOT / "docs" / "outputs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.fixture
-def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Names that a snippet may use; levels and filters that it sets are put back."""
-    monkeypatch.chdir(tmp_path)
-    quiet = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    loader = DataLoader(TensorDataset(torch.randn(2000, 16), torch.randint(0, 4, (2000,))), 8)
-    trainer = partial(pl.Trainer, **quiet, enable_checkpointing=False)  # type: ignore[arg-type]
-    logger = logging.getLogger("lightning_memguard")
-    level = logger.level
-    with warnings.catch_warnings():
-        yield {
-            "torch": torch,
-            "MemGuard": MemGuard,
-            "estimate": estimate,
-            "Trainer": trainer,
-            "Model": Model,
-            "model": Model(),
-            "loader": loader,
-        }
-    logger.setLevel(level)
+PAGES = [page for page in outputs().PAGES if "<!-- output" in page.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("snippet", [snippet for _, snippet in _SNIPPETS], ids=[name for name, _ in _SNIPPETS])
-def test_a_snippet_runs_as_it_is_written(snippet: str, names: dict[str, Any], caplog: Any) -> None:
-    exec(compile(snippet, "docs/howto.md", "exec"), names)  # noqa: S102 - it is ours
-    if "class Scaled" in snippet:
-        assert "batch size 40 (was 8)" in caplog.text
-    if "keep_effective" in snippet:
-        assert names["decision"].batch_size * names["decision"].accumulate_grad_batches == 64
-    if "filterwarnings" in snippet:
-        assert "MemGuard" not in caplog.text
-    if "for learning_rate" in snippet:
-        assert names["size"] == names["guard"].decision.batch_size == 40
-    if "last.ckpt" in snippet:
-        assert "batch size 40 (was 8)" in caplog.text
-    if "def fits" in snippet:
-        assert names["budget"] in (256, 512, 1024)
+@pytest.mark.skipif(not PINNED, reason="the pages show the output of the pinned version of torch")
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.long)], ids=["quick", "all"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_output_shown_is_what_the_commands_print(page: Path, slow: bool, tmp_path: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert outputs().updated(text, tmp_path, slow=slow).splitlines() == text.splitlines()
 
 
-def test_every_section_has_a_snippet() -> None:
-    assert len(_SECTIONS) == len({name.rpartition(" ")[0] for name, _ in _SNIPPETS}) == 8
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_no_output_is_shown_that_is_not_written_so(page: Path) -> None:
+    assert outputs().unmarked(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_block_shows_the_part_that_its_comment_names(tmp_path: Path) -> None:
+    text = "Before.\n\n<!-- output{}: memguard gpus a100 -->\n```text\nold\n```\n\nAfter.\n"
+    whole, part = (
+        outputs().updated(text.format(options), tmp_path, slow=False).splitlines()
+        for options in ("", ' from "│ NVIDIA A100-SXM4", 1 lines')
+    )
+    assert whole[:5] == ["Before.", "", "<!-- output: memguard gpus a100 -->", "```text", "$ memguard gpus a100"]
+    assert [*part[:2], part[-1]] == ["Before.", "", "After."]
+    assert part[4:-2] == [
+        "$ memguard gpus a100",
+        "",
+        "...",
+        next(line for line in whole if "SXM4" in line),
+        "...",
+        "```",
+    ]
+    slow = text.format(", slow")
+    assert outputs().updated(slow, tmp_path, slow=False) == slow
