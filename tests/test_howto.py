@@ -66,7 +66,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 @pytest.mark.parametrize("snippet", [snippet for _, snippet in _SNIPPETS], ids=[name for name, _ in _SNIPPETS])
 def test_a_snippet_runs_as_it_is_written(snippet: str, names: dict[str, Any], caplog: Any) -> None:
-    exec(compile(snippet, "docs/howto.md", "exec"), names)  # noqa: S102 - it is ours
+    exec(compile(snippet, "docs/howto.md", "exec"), names)
     if "class Scaled" in snippet:
         assert "batch size 40 (was 8)" in caplog.text
     if "keep_effective" in snippet:
