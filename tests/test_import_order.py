@@ -69,6 +69,7 @@ ROOMS = {
     "core/isolation": ["__init__", "child", "pool"],
     "core/batch": [
         "__init__",
+        "extremes",
         "nesting",
         "known_values",
         "batches",

@@ -12,7 +12,7 @@ from rich.table import Table
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import batch_sizes, counted, part_words, peak_range, peak_words
+from lightning_memguard.report.words import at_size, batch_sizes, counted, part_words, peak_range, peak_words
 from lightning_memguard.units import format_bytes
 
 Row = tuple[str, str, str]
@@ -109,7 +109,8 @@ def _kind(footprint: Footprint, kind: str) -> str:
 
 def _heading(decision: Decision, footprint: Footprint) -> Row:
     part = "Part that is known" if footprint.is_partial else "Part at the peak"
-    return part, f"Predicted at batch size {batch_sizes(decision, footprint.batch_size)}", "Share"
+    sizes = batch_sizes(decision, footprint.batch_size)
+    return part, f"Predicted {at_size(footprint) if footprint.batch else f'at batch size {sizes}'}", "Share"
 
 
 def _part_rows(footprint: Footprint, most: int | None = None) -> list[Row]:
@@ -201,9 +202,10 @@ def why(decision: Decision) -> str:
     size, asked = decision.batch_size, decision.requested_batch_size
     now, was = batch_sizes(decision, size), batch_sizes(decision, asked)
     change = f"Batch size {now} (was {was})" if size != asked else f"Batch size {now}, as requested"
+    batch = f"The largest of the batches drawn ({footprint.batch})" if footprint.batch else f"Batch size {now}"
     if decision.verdict == "unknown":
         return (
-            f"Batch size {now} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. Without "
+            f"{batch} is unchanged, and whether it fits is unknown{': ' if reason else ''}{reason}. Without "
             f"its activations it takes {format_bytes(footprint.peak_device_bytes)} of the "
             f"{format_bytes(budget.usable_bytes)} usable."
         )
@@ -211,9 +213,9 @@ def why(decision: Decision) -> str:
     because = f"{': ' if is_tuned else '; unchanged because '}{reason}" if reason else ""
     if decision.verdict == "does not fit":
         without = ", even without its activations" if footprint.is_partial else ""
-        return f"Batch size {now} does NOT fit{without}{because}."
+        return f"{batch} does NOT fit{without}{because}."
     if decision.outcome == "checked" or (reason and not is_tuned):
-        return f"Batch size {now} fits{because}."
+        return f"{batch} fits{because}."
     batches = decision.accumulate_grad_batches
     if size < asked and batches > (before := decision.requested_accumulate_grad_batches):
         seen, all_before = size * batches, asked * before
@@ -240,9 +242,11 @@ def warning_of(decision: Decision) -> str:
     if footprint is None or budget is None:
         return f"MemGuard did not tune this run: {decision.reason}"
     if decision.verdict == "does not fit":
+        lower = "the sampler's token budget or bucket width"
+        remedy = f" Lower {lower}, or use bf16-mixed precision or activation checkpointing." if footprint.batch else ""
         return (
             f"{why(decision)} It is predicted to need {peak_range(footprint)}; {budget.device} offers "
-            f"{format_bytes(budget.usable_bytes)} after the margin ({budget.source})."
+            f"{format_bytes(budget.usable_bytes)} after the margin ({budget.source}).{remedy}"
         )
     return why(decision) if decision.reason and decision.outcome != "checked" else ""
 
@@ -256,7 +260,8 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     rescued = sum(record.rescued for record in records)
     failed = sum(record.out_of_memory for record in records)
     split = f", {counted(failed, 'step')} ran out of memory, {rescued} done in parts" if rescued or failed else ""
-    run = f"batch size {batch_sizes(worst, worst.batch_size)}, {counted(len(records), 'epoch')}{split}."
+    size = f"batch size {batch_sizes(worst, worst.batch_size)}"
+    run = f"{f'largest batch {footprint.batch}' if footprint.batch else size}, {counted(len(records), 'epoch')}{split}."
     if not measured.peak_bytes:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"
     error = f": {worst.error_ratio:+.1%}" if worst.has_error else " with them" if footprint.is_partial else ""

@@ -9,7 +9,7 @@ from lightning_memguard.core.decision.decision import Budget, Verdict, verdict
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Shapes
-from lightning_memguard.report.words import counted, peak_words
+from lightning_memguard.report.words import at_size, counted, peak_words
 from lightning_memguard.units import format_bytes
 
 _MOST_SHAPES = 6
@@ -17,12 +17,16 @@ _MOST_SHAPES = 6
 
 @dataclass(frozen=True)
 class Larger:
-    """A batch that is larger than the one the prediction is based on, and the memory it needs."""
+    """A batch that is larger than the one the prediction is based on, and the memory it needs.
+
+    ``is_fixed``, here and below: the data sets the sizes of its batches.
+    """
 
     shapes: Shapes
     predicted_shapes: Shapes
     footprint: Footprint
     budget: Budget
+    is_fixed: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -45,7 +49,7 @@ def announcement(larger: Larger, role: str, batch_idx: int, at_once: int = 0) ->
     fits = {
         "fits": "It fits",
         "unknown": "Whether it fits is unknown, as its activations are",
-        "does not fit": "It may run out of memory: lower the batch size or truncate long samples",
+        "does not fit": f"It may run out of memory: lower {_size(larger.is_fixed)} or truncate long samples",
     }[larger.verdict]
     if at_once:
         fits = f"It runs {counted(at_once, 'sample')} at a time, and so will others that are as large"
@@ -83,15 +87,27 @@ def refusal_words(reason: str) -> str:
     return f"The step was not done again in parts of its batch: {reason}." if reason else ""
 
 
-def overrun_words(predicted: Footprint, measured: Measured, budget: Budget, would_fit: int | None) -> str:
-    """Say by how much a run passed its budget, and the batch size that would have stayed within it, if one is known."""
+def _size(is_fixed: bool) -> str:
+    return "the sampler's token budget or bucket width" if is_fixed else "the batch size"
+
+
+def overrun_words(predicted: Footprint, measured: Measured, budget: Budget, would_fit: int | None, fixed: bool) -> str:
+    """Say by how much a run passed its budget, and the batch size that would have stayed within it, if one is known.
+
+    Args:
+        predicted: the footprint that the batch size was chosen by.
+        measured: what was taken.
+        budget: what there was.
+        would_fit: the largest batch size that would have kept the budget; None if it is not known, or none would.
+        fixed: whether the data sets the sizes of its batches.
+    """
     taken, size = measured.peak_bytes, would_fit
     within = f"Batch size {size} would have stayed within it: set max_batch_size={size}, or raise `margin`."
     return (
-        f"This run has taken {format_bytes(taken)} ({measured.source}) at batch size {predicted.batch_size}, "
+        f"This run has taken {format_bytes(taken)} ({measured.source}) {at_size(predicted)}, "
         f"{format_bytes(taken - budget.free_bytes)} over its budget of {format_bytes(budget.free_bytes)}; at most "
         f"{format_bytes(predicted.most_device_bytes)} were predicted. "
-        f"{within if size else 'Lower the batch size, or raise `margin`.'}"
+        f"{within if size else f'Lower {_size(fixed)}, or raise `margin`.'}"
     )
 
 
@@ -106,7 +122,7 @@ class Failure:
         budget_now: what it offers now; None if it does not report it.
         shapes: of the batch that failed.
         predicted_shapes: of the batch the prediction is based on.
-        would_fit: the largest batch size that would have fit; None if not even one sample would.
+        would_fit: the largest batch size that would have fit; None if not even one sample would, or none can be set.
     """
 
     predicted: Footprint
@@ -116,6 +132,7 @@ class Failure:
     shapes: Shapes
     predicted_shapes: Shapes
     would_fit: int | None
+    is_fixed: bool = False
 
 
 def note(failure: Failure) -> str:
@@ -134,8 +151,7 @@ def _predicted(failure: Failure) -> str:
     if predicted.is_partial:
         return f"MemGuard predicted {peak} without activations, which are unknown; {so_far}."
     return (
-        f"MemGuard predicted a peak of {peak}{at_most} in the {peak_words(predicted)} at batch size "
-        f"{predicted.batch_size}; {so_far}."
+        f"MemGuard predicted a peak of {peak}{at_most} in the {peak_words(predicted)} {at_size(predicted)}; {so_far}."
     )
 
 
@@ -169,8 +185,10 @@ def _advice(failure: Failure) -> str:
     size = failure.would_fit
     if failure.predicted.is_partial:
         return "Which batch size would have fit is unknown: try a smaller one."
+    remedies = "bf16-mixed precision, activation checkpointing, or a smaller model"
+    if failure.is_fixed:
+        return f"The data sets the sizes of its batches: lower {_size(True)}, or use {remedies}."
     if size is None:
-        remedies = "bf16-mixed precision, activation checkpointing, or a smaller model"
         return f"Not even one sample would have fit: use {remedies}."
     measured_bytes = failure.measured.peak_bytes if failure.measured else 0
     over = measured_bytes > failure.predicted.peak_device_bytes

@@ -35,6 +35,11 @@ def part_words(part: str) -> str:
     return part.replace("_", " ")
 
 
+def at_size(footprint: Footprint) -> str:
+    """The batch size that a footprint is for, or its batch, if the data's own sampler sets the sizes."""
+    return f"for a batch of {footprint.batch}" if footprint.batch else f"at batch size {footprint.batch_size}"
+
+
 def with_stage(name: str, stage: str) -> str:
     """The name of a file, or of what a logger shows: a fit's as it is, those of an evaluation next to it.
 

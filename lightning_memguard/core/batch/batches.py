@@ -70,6 +70,7 @@ class Batches:
         large_size: number of samples in ``large``.
         draws: batches of other samples; None if there are no others.
         draw: which of them the real ones are; above 0, fake ones are as these.
+        kinds: batches as a sampler sets their sizes, one of which takes the most memory; empty if there is one alone.
     """
 
     small: Any
@@ -78,6 +79,7 @@ class Batches:
     large_size: int
     draws: Draws | None = None
     draw: int = 0
+    kinds: tuple[Batches, ...] = ()
 
     def is_real_at(self, batch_size: int) -> bool:
         """Whether a real batch of this size is one that the user's own code made."""

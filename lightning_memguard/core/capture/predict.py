@@ -63,6 +63,8 @@ class Prediction:
         others: the traces of the other variants, by batch size.
         ceiling: the largest possible memory, if that is known too.
         unfrozen: the step that trains all parameters, if frozen ones may be trained later.
+        kinds: if a sampler sets the sizes of batches, shapes and bytes of those captured.
+        kind: the place among them of the one that is predicted, as it takes the most.
     """
 
     program: Program
@@ -81,6 +83,8 @@ class Prediction:
     others: Mapping[int, tuple[Trace, ...]] = field(default_factory=dict)
     ceiling: Growth | PackedGrowth | None = None
     unfrozen: Prediction | None = None
+    kinds: tuple[tuple[Shapes, int], ...] = ()
+    kind: int = 0
     # What it was asked for so far; a copy starts with its own.
     _known_traces: dict[int, tuple[Trace, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
     _known_footprints: dict[int, Footprint] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -198,7 +202,8 @@ class Prediction:
                 )
             if self.unfrozen:
                 most = _with_later(most, self._footprint_of(self.unfrozen.trace_at(batch_size)))
-            known[batch_size] = replace(most, notes=tuple(dict.fromkeys((*self.notes, *most.notes))))
+            batch = " x ".join(map(str, next(iter(self.expected_batch(batch_size)[0]), ()))) if self.kinds else ""
+            known[batch_size] = replace(most, batch=batch, notes=tuple(dict.fromkeys((*self.notes, *most.notes))))
         return known[batch_size]
 
     def _estimate_at(self, batch_size: int) -> Footprint:
@@ -331,6 +336,35 @@ def predict(
             return replace(found, notes=(*found.notes, "torch.compile is followed on the CPU only"))
         found = replace(found, compiles=found.method in ("fake", "worst-case"))
         return found if scalable else found.proven_at(batch_size)
+
+
+def predict_largest(
+    program: Program, asked: int, settings: AllocatorSettings, *, scalable: bool
+) -> tuple[int, Prediction]:
+    """Predict the step on the kind of batch that takes the most, and return its batch size: ``asked`` if all are alike.
+
+    Raises:
+        CannotTraceError: not even the states could be made.
+    """
+    kinds = program.kinds
+    if not kinds:
+        return asked, predict(program, asked, settings, scalable=scalable)
+    sizes = [each.families[0].small_size for each in kinds]
+    for each, size in zip(kinds, sizes, strict=True):
+        with captures_of(each) as captures:
+            captures.start(each, size, "fake")
+    traces = [_captured_somehow(each, size) for each, size in zip(kinds, sizes, strict=True)]
+    nbytes = [footprint(trace, settings).most_device_bytes for trace in traces]
+    place = nbytes.index(max(nbytes))
+    found = predict(kinds[place], sizes[place], settings, scalable=False)
+    return sizes[place], replace(found, kinds=tuple(trace.batch for trace in traces if trace.batch), kind=place)
+
+
+def _captured_somehow(program: Program, batch_size: int) -> Trace:
+    for method in _WAYS:
+        with contextlib.suppress(CaptureFailedError):
+            return capture(program, batch_size, method)
+    return capture(program, batch_size, "states")
 
 
 def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -129,16 +130,25 @@ class Program(ABC):
     def without_samples(self) -> Self:
         """Return the program on batches known by their shapes alone."""
         return self._with_families(
-            lambda each: replace(each, small=_on_meta(each.small), large=_on_meta(each.large), draws=None)
+            lambda each: replace(each, small=_on_meta(each.small), large=_on_meta(each.large), draws=None, kinds=())
         )
 
     def without_draws(self) -> Self:
         """Return the program on batches stretched from one, without the samples that make other real ones."""
-        return self._with_families(lambda each: replace(each, draws=None))
+        return self._with_families(lambda each: replace(each, draws=None, kinds=()))
 
     def of_draw(self, number: int) -> Self:
         """Return the program on other real batches, if there are others; with 0 on the first."""
         return self._with_families(lambda each: replace(each, draw=number)) if number else self
+
+    @functools.cached_property
+    def kinds(self) -> tuple[Self, ...]:
+        """The program on each kind of batch, if a sampler sets their sizes."""
+        return tuple(self._with_families(lambda _, kind=kind: kind) for kind in self.families[0].kinds)  # type: ignore[misc]
+
+    def of_kind(self, place: int) -> Self:
+        """Return the program on one of the kinds, or itself if there are no others."""
+        return self.kinds[place] if self.kinds else self
 
     def is_real_at(self, batch_size: int) -> bool:
         """Whether real batches of this size are ones that the user's own code made."""

@@ -64,6 +64,7 @@ class Footprint:
             workspaces for which PyTorch then takes another plan of cuDNN. A budget is compared with what is left.
         trace: the events it was computed from, if they were kept, as `estimate` does.
         settings: the rules of the allocator they were replayed by.
+        batch: the shape of the batch, such as ``"3 x 512"``, if the data's own sampler sets it; else empty.
     """
 
     batch_size: int
@@ -82,6 +83,7 @@ class Footprint:
     yielding_bytes: int = 0
     trace: Trace | None = field(default=None, repr=False, compare=False)
     settings: AllocatorSettings | None = field(default=None, repr=False, compare=False)
+    batch: str = ""
 
     @property
     def most_device_bytes(self) -> int:

@@ -20,7 +20,15 @@ import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memguard.core.batch.batches import Batches, batches_from_one
-from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of, tensors_in
+from lightning_memguard.core.batch.extremes import BYTES, Extremes
+from lightning_memguard.core.batch.nesting import (
+    batch_bytes,
+    batch_size_of,
+    is_known,
+    map_tensors,
+    shapes_of,
+    tensors_in,
+)
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.loader_access import arrange
 from lightning_memguard.training.data import copies
@@ -39,6 +47,8 @@ _AT_ONCE = 64  # what a dataset that fetches many samples at once is asked for
 _BEYOND = "a larger one would take more, and is reported when it comes"
 _COUNTS = (1, 2, 4, 8)  # of a sample, to collate it alone: some collate functions want pairs
 _SIZES = ((4, 5, 1), (4, 6, 2), (4, 8, 4), (8, 16, 8), (2, 4, 2))  # two to collate at, and the multiple they stand for
+_MOST_KINDS = 6  # batches whose sizes a sampler sets that are captured
+_MOST_TOGETHER = 9  # of several loaders
 _MOST_MIXED = 16  # samples stacked together, each the longest in some dimension
 _KEPT_BYTES = 64 << 20  # of samples that are kept, to make real batches of
 _KEPT_SAMPLES = 1024  # Python keeps the pages of such objects once they are gone: 1.1 MiB of 4,096 pairs of tensors
@@ -106,7 +116,16 @@ def _draw_from(info: LoaderInfo, source: Source) -> LoaderSamples:
         return draw(trial_at(source.loader, max(source.batch_size, 4)), fixed=True)
 
 
-def _combine(info: LoaderInfo, drawn: list[Batches]) -> tuple[Batches, ...]:
+def _combine(info: LoaderInfo, drawn: Sequence[Batches]) -> tuple[Batches, ...]:
+    known = _arranged(info, drawn)
+    if not info.fixed_because or len(known) > 1 or not any(each.kinds for each in drawn):
+        return tuple(replace(each, kinds=()) for each in known)
+    few = int(_MOST_TOGETHER ** (1 / len(drawn)))
+    together = itertools.product(*(each.kinds[:few] or (each,) for each in drawn))
+    return (replace(known[0], kinds=tuple(_arranged(info, each)[0] for each in together)),)
+
+
+def _arranged(info: LoaderInfo, drawn: Sequence[Batches]) -> tuple[Batches, ...]:
     size = info.batch_size or drawn[0].small_size
     if len(drawn) > 1 and info.fixed_because:  # each at its own size, whatever is asked
         drawn = [Batches(each.small, each.small, size, size + 1) for each in drawn]
@@ -145,27 +164,37 @@ def draw(loader: Iterable[Any], *, fixed: bool = False, unit: int = 1, factor: i
 
 def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
     """Sample a loader whose batches are taken as they come."""
-    largest, most, seen, samples, sizes, all_seen = None, 0, 0, 0, set(), True
-    taken, taken_bytes = TakenDraws(), 0
+    seen, samples, all_seen = 0, 0, True
+    extremes, most = Extremes(), dict[tuple[int, ...], tuple[Any, int]]()
+    taken, taken_bytes = dict[int, list[Any]](), 0
     started = time.monotonic()
     for batch, count in _batches(loader):
-        if seen and (samples >= MOST_SAMPLES or time.monotonic() - started > MOST_SECONDS):
+        many = samples >= MOST_SAMPLES and seen >= LEAST_SAMPLES
+        if seen > 1 and (many or time.monotonic() - started > MOST_SECONDS):
             all_seen = False
             break
         nbytes, size = batch_bytes(batch), count or batch_size_of(batch)
-        if largest is None or nbytes > batch_bytes(largest):
-            largest, most = batch, size
         taken_bytes += nbytes
         if taken_bytes <= _KEPT_BYTES:
-            taken.batches.setdefault(size, []).append(batch)
-        sizes.add(nbytes)
+            taken.setdefault(size, []).append(batch)
+        larger = extremes.add(shapes_of(batch), nbytes)
+        if larger and BYTES not in larger and taken_bytes > _KEPT_BYTES:
+            batch = map_tensors(batch, lambda tensor: tensor.to("meta"))  # noqa: PLW2901
+        most.update(dict.fromkeys(larger, (batch, size)))
         seen, samples = seen + 1, samples + size
-    if largest is None:
+    if not seen:
         raise CannotTraceError("the data is empty: there is no batch to predict from")
-    note = "" if all_seen or len(sizes) == 1 else f"predicted for the largest of {seen} batches; {_BEYOND}"
-    taken.batches.setdefault(most, []).insert(0, largest)
-    batches = replace(batches_from_one(largest, most), draws=taken)
-    return LoaderSamples(batches, note, samples=samples if all_seen else None)
+    different = [*{id(batch): (batch, size) for batch, size in (most[BYTES], *most.values())}.values()]
+    vary, kinds = len(different) > 1, [_taken(*each, taken) for each in different[:_MOST_KINDS]]
+    note = f"predicted for the largest of {seen} batches drawn{'' if all_seen else f'; {_BEYOND}'}"
+    batches = replace(kinds[0], kinds=tuple(kinds if vary else ()))
+    return LoaderSamples(batches, note if vary or not all_seen else "", samples=samples if all_seen else None)
+
+
+def _taken(batch: Any, size: int, others: dict[int, list[Any]]) -> Batches:
+    """A batch as it was taken; those of its size are other draws of it."""
+    draws = TakenDraws({**others, size: [batch, *others.get(size, [])]})
+    return replace(batches_from_one(batch, size), draws=draws if all(map(is_known, tensors_in(batch))) else None)
 
 
 def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:
@@ -183,7 +212,8 @@ def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:
             yield collate(items), len(items)
     else:
         planned = _within_time(map(list, copy_for_reading(loader.batch_sampler)))
-        for place in _spread(len(planned)):
+        by_count = sorted(range(len(planned)), key=lambda place: len(planned[place]))  # the fewest may be the longest
+        for place in dict.fromkeys([*by_count[-1:], *by_count[:1], *_spread(len(planned))]):
             yield collate(list(_read(loader, planned[place]))), len(planned[place])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_memguard.core.batch.batches import batches_from_one
+from lightning_memguard.core.batch.extremes import Extremes
 from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of, map_tensors, shapes_of
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Request, decide
@@ -25,30 +26,51 @@ from lightning_memguard.training.rescue.policy import Samples
 from lightning_memguard.training.run.profile import RunProfile
 
 _NEXT = 1.1  # what was announced once is announced again when it is this much larger
+_MOST_USUAL = 256  # shapes that are known to be within the prediction
 
 
 class BatchWatch:
-    """Compares each batch of a step, at its batch size, with the one predicted from; cheap: it examines every one."""
+    """Compares each batch of a step, at its batch size, with those predicted from; cheap: it examines every one.
+
+    One that is the largest so far in bytes, or if the data sets the sizes of its batches, in any size that memory may
+    grow with, is predicted.
+    """
 
     def __init__(self, profile: RunProfile, prediction: Prediction, batch_size: int) -> None:
         self.profile = profile
         self.prediction = prediction
         self.batch_size = batch_size
-        self.predicted_shapes, self.limit_bytes = prediction.expected_batch(batch_size)
+        self.predicted_shapes, nbytes = prediction.expected_batch(batch_size)
         self.shapes: Shapes = ()
-        self._quick_bytes = -1
+        self.is_fixed = bool(profile.loader_info.fixed_because)  # the data sets the sizes of its batches
+        self._usual = set[Shapes]()
+        self._quick: list[torch.Size] | int = 0
+        self._extremes, self._most_bytes = Extremes(), 0.0
+        for shapes, each_bytes in prediction.kinds or [(self.predicted_shapes, nbytes)]:
+            self._extremes.add(shapes if self.is_fixed else (), each_bytes)
 
     def larger(self, batch: object) -> Larger | None:
         """Compare a batch on its way into the step with the prediction; None if it is within it."""
-        quick_bytes = _quick_bytes(batch)
-        if quick_bytes == self._quick_bytes != -1:
+        quick = _quick_sizes(batch, by_shape=self.is_fixed)
+        if quick == self._quick and quick:
             return None  # as large as the one before
-        self._quick_bytes = quick_bytes
-        nbytes, self.shapes = batch_bytes(batch), shapes_of(batch)
-        if nbytes <= self.limit_bytes:
+        self._quick, self.shapes = quick, tuple(quick) if isinstance(quick, list) else shapes_of(batch)
+        if self.shapes in self._usual:
             return None
-        self.limit_bytes = int(nbytes * _NEXT)
-        return attempt(lambda: self._announce(batch)).value
+        if self._extremes.add(self.shapes if self.is_fixed else (), batch_bytes(batch), ahead=_NEXT):
+            return attempt(lambda: self._if_more(self._announce(batch))).value
+        if len(self._usual) < _MOST_USUAL:
+            self._usual.add(self.shapes)
+        return None
+
+    def _if_more(self, larger: Larger) -> Larger | None:
+        nbytes, known = larger.footprint.most_device_bytes, self.prediction.footprint_at(self.batch_size)
+        if not larger.footprint.is_partial and nbytes <= max(
+            self._most_bytes, self.profile.with_extra(known).most_device_bytes
+        ):
+            return None
+        self._most_bytes = nbytes * _NEXT
+        return larger
 
     def _announce(self, batch: object) -> Larger:
         """Predict a step on batches like this one, as it comes out of the hooks that transfer it."""
@@ -60,18 +82,20 @@ class BatchWatch:
             footprint = prediction.footprint_at(size)
         for part, extra in self.profile.extra.items():
             footprint = footprint.plus(extra, part)
-        return Larger(self.shapes, self.predicted_shapes, footprint, self.profile.budget)
+        return Larger(self.shapes, self.predicted_shapes, footprint, self.profile.budget, self.is_fixed)
 
 
-def _quick_bytes(batch: Any) -> int:
-    """Bytes of a batch that is a tensor, or a flat list, tuple or dict of dense ones; -1 for any other."""
-    kind = type(batch)
-    nbytes = 0
+def _quick_sizes(batch: Any, *, by_shape: bool) -> list[torch.Size] | int:
+    """Shapes or bytes of a batch that is a tensor, or a flat list, tuple or dict of dense ones; 0 for any other."""
+    kind, nbytes = type(batch), 0
     try:
-        for value in batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,):
+        values = batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
+        if by_shape:
+            return [value.shape for value in values]
+        for value in values:
             nbytes += value.nbytes
     except (AttributeError, RuntimeError):  # no tensor, or a sparse one
-        return -1
+        return 0
     return nbytes
 
 
@@ -83,12 +107,12 @@ def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measure
     budget = watch.profile.budget
     now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
     ratio = _ratio(measured, decided.peak_device_bytes)
-    smaller = would_fit(watch, _budget_now(watch, device), ratio)
-    return Failure(decided, measured, budget, now, watch.shapes, watch.predicted_shapes, smaller)
+    smaller = None if watch.is_fixed else would_fit(watch, _budget_now(watch, device), ratio)
+    return Failure(decided, measured, budget, now, watch.shapes, watch.predicted_shapes, smaller, watch.is_fixed)
 
 
 def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured) -> int | None:
-    """The largest batch size that would have kept the budget that a run passed; None if none would.
+    """The largest batch size that would have kept the budget that a run passed; None if none would, or can be set.
 
     It is found in a child: what finding it takes would come on top of what the run takes.
     """
@@ -96,6 +120,8 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
     def find(_: int) -> int | None:
         return would_fit(watch, watch.profile.budget, _ratio(measured, decided.most_device_bytes))
 
+    if watch.is_fixed:
+        return None
     with ChildPool[int, "int | None"](find, most=1, begin=run_on_one_thread, trusted=True) as pool:
         return pool.result(0).value
 

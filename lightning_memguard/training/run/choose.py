@@ -124,6 +124,7 @@ class Planner:
         if self._captures is None:
             evaluation = self._run.evaluation.value
             programs = [self._run.program, *([evaluation.program] if evaluation else [])]
+            programs = [each for program in programs for each in program.kinds or (program,)]
             next_size = self._reading.next_size if self._reading else None
             self._captures = self._open.enter_context(Captures(*programs, next_size=next_size))
         if self._profile is None and self._reading is not None:

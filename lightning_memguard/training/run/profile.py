@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memguard.core.capture.capture import Captures
-from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.core.capture.predict import Prediction, predict, predict_largest
 from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.device.budget import read_budget
@@ -151,9 +151,11 @@ class RunProfile:
 
     def attached_to(self, run: Run) -> RunProfile:
         """Return the profile with the run's own objects; undoes `detached`."""
-        validation = self.validation
+        run, validation = replace(run, program=run.program.of_kind(self.prediction.kind)), self.validation
         if validation is not None:
-            program = run.evaluation.unwrap().program
+            evaluation = run.evaluation.unwrap()
+            program = evaluation.program.of_kind(validation.prediction.kind)
+            run = replace(run, evaluation=Attempt(replace(evaluation, program=program)))
             validation = replace(validation, prediction=replace(validation.prediction, program=program))
         return replace(self, run=run, prediction=replace(self.prediction, program=run.program), validation=validation)
 
@@ -285,10 +287,11 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     """
     run, size = reading.run, reading.batch_size
     evaluation = run.evaluation.value
-    if evaluation:
+    if evaluation and not evaluation.program.kinds:
         captures.start(evaluation.program, evaluation.batch_size, "fake")
     fixed = run.loader_info.fixed_because
-    prediction = predict(run.program, size, reading.rules, scalable=not fixed)
+    size, prediction = predict_largest(run.program, size, reading.rules, scalable=not fixed)
+    run = replace(run, program=run.program.of_kind(prediction.kind))
     if not prediction.scalable:
         fixed = "; ".join(filter(None, (_why_one_size(prediction, asked=not fixed), fixed)))
     validation = attempt(lambda: _validation(run, prediction)) if evaluation else Attempt(reason=run.evaluation.reason)
@@ -300,7 +303,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         run,
         prediction,
         reading.budget,
-        reading.request_of(fixed),
+        replace(reading.request_of(fixed), batch_size=size),
         validation.value,
         reading.held_bytes,
         run.program.callback_bytes,
@@ -345,9 +348,9 @@ def _evaluation(info: LoaderInfo, facts: RunFacts, training: LightningProgram) -
 def _validation(run: Run, training: Prediction) -> ValidationRun:
     """Predict the fit's validation, next to everything that training keeps."""
     evaluation, info = run.evaluation.unwrap(), run.validation_info
-    prediction = predict(evaluation.program, evaluation.batch_size, training.settings, scalable=False)
+    size, prediction = predict_largest(evaluation.program, evaluation.batch_size, training.settings, scalable=False)
     unit, is_fixed = (info.unit, bool(info.fixed_because)) if info else (1, True)
-    return ValidationRun(_next_to(training, run, prediction), evaluation.batch_size, unit, is_fixed)
+    return ValidationRun(_next_to(training, run, prediction), size, unit, is_fixed)
 
 
 def _next_to(training: Prediction, run: Run, validation: Prediction) -> Prediction:

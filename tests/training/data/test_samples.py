@@ -196,7 +196,7 @@ def test_of_batches_made_by_the_user_the_largest_is_taken_wherever_it_is() -> No
     loader = DataLoader(Lengths(20_000), batch_sampler=Sorted(), collate_fn=pad)  # type: ignore[arg-type]
     drawn = draw(loader)
     assert drawn.batches.small.shape == (2, 20_000)
-    assert "batches; a larger one" in drawn.note
+    assert "batches drawn; a larger one" in drawn.note
 
 
 # -- collate functions with requirements
