@@ -8,20 +8,17 @@ allocated and reserved peaks, and the recorded allocator histories replayed even
     python benchmarks/accuracy.py --only ConvNeXt    # the published runs of some models
     python benchmarks/accuracy.py --json out.json
 
-The published figures are NVML's highest use minus the first sample. The main figure, "reserved", is the plain reading:
-all that is reserved. In these image runs of 2025 the first sample was taken when the model, and what an optimizer
-creates in its constructor, already existed: Adagrad's runs, whose state is created there, measured lower than the
-others by exactly that state (109 MiB on ConvNeXt-Tiny, 14 on MobileNetV2, 528 on VGG-16). The columns "after the model"
-show what is reserved from the first step on for these runs (for the text runs and those of 2024 everything reserved),
-with the kernels that CUDA loads late. That reading was found on these runs; on others of the same authors that were
-kept aside it is no better than the plain one.
+The published figures are NVML's highest use minus the first sample. "reserved" is the plain reading: all that is
+reserved. In the image runs of 2025 the first sample was taken when the model, and what an optimizer creates in its
+constructor, already existed: Adagrad's runs measured lower than the others by exactly that state. "after the model" is
+what is reserved from the first step on for these runs (for the others everything reserved), with the kernels that CUDA
+loads late. That reading was found on these runs; on those kept aside it is no better than the plain one.
 
-`data/published_runs_aside.csv` holds more runs of the same authors, which nothing here was chosen on: all 2025 runs of
+`data/published_runs_aside.csv` has more runs of the same authors, on which nothing here was chosen: all 2025 runs of
 two of their folders, and the first of a third by name, that are not in the other file and did not run out of memory.
 
-The bounds are those of the footprint, with what CUDA loads late: in 2025 0 to 160 MiB (the transformers measured up to
-168 MiB more at their smallest batches), in 2024 0 to 555 MB, the whole context. A run is within them if its figure is,
-as it stands or with the model that the first sample may have included.
+The bounds are those of the footprint, with what CUDA loads late: in 2025 0 to 160 MiB, in 2024 0 to 555 MB, the whole
+context. A run is within them if its figure is, as it stands or with the model that the first sample may have included.
 """
 
 import argparse
@@ -317,17 +314,16 @@ def summarise(title: str, runs: Sequence[Run]) -> None:
     bounds(runs)
     for name in OTHERS:
         print(f"  {name:<30}{spread(e for run in runs if (e := run.other_error(name)) is not None)}")
-    print(f"  seconds a prediction: {statistics.median(run.seconds for run in runs):.2f} (median)", end="")
+    line = f"  seconds a prediction: {statistics.median(run.seconds for run in runs):.2f} (median)"
     for name in OTHERS[:2]:
         seconds = [run.other_seconds[name] for run in runs if name in run.other_seconds]
-        if seconds:
-            print(f"; {name} {statistics.median(seconds):.1f}", end="")
-    print("\n  the prediction as a hard cap fails: ", end="")
-    print(f"{sum(run.cap_fails for run in runs)} of {len(runs)} (by replay)", end="")
+        line += f"; {name} {statistics.median(seconds):.1f}" if seconds else ""
+    print(line)
+    line = f"  the prediction as a hard cap fails: {sum(run.cap_fails for run in runs)} of {len(runs)} (by replay)"
     for name in OTHERS:
         failed = [run.other_failed[name] for run in runs if name in run.other_failed]
-        print(f"; {name} {sum(failed)} of {len(failed)} (run)", end="")
-    print()
+        line += f"; {name} {sum(failed)} of {len(failed)} (run)"
+    print(line)
 
 
 def bounds(runs: Sequence[Run]) -> None:
@@ -342,11 +338,11 @@ def large_errors(runs: Sequence[Run], limit: float = 5.0) -> None:
     print(f"\nErrors above {limit:.0f} %: {len(far)}")
     for run in far:
         missing = (run.measured - run.predicted) / MIB
-        print(
-            f"  {run.model} {run.optimizer} {run.batch} on {run.gpu.split('GeForce ')[-1]} ({run.version}): "
-            f"{abs(missing):.0f} MiB {'missing' if missing > 0 else 'too many'}, "
-            f"{missing / run.batch:+.2f} MiB an item; attributed to {CAUSES.get(run.model, 'no known cause')}"
+        which = f"{run.model} {run.optimizer} {run.batch} on {run.gpu.split('GeForce ')[-1]} ({run.version})"
+        off = (
+            f"{abs(missing):.0f} MiB {'missing' if missing > 0 else 'too many'}, {missing / run.batch:+.2f} MiB an item"
         )
+        print(f"  {which}: {off}; attributed to {CAUSES.get(run.model, 'no known cause')}")
 
 
 # Recordings -----------------------------------------------------------------------------------------------------------
@@ -490,10 +486,11 @@ def show_all(runs: list[Run]) -> None:
     """The published runs, one by one and by group."""
     runs.sort(key=lambda run: (run.version, run.model, run.gpu, run.batch))
     show(runs)
-    images, texts = [run for run in runs if run.is_image], [run for run in runs if not run.is_image]
+    images = [run for run in runs if run.is_image]
     recent = [run for run in images if run.version.startswith("2025")]
     summarise("CNNs, 2025", recent)
     summarise("CNNs, 2024 (context included, torch 2.3)", [run for run in images if run.version.startswith("2024")])
+    texts = [run for run in runs if not run.is_image]
     summarise("Transformers (lengths and attention of the real runs unknown)", texts)
     print(f"\nAll {len(runs)} runs")
     bounds(runs)

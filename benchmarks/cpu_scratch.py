@@ -271,11 +271,16 @@ FAMILIES: dict[str, Callable[[Draw], Step]] = {}
 
 
 def family(name: str) -> Callable[[Callable[[Draw], Any]], Callable[[Draw], Any]]:
-    """Registers what makes a step: the step itself, or functions of which one is drawn and trained."""
+    """Registers what makes a step: the step itself, or calls of which one is drawn and trained: functions, or their
+    text, divided by semicolons, and the names in it."""
 
     def register(make: Callable[[Draw], Any]) -> Callable[[Draw], Any]:
         def step(draw: Draw) -> Step:
             made = make(draw)
+            if isinstance(made, tuple):
+                calls, names = made
+                code = compile(draw.one_of(*calls.split(";")).strip(), "call", "eval")
+                return trained(lambda: eval(code, {**globals(), **names}))
             return trained(draw.one_of(*made)) if isinstance(made, list) else made
 
         FAMILIES[name] = step
@@ -387,26 +392,18 @@ def _losses(draw: Draw) -> Step:
     weight = draw.one_of(None, None, torch.rand(shape).to(draw.dtype))
     positive = draw.one_of(None, None, torch.rand(shape[-1:]).to(draw.dtype))
     signs, one = target.round() * 2 - 1, F.normalize(draw.tensor(shape[0], 20), dim=-1)
-    logits = F.binary_cross_entropy_with_logits
-    of_two = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-    of_signs = ("soft_margin_loss", "hinge_embedding_loss")
-    of_target = ("poisson_nll_loss", "multilabel_soft_margin_loss")
-    return [
-        *(partial(getattr(F, name), x, y, **reduction) for name in of_two),
-        *(partial(getattr(F, name), x, signs, **reduction) for name in of_signs),
-        *(partial(getattr(F, name), x, target, **reduction) for name in of_target),
-        lambda: F.binary_cross_entropy(x.sigmoid(), target, weight, **reduction),
-        lambda: logits(x, target, weight, pos_weight=positive, **reduction),
-        lambda: logits(x, target, **reduction),
-        lambda: F.kl_div(x, target, log_target=logs, **reduction),
-        lambda: F.margin_ranking_loss(x, y, signs, **reduction),
-        lambda: F.gaussian_nll_loss(x, y, target, **reduction),
-        lambda: F.triplet_margin_loss(x, y, target, **reduction),
-        lambda: F.cosine_similarity(x, y, dim=-1),
-        lambda: F.pairwise_distance(x, y),
-        lambda: one @ one.T,
-        lambda: F.logsigmoid(x),
-    ]
+    logits, given = F.binary_cross_entropy_with_logits, {**reduction}
+    of_two = "".join(f"F.{name}(x, y, **given);" for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"))
+    return (
+        f"""{of_two} F.soft_margin_loss(x, signs, **given); F.hinge_embedding_loss(x, signs, **given);
+        F.poisson_nll_loss(x, target, **given); F.multilabel_soft_margin_loss(x, target, **given);
+        F.binary_cross_entropy(x.sigmoid(), target, weight, **given); logits(x, target, **given);
+        logits(x, target, weight, pos_weight=positive, **given); F.kl_div(x, target, log_target=logs, **given);
+        F.margin_ranking_loss(x, y, signs, **given); F.gaussian_nll_loss(x, y, target, **given); F.logsigmoid(x);
+        F.triplet_margin_loss(x, y, target, **given); F.cosine_similarity(x, y, dim=-1); F.pairwise_distance(x, y);
+        one @ one.T""",
+        locals(),
+    )
 
 
 @family("classification")
@@ -467,14 +464,13 @@ def _arithmetic(draw: Draw) -> list[Callable[[], Any]]:
     shape = draw.shape(draw.one_of(1, 2, 3, 4))
     x, y = draw.tensor(*shape), draw.tensor(*(s if draw.chance(0.8) else 1 for s in shape))
     other = y.detach().to(draw.one_of(torch.float32, torch.bfloat16, torch.float64, draw.dtype))
-    names = ("add", "mul", "div", "sub", "maximum", "pow", "atan2", "hypot", "fmod")
-    return [
-        *(partial(getattr(torch, name), x, other) for name in names),
-        lambda: torch.lerp(x, y, 0.3),
-        lambda: torch.addcmul(x, x, y),
-        lambda: torch.where(y > 0, x, y),
-        lambda: x.clamp(-0.5, 0.5),
-    ]
+    named = "".join(
+        f"torch.{name}(x, other);" for name in ["add", "mul", "div", "sub", "maximum", "pow", "atan2", "hypot", "fmod"]
+    )
+    return (
+        f"{named} torch.lerp(x, y, 0.3); torch.addcmul(x, x, y); torch.where(y > 0, x, y); x.clamp(-0.5, 0.5)",
+        locals(),
+    )
 
 
 @family("embedding")
@@ -516,19 +512,13 @@ def _images(draw: Draw) -> Step:
     grid = draw.tensor(batch, 8, 8, 2, layout="contiguous")
     pad = draw.one_of("constant", "reflect", "replicate", "circular")
     sampling = draw.one_of("bilinear", "nearest", "bicubic")
-    return [
-        lambda: F.pad(x, (1, 2, 1, 0), mode=pad),
-        lambda: F.unfold(x, 3),
-        lambda: F.fold(F.unfold(x, 3), (side, side), 3),
-        lambda: F.grid_sample(x, grid, mode=sampling, align_corners=False),
-        lambda: F.pixel_shuffle(x, 2),
-        lambda: F.channel_shuffle(x, 2),
-        lambda: F.local_response_norm(x, 3),
-        lambda: F.affine_grid(grid[:, :2, :3, 0], [batch, channels, side, side], align_corners=False),
-        lambda: x.roll((1, 2), (2, 3)),
-        lambda: x.flip(3),
-        lambda: F.dropout2d(x, 0.3, True),
-    ]
+    return (
+        """F.pad(x, (1, 2, 1, 0), mode=pad); F.unfold(x, 3); F.fold(F.unfold(x, 3), (side, side), 3);
+        F.grid_sample(x, grid, mode=sampling, align_corners=False); F.pixel_shuffle(x, 2); F.channel_shuffle(x, 2);
+        F.local_response_norm(x, 3); F.dropout2d(x, 0.3, True); x.roll((1, 2), (2, 3)); x.flip(3);
+        F.affine_grid(grid[:, :2, :3, 0], [batch, channels, side, side], align_corners=False)""",
+        locals(),
+    )
 
 
 @family("indexing")
@@ -538,26 +528,16 @@ def _indexing(draw: Draw) -> Step:
     some = draw.integers(rows, draw.size(1, 100))
     like = draw.integers(rows, rows, columns)
     mask = torch.rand(rows, columns) > 0.5
-    return [
-        lambda: x[some],
-        lambda: x[mask],
-        lambda: x[some, some % columns],
-        lambda: x.index_select(0, some),
-        lambda: x.gather(0, like),
-        lambda: x.scatter_add(0, like, source),
-        lambda: x.scatter(0, like, source),
-        lambda: x.index_add(0, some, source[some]),
-        lambda: x.index_copy(0, torch.randperm(rows), source),
-        lambda: x.index_put((some,), source[some], accumulate=draw.chance()),
-        lambda: x.masked_fill(mask, 0.0),
-        lambda: x.masked_scatter(mask, source),
-        lambda: x.scatter_reduce(0, like, source, draw.one_of("sum", "mean", "amax", "prod")),
-        lambda: x.take(like),
-        lambda: x.repeat_interleave(3, dim=0),
-        lambda: F.one_hot(some, rows).float() * x[some].sum(1, keepdim=True),
-        x.tril,
-        lambda: torch.take_along_dim(x, like, 0),
-    ]
+    return (
+        """x[some]; x[mask]; x[some, some % columns]; x.index_select(0, some); x.gather(0, like); x.take(like);
+        x.tril(); x.scatter_add(0, like, source); x.scatter(0, like, source);
+        x.index_add(0, some, source[some]);
+        x.index_copy(0, torch.randperm(rows), source); x.index_put((some,), source[some], accumulate=draw.chance());
+        x.masked_fill(mask, 0.0); x.masked_scatter(mask, source); torch.take_along_dim(x, like, 0);
+        x.scatter_reduce(0, like, source, draw.one_of("sum", "mean", "amax", "prod")); x.repeat_interleave(3, dim=0);
+        F.one_hot(some, rows).float() * x[some].sum(1, keepdim=True)""",
+        locals(),
+    )
 
 
 @family("sorting")
@@ -565,22 +545,13 @@ def _sorting(draw: Draw) -> Step:
     x = draw.any_tensor(1, 3)
     dim, flat = draw.random.randrange(x.dim()), x.detach().flatten()
     stable, most = draw.chance(), max(1, x.shape[dim] // 2)
-    return [
-        lambda: x.sort(dim, stable=stable),
-        lambda: x.topk(most, dim),
-        lambda: x.argsort(dim),
-        lambda: x.kthvalue(most, dim),
-        lambda: x.median(dim),
-        lambda: x.mode(dim),
-        lambda: torch.unique(flat),
-        lambda: torch.searchsorted(flat.sort().values, flat),
-        lambda: torch.bincount((flat.abs() * 10).long()),
-        lambda: torch.histc(flat, 10),
-        lambda: x.cummax(dim),
-        lambda: x.quantile(0.3, dim),
-        lambda: torch.multinomial(x.detach().flatten().abs() + 0.1, 1),
-        lambda: torch.randperm(x.numel()),
-    ]
+    return (
+        """x.sort(dim, stable=stable); x.topk(most, dim); x.argsort(dim); x.kthvalue(most, dim); x.median(dim);
+        x.mode(dim); torch.unique(flat); torch.searchsorted(flat.sort().values, flat); x.cummax(dim);
+        torch.bincount((flat.abs() * 10).long()); torch.histc(flat, 10); x.quantile(0.3, dim);
+        torch.multinomial(flat.abs() + 0.1, 1); torch.randperm(x.numel())""",
+        locals(),
+    )
 
 
 @family("copies")
@@ -590,19 +561,13 @@ def _copies(draw: Draw) -> Step:
     target = torch.empty(x.shape, dtype=draw.one_of(draw.dtype, other))
     order = list(range(x.dim()))
     draw.random.shuffle(order)
-    return [
-        x.contiguous,
-        x.clone,
-        lambda: x.to(other),
-        lambda: target.copy_(x.detach()),
-        lambda: x.permute(order).contiguous(),
-        lambda: x.permute(order).reshape(-1) * 1,
-        lambda: torch.cat([x, x], draw.random.randrange(x.dim())),
-        lambda: torch.stack([x, x]),
-        lambda: x.repeat(2, *(1 for _ in x.shape)),
-        lambda: x.expand(3, *x.shape).contiguous(),
-        lambda: torch.complex(x.float(), x.float()).real,
-    ]
+    return (
+        """x.contiguous(); x.clone(); x.to(other); target.copy_(x.detach()); x.permute(order).contiguous();
+        x.permute(order).reshape(-1) * 1; torch.cat([x, x], draw.random.randrange(x.dim())); torch.stack([x, x]);
+        x.repeat(2, *(1 for _ in x.shape)); x.expand(3, *x.shape).contiguous();
+        torch.complex(x.float(), x.float()).real""",
+        locals(),
+    )
 
 
 @family("distances")
@@ -618,21 +583,13 @@ def _linear_algebra(draw: Draw) -> Step:
     x, y = draw.tensor(*batch, n, n), draw.tensor(*batch, n, draw.size(1, 20))
     spd = lambda: x @ x.mT + n * torch.eye(n, dtype=x.dtype)  # noqa: E731
     linalg = torch.linalg
-    return [
-        lambda: linalg.cholesky(spd()),
-        lambda: linalg.solve(spd(), y),
-        lambda: linalg.inv(spd()),
-        lambda: linalg.det(spd()),
-        lambda: linalg.slogdet(spd()).logabsdet,
-        lambda: linalg.eigh(spd()),
-        lambda: linalg.svd(x, full_matrices=False),
-        lambda: linalg.qr(x),
-        lambda: linalg.matrix_exp(x),
-        lambda: linalg.lstsq(x, y).solution,
-        lambda: torch.cholesky_solve(y, linalg.cholesky(spd())),
-        lambda: linalg.solve_triangular(spd().tril(), y, upper=False),
-        lambda: torch.einsum("...ij,...jk->...ik", x, y),
-    ]
+    return (
+        """linalg.cholesky(spd()); linalg.solve(spd(), y); linalg.inv(spd()); linalg.det(spd()); linalg.qr(x);
+        linalg.slogdet(spd()).logabsdet; linalg.eigh(spd()); linalg.svd(x, full_matrices=False); linalg.matrix_exp(x);
+        linalg.lstsq(x, y).solution; torch.cholesky_solve(y, linalg.cholesky(spd()));
+        linalg.solve_triangular(spd().tril(), y, upper=False); torch.einsum("...ij,...jk->...ik", x, y)""",
+        locals(),
+    )
 
 
 @family("fourier")
@@ -640,13 +597,11 @@ def _fourier(draw: Draw) -> Step:
     x = draw.any_tensor(1, 3)
     window = torch.hann_window(16)
     long = draw.tensor(draw.size(1, 4), draw.size(100, 900), dtype=torch.float32)
-    return [
-        lambda: torch.fft.rfft(x),
-        lambda: torch.fft.irfft(torch.fft.rfft(x)),
-        lambda: torch.fft.fft(x),
-        lambda: torch.fft.rfft2(x),
-        lambda: torch.stft(long, 16, window=window, return_complex=True).abs(),
-    ]
+    return (
+        """torch.fft.rfft(x); torch.fft.irfft(torch.fft.rfft(x)); torch.fft.fft(x); torch.fft.rfft2(x);
+        torch.stft(long, 16, window=window, return_complex=True).abs()""",
+        locals(),
+    )
 
 
 @family("recurrent")

@@ -10,6 +10,7 @@ Predictions and measurements run in separate processes: the first by lightning_m
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -89,25 +90,20 @@ def print_cases() -> None:
 
 
 def print_table(comparisons: Sequence[Comparison]) -> None:
-    print(
-        f"{'case':<23} {'optimizer':<9} {'batch':>5} {'predicted MiB':>13} {'measured MiB':>12} {'error %':>8}  "
-        f"{'method':<10} {'predicted in':<13} measured in"
-    )
+    head = f"{'case':<23} {'optimizer':<9} {'batch':>5} {'predicted MiB':>13} {'measured MiB':>12} {'error %':>8}"
+    print(f"{head}  {'method':<10} {'predicted in':<13} measured in")
     for c in comparisons:
-        print(
-            f"{c.measured.case:<23} {c.measured.optimizer:<9} {c.measured.batch_size:>5} "
-            f"{c.predicted.peak_bytes / MIB:>13.3f} {c.measured.peak_bytes / MIB:>12.3f} {c.error_percent:>+8.3f}  "
-            f"{c.predicted.method:<10} {c.predicted.phase:<13} {c.measured.phase}"
-        )
+        ours, truth = c.predicted, c.measured
+        row = f"{truth.case:<23} {truth.optimizer:<9} {truth.batch_size:>5} {ours.peak_bytes / MIB:>13.3f}"
+        row += f" {truth.peak_bytes / MIB:>12.3f} {c.error_percent:>+8.3f}"
+        print(f"{row}  {ours.method:<10} {ours.phase:<13} {truth.phase}")
 
 
 def print_summary(comparisons: Sequence[Comparison]) -> None:
     errors = sorted(abs(c.error_percent) for c in comparisons)
-    ninetieth = errors[math.ceil(0.9 * len(errors)) - 1]
-    print(
-        f"\n{len(errors)} trainings: median error {statistics.median(errors):.3f} %, "
-        f"90th percentile {ninetieth:.3f} %, worst {errors[-1]:.3f} %"
-    )
+    ninetieth = f"90th percentile {errors[math.ceil(0.9 * len(errors)) - 1]:.3f} %"
+    median = f"median error {statistics.median(errors):.3f} %"
+    print(f"\n{len(errors)} trainings: {median}, {ninetieth}, worst {errors[-1]:.3f} %")
 
 
 def print_large_errors(comparisons: Sequence[Comparison]) -> None:
@@ -115,18 +111,13 @@ def print_large_errors(comparisons: Sequence[Comparison]) -> None:
     large = [c for c in comparisons if abs(c.error_percent) > LARGE_ERROR_PERCENT]
     print(f"{len(large)} of them above {LARGE_ERROR_PERCENT} %")
     for c in sorted(large, key=lambda c: -abs(c.error_percent)):
-        missing = c.measured.peak_bytes - c.predicted.peak_bytes
-        print(
-            f"\n{c.measured.case}, {c.measured.optimizer}, batch size {c.measured.batch_size}: "
-            f"{c.error_percent:+.3f} % ({missing:+,} bytes measured over predicted), "
-            f"peak measured in {c.measured.phase} at {c.measured.operator}"
-        )
+        truth, missing = c.measured, c.measured.peak_bytes - c.predicted.peak_bytes
+        print(f"\n{truth.case}, {truth.optimizer}, batch size {truth.batch_size}: {c.error_percent:+.3f} %", end=" ")
+        print(f"({missing:+,} bytes measured over predicted), peak measured in {truth.phase} at {truth.operator}")
         parts = [f"{size:>14,} {part}" for part, size in sorted(c.predicted.parts.items(), key=lambda item: -item[1])]
-        held = [f"{group.bytes:>14,} {group.count} x {group.operator}" for group in c.measured.held[:12]]
+        held = [f"{group.bytes:>14,} {group.count} x {group.operator}" for group in truth.held[:12]]
         print(f"  {'predicted, by part':<40} measured, by operator")
-        for index in range(max(len(parts), len(held))):
-            left = parts[index] if index < len(parts) else ""
-            right = held[index] if index < len(held) else ""
+        for left, right in itertools.zip_longest(parts, held, fillvalue=""):
             print(f"  {left:<40} {right}")
 
 
@@ -145,17 +136,13 @@ def choose(case: Case, steps: int, threads: int | None) -> Choice:
 
 
 def print_choices(choices: Sequence[Choice]) -> None:
-    print(
-        f"{'case':<23} {'optimizer':<9} {'budget MiB':>10} {'chosen':>6} {'measured MiB':>12}  {'':<12} "
-        f"{'10 % more':>9} {'measured MiB':>12}"
-    )
+    head = f"{'case':<23} {'optimizer':<9} {'budget MiB':>10} {'chosen':>6} {'measured MiB':>12}"
+    print(f"{head}  {'':<12} {'10 % more':>9} {'measured MiB':>12}")
     for c in choices:
-        print(
-            f"{c.case:<23} {c.optimizer:<9} {c.budget_bytes / MIB:>10.2f} {c.batch_size:>6} "
-            f"{c.measured_bytes / MIB:>12.2f}  {'fits' if c.fits else 'DOES NOT FIT':<12} "
-            f"{c.larger_batch_size:>9} {c.larger_measured_bytes / MIB:>12.2f}  "
-            f"{'WOULD ALSO FIT' if c.larger_fits else 'would not fit'}"
-        )
+        row = f"{c.case:<23} {c.optimizer:<9} {c.budget_bytes / MIB:>10.2f} {c.batch_size:>6}"
+        row += f" {c.measured_bytes / MIB:>12.2f}  {'fits' if c.fits else 'DOES NOT FIT':<12}"
+        row += f" {c.larger_batch_size:>9} {c.larger_measured_bytes / MIB:>12.2f}"
+        print(f"{row}  {'WOULD ALSO FIT' if c.larger_fits else 'would not fit'}")
     print(f"\n{sum(c.is_tight for c in choices)} of {len(choices)} choices are tight")
 
 
@@ -180,13 +167,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these cases only")
     parser.add_argument("--list", action="store_true", help="print the cases with their parameters and stop")
-    parser.add_argument(
-        "--quick", action="store_true", help="the middle batch size and the last optimizer of each case"
-    )
+    parser.add_argument("--quick", action="store_true", help="the middle batch size and last optimizer of each case")
     parser.add_argument("--tight", action="store_true", help="check the sizes chosen under a budget instead")
-    parser.add_argument(
-        "--steps", type=int, default=3, help="periods measured (a period: batches until the training repeats)"
-    )
+    parser.add_argument("--steps", type=int, default=3, help="periods measured: batches until the training repeats")
     parser.add_argument("--threads", type=int, help="threads of PyTorch on both sides (default: PyTorch's own)")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number to this file")

@@ -1,14 +1,10 @@
 """The programs behind recorded histories, in our own words, and their steps predicted blind.
 
-The course transformer: tokens are looked up by indexing, each block is a norm, attention with rotary positions and a
-mask that is made again in each, a norm and a gated feed-forward layer; matrix products are ``einsum``, without biases;
-softmax and cross entropy are written out; the optimizer is an AdamW that makes new tensors for its states.
-
-The regressor: convolutions and linear layers that do not learn; Adam changes the image, under anomaly detection.
-
-The cellular automaton: 40 steps at a quarter of the resolution, 20 at the full one, which fills the GPU, so that the
-allocator gives back what it has cached. The torch that was recorded resized volumes to contiguous ones; today's keep
-channels last, and take two copies more on the way.
+The course transformer writes softmax, cross entropy and matrix products (``einsum``) out, makes its mask again in each
+block, and its AdamW makes new tensors for its states. The regressor's layers do not learn; Adam changes the image, with
+anomaly detection. The cellular automaton fills the GPU at the full resolution, so that the allocator gives back what it
+has cached. The torch that was recorded resized volumes to contiguous ones; today's keep channels last, and take two
+copies more on the way.
 """
 
 import math
@@ -384,17 +380,11 @@ def captured(program: KnownProgram) -> Trace:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A known program's step, predicted and recorded.
+    """A known program's step, predicted and recorded."""
 
-    Attributes:
-        lines: the peaks, and where the events differ, as text.
-        outside: how far the recorded peaks, of allocated and of reserved, are outside the bounds, as shares of them.
-        widths: of the bounds, as shares of the recorded peaks.
-    """
-
-    lines: tuple[str, ...]
-    outside: tuple[float, ...]
-    widths: tuple[float, ...]
+    lines: tuple[str, ...]  # the peaks, and where the events differ
+    outside: tuple[float, ...]  # how far the recorded peaks, allocated and reserved, are outside the bounds, as shares
+    widths: tuple[float, ...]  # of the bounds, as shares of the recorded peaks
 
 
 def predicted(name: str, history: History, *, events: bool = False, save: Path | None = None) -> Predicted:
@@ -411,15 +401,12 @@ def predicted(name: str, history: History, *, events: bool = False, save: Path |
     added = found.predicted_peak_bytes - found.predicted_before_bytes
     really = found.actual_peak_bytes - found.actual_before_bytes
     reserved = max(history.reserved_bytes)
-    lines = [
-        (
-            f"{name}: peak allocated {here.peak_allocated_bytes:,} predicted, {there.peak_allocated_bytes:,} recorded "
-            f"({here.peak_allocated_bytes / there.peak_allocated_bytes - 1:+.4%}); "
-            f"reserved {here.peak_reserved_bytes:,} and {reserved:,} ({here.peak_reserved_bytes / reserved - 1:+.2%}); "
-            f"requested by the step above what was there {added:,} and {really:,} ({added - really:+,}); "
-            f"{found.equal_requests:,} requests equal of {found.predicted_requests:,} and {found.actual_requests:,}"
-        )
-    ]
+    peaks = f"{here.peak_allocated_bytes:,} predicted, {there.peak_allocated_bytes:,} recorded"
+    off = here.peak_allocated_bytes / there.peak_allocated_bytes - 1, here.peak_reserved_bytes / reserved - 1
+    equal = f"{found.equal_requests:,} requests equal of {found.predicted_requests:,} and {found.actual_requests:,}"
+    peaks += f" ({off[0]:+.4%}); reserved {here.peak_reserved_bytes:,} and {reserved:,} ({off[1]:+.2%})"
+    step = f"requested by the step above what was there {added:,} and {really:,} ({added - really:+,})"
+    lines = [f"{name}: peak allocated {peaks}; {step}; {equal}"]
     for each in found.differences if events else ():
         where = f"{each.operator} {each.line.rpartition('/')[2]}"
         lines.append(f"    {each.kind:16} {each.count:>5} x {each.nbytes:>12,}  peak {each.peak_bytes:>+14,}  {where}")
