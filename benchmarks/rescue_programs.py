@@ -220,80 +220,47 @@ programs("equal")(
     mask_einsum=lambda s, seq, mask: torch.einsum("bt,bt->", entropy(s, seq), mask) / torch.einsum("bt->", mask),
     mask_l1_normalized=lambda s, x, y, w: (each(s, x, y) * F.normalize(w, p=1, dim=0)).sum(),
     tiny_epsilon=lambda s, seq, gaps: (entropy(s, seq) * gaps).sum() / (gaps.sum() + 1e-6),
+    kl_growing=lambda s, x, y, i: F.cross_entropy(out := s.net(x), y) + min(1.0, 0.1 * i) * kl(out).sum(),
+    mean_before_tokens=lambda s, seq, mask, i: (entropy(s, seq) * mask).sum() / mask.sum()
+    + 0.1 * (s.net(seq).pow(2).mean() if i >= 2 else 0),
 )  # fmt: skip
 
 
-@programs("equal")
-def kl_growing(s, x, y, i):
-    out = s.net(x)
-    return F.cross_entropy(out, y) + min(1.0, 0.1 * i) * kl(out).sum()
-
-
-@programs("refused")
-def contrastive_after_warm_up(s, x, y, i):
-    out = s.net(x)
-    return F.cross_entropy(out, y) + (contrastive(out, x[:, :3]) if i >= 2 else 0)
-
-
-@programs("refused")
-def contrastive_random_branch(s, x, y):
-    out = s.net(x)
-    return F.cross_entropy(out, y) + (contrastive(out, x[:, :3]) if random.random() < 0.5 else 0)
-
-
 programs("refused")(
-    contrastive_small=lambda s, x, y: (
-        F.cross_entropy(out := s.net(x), y) + 1e-4 * contrastive(out, x[:, :3])
-    ),
+    contrastive_after_warm_up=lambda s, x, y, i: F.cross_entropy(out := s.net(x), y)
+    + (contrastive(out, x[:, :3]) if i >= 2 else 0),
+    contrastive_random_branch=lambda s, x, y: F.cross_entropy(out := s.net(x), y)
+    + (contrastive(out, x[:, :3]) if random.random() < 0.5 else 0),
+    contrastive_small=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 1e-4 * contrastive(out, x[:, :3]),
     contrastive_tiny_gram=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 1e-6 * (out @ out.T).exp().mean(),
 )  # fmt: skip
 
 
-@programs("either")
-def batch_in_place_later(s, x, y, i):
-    if i >= 1:
-        x.mul_(1.5)
-    return ce(s, x, y)
+programs("either")(
+    batch_in_place_later=lambda s, x, y, i: ce(s, x.mul_(1.5) if i >= 1 else x, y),
+    batch_in_place_always=lambda s, x, y: ce(s, x.sub_(x.mean(1, keepdim=True)), y),
+    batch_in_place_view=lambda s, x, y, i: ce(s, (x.__setitem__((..., 0), x[:, 0] * 2 + i), x)[1], y),
+    batch_in_place_whole_mean=lambda s, x, y: ce(s, x.sub_(x.mean(0)), y),
+)
 
 
-@programs("either")
-def batch_in_place_always(s, x, y):
-    x -= x.mean(1, keepdim=True)
-    return ce(s, x, y)
+def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
+    tensor.register_hook(hook)
+    return tensor
 
 
-@programs("either")
-def batch_in_place_view(s, x, y, i):
-    x[:, 0] = x[:, 0] * 2 + i
-    return ce(s, x, y)
-
-
-@programs("either")
-def batch_in_place_whole_mean(s, x, y):
-    x.sub_(x.mean(0))
-    return ce(s, x, y)
-
-
-@programs("equal")
-def mean_before_tokens(s, seq, mask, i):
-    loss = (entropy(s, seq) * mask).sum() / mask.sum()
-    extra = s.net(seq).pow(2).mean() if i >= 2 else 0
-    return loss + 0.1 * extra
-
-
-@programs("refused")
-def tensor_hook_clamps(s, x, y):
-    hidden = s.net[0](x)
-    hidden.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    return F.cross_entropy(s.net[2](hidden.tanh()), y)
-
-
-@programs("refused")
-def tensor_hook_on_whole(s, x, y):
-    mean = s.net(x).mean(0)
-    mean.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
-    return ce(s, x, y) + mean.pow(2).sum()
-
+programs("refused")(
+    tensor_hook_clamps=lambda s, x, y: F.cross_entropy(
+        s.net[2](hooked(s.net[0](x), lambda grad: grad.clamp(-0.01, 0.01)).tanh()), y
+    ),
+    tensor_hook_on_whole=lambda s, x, y: ce(s, x, y)
+    + hooked(s.net(x).mean(0), lambda grad: grad.clamp(-0.1, 0.1)).pow(2).sum(),
+)  # fmt: skip
+programs("either", make=attributes(norms=list))(
+    hook_that_reads=lambda s, x, y: F.cross_entropy(
+        s.net[2](hooked(s.net[0](x), lambda grad: s.norms.append(float(grad.norm()))).tanh()), y
+    ) * (1 + (s.norms[-1] if s.norms else 0))
+)  # fmt: skip
 
 programs("refused", make=lambda s: [p.register_hook(lambda g: g.clamp(-0.01, 0.01)) for p in s.parameters()] and None)(
     parameter_hook_clamps=ce
@@ -331,39 +298,70 @@ def slow_state_in_object(s, x, y):
 # -- what else the issue names: logged values that are no means, counters, flags, lists
 
 
-@programs("equal")
-def log_functions(s, x, y, z):
-    out = s.net(x)
-    loss = F.cross_entropy(out, y)
-    s.log("perplexity", loss.exp())
-    s.log_dict({"std": out.std(), "norm": out.norm(), "rmse": F.mse_loss(out, z[:, :3]).sqrt()}, on_epoch=True)
+SEEN = {"steps": 0.0}
+
+
+def end_of_list(s: Any) -> None:
+    s.log("listed", torch.stack(s.outs).sum())
+    s.outs.clear()
+
+
+def logged(s: Any, loss: torch.Tensor, values: dict[str, Any], **options: Any) -> torch.Tensor:
+    s.log_dict(values, **options)
     return loss
 
 
-@programs("equal")
-def log_reductions(s, x, y, i):
-    out = s.net(x)
-    s.log("top", out.max(), on_step=True, on_epoch=True, reduce_fx="max")
-    s.log("least", out.min(), on_epoch=True, reduce_fx="min")
-    s.log("total", F.cross_entropy(out, y, reduction="sum"), on_step=True, on_epoch=True, reduce_fx="sum")
-    s.log("index", float(i))
-    return F.cross_entropy(out, y)
-
-
-@programs("equal")
-def log_batch_size(s, x, y, seq):
-    loss = ce(s, x, y)
-    s.log("given", loss, on_step=True, on_epoch=True, batch_size=len(x))
-    s.log("size", float(len(x)), batch_size=x.shape[0], on_epoch=True)
-    s.log("constant", 3.0, on_epoch=True, batch_size=8)
-    s.log("tokens", loss, on_epoch=True, batch_size=seq.size(0) * seq.size(1))
-    return loss
-
-
-@programs("equal")
-def log_zero_sum(s, x, y, pos, gaps):
-    s.log_dict({"zero": (pos * 0).sum(), "positives": pos.sum(), "tokens": gaps.sum()}, on_step=True, on_epoch=True)
-    return ce(s, x, y)
+programs("equal")(
+    log_functions=lambda s, x, y, z: logged(
+        s, logged(s, loss := F.cross_entropy(out := s.net(x), y), {"perplexity": loss.exp()}),
+        {"std": out.std(), "norm": out.norm(), "rmse": F.mse_loss(out, z[:, :3]).sqrt()},
+        on_epoch=True,
+    ),
+    log_reductions=lambda s, x, y, i: (
+        s.log("top", (out := s.net(x)).max(), on_step=True, on_epoch=True, reduce_fx="max"),
+        s.log("least", out.min(), on_epoch=True, reduce_fx="min"),
+        s.log("total", F.cross_entropy(out, y, reduction="sum"), on_step=True, on_epoch=True, reduce_fx="sum"),
+        s.log("index", float(i)),
+        F.cross_entropy(out, y),
+    )[-1],
+    log_batch_size=lambda s, x, y, seq: (
+        loss := ce(s, x, y),
+        s.log("given", loss, on_step=True, on_epoch=True, batch_size=len(x)),
+        s.log("size", float(len(x)), batch_size=x.shape[0], on_epoch=True),
+        s.log("constant", 3.0, on_epoch=True, batch_size=8),
+        s.log("tokens", loss, on_epoch=True, batch_size=seq.size(0) * seq.size(1)),
+    )[0],
+    log_zero_sum=lambda s, x, y, pos, gaps: logged(
+        s, ce(s, x, y), {"zero": (pos * 0).sum(), "positives": pos.sum(), "tokens": gaps.sum()},
+        on_step=True, on_epoch=True,
+    ),
+    log_masked_accuracy=lambda s, seq, tags: (
+        s.log("accuracy", (((best := (out := s.net(seq)).argmax(-1)) == tags) & (known := tags != -100)).sum()
+              / known.sum(), on_epoch=True),
+        s.log("f1", 2 * ((best == 1) & (tags == 1)).sum() / ((best == 1).sum() + (tags == 1).sum())),
+        F.cross_entropy(out.transpose(1, 2), tags),
+    )[-1],
+)  # fmt: skip
+programs("refused")(
+    log_quantile=lambda s, x, y: logged(
+        s, F.cross_entropy(out := s.net(x), y), {"p90": out.flatten().quantile(0.9)}
+    ),
+    log_first_sample=lambda s, x, y: logged(
+        s, F.cross_entropy(out := s.net(x), y), {"first": out[0].mean()}, on_epoch=True
+    ),
+    log_first_sample_item=lambda s, x, y: logged(s, ce(s, x, y), {"first": x[0, 0].item()}),
+)  # fmt: skip
+programs("either")(
+    log_samples_numpy=lambda s, x, y: logged(
+        s, F.cross_entropy(out := s.net(x), y), {"median": float(np.median(out.detach().numpy()))}
+    ),
+    log_samples_tolist=lambda s, x, y: logged(
+        s, (values := each(s, x, y)).mean(), {"largest": max(values.tolist())}
+    ),
+    log_count_of_nonzero=lambda s, x, y, pos: logged(
+        s, ce(s, x, y), {"count": float(len(pos.nonzero()))}, on_epoch=True
+    ),
+)  # fmt: skip
 
 
 @programs("equal")
@@ -378,15 +376,6 @@ def log_item(s, x, y, w):
 
 
 @programs("equal")
-def log_masked_accuracy(s, seq, tags):
-    out = s.net(seq)
-    known = tags != -100
-    s.log("accuracy", ((out.argmax(-1) == tags) & known).sum() / known.sum(), on_epoch=True)
-    s.log("f1", 2 * ((out.argmax(-1) == 1) & (tags == 1)).sum() / ((out.argmax(-1) == 1).sum() + (tags == 1).sum()))
-    return F.cross_entropy(out.transpose(1, 2), tags)
-
-
-@programs("equal")
 def log_sometimes(s, x, y, i):
     loss = ce(s, x, y)
     if i % 2:
@@ -394,50 +383,25 @@ def log_sometimes(s, x, y, i):
     return loss
 
 
-@programs("refused")
-def log_quantile(s, x, y):
-    out = s.net(x)
-    s.log("p90", out.flatten().quantile(0.9))
-    return F.cross_entropy(out, y)
-
-
-@programs("refused")
-def log_first_sample(s, x, y):
-    out = s.net(x)
-    s.log("first", out[0].mean(), on_epoch=True)
-    return F.cross_entropy(out, y)
-
-
-@programs("refused")
-def log_first_sample_item(s, x, y):
-    s.log("first", x[0, 0].item())
-    return ce(s, x, y)
-
-
-@programs("either")
-def log_samples_numpy(s, x, y):
-    out = s.net(x)
-    s.log("median", float(np.median(out.detach().numpy())))
-    return F.cross_entropy(out, y)
-
-
-@programs("either")
-def log_samples_tolist(s, x, y):
-    values = each(s, x, y)
-    s.log("largest", max(values.tolist()))
-    return values.mean()
-
-
-@programs("either")
-def log_count_of_nonzero(s, x, y, pos):
-    s.log("count", float(len(pos.nonzero())), on_epoch=True)
-    return ce(s, x, y)
-
-
-@programs("either", make=attributes(counts=lambda: {"steps": 0}))
-def counter_in_dict(s, x, y):
-    s.counts["steps"] += 1
-    return ce(s, x, y) / s.counts["steps"]
+programs("either", make=attributes(counts=lambda: {"steps": 0}))(
+    counter_in_dict=lambda s, x, y: ce(s, x, y) / (s.counts.update(steps=s.counts["steps"] + 1) or s.counts["steps"])
+)
+programs("either", make=attributes(counter=itertools.count))(
+    counter_iterator=lambda s, x, y: ce(s, x, y) * (1 + 0.1 * next(s.counter))
+)
+programs("either", make=lambda s: SEEN.update(steps=0.0))(
+    global_counter=lambda s, x, y: ce(s, x, y) / (SEEN.update(steps=SEEN["steps"] + 1) or SEEN["steps"])
+)
+programs("either", make=attributes(outs=lambda: collections.deque(maxlen=3)))(
+    deque_of_losses=lambda s, x, y: (s.outs.append((loss := ce(s, x, y)).item()) or loss) * (sum(s.outs) / len(s.outs))
+)
+programs("either", make=attributes(outs=list), end=end_of_list)(
+    list_of_losses=lambda s, x, y: s.outs.append((loss := ce(s, x, y)).detach()) or loss,
+    list_of_rows=lambda s, x, y: s.outs.extend((out := s.net(x)).detach().exp().flatten()) or F.cross_entropy(out, y),
+)
+programs("either", make=attributes(average=lambda: torch.ones(())))(
+    tensor_attribute_in_place=lambda s, x, y: (loss := ce(s, x, y)) / s.average.mul_(0.9).add_(0.1 * loss.detach())
+)
 
 
 @programs("either", make=attributes(seen=lambda: 0))
@@ -445,11 +409,6 @@ def counter_attribute(s, x, y):
     s.seen += len(x)
     s.log("seen", float(s.seen))
     return ce(s, x, y) * (1 + 0.01 * s.seen)
-
-
-@programs("either", make=attributes(counter=itertools.count))
-def counter_iterator(s, x, y):
-    return ce(s, x, y) * (1 + 0.1 * next(s.counter))
 
 
 @programs("either", make=attributes(first=lambda: True))
@@ -461,45 +420,11 @@ def first_flag(s, x, y):
     return loss
 
 
-def end_of_list(s: Any) -> None:
-    s.log("listed", torch.stack(s.outs).sum())
-    s.outs.clear()
-
-
-@programs("either", make=attributes(outs=list), end=end_of_list)
-def list_of_losses(s, x, y):
-    s.outs.append((loss := ce(s, x, y)).detach())
-    return loss
-
-
-@programs("either", make=attributes(outs=list), end=end_of_list)
-def list_of_rows(s, x, y):
-    out = s.net(x)
-    s.outs.extend(out.detach().exp().flatten())
-    return F.cross_entropy(out, y)
-
-
-@programs("either", make=attributes(outs=lambda: collections.deque(maxlen=3)))
-def deque_of_losses(s, x, y):
-    loss = ce(s, x, y)
-    s.outs.append(loss.item())
-    return loss * (sum(s.outs) / len(s.outs))
-
-
 @programs("either", make=attributes(history=lambda: np.zeros(CLASSES)))
 def numpy_state(s, x, y):
     s.history += F.one_hot(y, CLASSES).sum(0).numpy()
     weight = torch.from_numpy(s.history / s.history.sum()).to(x.dtype)
     return ce(s, x, y, weight=weight + 0.1)
-
-
-SEEN = {"steps": 0.0}
-
-
-@programs("either", make=lambda s: SEEN.update(steps=0.0))
-def global_counter(s, x, y):
-    SEEN["steps"] += 1
-    return ce(s, x, y) / SEEN["steps"]
 
 
 @programs("either", make=attributes(average=lambda: 1.0))
@@ -512,13 +437,6 @@ def float_attribute(s, x, y, pos):
 def tensor_attribute(s, x, y):
     loss = ce(s, x, y)
     s.average = 0.9 * s.average + 0.1 * loss.detach()
-    return loss / s.average
-
-
-@programs("either", make=attributes(average=lambda: torch.ones(())))
-def tensor_attribute_in_place(s, x, y):
-    loss = ce(s, x, y)
-    s.average.mul_(0.9).add_(0.1 * loss.detach())
     return loss / s.average
 
 
@@ -733,6 +651,7 @@ programs("either")(
     gram_trace=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + 0.01 * (h @ h.T).diagonal().sum(),
     argmax_over_samples=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + h[h[:, 0].argmax()].sum(),
     histogram=lambda s, x, y: ce(s, x, y) * (1 + torch.histc(x.float(), 4).max().item() / 100),
+    supervised_half=lambda s, x, y: ce(s, x[: len(x) // 2], y[: len(x) // 2]) + s.net(x[len(x) // 2 :]).pow(2).mean(),
     unique_labels=lambda s, x, y: ce(s, x, y) / len(y.unique()),
     mode_of_labels=lambda s, x, y: ce(s, x, y) + ce(s, x, torch.full_like(y, int(y.mode().values))),
 )
@@ -800,25 +719,17 @@ programs("refused", net=lambda: nn.ModuleList([nn.TransformerEncoderLayer(6, 2, 
 )
 
 
-@programs("refused")
-def sorted_by_length(s, seq, lens):
-    order = lens.argsort(descending=True)
-    values = entropy(s, seq[order])
-    return (values * torch.linspace(1, 2, len(lens), dtype=values.dtype)[:, None]).mean()
-
-
-@programs("equal")
-def sorted_and_unsorted(s, seq, lens, y):
-    order = lens.argsort(descending=True)
-    out = s.net(seq[order]).mean(1)[order.argsort()]
-    return F.cross_entropy(out, y)
-
-
-@programs("either")
-def supervised_half(s, x, y):
-    half = len(x) // 2
-    return ce(s, x[:half], y[:half]) + s.net(x[half:]).pow(2).mean()
-
+programs("refused")(
+    sorted_by_length=lambda s, seq, lens: (
+        (values := entropy(s, seq[lens.argsort(descending=True)]))
+        * torch.linspace(1, 2, len(lens), dtype=values.dtype)[:, None]
+    ).mean()
+)
+programs("equal")(
+    sorted_and_unsorted=lambda s, seq, lens, y: F.cross_entropy(
+        s.net(seq[order := lens.argsort(descending=True)]).mean(1)[order.argsort()], y
+    )
+)  # fmt: skip
 
 # -- what is drawn
 
@@ -960,51 +871,35 @@ programs("either")(
 )
 
 
-@programs("either")
-def gradient_penalty(s, x, y):
+def slope(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, **options: Any) -> torch.Tensor:
     x = x.clone().requires_grad_()
-    grad = torch.autograd.grad(s.net(x).sum(), x, create_graph=True)[0]
-    return ce(s, x, y) + (grad.norm(dim=1) - 1).pow(2).mean()
+    return torch.autograd.grad(loss(x), x, **options)[0]
 
 
-@programs("either")
-def grad_norm_weights(s, x, y, z):
-    losses = ce(s, x, y), F.mse_loss(s.net(x), z[:, :3])
-    norms = [torch.autograd.grad(loss, s.net[2].weight, retain_graph=True)[0].norm() for loss in losses]
-    return losses[0] / norms[0].detach() + losses[1] / norms[1].detach()
+programs("either")(
+    gradient_penalty=lambda s, x, y: (
+        penalty := (slope(lambda a: s.net(a).sum(), x, create_graph=True).norm(dim=1) - 1).pow(2).mean(),
+        ce(s, x, y) + penalty,
+    )[1],
+    adversarial=lambda s, x, y: ce(s, x + 0.1 * slope(lambda a: ce(s, a, y), x).sign(), y),
+    adversarial_step_size=lambda s, x, y: ce(s, x + (grad := slope(lambda a: ce(s, a, y), x)) / grad.norm(), y),
+    backward_in_step=lambda s, x, y: (0.1 * s.net(x).pow(2).mean()).backward() or ce(s, x, y),
+    grad_norm_weights=lambda s, x, y, z: sum(
+        loss / torch.autograd.grad(loss, s.net[2].weight, retain_graph=True)[0].norm().detach()
+        for loss in (ce(s, x, y), F.mse_loss(s.net(x), z[:, :3]))
+    ),
+)  # fmt: skip
 
-
-@programs("either")
-def adversarial(s, x, y):
-    moved = x.clone().requires_grad_()
-    grad = torch.autograd.grad(ce(s, moved, y), moved)[0]
-    return ce(s, x + 0.1 * grad.sign(), y)
-
-
-@programs("either")
-def adversarial_step_size(s, x, y):
-    moved = x.clone().requires_grad_()
-    grad = torch.autograd.grad(ce(s, moved, y), moved)[0]
-    return ce(s, x + grad / grad.norm(), y)
-
-
-@programs("either")
-def backward_in_step(s, x, y):
-    (0.1 * s.net(x).pow(2).mean()).backward()
-    return ce(s, x, y)
-
-
-@programs("either", make=attributes(norms=list))
-def hook_that_reads(s, x, y):
-    hidden = s.net[0](x)
-    hidden.register_hook(lambda grad: s.norms.append(float(grad.norm())))
-    return F.cross_entropy(s.net[2](hidden.tanh()), y) * (1 + (s.norms[-1] if s.norms else 0))
-
-
-@programs("either", make=buffer(norm=torch.tensor(4.0)))
-def normalizer_buffer(s, x, y, pos):
-    s.norm.mul_(0.9).add_(0.1 * pos.sum().clamp(min=1))
-    return (each(s, x, y) * (0.1 + pos)).sum() / s.norm
+programs("either", make=buffer(norm=torch.tensor(4.0)))(
+    normalizer_buffer=lambda s, x, y, pos: (
+        (each(s, x, y) * (0.1 + pos)).sum() / s.norm.mul_(0.9).add_(0.1 * pos.sum().clamp(min=1))
+    )
+)
+programs("either", make=buffer(steps=torch.tensor(0)))(buffer_counter=lambda s, x, y: ce(s, x, y) / s.steps.add_(1))
+programs("either", make=buffer(memory=torch.zeros(CLASSES, 3)))(
+    class_memory=lambda s, x, y: F.cross_entropy(out := s.net(x), y)  # the last sample of a class wins
+    + (out - s.memory.index_put_((y,), 0.5 * s.memory[y] + 0.5 * out.detach())[y]).pow(2).mean()
+)  # fmt: skip
 
 
 @programs("either", make=buffer(mean=torch.zeros(6), var=torch.ones(6)))
@@ -1012,12 +907,6 @@ def running_statistics(s, x, y):
     s.mean.lerp_(x.mean(0), 0.1)
     s.var = 0.9 * s.var + 0.1 * x.var(0)
     return ce(s, (x - s.mean) / (s.var + 0.1).sqrt(), y)
-
-
-@programs("either", make=buffer(steps=torch.tensor(0)))
-def buffer_counter(s, x, y):
-    s.steps += 1
-    return ce(s, x, y) / s.steps
 
 
 @programs("either", make=buffer(bias=torch.zeros(3)))
@@ -1079,13 +968,6 @@ def moco_queue(s, x, z):
     return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
 
 
-@programs("either", make=buffer(memory=torch.zeros(CLASSES, 3)))
-def class_memory(s, x, y):
-    out = s.net(x)
-    s.memory[y] = 0.5 * s.memory[y] + 0.5 * out.detach()  # the last sample of a class wins
-    return F.cross_entropy(out, y) + (out - s.memory[y]).pow(2).mean()
-
-
 @programs("either", make=lambda s: setattr(s, "carried", None))
 def carried_state(s, x, y):  # truncated backpropagation through time
     out = s.net(x)
@@ -1097,14 +979,10 @@ def carried_state(s, x, y):  # truncated backpropagation through time
 # -- metrics
 
 
-def metric(**makers: Callable[[], torchmetrics.Metric]) -> Callable[[Any], None]:
-    return attributes(**makers)
-
-
 ACCURACY = {"task": "multiclass", "num_classes": CLASSES}
 
 
-@programs("equal", make=metric(accuracy=lambda: torchmetrics.Accuracy(**ACCURACY), mean=torchmetrics.MeanMetric))
+@programs("equal", make=attributes(accuracy=lambda: torchmetrics.Accuracy(**ACCURACY), mean=torchmetrics.MeanMetric))
 def metric_accuracy(s, x, y):
     out = s.net(x)
     loss = F.cross_entropy(out, y)
@@ -1114,7 +992,7 @@ def metric_accuracy(s, x, y):
     return loss
 
 
-@programs("equal", make=metric(error=torchmetrics.MeanSquaredError))
+@programs("equal", make=attributes(error=torchmetrics.MeanSquaredError))
 def metric_squared_error(s, x, z):
     out = s.net(x)
     s.error(out, z[:, :3].clone())
@@ -1122,7 +1000,7 @@ def metric_squared_error(s, x, z):
     return F.mse_loss(out, z[:, :3])
 
 
-@programs("either", make=metric(auroc=lambda: torchmetrics.AUROC(**ACCURACY), cat=torchmetrics.CatMetric))
+@programs("either", make=attributes(auroc=lambda: torchmetrics.AUROC(**ACCURACY), cat=torchmetrics.CatMetric))
 def metric_with_samples(s, x, y):
     out = s.net(x)
     s.auroc.update(out.softmax(1), y)
@@ -1135,9 +1013,10 @@ PROGRAMS["metric_with_samples"].hooks["on_train_epoch_end"] = lambda s: s.log_di
 )
 
 
-@programs(
-    "either", make=metric(f1=lambda: torchmetrics.F1Score(**ACCURACY, average="macro"), top=torchmetrics.MaxMetric)
-)
+macro = {**ACCURACY, "average": "macro"}
+
+
+@programs("either", make=attributes(f1=lambda: torchmetrics.F1Score(**macro), top=torchmetrics.MaxMetric))
 def metric_step_value(s, x, y):
     out = s.net(x)
     value = s.f1(out, y)
@@ -1146,7 +1025,7 @@ def metric_step_value(s, x, y):
     return F.cross_entropy(out, y) * (1 + value)
 
 
-@programs("either", make=metric(auroc=lambda: torchmetrics.AUROC(**ACCURACY), mean=torchmetrics.MeanMetric))
+@programs("either", make=attributes(auroc=lambda: torchmetrics.AUROC(**ACCURACY), mean=torchmetrics.MeanMetric))
 def metric_collection(s, x, y, w):
     out = s.net(x)
     s.mean(out.std(), weight=w.sum())
@@ -1170,22 +1049,35 @@ def linear(inputs: int, outputs: int = CLASSES) -> Callable[[], nn.Module]:
     return lambda: nn.Linear(inputs, outputs)
 
 
+def causal(dtype: torch.dtype) -> torch.Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(TOKENS - 1, dtype=dtype)
+
+
 def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
 
 
-@programs("equal", net=net(embedding, encoder, linear(6)))
-def transformer_padded(s, ids, y):
-    hidden = s.net[1](s.net[0](ids), src_key_padding_mask=ids == 0)
-    known = (ids != 0).unsqueeze(-1)
-    return F.cross_entropy(s.net[2]((hidden * known).sum(1) / known.sum(1)), y)
-
-
-@programs("equal", net=net(embedding, encoder))
-def transformer_causal_tied(s, ids):
-    mask = nn.Transformer.generate_square_subsequent_mask(TOKENS - 1, dtype=s.net[0].weight.dtype)
-    out = s.net[1](s.net[0](ids[:, :-1]), src_mask=mask, is_causal=True) @ s.net[0].weight.T
-    return F.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten(), ignore_index=0)
+programs("equal", net=net(embedding, encoder, linear(6)))(
+    transformer_padded=lambda s, ids, y: F.cross_entropy(
+        s.net[2](
+            (s.net[1](s.net[0](ids), src_key_padding_mask=ids == 0) * (known := (ids != 0).unsqueeze(-1))).sum(1)
+            / known.sum(1)
+        ),
+        y,
+    )
+)
+programs("equal", net=net(embedding, encoder))(
+    transformer_causal_tied=lambda s, ids: F.cross_entropy(
+        (
+            s.net[1](s.net[0](ids[:, :-1]), src_mask=causal(s.net[0].weight.dtype), is_causal=True) @ s.net[0].weight.T
+        ).flatten(0, 1), ids[:, 1:].flatten(), ignore_index=0,
+    )
+)  # fmt: skip
+programs("equal", net=net(lambda: nn.MultiheadAttention(6, 2, batch_first=True), linear(6)))(
+    attention_module=lambda s, seq, y, mask: F.cross_entropy(
+        s.net[1](s.net[0](seq, seq, seq, key_padding_mask=mask == 0)[0][:, 0]), y
+    )
+)
 
 
 @programs("equal", net=net(linear(6, 18), linear(6)))
@@ -1202,12 +1094,6 @@ def attention_fused(s, seq, y):
     return F.cross_entropy(s.net[1](out.mean(1)), y)
 
 
-@programs("equal", net=net(lambda: nn.MultiheadAttention(6, 2, batch_first=True), linear(6)))
-def attention_module(s, seq, y, mask):
-    out, _ = s.net[0](seq, seq, seq, key_padding_mask=mask == 0)
-    return F.cross_entropy(s.net[1](out[:, 0]), y)
-
-
 programs("equal", net=net(lambda: nn.LSTM(6, 8, 2, batch_first=True), linear(8)))(
     lstm=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq)[0][:, -1]), y),
     lstm_state=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq)[1][0][-1]), y),
@@ -1218,12 +1104,6 @@ programs("equal", net=net(lambda: nn.GRU(6, 4, batch_first=True, bidirectional=T
 programs("equal", net=net(lambda: nn.GRU(6, 8), linear(8)))(
     gru_time_first=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq.transpose(0, 1))[0][-1]), y)
 )
-
-
-@programs("equal", net=net(lambda: nn.LSTM(6, 8, batch_first=True), linear(8)))
-def packed_sequence(s, seq, lens, y):
-    packed = nn.utils.rnn.pack_padded_sequence(seq, lens.cpu(), batch_first=True, enforce_sorted=False)
-    return F.cross_entropy(s.net[1](s.net[0](packed)[1][0][-1]), y)
 
 
 @programs("equal", net=net(lambda: nn.GRUCell(6, 8), linear(8)))
@@ -1329,62 +1209,65 @@ def attended(s: Any, out: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
     return s.net[1]((s.net[1](out).masked_fill(absent[..., None], -1e9).softmax(1).mT @ out).mean(1))
 
 
+def head(s: Any, hidden: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(s.net[1](hidden), y)
+
+
+def state(s: Any, given: Any, layer: int = -1) -> torch.Tensor:
+    return s.net[0](given)[1][0][layer]
+
+
+def padded(s: Any, given: Any, *options: Any) -> Any:
+    return rnn.pad_packed_sequence(s.net[0](given)[0], True, *options)
+
+
+def flat(s: Any, seq: torch.Tensor, lens: Any) -> torch.Tensor:  # of all tokens that are there
+    return s.net[1](s.net[0](packed(seq, lens))[0].data)
+
+
 programs("equal", net=recurrent())(
-    packed_last_list=lambda s, seq, lens, y: F.cross_entropy(
-        s.net[1](s.net[0](packed(seq, lens.tolist()))[1][0][-1]), y
-    ),
-    packed_mean_over_time=lambda s, seq, lens, y: F.cross_entropy(
-        s.net[1](rnn.pad_packed_sequence(s.net[0](packed(seq, lens))[0], batch_first=True)[0].mean(1)), y
-    ),
+    packed_sequence=lambda s, seq, lens, y: head(s, state(s, packed(seq, lens.cpu())), y),
+    packed_last_list=lambda s, seq, lens, y: head(s, state(s, packed(seq, lens.tolist())), y),
+    packed_mean_over_time=lambda s, seq, lens, y: head(s, padded(s, packed(seq, lens))[0].mean(1), y),
     packed_total_length=lambda s, seq, lens, tags: F.cross_entropy(
-        s.net[1](rnn.pad_packed_sequence(s.net[0](packed(seq, lens))[0], True, 0.5, seq.shape[1])[0]).mT, tags
+        s.net[1](padded(s, packed(seq, lens), 0.5, seq.shape[1])[0]).mT, tags
     ),
-    packed_attention=lambda s, seq, lens, y: F.cross_entropy(
-        attended(s, *rnn.pad_packed_sequence(s.net[0](packed(seq, lens))[0], batch_first=True)), y
-    ),
-    packed_tokens=lambda s, seq, lens, ids: F.cross_entropy(
-        s.net[1](s.net[0](packed(seq, lens))[0].data), packed(ids % 3, lens).data
-    ),
+    packed_attention=lambda s, seq, lens, y: F.cross_entropy(attended(s, *padded(s, packed(seq, lens))), y),
+    packed_tokens=lambda s, seq, lens, ids: F.cross_entropy(flat(s, seq, lens), packed(ids % 3, lens).data),
     packed_tokens_sum=lambda s, seq, lens, ids: (
-        F.cross_entropy(s.net[1](s.net[0](packed(seq, lens))[0].data), packed(ids % 3, lens).data, reduction="sum")
-        / lens.sum()
+        F.cross_entropy(flat(s, seq, lens), packed(ids % 3, lens).data, reduction="sum") / lens.sum()
     ),
     packed_statistics=lambda s, seq, lens: (
-        (out := s.net[1](s.net[0](packed(seq, lens))[0].data)).var(0).sum() + out.square().sum() / len(out) + out.amax()
+        (out := flat(s, seq, lens)).var(0).sum() + out.square().sum() / len(out) + out.amax()
     ),
-    packed_state=lambda s, seq, lens, y: F.cross_entropy(
-        s.net[1](s.net[0](packed(seq, lens), ((h := seq[None, :, 0].repeat(1, 1, 2)[..., :8]), h.tanh()))[1][1][0]), y
+    packed_state=lambda s, seq, lens, y: head(
+        s, s.net[0](packed(seq, lens), ((h := seq[None, :, 0].repeat(1, 1, 2)[..., :8]), h.tanh()))[1][1][0], y
     ),
-    packed_replaced=lambda s, seq, lens, y: F.cross_entropy(
-        s.net[1](s.net[0]((p := packed(seq, lens))._replace(data=p.data.tanh() * 2))[1][0][0]), y
+    packed_replaced=lambda s, seq, lens, y: head(
+        s, state(s, (p := packed(seq, lens))._replace(data=p.data.tanh() * 2), 0), y
     ),
     packed_returned=lambda s, seq, lens, y: {
-        "loss": F.cross_entropy(s.net[1](h := s.net[0](packed(seq, lens))[1][0][0]), y), "state": h.detach()
+        "loss": head(s, h := state(s, packed(seq, lens), 0), y), "state": h.detach()
     },
-    packed_two=lambda s, seq, lens, y, x: F.cross_entropy(
-        s.net[1](s.net[0](packed(seq, lens))[1][0][0] + s.net[0](packed(seq + x[:, None], 8 - lens))[1][0][0]), y
+    packed_two=lambda s, seq, lens, y, x: head(
+        s, state(s, packed(seq, lens), 0) + state(s, packed(seq + x[:, None], 8 - lens), 0), y
     ),
 )  # fmt: skip
 programs("equal", net=recurrent(), form=listed)(
-    packed_lengths_listed=lambda s, seq, lens, y: F.cross_entropy(s.net[1](s.net[0](packed(seq, lens))[1][0][-1]), y)
+    packed_lengths_listed=lambda s, seq, lens, y: head(s, state(s, packed(seq, lens)), y)
 )
 programs("equal", net=recurrent(), form=descending)(
-    packed_sorted=lambda s, seq, lens, y: F.cross_entropy(
-        s.net[1](s.net[0](packed(seq, lens, enforce_sorted=True))[1][0][-1]), y
-    ),
+    packed_sorted=lambda s, seq, lens, y: head(s, state(s, packed(seq, lens, enforce_sorted=True)), y),
     packed_sorted_padded=lambda s, seq, lens: s.net[1](
-        rnn.pad_packed_sequence(s.net[0](packed(seq, lens.cpu(), enforce_sorted=True))[0], True)[0]
+        padded(s, packed(seq, lens.cpu(), enforce_sorted=True))[0]
     ).logsumexp(-1).mean(),
 )  # fmt: skip
 programs("equal", net=recurrent(nn.GRU, 16, num_layers=2, bidirectional=True))(
-    packed_gru=lambda s, seq, lens, y: F.cross_entropy(
-        s.net[1](torch.cat(s.net[0](packed(seq, lens))[1].unbind(0)[-2:], 1)), y
-    )
+    packed_gru=lambda s, seq, lens, y: head(s, torch.cat(s.net[0](packed(seq, lens))[1].unbind(0)[-2:], 1), y)
 )
 programs("equal", net=recurrent(nn.RNN, nonlinearity="relu", batch_first=False))(
-    packed_rnn_time_first=lambda s, seq, lens, y: F.cross_entropy(
-        s.net[1](rnn.pad_packed_sequence(s.net[0](packed(seq.transpose(0, 1), lens, batch_first=False))[0])[0].amax(0)),
-        y,
+    packed_rnn_time_first=lambda s, seq, lens, y: head(
+        s, rnn.pad_packed_sequence(s.net[0](packed(seq.transpose(0, 1), lens, batch_first=False))[0])[0].amax(0), y
     )
 )
 programs("equal", net=net(embedding, lambda: nn.LSTM(6, 8, batch_first=True, proj_size=4), linear(4)))(
@@ -1397,31 +1280,19 @@ programs("equal", net=net(embedding, lambda: nn.LSTM(6, 8, batch_first=True, pro
 @programs("equal", net=recurrent())
 def packed_by_hand(s, seq, lens, y):
     lens, order = lens.sort(descending=True)
-    out, _ = rnn.pad_packed_sequence(s.net[0](packed(seq[order], lens.tolist(), enforce_sorted=True))[0], True)
+    out, _ = padded(s, packed(seq[order], lens.tolist(), enforce_sorted=True))
     inverse = torch.zeros_like(order)
     inverse[order] = torch.arange(len(order))
-    return F.cross_entropy(s.net[1](out.sum(1)[inverse]), y)
+    return head(s, out.sum(1)[inverse], y)
 
 
 @programs("equal", net=recurrent())
 def packed_written_back(s, seq, lens, y):
     lens, order = lens.sort(0, descending=True)
-    state = s.net[0](packed(seq[order], lens, enforce_sorted=True))[1][0][0]
+    found = state(s, packed(seq[order], lens, enforce_sorted=True), 0)
     back = torch.zeros_like(seq[:, 0, :1].expand(-1, 8))
-    back[order] = state
-    return F.cross_entropy(s.net[1](back), y) + F.cross_entropy(s.net[1](state), y[order])
-
-
-programs("equal")(
-    sorted_losses=lambda s, x, y: each(s, x, y).sort(descending=True).values.square().mean(),
-    sorted_by_weight=lambda s, x, y, w: F.cross_entropy(s.net(x[order := w.argsort()]), y[order]),
-)
-
-
-@programs("refused", net=recurrent())
-def packed_unpaired(s, seq, lens, y):  # labels are not in the order of the states
-    lens, order = lens.sort(descending=True)
-    return F.cross_entropy(s.net[1](s.net[0](packed(seq[order], lens, enforce_sorted=True))[1][0][-1]), y)
+    back[order] = found
+    return head(s, back, y) + head(s, found, y[order])
 
 
 @programs("refused", net=recurrent())
@@ -1430,43 +1301,42 @@ def packed_loop(s, seq, lens):
     return sum(s.net[0](each)[0].mean() for each in tokens.split(sizes.tolist()))
 
 
+programs("equal")(
+    sorted_losses=lambda s, x, y: each(s, x, y).sort(descending=True).values.square().mean(),
+    sorted_by_weight=lambda s, x, y, w: F.cross_entropy(s.net(x[order := w.argsort()]), y[order]),
+)
 programs("refused", net=recurrent())(
-    packed_mixed=lambda s, seq, lens, y: F.cross_entropy(
-        s.net[1](s.net[0](0.5 * seq + 0.5 * seq[packed(seq, lens).sorted_indices])[1][0][-1]), y
+    packed_unpaired=lambda s, seq, lens, y: head(  # labels are not in the order of the states
+        s, state(s, packed(seq[(found := lens.sort(descending=True))[1]], found[0], enforce_sorted=True)), y
     ),
-    packed_swapped=lambda s, seq, lens, y: F.cross_entropy(
-        s.net[1](s.net[0](rnn.PackedSequence((p := packed(seq, lens))[0], p[1], p[3], p[2]))[1][0][-1]), y
+    packed_mixed=lambda s, seq, lens, y: head(
+        s, s.net[0](0.5 * seq + 0.5 * seq[packed(seq, lens).sorted_indices])[1][0][-1], y
     ),
-    packed_first_tokens=lambda s, seq, lens, y: F.cross_entropy(
-        s.net[1](s.net[0](packed(seq, lens))[0].data[: len(y)]), y
+    packed_swapped=lambda s, seq, lens, y: head(
+        s, state(s, rnn.PackedSequence((p := packed(seq, lens))[0], p[1], p[3], p[2])), y
     ),
+    packed_first_tokens=lambda s, seq, lens, y: head(s, s.net[0](packed(seq, lens))[0].data[: len(y)], y),
     packed_some_tokens=lambda s, seq, lens: s.net[1](s.net[0](packed(seq, lens))[0].data[:5]).logsumexp(1).mean(),
     packed_cumsum=lambda s, seq, lens: s.net[1](s.net[0](packed(seq, lens))[0].data.cumsum(0)).logsumexp(1).mean(),
     packed_softmax=lambda s, seq, lens: s.net[1](s.net[0](packed(seq, lens))[0].data.softmax(0)).logsumexp(1).mean(),
-    packed_neighbors=lambda s, seq, lens: (
-        (out := s.net[1](s.net[0](packed(seq, lens))[0].data))[1:] - out[:-1]
-    ).square().mean(),
-    packed_masked=lambda s, seq, lens: (out := s.net[1](s.net[0](packed(seq, lens))[0].data))[out > 0].mean(),
-    packed_sizes=lambda s, seq, lens: (
-        s.net[1](s.net[0](packed(seq, lens))[0].data).logsumexp(1).sum() / packed(seq, lens).batch_sizes.max()
-    ),
+    packed_neighbors=lambda s, seq, lens: ((out := flat(s, seq, lens))[1:] - out[:-1]).square().mean(),
+    packed_masked=lambda s, seq, lens: (out := flat(s, seq, lens))[out > 0].mean(),
+    packed_sizes=lambda s, seq, lens: flat(s, seq, lens).logsumexp(1).sum() / packed(seq, lens).batch_sizes.max(),
     packed_returns_order=lambda s, seq, lens, y: {
-        "loss": F.cross_entropy(s.net[1](s.net[0](p := packed(seq, lens))[1][0][-1]), y), "data": p.data.detach()
+        "loss": head(s, state(s, p := packed(seq, lens)), y), "data": p.data.detach()
     },
-)  # fmt: skip
-programs("refused", net=recurrent())(
     packed_list_kept=lambda s, seq, lens: (
-        setattr(s, "kept", lens.tolist()) or s.net[1](s.net[0](packed(seq, s.kept))[1][0][-1]).logsumexp(1).mean()
+        setattr(s, "kept", lens.tolist()) or s.net[1](state(s, packed(seq, s.kept))).logsumexp(1).mean()
     ),
     packed_list_compared=lambda s, seq, lens: (
-        s.net[1](s.net[0](packed(seq, lens))[1][0][-1]).logsumexp(1).mean() * (1 + (lens.tolist() == [7] * len(lens)))
+        s.net[1](state(s, packed(seq, lens))).logsumexp(1).mean() * (1 + (lens.tolist() == [7] * len(lens)))
     ),
     packed_order_kept=lambda s, seq, lens: (
-        setattr(s, "kept", packed(seq, lens)) or s.net[1](s.net[0](s.kept)[1][0][-1]).logsumexp(1).mean()
+        setattr(s, "kept", packed(seq, lens)) or s.net[1](state(s, s.kept)).logsumexp(1).mean()
     ),
-)
+)  # fmt: skip
 programs("refused", net=recurrent(num_layers=2, dropout=0.3))(
-    packed_dropout=lambda s, seq, lens, y: F.cross_entropy(s.net[1](s.net[0](packed(seq, lens))[1][0][-1]), y)
+    packed_dropout=lambda s, seq, lens, y: head(s, state(s, packed(seq, lens)), y)
 )
 programs("equal")(
     codebook=lambda s, x, z: torch.cdist(s.net(x), s.net[2].weight[:, :3].detach()).amin(1).mean(),
