@@ -33,6 +33,13 @@ class Predicted:
     wall_seconds: float  # the whole fit of one batch
 
 
+class OneBatch(pl.Callback):
+    """Ends the training after a batch; with `limit_train_batches`, MemGuard would keep the batch size."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        trainer.should_stop = True
+
+
 def predict_here(case: Case, optimizer: str, batch_size: int, budget: int | None = None) -> Predicted:
     """Fit one batch in this process with MemGuard in mode "check"; given a budget, let it choose the size."""
     from lightning_memguard import MemGuard  # here, so that the truth can be measured without it
@@ -48,8 +55,8 @@ def predict_here(case: Case, optimizer: str, batch_size: int, budget: int | None
         budget += process_bytes(module.parameters(), torch.get_num_threads())[2]  # it is measured by its tensors
         guard = MemGuard(mode="tune", budget=budget, margin=0.0, min_steps_per_epoch=None)
         length = LENGTH_TO_CHOOSE_FROM
-    settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_train_batches": 1, **QUIET}
-    trainer = pl.Trainer(**settings, callbacks=[guard], **case.trainer_kwargs)
+    settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **QUIET}
+    trainer = pl.Trainer(**settings, callbacks=[guard, OneBatch()], **case.trainer_kwargs)
     trainer.fit(module, train_dataloaders=DataLoader(case.dataset(length), batch_size=batch_size))
     if guard.decision is None or guard.decision.footprint is None:
         raise RuntimeError(f"MemGuard made no prediction for {case.name} with {optimizer} at batch size {batch_size}.")
