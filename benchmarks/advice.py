@@ -24,14 +24,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.advice import Advice
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.planning.advise import try_remedies
-from lightning_memguard.training.planning.subject import trainer_for
+from shared.predicted import program_of
 from shared.truth import fit, live_bytes, memory_events, quieten
 from shared.zoo import Case, case_named
 
@@ -62,10 +60,9 @@ class Followed:
 def predicted(case: Case, batch_size: int) -> Prediction:
     """The unchanged training."""
     module = case.build(OPTIMIZER)
-    trainer = trainer_for(module, "32-true", None, **case.trainer_kwargs)
     dataset = case.dataset(batch_size)
-    batches = batches_from_one(default_collate([dataset[index] for index in range(batch_size)]))
-    program = LightningProgram(trainer, module, batches, torch.device("cpu"), batches_per_epoch=lambda _: 100)
+    batch = default_collate([dataset[index] for index in range(batch_size)])
+    program = program_of(module, batch, "cpu", **case.trainer_kwargs)
     return predict(program, batch_size, AllocatorSettings.for_device("cpu", os.environ), scalable=False)
 
 

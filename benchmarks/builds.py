@@ -17,13 +17,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_memguard.core import gpus
-from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.kernels import cudnn
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.training.adapter.program import LightningProgram
-from lightning_memguard.training.planning.subject import trainer_for
+from shared.predicted import program_of
 from shared.truth import quieten
 from shared.zoo import CASES, Case
 
@@ -38,14 +36,7 @@ def footprint_of(case: Case, precision: str) -> Footprint:
     torch.manual_seed(0)
     module, size = case.build(case.optimizers[0]), case.batch_sizes[1]
     batch = next(iter(DataLoader(case.dataset(size), batch_size=size)))
-    program = LightningProgram(
-        trainer_for(module, precision, gpu, **case.trainer_kwargs),
-        module,
-        batches_from_one(batch),
-        torch.device("cuda"),
-        batches_per_epoch=lambda _: 100,
-        gpu=gpu,
-    )
+    program = program_of(module, batch, "cuda", precision, gpu, **case.trainer_kwargs)
     return predict(program, size, AllocatorSettings.for_device("cuda", {}), scalable=False).footprint_at(size)
 
 

@@ -37,20 +37,10 @@ def questions(capability: tuple[int, int]) -> Iterator[cudnn.Question]:
     combined = itertools.product(OPERATIONS, SHAPES, BATCHES, NUMBERS, (False, True))
     for operation, (channels, out, size, kernel, stride, groups), batch, (kind, tf32), channels_last in combined:
         side = (size + 2 * (kernel // 2) - kernel) // stride + 1
-        yield cudnn.Question(
-            operation,
-            (batch, channels, size, size),
-            (out, channels // groups, kernel, kernel),
-            (batch, out, side, side),
-            kind,
-            channels_last,
-            (kernel // 2,) * 2,
-            (stride,) * 2,
-            (1, 1),
-            capability,
-            tf32,
-            deterministic=False,
-        )
+        image, weight = (batch, channels, size, size), (out, channels // groups, kernel, kernel)
+        tensors = operation, image, weight, (batch, out, side, side), kind, channels_last
+        move = (kernel // 2,) * 2, (stride,) * 2, (1, 1)
+        yield cudnn.Question(*tensors, *move, capability, tf32, deterministic=False)
 
 
 def rounded(share: float) -> int:

@@ -66,17 +66,10 @@ def replayed(name: str, history: History) -> Replayed:
     assert as_recorded.differences is not None
     found = as_recorded.differences
     return Replayed(
-        name=name,
-        history=history,
-        allocations=found.allocations,
-        other_addresses=found.other_addresses,
-        segments=found.segments + found.other_segments,
-        other_segments=found.other_segments,
-        releases=found.releases + found.other_releases,
-        other_releases=found.other_releases,
-        recorded_allocated_bytes=as_recorded.peak_allocated_bytes,
-        recorded_reserved_bytes=max(history.reserved_bytes),
-        own_reserved_bytes=own.peak_reserved_bytes,
+        *(name, history, found.allocations, found.other_addresses),
+        *(found.segments + found.other_segments, found.other_segments),
+        *(found.releases + found.other_releases, found.other_releases),
+        *(as_recorded.peak_allocated_bytes, max(history.reserved_bytes), own.peak_reserved_bytes),
     )
 
 

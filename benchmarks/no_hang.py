@@ -34,16 +34,8 @@ ROOT = Path(__file__).parents[1]
 LIMIT_SECONDS = 60.0  # for each process
 IDLE_SECONDS = 5.0  # a session that uses next to no CPU for so long after its time waits for nothing that will come
 # How many trainings one process does, one after the other. A launch of DDP is what may hang, so each is a fresh one.
-FITS = {
-    "ddp": 1,
-    "ddp_spawn": 1,
-    "workers, fork": 5,
-    "workers, spawn": 5,
-    "persistent workers, fork": 5,
-    "persistent workers, spawn": 5,
-    "logging thread": 5,
-    "notebook": 5,
-}
+WORKERS = [f"{kind}, {how}" for kind in ("workers", "persistent workers") for how in ("fork", "spawn")]
+FITS = {"ddp": 1, "ddp_spawn": 1, **dict.fromkeys([*WORKERS, "logging thread", "notebook"], 5)}
 
 
 @dataclass

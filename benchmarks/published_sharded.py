@@ -95,15 +95,12 @@ def allocated_in_the_guide(name: str) -> tuple[str, int]:
         module = LanguageModel()
     strategy = FSDPStrategy(auto_wrap_policy=LAYERS, **GUIDE[name][0])
     sentence = torch.zeros(1, LENGTH, dtype=torch.long)
-    program = LightningProgram(
+    trainer, batches = (
         pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET),
-        module,
         batches_from_one((sentence, sentence.clone())),
-        torch.device("cuda", 0),
-        gpu=gpus.find("A100-SXM4-40GB"),
-        strategy=strategy,
-        layout=Layout.of(strategy, RANKS, 1),
     )
+    rank = {"gpu": gpus.find("A100-SXM4-40GB"), "strategy": strategy, "layout": Layout.of(strategy, RANKS, 1)}
+    program = LightningProgram(trainer, module, batches, torch.device("cuda", 0), **rank)
     return f"{name}: allocated", replay(capture(program, 1, "fake"), AllocatorSettings()).peak_allocated_bytes
 
 

@@ -343,19 +343,15 @@ class Gpu:
         pools = ("segment.all", "segment.large_pool", "segment.small_pool", "allocation.all", "active_bytes.all")
         pools += ("inactive_split.all", "inactive_split_bytes.all", "requested_bytes.all")
         kept += tuple(f"{pool}.peak" for pool in pools)
+        flags = {f"cudnn_{name}": getattr(backends.cudnn, name) for name in ("benchmark", "deterministic")}
+        flags |= {"matmul_tf32": backends.cuda.matmul.allow_tf32, "cudnn_tf32": backends.cudnn.allow_tf32}
+        peaks = {"max_allocated": cuda.max_memory_allocated(), "max_reserved": cuda.max_memory_reserved()}
+        nvml = {"nvml_before": self.before, "nvml_peak": self.peak, "context": self.context, "cap": self.cap}
         return {
-            "max_allocated": cuda.max_memory_allocated(),
-            "max_reserved": cuda.max_memory_reserved(),
-            "cap": self.cap,
-            "nvml_before": self.before,
-            "nvml_peak": self.peak,
-            "context": self.context,
+            **peaks,
+            **nvml,
             "stats": {key: stats[key] for key in kept if key in stats},
-            "flags": {
-                "matmul_tf32": backends.cuda.matmul.allow_tf32,
-                "cudnn_tf32": backends.cudnn.allow_tf32,
-                **{f"cudnn_{name}": getattr(backends.cudnn, name) for name in ("benchmark", "deterministic")},
-            },
+            "flags": flags,
             **self.seen,
         }
 

@@ -36,6 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from torch.utils.data import DataLoader
 
+from rescue import direct_guard
+from shared.truth import QUIET
+
 GRAMMAR = Path(__file__).parent / "data" / "rescue_grammar.txt"
 
 
@@ -382,18 +385,10 @@ def train(program: Program, mode: str) -> Run:
     random.seed(program.seed)
     module, notes = load(program), {"failures": 0}
     model = type("Planted", (Planted, module.Program), {"program": program, "mode": mode, "notes": notes})()
-    from rescue import direct_guard
-
     recorder, error = Recorder(direct_guard if mode == "fail" else None), ""
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        callbacks=[recorder],
-        precision="32-true" if program.float32 else "64-true",
-        **quiet,
-        **program.settings,
-    )
+    precision = "32-true" if program.float32 else "64-true"
+    settings = {"max_epochs": 1, "accelerator": "cpu", "precision": precision, **QUIET, **program.settings}
+    trainer = pl.Trainer(callbacks=[recorder], **settings)
     try:
         trainer.fit(model, DataLoader(list(module.batches()), batch_size=None))
     except BaseException as raised:

@@ -8,6 +8,7 @@ python -m shared.predicted mlp --optimizer adam --batch-size 64 --budget 1000000
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -31,6 +32,19 @@ class Predicted:
     phase: str
     method: str
     wall_seconds: float  # the whole fit of one batch
+
+
+def program_of(
+    module: Any, batch: Any, device: str, precision: Any = "32-true", gpu: Any = None, **settings: Any
+) -> Any:
+    """The training of a module, for a prediction without a Trainer's own loop around it."""
+    from lightning_memguard.core.batch.batches import batches_from_one
+    from lightning_memguard.training.adapter.program import LightningProgram
+    from lightning_memguard.training.planning.subject import trainer_for
+
+    trainer = trainer_for(module, precision, gpu, **settings)
+    given = trainer, module, batches_from_one(batch), torch.device(device)
+    return LightningProgram(*given, batches_per_epoch=lambda _: 100, gpu=gpu)
 
 
 class OneBatch(pl.Callback):

@@ -250,16 +250,8 @@ def run_module(
     name: str, case: Case, optimizers: Sequence[str], batch_sizes: Sequence[int], **options: int | None
 ) -> list[dict[str, Any]]:
     """The JSON objects that a module of `shared` prints in a fresh process, a line each."""
-    command = [
-        sys.executable,
-        "-m",
-        name,
-        case.name,
-        "--optimizer",
-        *optimizers,
-        "--batch-size",
-        *map(str, batch_sizes),
-    ]
+    sizes = map(str, batch_sizes)
+    command = [sys.executable, "-m", name, case.name, "--optimizer", *optimizers, "--batch-size", *sizes]
     command += [f"--{option}={value}" for option, value in options.items() if value]
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
