@@ -40,13 +40,9 @@ class Config:
 def read_config(
     path: str, model_class: type | None = None, data_class: type | None = None, *, meta: bool = True
 ) -> Config:
-    """Read a LightningCLI's configuration with LightningCLI itself.
+    """Read a LightningCLI's YAML file with LightningCLI itself.
 
-    Args:
-        path: the YAML file, with class paths, or with the arguments of ``model_class`` and ``data_class``.
-        model_class: the class that the user's own LightningCLI is made with, if any.
-        data_class: the same for the data.
-        meta: make the model without memory.
+    The file has class paths, or the arguments of the classes that the user's own LightningCLI is made with.
     """
     try:
         import jsonargparse
@@ -92,8 +88,7 @@ def _read(
 
     parsing = {"args": plain, "parser_kwargs": {"exit_on_error": False}}
     nothing_else = {"run": False, "save_config_callback": None, "seed_everything_default": False}
-    reader: LightningCLI = Reader(model_class, data_class, **parsing, **nothing_else)
-    return reader
+    return Reader(model_class, data_class, **parsing, **nothing_else)
 
 
 def _without_memory(kind: type, **given: object) -> nn.Module:

@@ -28,11 +28,10 @@ def read_subject(options: argparse.Namespace, say: Say, *, meta: bool = True) ->
     batch = typed.batch(options.input_shape, options.target_shape, options.input)
     config = _config_of(options, meta=meta)
     model, datamodule = config.model, config.datamodule
-    ranks = {"strategy": options.strategy, "devices": options.devices_per_node, "num_nodes": options.num_nodes}
-    given = {"accumulate_grad_batches": options.accumulate, **ranks}
+    strategy = _model_parallel(model, options) if options.data_parallel or options.tensor_parallel else options.strategy
+    given = {"strategy": strategy, "devices": options.devices_per_node, "num_nodes": options.num_nodes}
+    given["accumulate_grad_batches"] = options.accumulate
     trainer = {**config.trainer, **{name: value for name, value in given.items() if value is not None}}
-    if options.data_parallel or options.tensor_parallel:
-        trainer["strategy"] = _model_parallel(model, options)
     if batch is None and datamodule is None:
         batch = _own_batch(model, options.target_shape)
     step, optimizer = None, typed.optimizer(options.optimizer) if options.optimizer else None

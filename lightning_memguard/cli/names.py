@@ -39,9 +39,7 @@ _SHAPE = re.compile(  # as people write them: 8,3,64,64 or 8x3x64x64 or (8, 3, 6
     r"(?::\s*(?:torch\.)?(?P<dtype>[a-zA-Z]\w*))?(?::(?P<bound>\d+))?"
 )
 _DTYPES = {"int": "int64", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # not as torch has them
-_KNOWN_DTYPES = (
-    *("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64"),
-)
+_KNOWN_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 _MOST_BYTES = 1 << 26  # larger examples have shapes and no values
 
 
@@ -64,7 +62,8 @@ def load(name: str) -> Any:
 
 def _file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise MemGuardError(f"There is no file {path} (looked in {Path.cwd()}).{_similar_files(path)}")
+        others = sorted(each.name for each in path.parent.glob("*.py"))
+        raise MemGuardError(f"There is no file {path.name} in {path.parent.resolve()}. {_similar(path.name, others)}")
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
         return known
@@ -82,14 +81,6 @@ def _file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _similar_files(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        names = [each.name for each in path.parent.glob("*.py")]
-        similar = get_close_matches(path.name, names, n=3)
-        return f" Did you mean {' or '.join(str(path.parent / each) for each in similar)}?" if similar else ""
-    return ""
 
 
 def _module(name: str) -> ModuleType:
@@ -119,7 +110,7 @@ def _similar(name: str, names: Sequence[str]) -> str:
     lower = {each.lower(): each for each in names}
     if similar := [lower[each] for each in get_close_matches(name.lower(), lower)]:
         return f"Did you mean {' or '.join(similar)}?"
-    return f"It has {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}." if names else "It defines nothing."
+    return f"It has {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}." if names else "It has none."
 
 
 @contextlib.contextmanager
@@ -229,7 +220,8 @@ def tensor(text: str, option: str = "--input-shape", dtype: str = "float32") -> 
             f"{option} {text!r} is not a shape: write its sizes, the batch size first, then a data type and, for "
             "classes, their number: 8,3,224,224 or 8,128:int64 or 8:int64:10."
         )
-    name = _DTYPES.get(match["dtype"] or dtype, match["dtype"] or dtype)
+    name = match["dtype"] or dtype
+    name = _DTYPES.get(name, name)
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype):
         raise MemGuardError(f"{option} {text!r}: {name!r} is not a data type. {_similar(name, _KNOWN_DTYPES)}")
@@ -263,10 +255,8 @@ def batch(inputs: Sequence[str], targets: Sequence[str], named: Sequence[str]) -
 
 def with_targets(example: object, targets: Sequence[str]) -> object:
     """A model's own example input, followed by targets."""
-    if not targets:
-        return example
-    first = tuple(example) if isinstance(example, (list, tuple)) else (example,)
-    return (*first, *(tensor(text, "--target-shape", "int64") for text in targets))
+    first = example if isinstance(example, (list, tuple)) else (example,)
+    return (*first, *(tensor(text, "--target-shape", "int64") for text in targets)) if targets else example
 
 
 def _named(text: str) -> tuple[str, torch.Tensor]:
@@ -301,12 +291,7 @@ def _optimizer_class(name: str) -> Any:
 
 
 def step(loss: str | None, *, has_target: bool) -> Step:
-    """How to train a plain module: call it with the inputs; the loss is its own, ``loss``, or the usual one.
-
-    Args:
-        loss: name of a loss function or class, such as ``torch.nn.functional:mse_loss``; None for the usual one.
-        has_target: whether the last tensor of a batch is the target.
-    """
+    """How to train a plain module: the loss is its own, the one named ``loss``, or the usual one of its target."""
     named = load(loss) if loss else None
     compare = build(named, {}, str(loss)) if inspect.isclass(named) else named
 

@@ -157,14 +157,12 @@ def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
     for each in filter(larger_batch, advice):
         console.print(f"With {' + '.join(each.remedies)}: {larger_batch(each).lower()}".rstrip())
     console.print("How to apply them:")
-    for name, how in dict(pair for each in advice for pair in zip(each.remedies, each.how, strict=True)).items():
-        console.print(f"  {name}: {how}", soft_wrap=True)  # to be copied
+    _print_how(console, *(pair for each in advice for pair in zip(each.remedies, each.how, strict=True)))
 
 
 def advice_data(each: Advice) -> dict[str, Any]:
     """One remedy for programs."""
-    known = picked(each, "remedies", "how", "costs", "saved_bytes", "fits", "batch_sizes")
-    return {**known, "footprint": footprint_data(each.footprint)}
+    return {**vars(each), "footprint": footprint_data(each.footprint)}
 
 
 def print_layouts(layouts: Sequence[Fit], console: Console) -> None:
@@ -174,7 +172,12 @@ def print_layouts(layouts: Sequence[Fit], console: Console) -> None:
     console.print("The cheapest way to train on several, each predicted by tracing it:")
     for fit in layouts:
         console.print(f"  {fit}", soft_wrap=True)
-    for name, how in {fit.name: fit.how for fit in layouts if fit.name}.items():
+    _print_how(console, *((fit.name, fit.how) for fit in layouts if fit.name))
+
+
+def _print_how(console: Console, *pairs: tuple[str, str]) -> None:
+    """What to write for each name, without line breaks, to be copied."""
+    for name, how in dict(pairs).items():
         console.print(f"  {name}: {how}", soft_wrap=True)
 
 
@@ -188,7 +191,7 @@ def print_alternatives(
     recorded = rows[0].replay
     kind = "Predicted" if history.predicted else "Recorded"
     begins = f"; {format_bytes(history.start_bytes)} were allocated before" if history.start else ""
-    console.print(f"{kind} history of {counted(len(history.entries), 'event')}{begins}.")
+    console.print(f"{kind} history of {len(history.entries):,} entries{begins}.")
     within = f" within {format_bytes(capacity_bytes)}" if capacity_bytes else ""
     columns = ("Setting", ">Peak reserved", ">Change", ">Cached", ">Fragmented", *([">Fits"] if capacity_bytes else ()))
     table = new_table(f"Peak reserved under allocator settings{within}", *columns)
@@ -197,10 +200,8 @@ def print_alternatives(
         change = found.peak_reserved_bytes / max(1, recorded.peak_reserved_bytes) - 1
         figures = [format_bytes(found.peak_reserved_bytes), f"{change:+.1%}" if row.setting else ""]
         figures += [format_bytes(found.cached_bytes), format_bytes(found.pinned_bytes)]
-        figures += [
-            ("yes" if row.fits else "NO")
-            + (f", after releasing its cache {_times(found.retries)}" if found.retries else "")
-        ]
+        released = f", after releasing its cache {_times(found.retries)}" if found.retries else ""
+        figures += [f"{'yes' if row.fits else 'NO'}{released}"]
         table.add_row(row.setting or "as it was", *figures[: len(columns) - 1])
     console.print(table)
     short = history.ran_short_at_bytes
@@ -228,15 +229,13 @@ def print_alternatives(
 
 def _by_place(holders: Sequence[Holder]) -> list[tuple[str, int, int, int]]:
     """Group blocks by the place of their request: count, bytes, and free bytes they keep; most free bytes first."""
-    places: dict[str, list[Holder]] = {}
+    places: dict[str, tuple[int, int, int]] = {}
     for each in holders:
         where = " at ".join(filter(None, (operator_of(each.stack), without_folders(line_of(each.stack)))))
-        places.setdefault(where or "allocated before the history, or operator not recorded", []).append(each)
-    rows = [
-        (where, sum(e.blocks for e in these), sum(e.allocated_bytes for e in these), sum(e.free_bytes for e in these))
-        for where, these in places.items()
-    ]
-    return sorted(rows, key=lambda row: -row[3])
+        where = where or "allocated before the history, or operator not recorded"
+        blocks, held, free = places.get(where, (0, 0, 0))
+        places[where] = blocks + each.blocks, held + each.allocated_bytes, free + each.free_bytes
+    return sorted(((where, *figures) for where, figures in places.items()), key=lambda row: -row[3])
 
 
 def _times(count: int) -> str:
@@ -272,7 +271,7 @@ def _layer(layer: Layer, below: LayerTable | None) -> tuple[str, ...]:
 
 
 def _figures(of: Layer | LayerTable) -> tuple[str, ...]:
-    weights = (f"{of.parameters:,}", f"{of.trainable_parameters:,}", format_bytes(of.parameter_bytes))
+    weights = f"{of.parameters:,}", f"{of.trainable_parameters:,}", format_bytes(of.parameter_bytes)
     return *weights, format_bytes(of.activation_bytes), format_count(of.flops), format_count(of.multiply_adds)
 
 
@@ -305,11 +304,9 @@ def print_weights(memory: Iterable[WeightMemory], console: Console) -> None:
 
 def layers_data(table: LayerTable, depth: int | None = None) -> dict[str, Any]:
     """The table by layer for programs."""
-    totals = ("parameters", "trainable_parameters", "parameter_bytes", "buffer_bytes", "activation_bytes", "flops")
-    return {
-        **picked(table, "batch_size", *totals, "multiply_adds", "notes"),
-        "layers": [layer_data(layer) for layer in table if depth is None or layer.depth <= depth],
-    }
+    totals = "parameters", "trainable_parameters", "parameter_bytes", "buffer_bytes", "activation_bytes", "flops"
+    layers = [layer_data(layer) for layer in table if depth is None or layer.depth <= depth]
+    return {**picked(table, "batch_size", *totals, "multiply_adds", "notes"), "layers": layers}
 
 
 def sum_data(each: TextbookSum, training: Footprint) -> dict[str, Any]:
@@ -325,11 +322,6 @@ def print_gpus(gpus: Iterable[Gpu], console: Console) -> None:
         memory, capability = format_bytes(gpu.memory_bytes), ".".join(map(str, gpu.compute_capability))
         table.add_row(gpu.name, memory, capability, str(gpu.multiprocessors), ", ".join(gpu.aliases))
     console.print(table)
-
-
-def gpu_data(gpu: Gpu) -> dict[str, Any]:
-    """A GPU for programs."""
-    return picked(gpu, "name", "memory_bytes", "compute_capability", "multiprocessors", "aliases")
 
 
 def print_budgets(budgets: Mapping[str, Budget | str], console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.options import devices_here
@@ -24,16 +25,16 @@ def run(options: argparse.Namespace) -> bool:
         say("loading torch")
         budgets = {name: _budget_of(name) for name in devices_here()}
     if options.json:
-        answer = [
-            {"device": name, "problem": budget}
-            if isinstance(budget, str)
-            else {**budget_data(budget), "device": name, "name": budget.device}
-            for name, budget in budgets.items()
-        ]
-        tables.print_json(answer)
+        tables.print_json([_data(name, budget) for name, budget in budgets.items()])
     else:
         tables.print_budgets(budgets, tables.terminal())
     return True
+
+
+def _data(name: str, budget: Budget | str) -> dict[str, Any]:
+    if isinstance(budget, str):
+        return {"device": name, "problem": budget}
+    return {**budget_data(budget), "device": name, "name": budget.device}
 
 
 def _budget_of(name: str) -> Budget | str:

@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> bool:
     matching = [gpu for gpu, name in names.items() if all(word in name for word in words)]
     matching = matching or [find(options.filter)]  # raises an error that names similar ones
     if options.json:
-        tables.print_json([tables.gpu_data(gpu) for gpu in matching])
+        tables.print_json([vars(gpu) for gpu in matching])
     else:
         tables.print_gpus(matching, tables.terminal())
     return True

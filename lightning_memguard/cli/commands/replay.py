@@ -12,6 +12,7 @@ from lightning_memguard.core.replay.alternatives import SETTINGS, Alternative, a
 from lightning_memguard.core.replay.history import History, Holder, line_of, operator_of, read_histories
 from lightning_memguard.core.replay.settings import check_replayed
 from lightning_memguard.errors import MemGuardError
+from lightning_memguard.report.data import picked
 from lightning_memguard.units import parse_bytes
 
 HELP = "replay a memory snapshot under other allocator settings"
@@ -77,24 +78,12 @@ def _data(history: History, rows: tuple[Alternative, ...], capacity: int | None)
 
 
 def _row(row: Alternative) -> dict[str, Any]:
-    found = row.replay
-    return {
-        "setting": row.setting or None,
-        "peak_allocated_bytes": found.peak_allocated_bytes,
-        "peak_reserved_bytes": found.peak_reserved_bytes,
-        "cached_bytes": found.cached_bytes,
-        "fragmented_bytes": found.pinned_bytes,
-        "retries": found.retries,
-        "fits": row.fits,
-        "held_by": [_holder(holder) for holder in found.holders[: tables.MOST_HOLDERS]],
-    }
+    peaks = picked(row.replay, "peak_allocated_bytes", "peak_reserved_bytes", "cached_bytes", "retries")
+    holders = [_holder(holder) for holder in row.replay.holders[: tables.MOST_HOLDERS]]
+    known = {"setting": row.setting or None, **peaks, "fragmented_bytes": row.replay.pinned_bytes}
+    return {**known, "fits": row.fits, "held_by": holders}
 
 
 def _holder(holder: Holder) -> dict[str, Any]:
-    return {
-        "operator": operator_of(holder.stack) or None,
-        "line": line_of(holder.stack) or None,
-        "blocks": holder.blocks,
-        "allocated_bytes": holder.allocated_bytes,
-        "free_bytes": holder.free_bytes,
-    }
+    place = {"operator": operator_of(holder.stack) or None, "line": line_of(holder.stack) or None}
+    return {**place, **picked(holder, "blocks", "allocated_bytes", "free_bytes")}

@@ -40,13 +40,7 @@ _Places = tuple[int, ...]  # of remedies
 
 @dataclass(frozen=True)
 class AdviceReport:
-    """The result of trying remedies.
-
-    Attributes:
-        advice: what saves memory, in the order of `in_order`.
-        left_out: the others by name, and why.
-        not_tried: how many were not tried, for lack of time.
-    """
+    """What saves memory, `in_order`; the other remedies by name, and why; how many there was no time to try."""
 
     advice: tuple[Advice, ...]
     left_out: tuple[tuple[str, str], ...] = ()
@@ -73,13 +67,6 @@ def try_remedies(
         progress: called with the name of each remedy before it is tried, and with why one was left out.
         most_seconds: no remedy is started later than this.
         request: which batch sizes may be chosen, to say which is the largest with another setting of the allocator.
-
-    Example:
-        ```python
-        prediction = predict(program, 64, settings, scalable=False)
-        for each in try_remedies(prediction, 64, budget, progress=print).advice:
-            print(text(each))
-        ```
     """
     until = None if most_seconds is None else time.monotonic() + most_seconds
     prediction = prediction.uncompiled()
@@ -114,13 +101,13 @@ def setting_that_saves(prediction: Prediction, batch_size: int, share: float) ->
     now = prediction.settings
     if now.kind != "cuda" or now.expandable_segments:
         return None
-    found = [
-        (text, replace(prediction, settings=under(now, text)).footprint_at(batch_size)) for text in NO_COST_SETTINGS
-    ]
-    text, best = min(found, key=lambda each: each[1].most_device_bytes)
     asked = prediction.footprint_at(batch_size).most_device_bytes
-    saved = asked - best.most_device_bytes
-    return (text, saved) if saved > share * asked else None
+    found = {
+        text: replace(prediction, settings=under(now, text)).footprint_at(batch_size).most_device_bytes
+        for text in NO_COST_SETTINGS
+    }
+    text = min(found, key=found.__getitem__)
+    return (text, asked - found[text]) if asked - found[text] > share * asked else None
 
 
 def _settings_that_save(
@@ -129,8 +116,7 @@ def _settings_that_save(
     """The setting that leaves least reserved at a batch size, or else at the largest that fits as it is."""
     now = _largest(prediction, budget, request)
     known = setting_that_saves(prediction, batch_size, _NOTABLE)
-    if known is None and now:
-        known = setting_that_saves(prediction, now, _NOTABLE)
+    known = known or (setting_that_saves(prediction, now, _NOTABLE) if now else None)
     if known is None:
         return []
     text = known[0]
@@ -226,15 +212,9 @@ class _Attempts:
         if saved <= 0:
             self.leave_out(name, "it saves nothing here")
             return None
-        return Advice(
-            tuple(remedy.name for remedy in remedies),
-            tuple(remedy.how for remedy in remedies),
-            tuple(remedy.cost for remedy in remedies),
-            found,
-            saved,
-            found.most_device_bytes <= self.budget.usable_bytes,
-            places=self.places_of(remedies),
-        )
+        names, how, costs = zip(*((remedy.name, remedy.how, remedy.cost) for remedy in remedies), strict=True)
+        fits = found.most_device_bytes <= self.budget.usable_bytes
+        return Advice(names, how, costs, found, saved, fits, places=self.places_of(remedies))
 
     def footprint_with(self, places: _Places) -> Footprint:
         """Captured in the way in which the step as it is was, so that the two can be compared."""

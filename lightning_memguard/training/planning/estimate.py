@@ -5,15 +5,12 @@ It is not in core/, because a LightningModule is stepped in Lightning's order.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.facts.ranks import warn
 from lightning_memguard.training.planning.subject import (
@@ -21,7 +18,7 @@ from lightning_memguard.training.planning.subject import (
     Step,
     is_lightning,
     on_ranks,
-    program_of,
+    predicted,
     subject_of,
 )
 from lightning_memguard.training.planning.target import target_of
@@ -97,12 +94,7 @@ def estimate(
     target, size = target_of(device, model).talking(subject.communicators), subject.batch_size
     for note in target.notes:
         warn(f"estimate: {note}.")
-    settings = AllocatorSettings.for_device(target.device.type, os.environ)
-    settings = replace(settings, capacity_bytes=target.capacity_bytes)
-    program = program_of(subject, target)
-    prediction = predict(program, size, settings, context_bytes=target.context_bytes, scalable=False)
-    if prediction.method == "states":
-        raise CannotTraceError(f"The step cannot be predicted: {'; '.join(prediction.notes)}.")
-    found = prediction.footprint_at(size)
-    trace = replace(prediction.own_trace_at(size).only("point"), kernels=(), scratch_spans=())
-    return replace(found, notes=(*found.notes, *target.notes), trace=trace, settings=settings)
+    prediction = predicted(subject, target, capacity_bytes=target.capacity_bytes)
+    found, trace = prediction.footprint_at(size), prediction.own_trace_at(size)
+    trace = replace(trace.only("point"), kernels=(), scratch_spans=())
+    return replace(found, trace=trace, settings=prediction.settings)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning_memguard.core.decision.decision import Limits
@@ -23,13 +24,7 @@ from lightning_memguard.units import format_bytes
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train on several devices.
-
-    Attributes:
-        name: what it is called.
-        how: what to write.
-        subject: (devices on a node, nodes) -> what is planned for.
-    """
+    """One way to train on several devices: what to write for it, and (devices of a node, nodes) -> what to plan for."""
 
     name: str
     how: str
@@ -38,16 +33,9 @@ class Way:
 
 @dataclass(frozen=True)
 class Fit:
-    """The cheapest way that fits so many devices; or none.
+    """The cheapest way that fits so many devices, at its largest batch size for a rank; without a name, none fits.
 
-    Attributes:
-        ranks: how many devices.
-        device: their name.
-        name: of the way; empty if none fits.
-        how: what to write.
-        batch_size: the largest of a rank.
-        in_all: samples of all ranks.
-        peak_bytes: what a rank needs at it.
+    ``in_all`` counts the samples of all ranks, ``peak_bytes`` is what a rank needs.
     """
 
     ranks: int
@@ -69,25 +57,18 @@ class Fit:
 def fitting_layouts(
     subject: Subject, device: str, limits: Limits | None = None, *, say: Callable[[str], object] = lambda _: None
 ) -> Iterator[Fit]:
-    """Find the cheapest way that fits on all devices of a subject, on half of them, and so on, until none fits.
-
-    Args:
-        subject: what is trained, on ``devices`` of ``nodes``.
-        device: the name of a GPU.
-        limits: what the batch size is chosen from.
-        say: called with what is tried.
-    """
+    """Find the cheapest way that fits on all devices of a subject, on half of them, and so on, until none fits."""
     ways = [*ways_to_train(subject, device)]
-    ranks, first = subject.devices * subject.nodes, 0
-    while ranks and ways:
+    ranks = subject.devices * subject.nodes
+    while ranks:
         on_node = min(ranks, subject.devices)
-        for place in range(first, len(ways)):
-            say(f"{ways[place].name} on {ranks} x {device}")
-            found = _fit(ways[place], ranks, on_node, device, limits)
+        while ways:
+            say(f"{ways[0].name} on {ranks} x {device}")
+            found = _fit(ways[0], ranks, on_node, device, limits)
             if found is not None:
-                first = place
                 yield found
                 break
+            ways = ways[1:]
         else:
             yield Fit(ranks, device)
             return
@@ -103,8 +84,7 @@ def _fit(way: Way, ranks: int, on_node: int, device: str, limits: Limits | None)
     chosen = plan.largest or (plan.asked if plan.fits and not plan.too_large else None)
     if chosen is None or chosen.footprint is None:
         return None
-    size = chosen.batch_size
-    peak = chosen.footprint.peak_device_bytes
+    size, peak = chosen.batch_size, chosen.footprint.peak_device_bytes
     return Fit(ranks, device, way.name, way.how, size, size * subject.ranks, peak)
 
 
@@ -113,68 +93,61 @@ def _fit(way: Way, ranks: int, on_node: int, device: str, limits: Limits | None)
 
 def ways_to_train(subject: Subject, device: str) -> Iterator[Way]:
     """All that apply to a model, from the one that communicates and computes least."""
-    if is_a(subject.strategy, "ModelParallelStrategy"):
-        yield from _meshes(subject, device)
-    elif is_a(subject.strategy, "DeepSpeedStrategy"):
-        yield from _stages(subject, device)
-    else:
-        yield from _shardings(subject, device)
+    ways = _meshes if is_a(subject.strategy, "ModelParallelStrategy") else _stages
+    if not is_a(subject.strategy, "ModelParallelStrategy", "DeepSpeedStrategy"):
+        ways, subject = _shardings, replace(subject, strategy=None)
+    structure = program_of(subject, target_of(device)).inspect(Structure.of)
+    return ways(subject, max(structure.blocks, key=lambda each: len(each.paths), default=None))
 
 
-def _meshes(subject: Subject, device: str) -> Iterator[Way]:
-    """Data and tensor sizes, for a module whose ``configure_model`` shards it over a mesh."""
-    kind = lightning_of(subject.model).strategies.ModelParallelStrategy
-    blocks = _largest_blocks(subject, device)
-    tensor = 1
-    while tensor <= subject.devices:
-        for checkpointed in (False, True) if blocks else (False,):
-            yield Way(
-                f"ModelParallelStrategy with tensor size {tensor}" + _WITH_CHECKPOINTING * checkpointed,
-                f"ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size={tensor})",
-                _on_mesh(_with(subject, blocks if checkpointed else None), kind, tensor),
-            )
-        tensor *= 2
-
-
-def _on_mesh(subject: Subject, kind: Any, tensor: int) -> Callable[[int, int], Subject]:
-    def on(devices: int, nodes: int) -> Subject:
-        if devices % tensor:
-            raise MemGuardError(f"{devices} devices do not divide into groups of {tensor}.")
-        return on_ranks(subject, kind(devices * nodes // tensor, tensor), devices, nodes)
-
-    return on
-
-
-def _stages(subject: Subject, device: str) -> Iterator[Way]:
-    """DeepSpeed's, by Lightning's names; a configuration of one's own is not carried over."""
-    blocks = _largest_blocks(subject, device)
-    ways = [*((f"deepspeed_stage_{stage}", None) for stage in (1, 2, 3)), ("deepspeed_stage_3_offload", blocks)]
-    if blocks:
-        ways.insert(3, ("deepspeed_stage_3", blocks))
-    for name, checkpointed in ways:
-        what = name + _WITH_CHECKPOINTING * bool(checkpointed)
-        yield Way(what, f'Trainer(strategy="{name}")', _named(_with(subject, checkpointed), name))
-
-
-def _named(subject: Subject, strategy: str) -> Callable[[int, int], Subject]:
-    return lambda devices, nodes: on_ranks(subject, strategy, devices, nodes)
+_WITH_CHECKPOINTING = " with checkpointing"
 
 
 def _with(subject: Subject, checkpointed: Blocks | None) -> Subject:
-    return replace(subject, changes=(checkpoint_blocks(checkpointed.paths),)) if checkpointed else subject
+    changes = (partial(checkpoint_blocks, paths=checkpointed.paths),) if checkpointed else subject.changes
+    return replace(subject, changes=changes)
 
 
-def _shardings(subject: Subject, device: str) -> Iterator[Way]:
+def _meshes(subject: Subject, blocks: Blocks | None) -> Iterator[Way]:
+    """Data and tensor sizes, for a module whose ``configure_model`` shards it over a mesh."""
+    kind = lightning_of(subject.model).strategies.ModelParallelStrategy
+    for tensor in (1 << power for power in range(subject.devices.bit_length())):
+        for checkpointed in (None, blocks) if blocks else (None,):
+
+            def on(devices: int, nodes: int, tensor: int = tensor, blocks: Blocks | None = checkpointed) -> Subject:
+                if devices % tensor:
+                    raise MemGuardError(f"{devices} devices do not divide into groups of {tensor}.")
+                return on_ranks(_with(subject, blocks), kind(devices * nodes // tensor, tensor), devices, nodes)
+
+            name = f"ModelParallelStrategy with tensor size {tensor}" + _WITH_CHECKPOINTING * bool(checkpointed)
+            yield Way(name, f"ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size={tensor})", on)
+
+
+def _stages(subject: Subject, blocks: Blocks | None) -> Iterator[Way]:
+    """DeepSpeed's, by Lightning's names; a configuration of one's own is not carried over."""
+    for name in ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"):
+        yield _named(subject, name)
+    if blocks:
+        yield _named(subject, "deepspeed_stage_3", blocks)
+    yield _named(subject, "deepspeed_stage_3_offload", blocks)
+
+
+def _named(subject: Subject, strategy: str, checkpointed: Blocks | None = None, name: str = "") -> Way:
+    return Way(
+        (name or strategy) + _WITH_CHECKPOINTING * bool(checkpointed),
+        f'Trainer(strategy="{strategy}")',
+        lambda devices, nodes: on_ranks(_with(subject, checkpointed), strategy, devices, nodes),
+    )
+
+
+def _shardings(subject: Subject, blocks: Blocks | None) -> Iterator[Way]:
     """Yield the ways to shard that need no other code than a Trainer's strategy."""
     strategies = lightning_of(subject.model).strategies
-    subject = replace(subject, strategy=None)
-    yield Way("DDP", 'Trainer(strategy="ddp")', _named(subject, "ddp"))
-    blocks = _largest_blocks(subject, device)
+    yield _named(subject, "ddp", name="DDP")
     try:
         kind = type(subject.model.get_submodule(blocks.paths[0])) if blocks else None
     except AttributeError:  # ``configure_model`` makes it
         kind = None
-    wrapped: dict[str, Any] = {"auto_wrap_policy": {kind}} if kind else {}
     checkpointed: dict[str, Any] = {"activation_checkpointing_policy": {kind}} if kind else {}
     kinds: list[tuple[str, dict[str, Any]]] = [
         ("FSDP SHARD_GRAD_OP", {"sharding_strategy": "SHARD_GRAD_OP"}),
@@ -183,7 +156,7 @@ def _shardings(subject: Subject, device: str) -> Iterator[Way]:
         ("FSDP" + _WITH_CHECKPOINTING * bool(kind) + " and offload to the CPU", {**checkpointed, "cpu_offload": True}),
     ]
     for name, settings in kinds:
-        given = {**wrapped, **settings}
+        given: dict[str, Any] = {**({"auto_wrap_policy": {kind}} if kind else {}), **settings}
 
         def on(devices: int, nodes: int, given: dict[str, Any] = given) -> Subject:
             return on_ranks(subject, strategies.FSDPStrategy(**given), devices, nodes)
@@ -191,14 +164,5 @@ def _shardings(subject: Subject, device: str) -> Iterator[Way]:
         yield Way(name, f"FSDPStrategy({', '.join(f'{key}={_code(value)}' for key, value in given.items())})", on)
 
 
-_WITH_CHECKPOINTING = " with checkpointing"
-
-
 def _code(value: object) -> str:
     return f"{{{', '.join(each.__name__ for each in value)}}}" if isinstance(value, set) else repr(value)
-
-
-def _largest_blocks(subject: Subject, device: str) -> Blocks | None:
-    """The repeated blocks of which there are most; of a module that no strategy has wrapped."""
-    structure = program_of(subject, target_of(device)).inspect(Structure.of)
-    return max(structure.blocks, key=lambda blocks: len(blocks.paths), default=None)

@@ -7,21 +7,19 @@ read once, then predicted for each device.
 from __future__ import annotations
 
 import math
-import os
 import time
 from dataclasses import dataclass, replace
 
 from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, isolated
-from lightning_memguard.core.capture.predict import Prediction, StepFailsError, predict
+from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.capture.program import without_memory
 from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request, decide
 from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.report.words import counted
 from lightning_memguard.training.planning.search import largest_that_runs
-from lightning_memguard.training.planning.subject import Subject, lightning_program, program_of
+from lightning_memguard.training.planning.subject import Subject, lightning_program, predicted
 from lightning_memguard.training.planning.target import target_and_budget, target_of
 from lightning_memguard.units import format_bytes
 
@@ -33,15 +31,13 @@ class Plan:
     """Batch sizes and their memory on one device.
 
     Attributes:
-        asked: the decision at the size asked for.
-        footprint: the memory at that size.
-        budget: the device's offer.
+        asked: the decision at the size asked for, with its ``footprint`` and the device's ``budget``.
         largest: the largest size that fits; None if none does, or other sizes are not known.
         prediction: the memory at any size.
         reason: why there is no ``largest``, in plain words.
         seconds: time that the plan took.
         too_large: the error behind ``reason`` if no size fits.
-        request: the sizes that were considered.
+        request: the sizes that were considered; None if only one is known.
         ranks: how many processes train, each on a batch of its own.
     """
 
@@ -145,9 +141,12 @@ def _largest(prediction: Prediction, budget: Budget, request: Request, asked: De
         below, _ = largest_that_runs(prediction, budget, replace(request, max_batch_size=size - 1))
         return replace(below, limited_by="memory" if below.limited_by == "max_batch_size" else below.limited_by)
     largest, _ = largest_that_runs(prediction, budget, request)
-    if asked.fits and largest.limited_by == "memory" and largest.batch_size <= size and not size % request.multiple_of:
-        return replace(asked, limited_by="memory")
-    return largest
+    if not asked.fits or largest.limited_by != "memory" or largest.batch_size > size:
+        return largest
+    if size > (request.max_batch_size or size):
+        return replace(largest, limited_by="max_batch_size")
+    drawn = size <= (request.dataset_size or size) and not size % request.multiple_of
+    return replace(asked, limited_by="memory") if drawn else replace(largest, limited_by="dataset")
 
 
 def _started_anyway(prediction: Prediction, budget: Budget, request: Request) -> str:
@@ -168,18 +167,7 @@ def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> t
         CannotTraceError: the step cannot be predicted.
     """
     target, budget = target_and_budget(device, limits or Limits(), subject.model)
-    target = target.talking(subject.communicators)
-    settings, context = AllocatorSettings.for_device(target.device.type, os.environ), target.context_bytes
-    program, scalable = program_of(subject, target), not subject.fixed_because
-    prediction = predict(program, subject.batch_size, settings, context_bytes=context, scalable=scalable)
-    if prediction.method == "states":
-        states = prediction.footprint_at(subject.batch_size).peak_allocated_bytes
-        raise CannotTraceError(
-            f"The step cannot be predicted: {'; '.join(prediction.notes)}. The batch it was given: {subject.shapes}. "
-            f"What stays without it (parameters, gradients, optimizer state) is {format_bytes(states)}."
-        )
-    notes = tuple(dict.fromkeys((*prediction.notes, *target.notes, *subject.notes)))
-    return replace(prediction, notes=notes), budget
+    return predicted(subject, target.talking(subject.communicators), scalable=not subject.fixed_because), budget
 
 
 def layers_on(subject: Subject, device: str) -> LayerTable:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -32,16 +33,9 @@ _MOST_SHARES = 10  # a batch is halved fewer times than this
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to change.
+    """One thing to change: its name, what to write, its cost in accuracy, time or behavior, the program with it.
 
-    Attributes:
-        name: what it is called.
-        kind: two of one kind are not combined.
-        how: what to write.
-        cost: what it costs in accuracy, time or behavior.
-        apply: gives the program with it.
-        share: how many times smaller its batches are.
-        during: what its run has to be inside.
+    Two of one ``kind`` are not combined. Its batches are ``share`` times smaller, and its step runs inside ``during``.
     """
 
     name: str
@@ -64,17 +58,18 @@ def families_for(prediction: Prediction, batch_size: int) -> list[Family]:
     if not program.trains:
         return [(remedy,) for remedy in halves]
     structure, on_cuda = program.inspect(Structure.of), program.device.type == "cuda"
-    mixed = [(remedy,) for remedy in halves if remedy.name.endswith("-mixed")]
-    checkpointing = _checkpointing(structure, prediction.trace_at(batch_size))
-    strongest = (*(remedy for remedy in halves if (remedy,) not in mixed), _SGD, *_freezing(structure))
-    return [
-        *((remedy,) for remedy in (*_FASTER_OPTIMIZERS, *_bucket_views(program))),
+    mixed = [remedy for remedy in halves if remedy.name.endswith("-mixed")]
+    order = (
+        *(*_FASTER_OPTIMIZERS, *_bucket_views(program)),
         *(mixed if on_cuda else ()),
-        *((remedy,) for remedy in checkpointing),
+        *_checkpointing(structure, prediction.trace_at(batch_size)),
         *_accumulation(program, batch_size),
         *(() if on_cuda else mixed),  # processors have few kernels for it
-        *((remedy,) for remedy in (*smaller_states(program), *strongest)),
-    ]
+        *(_ADAPTIVE_OPTIMIZERS if on_cuda else _ADAPTIVE_OPTIMIZERS[1:]),  # the kernels with 8 bits run on CUDA
+        *(remedy for remedy in halves if remedy not in mixed),
+        *(_SGD, *_freezing(structure)),
+    )
+    return [each if isinstance(each, tuple) else (each,) for each in order]
 
 
 def precisions(program: Program) -> Iterator[Remedy]:
@@ -88,29 +83,25 @@ def precisions(program: Program) -> Iterator[Remedy]:
     }
     for name, cost in costs.items():
         if now in ("32-true", "32") or (name.endswith("-true") and not now.endswith("-true")):
-            yield _precision(name, program.setting("precision", name), cost)
-
-
-def _precision(name: str, how: str, cost: str) -> Remedy:
-    return Remedy(name, "precision", how, cost, lambda program: program.with_precision(name))
+            how = program.setting("precision", name)
+            yield Remedy(name, "precision", how, cost, methodcaller("with_precision", name))
 
 
 def _accumulation(program: Program, batch_size: int) -> Iterator[Family]:
-    batches_now = program.batches_per_step
+    now = program.batches_per_step
     shares = [1 << doubling for doubling in range(1, _MOST_SHARES) if 1 << doubling <= batch_size]
-    if batches_now and shares:
-        yield tuple(_accumulating(program, batches_now * share, batch_size // share, share) for share in shares)
-
-
-def _accumulating(program: Program, batches: int, size: int, share: int) -> Remedy:
-    return Remedy(
-        f"accumulation over {batches} batches of {size}",
-        "batch size",
-        f"batch_size={size}, {program.setting('accumulate_grad_batches', batches)}",
-        f"{share} forward and backward passes for one, each on fewer samples (batch norm sees these alone)",
-        lambda each: each.with_accumulation(batches),
-        share=share,
-    )
+    if now and shares:
+        yield tuple(
+            Remedy(
+                f"accumulation over {now * share} batches of {batch_size // share}",
+                "batch size",
+                f"batch_size={batch_size // share}, {program.setting('accumulate_grad_batches', now * share)}",
+                f"{share} forward and backward passes for one, each on fewer samples (batch norm sees these alone)",
+                methodcaller("with_accumulation", now * share),
+                share=share,
+            )
+            for share in shares
+        )
 
 
 def _bucket_views(program: Program) -> Iterator[Remedy]:
@@ -128,7 +119,7 @@ def _bucket_views(program: Program) -> Iterator[Remedy]:
 
 
 def _optimizer(name: str, how: str, cost: str, swap: SwapOptimizer, during: During = contextlib.nullcontext) -> Remedy:
-    return Remedy(name, "optimizer", how, cost, lambda program: program.with_optimizer(swap), during=during)
+    return Remedy(name, "optimizer", how, cost, methodcaller("with_optimizer", swap), during=during)
 
 
 def _larger(first: float, second: float) -> float:
@@ -189,7 +180,7 @@ _FASTER_OPTIMIZERS = (
         partial(_same_but, name="foreach", value=False),
     ),
 )
-_SMALLER_OPTIMIZERS = (
+_ADAPTIVE_OPTIMIZERS = (
     _optimizer(
         "8-bit optimizer states",
         "bitsandbytes.optim.AdamW8bit(parameters, lr=...)",
@@ -212,20 +203,17 @@ _SGD = _optimizer(
 )
 
 
-def smaller_states(program: Program) -> tuple[Remedy, ...]:
-    """Adaptive optimizers that keep less; the kernels of the one with 8 bits run on CUDA."""
-    return _SMALLER_OPTIMIZERS if program.device.type == "cuda" else _SMALLER_OPTIMIZERS[1:]
-
-
 # -- changes to the module
 
 
 def _checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
+    kind, cost = "checkpointing", "each block runs forward twice, once more in the backward pass"
     if structure.switches:
         call = "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
         name = ", ".join(written_path(path) or structure.root for path in structure.switches)
         how = "; ".join(f"{code_of(structure.root, path)}.{call}" for path in structure.switches)
-        yield _checkpoints(name, how, partial(_switch_on, paths=structure.switches))
+        change = methodcaller("with_change", partial(_switch_on, paths=structure.switches))
+        yield Remedy(f"activation checkpointing of {name}", kind, how, cost, change)
         return
     held = {blocks: blocks.held_bytes(trace) for blocks in structure.blocks}
     for blocks in sorted(filter(held.get, held), key=lambda each: -held[each])[:_BLOCKS_TRIED]:
@@ -233,25 +221,12 @@ def _checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
             f"for block in {blocks.how}: "
             "block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)"
         )
-        yield _checkpoints(blocks.name, how, partial(_checkpoint, paths=blocks.paths))
+        change = methodcaller("with_change", partial(checkpoint_blocks, paths=blocks.paths))
+        yield Remedy(f"activation checkpointing of {blocks.name}", kind, how, cost, change)
 
 
-def _checkpoints(name: str, how: str, change: Callable[[nn.Module], None]) -> Remedy:
-    return Remedy(
-        f"activation checkpointing of {name}",
-        "checkpointing",
-        how,
-        "each block runs forward twice, once more in the backward pass",
-        lambda program: program.with_change(change),
-    )
-
-
-def checkpoint_blocks(paths: Sequence[str]) -> Callable[[nn.Module], None]:
-    """A change to a copy of a module: what is inside these modules is computed again in the backward pass."""
-    return partial(_checkpoint, paths=paths)
-
-
-def _checkpoint(module_copy: nn.Module, paths: Sequence[str]) -> None:
+def checkpoint_blocks(module_copy: nn.Module, paths: Sequence[str]) -> None:
+    """Compute again in the backward pass what is inside these modules of a copy."""
     for path in paths:
         block: Any = module_copy.get_submodule(path)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -271,7 +246,7 @@ def _freezing(structure: Structure) -> Iterator[Remedy]:
             "freezing",
             f"{root}.requires_grad_(False); {code_of(root, head)}.requires_grad_(True)",
             f"only {written_path(head)} learns",
-            lambda program: program.with_change(partial(_freeze, head=head)),
+            methodcaller("with_change", partial(_freeze, head=head)),
         )
 
 

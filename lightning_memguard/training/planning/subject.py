@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -12,10 +13,12 @@ from torch.optim import Optimizer
 from lightning_memguard.core.batch.batches import Batches, batches_from_one
 from lightning_memguard.core.batch.nesting import tensors_in
 from lightning_memguard.core.capture.capture import quiet
+from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram, Program, check_precision, without_memory
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.layers.layers import run_model
+from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.fake_cuda import simulated_cuda
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.loader_access import set_data_source
@@ -27,6 +30,7 @@ from lightning_memguard.training.facts.run_facts import data_ranks, read_run_fac
 from lightning_memguard.training.planning.target import Target
 from lightning_memguard.training.strategies import deepspeed, fabric
 from lightning_memguard.training.strategies.sharded import CAPTURED, Layout, communicators
+from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
@@ -44,20 +48,13 @@ class Subject:
     """Model, data and settings to plan for, read once for all devices.
 
     Attributes:
-        model: a LightningModule, or any module with ``step``.
-        batches: its batches, of any size.
-        batch_size: the size asked for.
-        precision: one of Lightning's names, such as ``"bf16-mixed"``.
+        model: a LightningModule, or any module with ``step`` and ``optimizer``; see `estimate` for these.
+        batches: its batches, of any size; ``batch_size`` is the size asked for.
         trainer: more settings of a Trainer, such as ``{"accumulate_grad_batches": 4}``.
-        step: ``(model, batch) -> loss`` of a plain module.
-        optimizer: ``(parameters) -> Optimizer`` of a plain module.
-        training: False for one inference.
-        datamodule: the LightningDataModule, if any.
         loader_info: the loaders that the batches were drawn from, if any.
         unit: only multiples of this are batch sizes of these loaders.
         strategy: one that shards, or Fabric's; None for any other, which is among the Trainer's settings.
-        devices: how many processes train together on each node.
-        nodes: how many nodes there are.
+        devices: how many processes train together on each of ``nodes``.
         changes: done to each copy of a LightningModule before it is recorded.
         notes: assumptions, in plain words.
     """
@@ -182,14 +179,8 @@ def _with_loader(subject: Subject, batch_size: int | None) -> Subject:
             f"batch_size={batch_size} was asked for, and {loader_info.fixed_because}: its batches hold {known}. Leave "
             "batch_size out, or give an example batch in place of the loader."
         )
-    return replace(
-        subject,
-        batches=sampled.batches[0],
-        batch_size=batch_size or known,
-        loader_info=loader_info,
-        unit=sampled.unit,
-        notes=sampled.notes,
-    )
+    drawn: dict[str, Any] = {"batches": sampled.batches[0], "unit": sampled.unit, "notes": sampled.notes}
+    return replace(subject, batch_size=batch_size or known, loader_info=loader_info, **drawn)
 
 
 def _with_optimizer(model: LightningModule, optimizer: MakeOptimizer) -> LightningModule:
@@ -302,6 +293,26 @@ def program_of(subject: Subject, target: Target) -> Program:
     return fabric.FabricProgram(*loop, strategy=subject.strategy, devices=subject.devices, nodes=subject.nodes)
 
 
+def predicted(
+    subject: Subject, target: Target, *, scalable: bool = False, capacity_bytes: int | None = None
+) -> Prediction:
+    """Capture the step as it would run on a device.
+
+    Raises:
+        CannotTraceError: the step cannot be predicted.
+    """
+    settings = replace(AllocatorSettings.for_device(target.device.type, os.environ), capacity_bytes=capacity_bytes)
+    program, size = program_of(subject, target), subject.batch_size
+    prediction = predict(program, size, settings, context_bytes=target.context_bytes, scalable=scalable)
+    if prediction.method == "states":
+        states = prediction.footprint_at(size).peak_allocated_bytes
+        raise CannotTraceError(
+            f"The step cannot be predicted: {'; '.join(prediction.notes)}. The batch it was given: {subject.shapes}. "
+            f"What stays without it (parameters, gradients, optimizer state) is {format_bytes(states)}."
+        )
+    return replace(prediction, notes=tuple(dict.fromkeys((*prediction.notes, *target.notes, *subject.notes))))
+
+
 def lightning_program(subject: Subject, target: Target) -> LightningProgram:
     """The training step of a LightningModule."""
     model: Any = subject.model
@@ -322,13 +333,7 @@ def lightning_program(subject: Subject, target: Target) -> LightningProgram:
 
 
 def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: object) -> Trainer:
-    """A Trainer to read settings from; it never runs, and needs no device.
-
-    Args:
-        model: a LightningModule, whose package the Trainer comes from.
-        precision: one of `lightning_memguard.core.capture.program.PRECISIONS`.
-        gpu: what it would train on; None for the CPU.
-        settings: more of a Trainer's arguments.
+    """A Trainer of the package of ``model`` to read settings from; it never runs, and needs no device.
 
     Raises:
         MemGuardError: the precision is unknown, or Lightning refuses the settings.
@@ -339,16 +344,15 @@ def trainer_for(model: nn.Module, precision: str, gpu: Gpu | None, **settings: o
     if gpu is not None and precision.endswith("-mixed"):
         with simulated_cuda(gpu):  # or its gradient scaler turns itself off
             chosen = {"plugins": [pl.plugins.MixedPrecision(precision, "cuda")]}
-    arguments = {"devices": 1, "max_epochs": 1, **chosen, **settings}
+    arguments = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **chosen, **settings}
     silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     try:
         with quiet():
-            trainer: Trainer = pl.Trainer(accelerator="cpu", **silent, **arguments)
+            return pl.Trainer(**silent, **arguments)  # type: ignore[no-any-return]
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
         reason = str(error).strip() or type(error).__name__
         raise MemGuardError(f"No Trainer can be made with {given}: {reason}") from error
-    return trainer
 
 
 # -- inference
@@ -363,10 +367,8 @@ def inference_of(subject: Subject) -> Subject:
 def _forward(subject: Subject) -> Step | None:
     """How to run the model alone; None for a LightningModule that says so itself."""
     model, batch = subject.model, subject.batches.small
-    if not is_lightning(model):
+    if not is_lightning(model) or own_hook(model, *_EVALUATES):
         return subject.step
-    if own_hook(model, *_EVALUATES):
-        return None
     if not own_hook(model, "forward"):  # its step is all it can run
         return run_model
     if isinstance(batch, Mapping):
@@ -378,9 +380,7 @@ def _forward(subject: Subject) -> Step | None:
 
 def _inference(model: nn.Module) -> Step:
     hook = own_hook(model, *_EVALUATES)
-    if hook:
-        return lambda module_copy, batch: getattr(module_copy, hook)(batch, 0)
-    return lambda module_copy, batch: module_copy(batch)
+    return lambda module_copy, batch: getattr(module_copy, hook)(batch, 0) if hook else module_copy(batch)
 
 
 _EVALUATES = ("predict_step", "validation_step")

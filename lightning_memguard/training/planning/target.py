@@ -45,8 +45,8 @@ class Target:
 _STAND_IN = "NVIDIA A100-SXM4-80GB"
 
 
-def check_device(name: str) -> torch.device | None:
-    """The device that a name means; None for a GPU of the catalogue.
+def check_device(name: str) -> torch.device | Gpu:
+    """The device that a name means, or the GPU of the catalogue.
 
     Raises:
         MemGuardError: it is neither a device of torch's that trains nor a GPU of the catalogue.
@@ -54,8 +54,7 @@ def check_device(name: str) -> torch.device | None:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
-        gpus.find(name)
-        return None
+        return gpus.find(name)
     if device.type not in ("cpu", "cuda", "mps", "xpu"):
         raise MemGuardError(f"device={name!r} does not train; pass 'cpu', 'cuda' or the name of a GPU.")
     return device
@@ -68,8 +67,8 @@ def target_of(name: str, model: nn.Module | None = None) -> Target:
         MemGuardError: it is neither a device of torch's that trains nor a GPU of the catalogue.
     """
     device = check_device(name)
-    if device is None:
-        return _of_catalogue(gpus.find(name))
+    if isinstance(device, Gpu):
+        return Target(torch.device("cuda"), device, CONTEXT_BYTES, device.memory_bytes - CONTEXT_BYTES[1])
     if device.type == "cpu" and model is not None:
         return Target(device, context_bytes=process_bytes(model.parameters(), torch.get_num_threads()))
     if device.type != "cuda":
@@ -77,11 +76,7 @@ def target_of(name: str, model: nn.Module | None = None) -> Target:
     if torch.cuda.is_available():
         return Target(device, gpu_of(device), context_bytes(device))
     note = f"no CUDA device is available: predicted for an {_STAND_IN}; choose another GPU, or the CPU, by `device`"
-    return replace(_of_catalogue(gpus.find(_STAND_IN)), capacity_bytes=None, notes=(note,))
-
-
-def _of_catalogue(gpu: Gpu) -> Target:
-    return Target(torch.device("cuda"), gpu, CONTEXT_BYTES, gpu.memory_bytes - CONTEXT_BYTES[1])
+    return replace(target_of(_STAND_IN), capacity_bytes=None, notes=(note,))
 
 
 def target_and_budget(name: str, limits: Limits, model: nn.Module) -> tuple[Target, Budget]:
@@ -91,8 +86,10 @@ def target_and_budget(name: str, limits: Limits, model: nn.Module) -> tuple[Targ
         MemGuardError: the name is unknown, or the budget is more than a GPU that is not available has.
     """
     device = check_device(name)
-    if device is None or (device.type == "cuda" and not torch.cuda.is_available()):
-        return target_of(name), _catalogue_budget(gpus.find(name if device is None else _STAND_IN), limits)
+    if isinstance(device, Gpu) or (device.type == "cuda" and not torch.cuda.is_available()):
+        target = target_of(name)
+        assert target.gpu is not None
+        return target, _catalogue_budget(target.gpu, limits)
     held_bytes = part_bytes({"model": [*model.parameters(), *model.buffers()]}, device.type)["model"]
     # before `target_of` measures the context, which opens it
     budget = read_budget(device, budget=limits.budget_bytes, margin=limits.margin, already_held_bytes=held_bytes)

@@ -219,8 +219,7 @@ def test_side_by_side_remedies_give_what_they_give_one_by_one() -> None:
 
 def test_no_pairs_where_none_are_wanted() -> None:
     program = program_of(Stacked())
-    remedies = [*remedies_module.precisions(program), *remedies_module.smaller_states(program)]
-    families = [(remedy,) for remedy in remedies]
+    families = [(remedy,) for remedy in (*remedies_module.precisions(program), remedies_module._SGD)]
     with mock.patch.object(advise_module, "families_for", return_value=families):
         found = try_remedies(known(program), SIZE, Budget(1, 1, 0, "given"), combinations=False).advice
     assert {len(each.remedies) for each in found} == {1}
