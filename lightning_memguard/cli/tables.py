@@ -85,7 +85,12 @@ def print_plans(plans: Sequence[Plan], console: Console) -> None:
         console.print(f"+: the largest {' or '.join(sorted(limits))}; memory is not the limit.")
     for line in dict.fromkeys(_largest_words(plan) for plan in plans if plan.reason):
         console.print(line)
-    for note in dict.fromkeys(note for plan in plans for note in plan.footprint.notes):
+    print_notes((note for plan in plans for note in plan.footprint.notes), console)
+
+
+def print_notes(notes: Iterable[str], console: Console) -> None:
+    """Print the assumptions behind a prediction, each once."""
+    for note in dict.fromkeys(notes):
         console.print(f"Note: {note}.")
 
 
@@ -254,8 +259,7 @@ def print_layers(table: LayerTable, console: Console, depth: int | None = None) 
     shown.add_section()
     shown.add_row("Total", "", "", *_figures(table))
     console.print(shown)
-    for note in table.notes:
-        console.print(f"Note: {note}.")
+    print_notes(table.notes, console)
 
 
 def _layer(layer: Layer, below: LayerTable | None) -> tuple[str, ...]:

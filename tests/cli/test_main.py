@@ -416,6 +416,10 @@ def test_devices_says_what_is_free_and_by_which_source(capsys) -> None:
 def test_a_snapshot_is_written_and_says_how_to_open_it(capsys, project: Path) -> None:
     text = shown(capsys, "snapshot", *NET, *DATA, "--device", "H100", "-o", "step.pickle")
     assert "pytorch.org/memory_viz" in text
+    assert "Note: " not in text
+    if not torch.cuda.is_available():
+        text = shown(capsys, "snapshot", *NET, *DATA, "--device", "cuda", "-o", "step.pickle")
+        assert "Note: no CUDA device is available: predicted for an NVIDIA A100-SXM4-80GB" in " ".join(text.split())
     assert pickle.loads((project / "step.pickle").read_bytes())["segments"]
 
 

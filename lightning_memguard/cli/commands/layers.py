@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> bool:
     tables.print_layers(table, console, options.depth)
     tables.print_textbook(sums, training, inference, why_not, console)
     tables.print_weights(weights, console)
+    tables.print_notes(training.notes, console)
     return True
 
 

@@ -41,7 +41,9 @@ def run(options: argparse.Namespace) -> bool:
         trace = prediction.own_trace_at(subject.batch_size)
         path = save_snapshot(trace, prediction.settings, target)
     if options.json:
-        tables.print_json({"path": str(path), "events": len(trace), "batch_size": subject.batch_size})
+        tables.print_json(
+            {"path": str(path), "events": len(trace), "batch_size": subject.batch_size, "notes": prediction.notes}
+        )
         return True
     console = tables.terminal()
     console.print(tables.headline(subject))
@@ -51,4 +53,5 @@ def run(options: argparse.Namespace) -> bool:
         f"  python -m torch.cuda._memory_viz trace_plot {path} -o {path.with_suffix('.html')}",
         soft_wrap=True,
     )
+    tables.print_notes(prediction.notes, console)
     return True
