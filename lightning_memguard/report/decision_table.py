@@ -32,6 +32,7 @@ _LIMITS: dict[LimitedBy, str] = {
     "max_batch_size": "limited by max_batch_size, not by memory",
     "request": "keeps the effective batch size",
     "checkpoint": "the one the checkpoint was trained with, and it fits",
+    "shared_memory": "workers put larger batches in /dev/shm than it holds; lower prefetch_factor, or raise --shm-size",
     "last_batch": "a larger one leaves a last batch of a single sample, which batch norm refuses",
 }
 

@@ -23,6 +23,7 @@ LimitedBy = Literal[
     "checkpoint",
     "last_batch",
     "min_steps_per_epoch",
+    "shared_memory",
     "val_check_interval",
     "overfit_batches",
     "limit_train_batches",
@@ -32,8 +33,9 @@ LimitedBy = Literal[
 ]
 """Reason why the batch size is not larger. ``request``: MemGuard was not free to choose it. ``checkpoint``: the run
 goes on from one that was trained at it. ``last_batch``: a larger one leaves a last batch of a single sample, which
-batch norm refuses. ``min_steps_per_epoch``: a larger one leaves an epoch fewer optimizer steps. Names of the Trainer's
-arguments: with larger batches, an epoch would have too few of them, or see more samples."""
+batch norm refuses. ``min_steps_per_epoch``: a larger one leaves an epoch fewer optimizer steps. ``shared_memory``: the
+loader's workers put batches in /dev/shm, which has no room for larger ones. Names of the Trainer's arguments: with
+larger batches, an epoch would have too few of them, or see more samples."""
 
 Verdict = Literal["fits", "does not fit", "unknown"]
 """Whether a step is within the usable budget. ``unknown``: what is known of it is, but not all of it is known."""
@@ -136,8 +138,8 @@ class Request:
         free_to_choose: False to predict at ``batch_size`` and change nothing.
         fixed_because: why the size is not free to choose, in plain words; empty if it is, or none was to be chosen.
         dataset_limit: what sets ``dataset_size``: the samples there are, or a setting that needs several batches.
-        epoch_size: the largest size that leaves an epoch as it should be, or None.
-        epoch_limit: what sets ``epoch_size``: `Limits.min_steps_per_epoch`, or a setting that counts batches.
+        run_size: the largest size that leaves the run as it should be, or None.
+        run_limit: what sets ``run_size``: `Limits.min_steps_per_epoch`, a setting that counts batches, shared memory.
     """
 
     batch_size: int
@@ -151,8 +153,8 @@ class Request:
     free_to_choose: bool = True
     fixed_because: str = ""
     dataset_limit: LimitedBy = "dataset"
-    epoch_size: int | None = None
-    epoch_limit: LimitedBy = "min_steps_per_epoch"
+    run_size: int | None = None
+    run_limit: LimitedBy = "min_steps_per_epoch"
 
     @property
     def smallest_batch_size(self) -> int:
@@ -285,7 +287,7 @@ def _range(request: Request) -> tuple[int, int, LimitedBy]:
     step, lowest, effective = request.multiple_of, request.smallest_batch_size, request.keep_effective_batch_size
     bounds: dict[LimitedBy, int | None] = {
         "memory": _NO_LIMIT,
-        request.epoch_limit: request.epoch_size,
+        request.run_limit: request.run_size,
         request.dataset_limit: request.dataset_size,
         "max_batch_size": request.max_batch_size,
         "request": None if effective is None else effective // request.ranks,

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.predict import Prediction, predict, predict_largest
 from lightning_memguard.core.capture.recorder import part_bytes
-from lightning_memguard.core.decision.decision import Budget, Request, decide
+from lightning_memguard.core.decision.decision import Budget, Request, decide, largest_that
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.replay.footprint import Footprint
@@ -29,6 +29,7 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
+from lightning_memguard.training.data.workers import bytes_in_flight, free_shared_memory
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.run.guard_settings import GuardSettings
@@ -267,10 +268,11 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         validation_info = attempt(lambda: find(facts, "val"))
         evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), facts, program))
     budget, held = _budget(module, facts, settings)
+    shared = _size_in_shared_memory(facts, loader_info, samples, settings, validation_info.value, evaluation.value)
     return Reading(
         Run(facts, loader_info, program, evaluation, validation_info.value),
         size,
-        lambda fixed: _request(facts, loader_info, samples, settings, size, fixed),
+        lambda fixed: _request(facts, loader_info, samples, settings, size, fixed, shared),
         budget,
         held,
         avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
@@ -371,7 +373,13 @@ def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str
 
 
 def _request(
-    facts: RunFacts, loader_info: LoaderInfo, samples: RunSamples, settings: GuardSettings, size: int, fixed: str
+    facts: RunFacts,
+    loader_info: LoaderInfo,
+    samples: RunSamples,
+    settings: GuardSettings,
+    size: int,
+    fixed: str,
+    shared: int | None,
 ) -> Request:
     limits = settings if facts.stage == "fit" else replace(settings, keep_effective_batch_size=None)
     largest = largest_for(facts, loader_info)
@@ -384,12 +392,35 @@ def _request(
     )
     free = settings.mode == "tune" and not fixed
     limit, min_steps = limit_of(facts, loader_info, largest), settings.steps_to_keep
-    epoch_size, epoch_limit = epoch_size_for(facts, loader_info, min_steps)
+    run_size, run_limit = epoch_size_for(facts, loader_info, min_steps)
+    if shared is not None and (run_size is None or shared < run_size):
+        run_size, run_limit = shared, "shared_memory"
     return replace(
         request,
         free_to_choose=free,
         fixed_because=fixed,
         dataset_limit=limit,
-        epoch_size=epoch_size,
-        epoch_limit=epoch_limit,
+        run_size=run_size,
+        run_limit=run_limit,
     )
+
+
+def _size_in_shared_memory(
+    facts: RunFacts,
+    info: LoaderInfo,
+    samples: RunSamples,
+    settings: GuardSettings,
+    validation_info: LoaderInfo | None,
+    evaluation: Evaluation | None,
+) -> int | None:
+    """Return the largest size, at least the loader's own, whose batches fit /dev/shm next to those of validation."""
+    free, size = free_shared_memory(), samples.batch_size
+    if free is None or info.fixed_because or not bytes_in_flight(info, samples.batches, size):
+        return None
+    usable = free * (1 - settings.margin) / getattr(facts.strategy, "num_processes", 1)  # of this host
+    if validation_info and evaluation:
+        usable -= bytes_in_flight(validation_info, evaluation.program.batches, evaluation.batch_size)
+    return largest_that(lambda size: bytes_in_flight(info, samples.batches, size) <= usable, size, _MOST_IN_A_BATCH)
+
+
+_MOST_IN_A_BATCH = 1 << 20

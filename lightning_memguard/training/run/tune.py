@@ -69,7 +69,8 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             refuse_sharded(module)
         process_bytes = reading.process_bytes
         cuts = _cuts(reading, stage) if settings.splits else {}
-        progress = _Progress(due=time.monotonic() + _PATIENCE_SECONDS if trainer.is_global_zero else math.inf)
+        speaks = trainer.is_global_zero and stage == "fit"
+        progress = _Progress(due=time.monotonic() + _PATIENCE_SECONDS if speaks else math.inf)
         with Planner(settings, reading, progress.show) as planner:
             planner.start()
             # after the budget, which counts an open context as ours: measuring it opens it
