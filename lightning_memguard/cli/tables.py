@@ -128,18 +128,15 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     largest = plan.largest
     return {
         "device": plan.budget.device,
-        "fits": plan.fits,
-        "share": round(plan.share, 6),
+        **picked(plan, "fits", "share", "ranks"),
         "budget": budget_data(plan.budget),
         "asked": footprint_data(plan.footprint),
         "largest_batch_size": largest.batch_size if largest else None,
         "largest_in_all": largest.batch_size * plan.ranks if largest else None,
-        "ranks": plan.ranks,
         "limited_by": largest.limited_by if largest else None,
         "largest": footprint_data(largest.footprint) if largest and largest.footprint else None,
         "why_no_largest": plan.reason or None,
         "accumulate_grad_batches": plan.asked.accumulate_grad_batches,
-        "seconds": round(plan.seconds, 3),
     }
 
 

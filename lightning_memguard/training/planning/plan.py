@@ -7,7 +7,6 @@ read once, then predicted for each device.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 
 from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, isolated
@@ -35,7 +34,6 @@ class Plan:
         largest: the largest size that fits; None if none does, or other sizes are not known.
         prediction: the memory at any size.
         reason: why there is no ``largest``, in plain words.
-        seconds: time that the plan took.
         too_large: the error behind ``reason`` if no size fits.
         request: the sizes that were considered; None if only one is known.
         ranks: how many processes train, each on a batch of its own.
@@ -47,7 +45,6 @@ class Plan:
     largest: Decision | None
     prediction: Prediction
     reason: str = ""
-    seconds: float = 0.0
     too_large: DoesNotFitError | None = None
     request: Request | None = None
     ranks: int = 1
@@ -84,10 +81,8 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
         >>> plan.fits, plan.largest.batch_size, plan.budget.device
         (True, 64, 'Tesla T4')
     """
-    started = time.monotonic()
     with Captures():
-        plan = _plan(subject, device, limits or Limits())
-    return replace(plan, seconds=time.monotonic() - started)
+        return _plan(subject, device, limits or Limits())
 
 
 def _plan(subject: Subject, device: str, limits: Limits) -> Plan:

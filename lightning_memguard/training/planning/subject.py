@@ -257,11 +257,11 @@ def _named_strategy(model: nn.Module, name: str) -> Strategy:
 
 def _count(devices: str | int | list[int] | None) -> int:
     """How many devices a Trainer's ``devices`` means; "all" count as one, since it is not known how many these are."""
-    if devices in (None, "auto", -1, "-1"):
-        return 1
-    if isinstance(devices, str):
-        return len(devices.split(",")) if "," in devices else int(devices)
-    return devices if isinstance(devices, int) else len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len(devices.split(","))
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    return 1 if devices in (None, "auto", -1, "-1") else int(devices)
 
 
 def is_lightning(model: object) -> TypeGuard[LightningModule]:
