@@ -69,7 +69,6 @@ ROOMS = {
     "core/isolation": ["__init__", "child", "pool"],
     "core/batch": [
         "__init__",
-        "extremes",
         "nesting",
         "known_values",
         "batches",

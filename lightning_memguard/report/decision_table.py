@@ -12,7 +12,7 @@ from rich.table import Table
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import at_size, batch_sizes, counted, part_words, peak_range, peak_words
+from lightning_memguard.report.words import at_size, batch_sizes, counted, part_words, peak_range, peak_words, size_of
 from lightning_memguard.units import format_bytes
 
 Row = tuple[str, str, str]
@@ -243,8 +243,8 @@ def warning_of(decision: Decision) -> str:
     if footprint is None or budget is None:
         return f"MemGuard did not tune this run: {decision.reason}"
     if decision.verdict == "does not fit":
-        lower = "the sampler's token budget or bucket width"
-        remedy = f" Lower {lower}, or use bf16-mixed precision or activation checkpointing." if footprint.batch else ""
+        others = "bf16-mixed precision or activation checkpointing"
+        remedy = f" Lower {size_of(footprint)}, or use {others}." if footprint.batch else ""
         return (
             f"{why(decision)} It is predicted to need {peak_range(footprint)}; {budget.device} offers "
             f"{format_bytes(budget.usable_bytes)} after the margin ({budget.source}).{remedy}"

@@ -9,7 +9,7 @@ from lightning_memguard.core.decision.decision import Budget, Verdict, verdict
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Shapes
-from lightning_memguard.report.words import at_size, counted, peak_words
+from lightning_memguard.report.words import at_size, counted, peak_words, size_of
 from lightning_memguard.units import format_bytes
 
 _MOST_SHAPES = 6
@@ -17,16 +17,12 @@ _MOST_SHAPES = 6
 
 @dataclass(frozen=True)
 class Larger:
-    """A batch that is larger than the one the prediction is based on, and the memory it needs.
-
-    ``is_fixed``, here and below: the data sets the sizes of its batches.
-    """
+    """A batch that is larger than the one the prediction is based on, and the memory it needs."""
 
     shapes: Shapes
     predicted_shapes: Shapes
     footprint: Footprint
     budget: Budget
-    is_fixed: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -49,7 +45,7 @@ def announcement(larger: Larger, role: str, batch_idx: int, at_once: int = 0) ->
     fits = {
         "fits": "It fits",
         "unknown": "Whether it fits is unknown, as its activations are",
-        "does not fit": f"It may run out of memory: lower {_size(larger.is_fixed)} or truncate long samples",
+        "does not fit": f"It may run out of memory: lower {size_of(larger.footprint)} or truncate long samples",
     }[larger.verdict]
     if at_once:
         fits = f"It runs {counted(at_once, 'sample')} at a time, and so will others that are as large"
@@ -87,11 +83,7 @@ def refusal_words(reason: str) -> str:
     return f"The step was not done again in parts of its batch: {reason}." if reason else ""
 
 
-def _size(is_fixed: bool) -> str:
-    return "the sampler's token budget or bucket width" if is_fixed else "the batch size"
-
-
-def overrun_words(predicted: Footprint, measured: Measured, budget: Budget, would_fit: int | None, fixed: bool) -> str:
+def overrun_words(predicted: Footprint, measured: Measured, budget: Budget, would_fit: int | None) -> str:
     """Say by how much a run passed its budget, and the batch size that would have stayed within it, if one is known.
 
     Args:
@@ -99,7 +91,6 @@ def overrun_words(predicted: Footprint, measured: Measured, budget: Budget, woul
         measured: what was taken.
         budget: what there was.
         would_fit: the largest batch size that would have kept the budget; None if it is not known, or none would.
-        fixed: whether the data sets the sizes of its batches.
     """
     taken, size = measured.peak_bytes, would_fit
     within = f"Batch size {size} would have stayed within it: set max_batch_size={size}, or raise `margin`."
@@ -107,7 +98,7 @@ def overrun_words(predicted: Footprint, measured: Measured, budget: Budget, woul
         f"This run has taken {format_bytes(taken)} ({measured.source}) {at_size(predicted)}, "
         f"{format_bytes(taken - budget.free_bytes)} over its budget of {format_bytes(budget.free_bytes)}; at most "
         f"{format_bytes(predicted.most_device_bytes)} were predicted. "
-        f"{within if size else f'Lower {_size(fixed)}, or raise `margin`.'}"
+        f"{within if size else f'Lower {size_of(predicted)}, or raise `margin`.'}"
     )
 
 
@@ -132,7 +123,6 @@ class Failure:
     shapes: Shapes
     predicted_shapes: Shapes
     would_fit: int | None
-    is_fixed: bool = False
 
 
 def note(failure: Failure) -> str:
@@ -186,8 +176,8 @@ def _advice(failure: Failure) -> str:
     if failure.predicted.is_partial:
         return "Which batch size would have fit is unknown: try a smaller one."
     remedies = "bf16-mixed precision, activation checkpointing, or a smaller model"
-    if failure.is_fixed:
-        return f"The data sets the sizes of its batches: lower {_size(True)}, or use {remedies}."
+    if failure.predicted.batch:
+        return f"The data sets the sizes of its batches: lower {size_of(failure.predicted)}, or use {remedies}."
     if size is None:
         return f"Not even one sample would have fit: use {remedies}."
     measured_bytes = failure.measured.peak_bytes if failure.measured else 0

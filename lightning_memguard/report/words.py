@@ -40,6 +40,11 @@ def at_size(footprint: Footprint) -> str:
     return f"for a batch of {footprint.batch}" if footprint.batch else f"at batch size {footprint.batch_size}"
 
 
+def size_of(footprint: Footprint) -> str:
+    """Name the setting that a step's memory grows with."""
+    return "the sampler's token budget or bucket width" if footprint.batch else "the batch size"
+
+
 def with_stage(name: str, stage: str) -> str:
     """The name of a file, or of what a logger shows: a fit's as it is, those of an evaluation next to it.
 

@@ -70,7 +70,7 @@ class Batches:
         large_size: number of samples in ``large``.
         draws: batches of other samples; None if there are no others.
         draw: which of them the real ones are; above 0, fake ones are as these.
-        kinds: batches as a sampler sets their sizes, one of which takes the most memory; empty if there is one alone.
+        kinds: if the data sets the sizes of its batches, those of which one takes the most memory.
     """
 
     small: Any

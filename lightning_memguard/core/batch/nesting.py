@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
@@ -50,6 +51,19 @@ def batch_bytes(tree: object) -> int:
     """Bytes of all tensors of a nesting, by their shapes."""
     dense = (part for tensor in tensors_in(tree) for part in (tensor.unbind() if tensor.is_nested else (tensor,)))
     return sum(tensor.numel() * tensor.element_size() for tensor in dense)
+
+
+def growth_sizes(shapes: Shapes, nbytes: int) -> list[float]:
+    """Return the numbers that a step's memory may grow with: the bytes of a batch, and products of its dimensions.
+
+    Samplers often make batches of equal bytes, many short samples or a few long ones. Attention takes the elements
+    times a length, a contrastive loss their number squared: the worst batch is the largest in one of these.
+    """
+    sizes: list[float] = [nbytes]
+    for shape in shapes:
+        elements = math.prod(shape)
+        sizes += [*shape, elements, *[elements * length for length in shape]]
+    return sizes
 
 
 def batch_size_of(batch: object) -> int:

@@ -63,7 +63,7 @@ class Prediction:
         others: the traces of the other variants, by batch size.
         ceiling: the largest possible memory, if that is known too.
         unfrozen: the step that trains all parameters, if frozen ones may be trained later.
-        kinds: if a sampler sets the sizes of batches, shapes and bytes of those captured.
+        kinds: if the data sets the sizes of its batches, shapes and bytes of those captured.
         kind: the place among them of the one that is predicted, as it takes the most.
     """
 
@@ -341,7 +341,7 @@ def predict(
 def predict_largest(
     program: Program, asked: int, settings: AllocatorSettings, *, scalable: bool
 ) -> tuple[int, Prediction]:
-    """Predict the step on the kind of batch that takes the most, and return its batch size: ``asked`` if all are alike.
+    """Predict the step on the kind of batch that takes the most, and return its batch size: ``asked`` if that sets it.
 
     Raises:
         CannotTraceError: not even the states could be made.

@@ -143,7 +143,7 @@ class Program(ABC):
 
     @functools.cached_property
     def kinds(self) -> tuple[Self, ...]:
-        """The program on each kind of batch, if a sampler sets their sizes."""
+        """The program on each kind of batch, if the data sets their sizes."""
         return tuple(self._with_families(lambda _, kind=kind: kind) for kind in self.families[0].kinds)  # type: ignore[misc]
 
     def of_kind(self, place: int) -> Self:

@@ -64,7 +64,7 @@ class Footprint:
             workspaces for which PyTorch then takes another plan of cuDNN. A budget is compared with what is left.
         trace: the events it was computed from, if they were kept, as `estimate` does.
         settings: the rules of the allocator they were replayed by.
-        batch: the shape of the batch, such as ``"3 x 512"``, if the data's own sampler sets it; else empty.
+        batch: the shape of the batch, such as ``"3 x 512"``, if the data sets its size; else empty.
     """
 
     batch_size: int

@@ -20,11 +20,10 @@ import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memguard.core.batch.batches import Batches, batches_from_one
-from lightning_memguard.core.batch.extremes import BYTES, Extremes
 from lightning_memguard.core.batch.nesting import (
     batch_bytes,
     batch_size_of,
-    is_known,
+    growth_sizes,
     map_tensors,
     shapes_of,
     tensors_in,
@@ -165,7 +164,7 @@ def draw(loader: Iterable[Any], *, fixed: bool = False, unit: int = 1, factor: i
 def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
     """Sample a loader whose batches are taken as they come."""
     seen, samples, all_seen = 0, 0, True
-    extremes, most = Extremes(), dict[tuple[int, ...], tuple[Any, int]]()
+    most = dict[int, tuple[float, Any, int]]()  # by place among `growth_sizes`: the size, the batch, its samples
     taken, taken_bytes = dict[int, list[Any]](), 0
     started = time.monotonic()
     for batch, count in _batches(loader):
@@ -177,24 +176,27 @@ def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
         taken_bytes += nbytes
         if taken_bytes <= _KEPT_BYTES:
             taken.setdefault(size, []).append(batch)
-        larger = extremes.add(shapes_of(batch), nbytes)
-        if larger and BYTES not in larger and taken_bytes > _KEPT_BYTES:
+        grown = [*enumerate(growth_sizes(shapes_of(batch), nbytes))]
+        larger = {place: number for place, number in grown if place not in most or number > most[place][0]}
+        if larger and 0 not in larger and taken_bytes > _KEPT_BYTES:
             batch = map_tensors(batch, lambda tensor: tensor.to("meta"))  # noqa: PLW2901
-        most.update(dict.fromkeys(larger, (batch, size)))
+        most |= {place: (number, batch, size) for place, number in larger.items()}
         seen, samples = seen + 1, samples + size
     if not seen:
         raise CannotTraceError("the data is empty: there is no batch to predict from")
-    different = [*{id(batch): (batch, size) for batch, size in (most[BYTES], *most.values())}.values()]
-    vary, kinds = len(different) > 1, [_taken(*each, taken) for each in different[:_MOST_KINDS]]
+    different = {id(batch): _taken(batch, size, taken) for _, batch, size in (most[0], *reversed(most.values()))}
+    kinds = tuple(different.values())[:_MOST_KINDS]
     note = f"predicted for the largest of {seen} batches drawn{'' if all_seen else f'; {_BEYOND}'}"
-    batches = replace(kinds[0], kinds=tuple(kinds if vary else ()))
-    return LoaderSamples(batches, note if vary or not all_seen else "", samples=samples if all_seen else None)
+    note = note if kinds[1:] or not all_seen else ""
+    return LoaderSamples(replace(kinds[0], kinds=kinds), note, samples=samples if all_seen else None)
 
 
 def _taken(batch: Any, size: int, others: dict[int, list[Any]]) -> Batches:
     """A batch as it was taken; those of its size are other draws of it."""
     draws = TakenDraws({**others, size: [batch, *others.get(size, [])]})
-    return replace(batches_from_one(batch, size), draws=draws if all(map(is_known, tensors_in(batch))) else None)
+    return replace(
+        batches_from_one(batch, size), draws=None if any(tensor.is_meta for tensor in tensors_in(batch)) else draws
+    )
 
 
 def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:
@@ -282,8 +284,7 @@ class _LargestSamples:
         self.vary |= self.seen > 1 and nbytes != self._most_bytes
         if nbytes > self._most_bytes:
             self._most_bytes, self._largest = nbytes, item
-        shapes = (tensor.shape for tensor in tensors_in(batch) if not tensor.is_nested)
-        for place, length in enumerate(itertools.chain.from_iterable(shapes)):
+        for place, length in enumerate(itertools.chain.from_iterable(shapes_of(batch))):
             if length > self._longest.get(place, (-1, None))[0]:
                 self._longest[place] = (length, item)
 

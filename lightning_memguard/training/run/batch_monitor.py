@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import starmap, zip_longest
+from operator import gt
 from typing import Any
 
 import torch
 
 from lightning_memguard.core.batch.batches import batches_from_one
-from lightning_memguard.core.batch.extremes import Extremes
-from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of, map_tensors, shapes_of
+from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of, growth_sizes, map_tensors, shapes_of
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.decision.record import Measured
@@ -42,12 +43,11 @@ class BatchWatch:
         self.batch_size = batch_size
         self.predicted_shapes, nbytes = prediction.expected_batch(batch_size)
         self.shapes: Shapes = ()
-        self.is_fixed = bool(profile.loader_info.fixed_because)  # the data sets the sizes of its batches
+        self.is_fixed, kinds = bool(prediction.kinds), prediction.kinds or [((), nbytes)]
         self._usual = set[Shapes]()
         self._quick: list[torch.Size] | int = 0
-        self._extremes, self._most_bytes = Extremes(), 0.0
-        for shapes, each_bytes in prediction.kinds or [(self.predicted_shapes, nbytes)]:
-            self._extremes.add(shapes if self.is_fixed else (), each_bytes)
+        self._most_bytes = 0.0
+        self._limits = [max(sizes) for sizes in zip_longest(*starmap(growth_sizes, kinds), fillvalue=0.0)]
 
     def larger(self, batch: object) -> Larger | None:
         """Compare a batch on its way into the step with the prediction; None if it is within it."""
@@ -57,7 +57,10 @@ class BatchWatch:
         self._quick, self.shapes = quick, tuple(quick) if isinstance(quick, list) else shapes_of(batch)
         if self.shapes in self._usual:
             return None
-        if self._extremes.add(self.shapes if self.is_fixed else (), batch_bytes(batch), ahead=_NEXT):
+        sizes = growth_sizes(self.shapes if self.is_fixed else (), batch_bytes(batch))
+        both = [*zip_longest(sizes, self._limits, fillvalue=0.0)]
+        if any(starmap(gt, both)):
+            self._limits = [size * _NEXT if size > limit else limit for size, limit in both]
             return attempt(lambda: self._if_more(self._announce(batch))).value
         if len(self._usual) < _MOST_USUAL:
             self._usual.add(self.shapes)
@@ -79,10 +82,9 @@ class BatchWatch:
             like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
             program = known.program.with_batches(batches_from_one(like, size))
             prediction = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
-            footprint = prediction.footprint_at(size)
-        for part, extra in self.profile.extra.items():
-            footprint = footprint.plus(extra, part)
-        return Larger(self.shapes, self.predicted_shapes, footprint, self.profile.budget, self.is_fixed)
+            footprint = self.profile.with_extra(prediction.footprint_at(size))
+        footprint = replace(footprint, batch=known.footprint_at(self.batch_size).batch)
+        return Larger(self.shapes, self.predicted_shapes, footprint, self.profile.budget)
 
 
 def _quick_sizes(batch: Any, *, by_shape: bool) -> list[torch.Size] | int:
@@ -108,7 +110,7 @@ def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measure
     now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
     ratio = _ratio(measured, decided.peak_device_bytes)
     smaller = None if watch.is_fixed else would_fit(watch, _budget_now(watch, device), ratio)
-    return Failure(decided, measured, budget, now, watch.shapes, watch.predicted_shapes, smaller, watch.is_fixed)
+    return Failure(decided, measured, budget, now, watch.shapes, watch.predicted_shapes, smaller)
 
 
 def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured) -> int | None:
