@@ -176,15 +176,15 @@ def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
         taken_bytes += nbytes
         if taken_bytes <= _KEPT_BYTES:
             taken.setdefault(size, []).append(batch)
-        grown = [*enumerate(growth_sizes(shapes_of(batch), nbytes))]
-        larger = {place: number for place, number in grown if place not in most or number > most[place][0]}
+        numbers = enumerate(growth_sizes(shapes_of(batch), nbytes))
+        larger = {place: number for place, number in numbers if place not in most or number > most[place][0]}
         if larger and 0 not in larger and taken_bytes > _KEPT_BYTES:
             batch = map_tensors(batch, lambda tensor: tensor.to("meta"))  # noqa: PLW2901
         most |= {place: (number, batch, size) for place, number in larger.items()}
         seen, samples = seen + 1, samples + size
     if not seen:
         raise CannotTraceError("the data is empty: there is no batch to predict from")
-    different = {id(batch): _taken(batch, size, taken) for _, batch, size in (most[0], *reversed(most.values()))}
+    different = {id(batch): _taken(batch, size, taken) for _, batch, size in most.values()}
     kinds = tuple(different.values())[:_MOST_KINDS]
     note = f"predicted for the largest of {seen} batches drawn{'' if all_seen else f'; {_BEYOND}'}"
     note = note if kinds[1:] or not all_seen else ""
@@ -194,9 +194,8 @@ def _largest_batch(loader: Iterable[Any]) -> LoaderSamples:
 def _taken(batch: Any, size: int, others: dict[int, list[Any]]) -> Batches:
     """A batch as it was taken; those of its size are other draws of it."""
     draws = TakenDraws({**others, size: [batch, *others.get(size, [])]})
-    return replace(
-        batches_from_one(batch, size), draws=None if any(tensor.is_meta for tensor in tensors_in(batch)) else draws
-    )
+    has_values = not any(tensor.is_meta for tensor in tensors_in(batch))
+    return replace(batches_from_one(batch, size), draws=draws if has_values else None)
 
 
 def _batches(loader: Iterable[Any]) -> Iterator[tuple[Any, int]]:

@@ -27,7 +27,7 @@ from lightning_memguard.training.rescue.policy import Samples
 from lightning_memguard.training.run.profile import RunProfile
 
 _NEXT = 1.1  # what was announced once is announced again when it is this much larger
-_MOST_USUAL = 256  # shapes that are known to be within the prediction
+_MOST_USUAL = 1024  # shapes that are known to be within the prediction
 
 
 class BatchWatch:
@@ -58,8 +58,8 @@ class BatchWatch:
         if self.shapes in self._usual:
             return None
         sizes = growth_sizes(self.shapes if self.is_fixed else (), batch_bytes(batch))
-        both = [*zip_longest(sizes, self._limits, fillvalue=0.0)]
-        if any(starmap(gt, both)):
+        if any(starmap(gt, zip_longest(sizes, self._limits, fillvalue=0.0))):
+            both = zip_longest(sizes, self._limits, fillvalue=0.0)
             self._limits = [size * _NEXT if size > limit else limit for size, limit in both]
             return attempt(lambda: self._if_more(self._announce(batch))).value
         if len(self._usual) < _MOST_USUAL:
