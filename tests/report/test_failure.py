@@ -9,7 +9,16 @@ import pytest
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.failure import Failure, Larger, announcement, note, refusal_words, rescue_words
+from lightning_memguard.report.failure import (
+    Failure,
+    Larger,
+    Overrun,
+    announcement,
+    note,
+    overrun_words,
+    refusal_words,
+    rescue_words,
+)
 from lightning_memguard.units import GIB
 
 FOOTPRINT = Footprint(8, "cpu", 4 * GIB, 4 * GIB, 4 * GIB, {"activations": 4 * GIB}, "forward", notes=("a guess",))
@@ -42,6 +51,17 @@ def test_out_of_memory_after_a_whole_prediction():
         "Note on the prediction: a guess.",
         "Batch size 4 would have fit: set max_batch_size=4, or raise `margin`.",
     ]
+
+
+def test_where_the_data_sets_the_sizes_of_its_batches_none_is_advised():
+    bucket = replace(FOOTPRINT, batch="3 x 512")
+    text = note(replace(FAILURE, predicted=bucket, would_fit=None))
+    assert "for a batch of 3 x 512" in text
+    assert "lower the sampler's token budget or bucket width, or use bf16-mixed precision" in text
+    overrun = overrun_words(Overrun(bucket, Measured(9 * GIB, "rss"), BUDGET, None))
+    assert overrun.endswith("Lower the sampler's token budget or bucket width, or raise `margin`.")
+    larger = announcement(replace(LARGER, footprint=bucket, budget=replace(BUDGET, free_bytes=GIB)), "train", 3)
+    assert larger.endswith("lower the sampler's token budget or bucket width or truncate long samples.")
 
 
 def test_out_of_memory_where_activations_were_unknown_names_no_size_that_would_have_fit():

@@ -31,11 +31,7 @@ _MOST_USUAL = 1024  # shapes that are known to be within the prediction
 
 
 class BatchWatch:
-    """Compares each batch of a step, at its batch size, with those predicted from; cheap: it examines every one.
-
-    One that is the largest so far in bytes, or if the data sets the sizes of its batches, in any size that memory may
-    grow with, is predicted.
-    """
+    """Compares each batch of a step, at its batch size, with those predicted from; cheap: it examines every one."""
 
     def __init__(self, profile: RunProfile, prediction: Prediction, batch_size: int) -> None:
         self.profile = profile
@@ -61,30 +57,24 @@ class BatchWatch:
         if any(starmap(gt, zip_longest(sizes, self._limits, fillvalue=0.0))):
             both = zip_longest(sizes, self._limits, fillvalue=0.0)
             self._limits = [size * _NEXT if size > limit else limit for size, limit in both]
-            return attempt(lambda: self._if_more(self._announce(batch))).value
+            return attempt(lambda: self._predicted(batch)).value
         if len(self._usual) < _MOST_USUAL:
             self._usual.add(self.shapes)
         return None
 
-    def _if_more(self, larger: Larger) -> Larger | None:
-        nbytes, known = larger.footprint.most_device_bytes, self.prediction.footprint_at(self.batch_size)
-        if not larger.footprint.is_partial and nbytes <= max(
-            self._most_bytes, self.profile.with_extra(known).most_device_bytes
-        ):
-            return None
-        self._most_bytes = nbytes * _NEXT
-        return larger
-
-    def _announce(self, batch: object) -> Larger:
-        """Predict a step on batches like this one, as it comes out of the hooks that transfer it."""
+    def _predicted(self, batch: object) -> Larger | None:
+        """Predict a step on batches like this one, as the hooks around its transfer leave it; None if it needs no more."""
         size, known = batch_size_of(batch), self.prediction
         with torch.inference_mode(mode=False):
             like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
             program = known.program.with_batches(batches_from_one(like, size))
             prediction = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
             footprint = self.profile.with_extra(prediction.footprint_at(size))
-        footprint = replace(footprint, batch=known.footprint_at(self.batch_size).batch)
-        return Larger(self.shapes, self.predicted_shapes, footprint, self.profile.budget)
+        usual, nbytes = self.profile.with_extra(known.footprint_at(self.batch_size)), footprint.most_device_bytes
+        if nbytes <= max(self._most_bytes, usual.most_device_bytes) and not footprint.is_partial:
+            return None
+        self._most_bytes = nbytes * _NEXT
+        return Larger(self.shapes, self.predicted_shapes, replace(footprint, batch=usual.batch), self.profile.budget)
 
 
 def _quick_sizes(batch: Any, *, by_shape: bool) -> list[torch.Size] | int:

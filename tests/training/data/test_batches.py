@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -473,11 +474,11 @@ def test_operators_that_collate_on_many_threads_do_not_stop_a_child(monkeypatch)
 # Predicted and measured
 
 
-def measured_peak(kind: Kind, batch_size: int, **options: Any) -> int:
+def measured_peak(run: Callable[[], object]) -> int:
     """The peak of a training's tensors, as PyTorch's profiler sees them: the CPU allocator's own events, summed up."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        fit(kind, batch_size, **options)
+        run()
     nodes = [*profiler.profiler.kineto_results.experimental_event_tree()]
     blocks = []
     while nodes:
@@ -515,7 +516,7 @@ def measured(kind: Kind, batch_size: int, **options: Any) -> int:
     """All samples as large as the first, and made before the profile begins: they are not a part of the training."""
     torch.manual_seed(0)
     samples = [kind.sample(0) for _ in range(SAMPLES)]
-    return measured_peak(replace(kind, sample=samples.__getitem__), batch_size, **options)
+    return measured_peak(lambda: fit(replace(kind, sample=samples.__getitem__), batch_size, **options))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -581,6 +582,95 @@ def test_a_hook_that_changes_the_batch_counts(hook, owner):
     assert decision.footprint.peak_allocated_bytes > 2 * plain.footprint.peak_allocated_bytes
     peak = measured(KINDS["a tuple"], CHOSEN, **options)
     assert decision.footprint.peak_allocated_bytes == pytest.approx(peak, rel=1e-3)
+
+
+# Batches whose sizes a sampler sets: 4,096 tokens each, or as many bytes
+
+
+class Texts(pl.LightningModule):
+    """Attention takes samples x length^2, a contrastive loss samples^2."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.embedding, self.head, self.of = nn.Embedding(100, 16), nn.Linear(16, 16), of
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = self.head(self.embedding(batch["ids"] if isinstance(batch, dict) else batch))
+        if self.of == "attention":
+            return (torch.softmax(x @ x.transpose(1, 2), -1) @ x).square().mean()
+        z = x.mean(1)
+        return (z @ z.T).exp().logsumexp(1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+BUCKETS = [(512, 8), (64, 64), (8, 512), (64, 64)]
+
+
+class Feed:
+    """A loader that is not torch's."""
+
+    def __init__(self, sizes: list[tuple[int, int]]) -> None:
+        self.batches = [torch.zeros(size, dtype=torch.long) for size in sizes]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.batches)
+
+
+MADE: dict[str, Callable[[list[tuple[int, int]]], Any]] = {
+    "a batch sampler": lambda sizes: DataLoader(
+        [torch.zeros(length, dtype=torch.long) for count, length in sizes for _ in range(count)],  # type: ignore[arg-type]
+        batch_sampler=[
+            [*range(sum(n for n, _ in sizes[:place]), sum(n for n, _ in sizes[: place + 1]))]
+            for place in range(len(sizes))
+        ],
+    ),
+    "a stream of batches": lambda sizes: DataLoader(
+        [torch.zeros(size, dtype=torch.long) for size in sizes],  # type: ignore[arg-type]
+        batch_size=None,
+    ),
+    "two loaders": lambda sizes: {"ids": Feed(sizes), "others": Feed(sizes)},
+}
+
+
+def fit_texts(of: str, loader: Any, *callbacks: pl.Callback) -> list[str]:
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=list(callbacks)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Texts(of), loader)
+    return [str(each.message) for each in caught if "batch" in str(each.message)]
+
+
+@pytest.mark.parametrize(("of", "largest"), [("attention", "8 x 512"), ("contrast", "512 x 8")])
+@pytest.mark.parametrize("made", MADE)
+def test_of_batches_of_equal_bytes_the_one_that_takes_the_most_is_predicted(made, of, largest, capsys):
+    guard, loader = MemGuard(budget="1GiB"), MADE[made](BUCKETS)
+    said = fit_texts(of, loader, guard)
+    footprint = guard.decision.footprint
+    assert footprint.batch == largest
+    measured = measured_peak(lambda: fit_texts(of, loader))
+    kept = 4 * 8 * 64 * 64  # batches that the data keeps: they are not a part of what is measured
+    assert measured <= footprint.peak_allocated_bytes <= measured + kept
+    assert not [text for text in said if "larger than" in text]
+    printed = capsys.readouterr().out
+    assert f"Predicted for a batch of {largest}" in printed
+    assert "predicted for the largest of 4 batches drawn." in " ".join(printed.split())
+
+
+def test_one_that_takes_more_than_those_drawn_is_announced_once_and_no_batch_size_is_advised():
+    """Of as many bytes as the others, in a stream of which the first 4,096 samples are drawn."""
+    sizes = [(64, 64)] * 100 + [(20, 100)] + [(8, 512)] * 3
+    guard = MemGuard(budget=6 << 20, margin=0.0)
+    (text,) = [text for text in fit_texts("attention", Feed(sizes), guard) if "larger than" in text]
+    assert text.startswith("Training batch 101 has [8, 512], larger than the [64, 64] of the prediction.")
+    guard = MemGuard(budget=1 << 20, on_oom="raise")
+    said = " ".join(fit_texts("attention", MADE["a stream of batches"](sizes), guard))
+    assert "The largest of the batches drawn (8 x 512) does NOT fit" in said
+    assert "Lower the sampler's token budget or bucket width" in said
+    assert "max_batch_size" not in said
 
 
 # Batches that cannot be predicted
