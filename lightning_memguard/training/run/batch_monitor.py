@@ -63,7 +63,7 @@ class BatchWatch:
         return None
 
     def _predicted(self, batch: object) -> Larger | None:
-        """Predict a step on batches like this one, as the hooks around its transfer leave it; None if it needs no more."""
+        """Predict a step on batches like this one, as its transfer leaves it; None if it needs no more."""
         size, known = batch_size_of(batch), self.prediction
         with torch.inference_mode(mode=False):
             like = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
