@@ -546,7 +546,7 @@ def _sorting(draw: Draw) -> Step:
     dim, flat = draw.random.randrange(x.dim()), x.detach().flatten()
     stable, most = draw.chance(), max(1, x.shape[dim] // 2)
     return (
-        """x.sort(dim, stable=stable); x.topk(most, dim); x.argsort(dim); x.kthvalue(most, dim); x.median(dim);
+        """x.sort(dim=dim, stable=stable); x.topk(most, dim); x.argsort(dim); x.kthvalue(most, dim); x.median(dim);
         x.mode(dim); torch.unique(flat); torch.searchsorted(flat.sort().values, flat); x.cummax(dim);
         torch.bincount((flat.abs() * 10).long()); torch.histc(flat, 10); x.quantile(0.3, dim);
         torch.multinomial(flat.abs() + 0.1, 1); torch.randperm(x.numel())""",
