@@ -136,7 +136,7 @@ ROOMS = {
         "shadow",
         "program",
     ],
-    "training/data": ["__init__", "copies", "resizing", "loaders", "draws", "samples"],
+    "training/data": ["__init__", "copies", "resizing", "loaders", "draws", "samples", "workers"],
     "training/planning": [
         "__init__",
         "eight_bit_adam",
