@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import FrameType
+from types import FrameType, MethodWrapperType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -70,6 +70,8 @@ _device_of = torch.ops.prim.device.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _FUSED_RMS_NORM = _aten._fused_rms_norm.default
+_DROPOUT = _aten.native_dropout.default
+_ADD, _ADD_ = _aten.add.Tensor, _aten.add_.Tensor
 _DISTANCES = _aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 _ACTIVATION_PHASES = ("forward", "transfer")
 
@@ -138,7 +140,8 @@ class Recorder(TorchDispatchMode):
         self._on: CpuTarget | CudaTarget | None = kernel_target
         if device_type == "cpu" and kernel_target is None:
             self._on = this_cpu(training_threads())
-        self._finalizers: list[weakref.finalize[Any, Any]] = []
+        self._references: list[weakref.ref[torch.UntypedStorage]] = []
+        self._line: str | None = None  # of the operator that is noted now, once it was asked for
         self._cublas: set[bool] = set()  # if a handle is open: in the backward pass or not
         self._graph_task = -1
         self._recording = True
@@ -171,10 +174,11 @@ class Recorder(TorchDispatchMode):
 
     def label(self, tensors: Iterable[object], part: str) -> None:
         """Set the part that these tensors belong to; a block that already has one keeps it."""
-        for tensor in _tensors([*tensors]):
-            block = self._watch(tensor, "")
-            if block is not None:
-                self._parts.setdefault(block, part)
+        with torch._C.DisableTorchFunction():
+            for tensor in _tensors([*tensors]):
+                block = self._watch(tensor, "")
+                if block is not None:
+                    self._parts.setdefault(block, part)
 
     def label_held_by(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Label what optimizers hold: parameters, which a step may give other memory (``p.data = ...``), and states."""
@@ -279,6 +283,10 @@ class Recorder(TorchDispatchMode):
     # -- called by torch
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which takes time; `watching` skips it for a step that is compiled
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Dynamo compiles nothing under a mode that says otherwise."""
         return True
@@ -300,12 +308,12 @@ class Recorder(TorchDispatchMode):
                 self.ran_backward = True
                 self._keep_activations()
             self._graph_task = task
-        known = fake.known_result(func, args)
+        known = fake.known_result(func, args, kwargs)
         if known is not None:
             return known
         written = in_place(func)
         if (written is not None and self._is_of_this_node(args[0])) or self._is_bias_of_linear(func, args):
-            func = written or _aten.add_.Tensor
+            func = written or _ADD_
         taken_apart = self._taken_apart(func)
         if taken_apart is not None:
             return taken_apart(*args, **kwargs)
@@ -314,7 +322,12 @@ class Recorder(TorchDispatchMode):
             out = None
         else:
             out = self._result(func, args, kwargs)
-        self._note(func, args, kwargs, out)
+        self._line = ""
+        try:
+            with torch._C.DisableTorchFunction():
+                self._note(func, args, kwargs, out)
+        finally:
+            self._line = None
         return out
 
     def _is_of_this_node(self, tensor: Tensor) -> bool:
@@ -323,7 +336,7 @@ class Recorder(TorchDispatchMode):
 
     def _is_bias_of_linear(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
         """Whether a Linear adds its bias to a product that it has made, which is in place on plain tensors."""
-        if self.in_linear is None or func is not _aten.add.Tensor or args[1].dim() != 1 or args[0].dim() < _BATCHED:
+        if self.in_linear is None or func is not _ADD or args[1].dim() != 1 or args[0].dim() < _BATCHED:
             return False
         return self._live.get(args[0].untyped_storage()._cdata, -1) >= self.in_linear
 
@@ -404,20 +417,19 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Record what an operator allocated: scratch, results, and scratch next to the results."""
-        name = sys.intern(str(func))
-        results = list(_tensors(out))
-        if self._autotuned and results and name.split(".")[1] in _TIMED:
+        name, namespace, short = _names(func)
+        results = [out] if type(out) is FakeTensor else list(_tensors(out))
+        if self._autotuned and results and short in _TIMED:
             self._largest_product = max(self._largest_product, results[0].numel() * results[0].element_size())
         elsewhere = bool(results) and results[0].device.type != self.device_type
-        words = name.split(".")
-        if words[0] == "c10d" and words[1] in _EXCHANGES:
+        if namespace == "c10d" and short in _EXCHANGES:
             self.label([max(_tensors(list(args[:2])), key=torch.Tensor.numel)], "communication")
-        rule = table.rule(words[1], self._on) if words[0] in ("aten", "fsdp") and not elsewhere else None
+        rule = table.rule(short, self._on) if namespace in ("aten", "fsdp") and not elsewhere else None
         scratch = NONE
         if rule and self._on:
             call = Call(by_name(func, args, kwargs), results or list(_tensors(kwargs.get("out"))), self._on)
             scratch = rule(call)
-            if scratch is NONE and words[1] in table.BY_TYPES:
+            if scratch is NONE and short in table.BY_TYPES:
                 rule = None  # very frequent
             else:
                 self._kernels.append(_kernel(name, call))
@@ -467,7 +479,7 @@ class Recorder(TorchDispatchMode):
         address = storage._cdata
         self._storage_bytes[block] = nbytes
         self._live[address] = block
-        self._finalizers.append(weakref.finalize(storage, self._forget, address, block))
+        self._references.append(weakref.ref(storage, functools.partial(self._forget, address, block)))
         return block
 
     def _take(self, nbytes: int, operator: str, part: str = "") -> int:
@@ -490,7 +502,7 @@ class Recorder(TorchDispatchMode):
         where = self._where(), self.step, self.module, operator
         self._rows.append(Event(action, block, self._bytes[block], "", *where, stream, case, source))
 
-    def _forget(self, address: int, block: int) -> None:
+    def _forget(self, address: int, block: int, _: object = None) -> None:
         if self._live.get(address) == block:
             del self._live[address]
             self._add_row("free", block, "")
@@ -519,12 +531,12 @@ class Recorder(TorchDispatchMode):
         """The line of the model's code that runs now; in the backward pass, the line of its forward pass."""
         if self.source is not None:
             return self.source
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__") != _END_OF_THE_STEP:
-            if _is_the_models(frame):
-                return sys.intern(f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}")
-            frame = frame.f_back
-        return ""
+        if not self._line:
+            line = _line_of_the_model(sys._getframe(1))
+            if self._line is None:
+                return line
+            self._line = line
+        return self._line
 
     def _where(self) -> str:
         return "backward" if self._graph_task != -1 and self.phase in _ACTIVATION_PHASES else self.phase
@@ -536,8 +548,7 @@ class Recorder(TorchDispatchMode):
 
     def trace(self, batch_size: int, method: Method, notes: Iterable[str] = ()) -> Trace:
         """Stop recording: the events so far, each with its part."""
-        for finalizer in self._finalizers:
-            finalizer.detach()
+        self._references.clear()
         events = tuple(
             row if row.part else row._replace(part=self._parts.get(row.block, "temporaries")) for row in self._rows
         )
@@ -584,7 +595,7 @@ def _is_composed(func: OpOverload, device_type: str) -> bool:
 
 def _order_made(func: OpOverload, results: Sequence[Tensor]) -> Sequence[int]:
     """The places of an operator's results in the order in which they are allocated: dropout's mask comes first."""
-    return (1, 0) if func is _aten.native_dropout.default and len(results) > 1 else range(len(results))
+    return (1, 0) if func is _DROPOUT and len(results) > 1 else range(len(results))
 
 
 @functools.cache
@@ -597,8 +608,29 @@ _NOT_THE_MODEL = {"torch", "lightning", "pytorch_lightning", "lightning_fabric",
 _END_OF_THE_STEP = "lightning_memguard.core.capture.capture"  # callers of it are not the model
 
 
+def _line_of_the_model(frame: FrameType | None) -> str:
+    while frame is not None and frame.f_globals.get("__name__") != _END_OF_THE_STEP:
+        if _is_the_models(frame):
+            return sys.intern(f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}")
+        frame = frame.f_back
+    return ""
+
+
 def _is_the_models(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_MODEL
+    return _is_of_the_model(str(frame.f_globals.get("__name__", "")))
+
+
+@functools.cache
+def _is_of_the_model(name: str) -> bool:
+    return name.partition(".")[0] not in _NOT_THE_MODEL
+
+
+@functools.cache
+def _names(func: OpOverload) -> tuple[str, str, str]:
+    """An operator's full name, its namespace, and its name in that."""
+    name = str(func)
+    namespace, short, *_ = name.split(".")
+    return name, namespace, short
 
 
 def _tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:
@@ -703,11 +735,18 @@ class _ModulePaths(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        without_tangents = func in _WITH_LINEAR and forward_ad._current_level < 0  # checked on torch 2.13
-        with self.recorder.running_linear() if without_tangents else nullcontext():
+        if type(func) is MethodWrapperType:  # reads or sets an attribute: frequent, and overridden by no one
+            out = func(*args)
+        elif func in _WITH_LINEAR and forward_ad._current_level < 0:  # without tangents; checked on torch 2.13
+            with self.recorder.running_linear():
+                out = call_with_overrides(func, args, kwargs or {})
+        else:
             out = call_with_overrides(func, args, kwargs or {})
-        for tensor in _tensors(out, inside=not one_rank.is_wrapped(out)):
-            self._follow(_node_of(tensor))
+        if type(out) is FakeTensor:
+            self._follow(_node_of(out))
+        else:
+            for tensor in _tensors(out, inside=not one_rank.is_wrapped(out)):
+                self._follow(_node_of(tensor))
         return out
 
     def _follow(self, node: Any) -> None:
@@ -774,6 +813,8 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         if walked:
             exits.enter_context(walking(paths_mode.enter_node))
         if recorder.compiled:
+            dispatch = torch.compiler.disable(Recorder.__torch_dispatch__)
+            exits.enter_context(patched(Recorder, __torch_dispatch__=dispatch))
             exits.enter_context(compiled.compiling(recorder.note_autotuning))
         else:
             exits.enter_context(compiled.noting(lambda note: recorder.assumptions.update({note: None})))

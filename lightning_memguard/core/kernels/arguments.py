@@ -97,11 +97,16 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def operands(value: object) -> Iterator[Tensor]:
     """The tensors among an operator's arguments or results: in lists, tuples and dicts, which are all that it takes."""
+    if type(value) in _NOT_TENSORS:
+        return
     if isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from operands(item)
     elif hasattr(value, "untyped_storage") and hasattr(value, "element_size"):
         yield cast("Tensor", value)
+
+
+_NOT_TENSORS = frozenset((int, float, bool, str, type(None)))
 
 
 def dimension(dim: int, tensor: Tensor) -> int:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +24,8 @@ from torch.utils._pytree import tree_map
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.core.simulation.repeated import RepeatingFakeMode
+
+T = TypeVar("T")
 
 MOST_ELEMENTS = 2**22  # that one operator reads and makes: a mask of 2,000 x 2,000
 MOST_BYTES = 2**27  # of all values at a time
@@ -51,10 +52,18 @@ class _Value:
     make: Callable[[], torch.UntypedStorage]
     storage: torch.UntypedStorage | None = None
     owned: bool = True  # nobody else holds it
+    writes: list[Callable[[torch.UntypedStorage], object]] = field(default_factory=list)  # to do once it is made
+    seen: tuple[object, Tensor | None] = (None, None)  # by a tensor of this layout, last
 
     @property
     def held_bytes(self) -> int:
         return self.nbytes if self.storage is not None else 0
+
+    def made(self) -> torch.UntypedStorage:
+        storage = self.make()
+        for write in self.writes:
+            write(storage)
+        return storage
 
 
 class KnownFakeMode(RepeatingFakeMode):
@@ -99,7 +108,12 @@ class KnownFakeMode(RepeatingFakeMode):
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """The value of a tensor, on the CPU; not to be written to. None if it is unknown."""
         value = self._value_behind(tensor)
-        return None if value is None or value.storage is None else _laid_over(value.storage, tensor)
+        if value is None or value.storage is None:
+            return None
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        if value.seen[0] != layout:
+            value.seen = layout, _laid_over(value.storage, tensor)
+        return value.seen[1]
 
     def set_value(self, fake: Tensor, real: Tensor) -> None:
         """Keep a value that others may hold, too."""
@@ -108,16 +122,29 @@ class KnownFakeMode(RepeatingFakeMode):
         if real.numel() <= MOST_ELEMENTS:
             self._keep(fake, real.detach(), owned=False)
 
-    def note_write(self, func: OpOverload, args: Sequence[Any]) -> bool:
+    def note_write(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Note a write into the first argument that is not run.
 
         Returns:
-            Whether that will do: if a part of a known value changes, the operator has to run.
+            Whether that will do: if a known value changes in another way than by numbers, the operator has to run.
         """
         if func in _FILLS and _covers_its_storage(args[0]):
             self._keep_maker(args[0], _maker(func, args, {}))
             return True
-        return args[0].untyped_storage()._cdata not in self._values
+        value = self._values.get(args[0].untyped_storage()._cdata) if self._values else None
+        if value is None:
+            return True
+        written, *numbers = args
+        whole = written.is_floating_point() and _covers_its_storage(written)
+        if kwargs or not whole or not all(type(number) in (int, float) for number in numbers):
+            return False
+        dtype, shape, stride = written.dtype, written.shape, written.stride()
+        if value.storage is None:
+            value.writes.append(lambda storage: func(_seen_as(storage, dtype, 0, shape, stride), *numbers))
+        else:
+            self._own(written)
+            _compute(func, self._real(written), *numbers)
+        return True
 
     def forget(self, tensor: Tensor) -> None:
         """Forget the values in the memory of a tensor."""
@@ -132,8 +159,7 @@ class KnownFakeMode(RepeatingFakeMode):
         if value is None or value.nbytes != tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg():
             return None
         if value.storage is None:
-            with _computing():
-                value.storage = value.make()
+            value.storage = _compute(value.made)
             self._held_bytes += value.nbytes
         return value
 
@@ -150,8 +176,9 @@ class KnownFakeMode(RepeatingFakeMode):
 
     def _knows_all(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         written_whole = func in _OVERWRITES and _covers_its_storage(args[0])
-        read = [*operands([args[1:] if written_whole else args, kwargs])]
-        for tensor in read:
+        read = list[Tensor]()
+        for tensor in operands([args[1:] if written_whole else args, kwargs]):
+            read.append(tensor)
             if isinstance(tensor, FakeTensor):
                 if tensor.untyped_storage()._cdata not in self._values:
                     return False
@@ -205,9 +232,7 @@ class KnownFakeMode(RepeatingFakeMode):
         try:
             for tensor in written:
                 self._own(tensor)
-            real_args, real_kwargs = tree_map(self._on_cpu, (args, dict(kwargs)))
-            with _computing():
-                real = func(*real_args, **real_kwargs)
+            real = _compute(func, *self._on_cpu(args), **self._on_cpu(kwargs))
         except Exception:  # noqa: BLE001 - such as a kernel that the CPU lacks for a dtype
             for tensor in written:
                 self.forget(tensor)
@@ -221,10 +246,9 @@ class KnownFakeMode(RepeatingFakeMode):
         else:
             out = self.run(func, types, args, kwargs)
         if kind is not _Effect.WRITES:
-            with _computing():
-                for fake, value in zip(operands(out), operands(real), strict=True):
-                    if value.numel() <= MOST_ELEMENTS and fake.shape == value.shape:
-                        self._keep(fake, value, owned=kind is not _Effect.VIEWS)
+            for fake, value in zip(operands(out), operands(real), strict=True):
+                if value.numel() <= MOST_ELEMENTS and fake.shape == value.shape:
+                    _compute(self._keep, fake, value, owned=kind is not _Effect.VIEWS)
         return out
 
     def _own(self, tensor: Tensor) -> None:
@@ -234,13 +258,16 @@ class KnownFakeMode(RepeatingFakeMode):
             whole = torch.UntypedStorage(tensor.untyped_storage().nbytes())
             self._put(tensor, _Value(whole.nbytes(), lambda: whole, whole))
         elif not value.owned and value.storage is not None:
-            with _computing():
-                value.storage, value.owned = value.storage.clone(), True
+            value.storage, value.owned, value.seen = _compute(value.storage.clone), True, (None, None)
 
-    def _on_cpu(self, leaf: object) -> object:
-        if isinstance(leaf, Tensor):
-            return self._real(leaf)
-        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+    def _on_cpu(self, given: Any) -> Any:
+        if isinstance(given, Tensor):
+            return self._real(given)
+        if isinstance(given, (list, tuple)):
+            return [self._on_cpu(item) for item in given]
+        if isinstance(given, Mapping):
+            return {name: self._on_cpu(item) for name, item in given.items()}
+        return torch.device("cpu") if isinstance(given, torch.device) else given
 
     def _with_known_masks(self, func: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
         """Replace known boolean masks of an index by the indices of the elements they keep."""
@@ -256,11 +283,10 @@ class KnownFakeMode(RepeatingFakeMode):
         return args[0], indices
 
 
-@contextmanager
-def _computing() -> Iterator[None]:
+def _compute(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Run operators for real, unseen by modes."""
     with torch._C.DisableTorchFunction(), no_dispatch(), torch.inference_mode(False), torch.no_grad():
-        yield
+        return function(*args, **kwargs)
 
 
 def known_value(tensor: Tensor) -> Tensor | None:
@@ -279,9 +305,11 @@ def forget_written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 def _laid_over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
     """A storage as a tensor sees it."""
-    with _computing():
-        real = torch.empty(0, dtype=tensor.dtype)
-        return real.set_(storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return _compute(_seen_as, storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _seen_as(storage: torch.UntypedStorage, dtype: torch.dtype, *layout: Any) -> Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage, *layout)
 
 
 def _covers_its_storage(tensor: object) -> bool:

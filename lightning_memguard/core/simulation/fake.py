@@ -13,7 +13,7 @@ import operator
 import random
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -75,18 +75,21 @@ class UnknownFloat(float):
     __hash__ = float.__hash__
 
 
-_MOST_FLAGS = 64  # elements of a frozen parameter that the step may read: a pointer into a queue, a flag
+_MOST_FLAGS = 64  # elements of a trained parameter that the step may read
 
 
 class _FakeCopy(TorchFunctionMode):
     """Mode in which ``copy.deepcopy`` makes fake copies of tensors.
 
     Tensors with a storage in ``moving`` are copied to ``device``; if several share a storage, so do their copies.
+    Values of those in ``trained`` are not kept.
     """
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device, moving: Counter[int]) -> None:
+    def __init__(
+        self, mode: FakeTensorMode, device: torch.device, moving: Counter[int], trained: Collection[int]
+    ) -> None:
         super().__init__()
-        self.mode, self.device, self.moving = mode, device, moving
+        self.mode, self.device, self.moving, self.trained = mode, device, moving, trained
         self.bases: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -103,7 +106,7 @@ class _FakeCopy(TorchFunctionMode):
 
     def _fake(self, tensor: Tensor) -> Tensor:
         fake = self._without_memory(tensor)
-        is_trained = tensor.requires_grad or (isinstance(tensor, nn.Parameter) and tensor.numel() > _MOST_FLAGS)
+        is_trained = tensor.requires_grad or storage_address(tensor) in self.trained
         if isinstance(self.mode, KnownFakeMode) and not is_trained:
             self.mode.set_value(fake, tensor)
         return fake
@@ -141,8 +144,9 @@ def fake_copy(
         The copy. Nothing done to its tensors, lists or counters reaches the module.
     """
     moving = Counter(storage_address(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    trained = {storage_address(p) for p in module.parameters() if p.requires_grad and p.numel() > _MOST_FLAGS}
     # With the mode on, a real Parameter's `.data` would already be fake, with another storage.
-    with unset_fake_temporarily(), _FakeCopy(mode, device, moving):
+    with unset_fake_temporarily(), _FakeCopy(mode, device, moving, trained):
         module_copy = real_copy(module, instead)
         for mine, theirs in zip(module.parameters(), module_copy.parameters(), strict=True):
             _copy_attributes(mine, theirs)
@@ -405,12 +409,12 @@ _WRITES_FIRST = frozenset(
 )
 
 
-def known_result(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
+def known_result(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The result of an operator that is known without running it, else None."""
     if func not in _WRITES_FIRST or type(args[0]) is not FakeTensor:
         return None
     mode = args[0].fake_mode
-    return args[0] if not isinstance(mode, KnownFakeMode) or mode.note_write(func, args) else None
+    return args[0] if not isinstance(mode, KnownFakeMode) or mode.note_write(func, args, kwargs) else None
 
 
 def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -420,7 +424,7 @@ def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     (aten/src/ATen/native/Normalization.cpp). Zeros that autograd makes of no tangent have no memory, and the operators
     that read them see one number (aten/src/ATen/ZeroTensorFallback.cpp), on real tensors as well.
     """
-    if func is _aten._efficientzerotensor.default:
+    if func is _ZEROS_OF_NO_TANGENT:
         return torch.zeros((), dtype=kwargs.get("dtype"), device=kwargs.get("device")).expand(args[0])
     place = _BATCH_NORMS.get(func)
     if place is None or type(args[place]) is not FakeTensor:
@@ -432,6 +436,7 @@ def laid_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return first, *others
 
 
+_ZEROS_OF_NO_TANGENT = _aten._efficientzerotensor.default
 _BATCH_NORMS = {  # with the place of the input
     _aten.native_batch_norm.default: 0,
     _aten.cudnn_batch_norm.default: 0,

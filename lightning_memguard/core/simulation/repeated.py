@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class RepeatingFakeMode(FakeTensorMode):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        self.cache_enabled = False  # torch's own, which takes longer than most operators
         self._fields: dict[torch.device, dict[str, Any]] = {}  # of a new fake tensor, by device
 
     @classmethod
@@ -53,6 +54,8 @@ class RepeatingFakeMode(FakeTensorMode):
         """Run an operator on fake tensors."""
         if not _may_repeat(func) or torch.is_inference_mode_enabled():
             return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.lift_fresh.default and _is_whole(args[0]):
+            return self._made(_result_like(args[0], -1), ())
         given: list[Tensor] = []
         key: list[object] = [func, torch.get_default_dtype()]
         try:
@@ -91,14 +94,16 @@ class RepeatingFakeMode(FakeTensorMode):
     def _template_of(self, out: Any, given: Sequence[Tensor], own: set[int]) -> _Template:
         if out is None:
             return None
-        if type(out) in (list, tuple):
-            return cast("_Template", type(out)([self._template_of(item, given, own) for item in out]))
+        if isinstance(out, (list, tuple)):  # some are named tuples
+            items = [self._template_of(item, given, own) for item in out]
+            return tuple(items) if isinstance(out, tuple) else items
+        for place, tensor in enumerate(given):
+            if out is tensor:
+                return _Result(place, True)
         if type(out) is not FakeTensor or not _is_plain(out) or out.requires_grad:
             raise _CannotRepeatError
         address = out.untyped_storage()._cdata
         for place, tensor in enumerate(given):
-            if out is tensor:
-                return _Result(place, True)
             if tensor.untyped_storage()._cdata == address:
                 return _result_like(out, place)
         if address in own or out.untyped_storage().nbytes() != _bytes_of(out):
@@ -142,8 +147,15 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
+def _is_whole(real: Tensor) -> bool:
+    """Whether a real tensor is plain, on the CPU, and all of its storage."""
+    if type(real) is not Tensor or real.device.type != "cpu" or not _is_plain(real) or real.requires_grad:
+        return False
+    return real.untyped_storage().nbytes() == _bytes_of(real)
+
+
 def _result_like(out: Any, place: int) -> _Result:
-    return _Result(place, False, tuple(out.shape), out.stride(), out.storage_offset(), out.dtype, out.fake_device)
+    return _Result(place, False, tuple(out.shape), out.stride(), out.storage_offset(), out.dtype, out.device)
 
 
 def _bytes_of(tensor: Tensor) -> int:

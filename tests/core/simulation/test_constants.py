@@ -136,9 +136,20 @@ def test_a_constant_holds_nothing_that_it_was_made_like(mode, make: Callable[[to
 def test_a_tensor_that_was_set_to_zero_can_be_freed(mode):
     tensor = torch.randn(5, 5)
     storage = weakref.ref(tensor.untyped_storage())
-    assert mode.note_write(torch.ops.aten.zero_.default, [tensor])
+    assert mode.note_write(torch.ops.aten.zero_.default, [tensor], {})
     del tensor
     assert storage() is None
+
+
+def test_numbers_written_into_a_constant_are_known_before_and_after_it_is_read(mode):
+    aten, held = torch.ops.aten, torch.zeros(3)
+    assert all(mode.note_write(func, [held, 2.0], {}) for func in (aten.add_.Tensor, aten.mul_.Tensor))
+    assert mode._held_bytes == 0
+    assert known_value(held).tolist() == [4, 4, 4]
+    assert mode.note_write(aten.add_.Tensor, [held, 1], {})
+    assert known_value(held).tolist() == [5, 5, 5]
+    assert not mode.note_write(aten.add_.Tensor, [held[:1], 1], {})
+    assert not mode.note_write(aten.add_.Tensor, [torch.zeros(3, dtype=torch.long), 0.5], {})
 
 
 def test_all_values_together_stay_small(mode, monkeypatch):
@@ -191,7 +202,10 @@ def test_small_tensors_of_the_module_are_known_and_the_users_own_stay_as_they_ar
 
 
 def test_parameters_that_are_trained_are_unknown(mode):
-    assert known_value(fake_copy(nn.Linear(2, 2), mode, CPU).weight) is None
+    with torch.utils._python_dispatch._disable_current_modes():
+        layer = nn.Linear(16, 16)
+    assert known_value(fake_copy(layer, mode, CPU).weight) is None
+    assert known_value(fake_copy(layer.requires_grad_(False), mode, CPU).weight).shape == (16, 16)
 
 
 class Decoder(nn.Module):

@@ -466,18 +466,18 @@ def test_a_note_states_what_was_assumed():
 
 def test_what_writes_into_a_fake_tensor_gives_it_back(mode):
     x = torch.empty(3)
-    assert known_result(aten.add_.Tensor, (x, x)) is x
-    assert known_result(aten.addcdiv_.default, (x, x, x)) is x
+    assert known_result(aten.add_.Tensor, (x, x), {}) is x
+    assert known_result(aten.addcdiv_.default, (x, x, x), {}) is x
 
 
 def test_what_makes_a_tensor_or_writes_a_real_or_known_one_has_to_run(mode):
     x, known = torch.empty(3), torch.tensor(2.5)
     with torch.utils._python_dispatch._disable_current_modes():
         real = torch.empty(3)
-    assert known_result(aten.add.Tensor, (x, x)) is None
-    assert known_result(aten.add_.Tensor, (real, real)) is None
-    assert known_result(aten.add_.Tensor, (known, known)) is None
-    assert known_result(aten.zero_.default, (known,)) is known
+    assert known_result(aten.add.Tensor, (x, x), {}) is None
+    assert known_result(aten.add_.Tensor, (real, real), {}) is None
+    assert known_result(aten.add_.Tensor, (known, known), {}) is None
+    assert known_result(aten.zero_.default, (known,), {}) is known
 
 
 # Canaries: private names of torch. When one of these dies, PyTorch changed what core/ or training/step.py leans on.
