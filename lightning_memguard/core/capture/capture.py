@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from time import process_time
+from time import monotonic, process_time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -69,6 +70,10 @@ class CaptureFailedError(CannotTraceError):
         self.value_needed = value_needed
 
 
+class OutOfTimeError(CaptureFailedError):
+    """The deadline came before the capture ended, or began."""
+
+
 @dataclass(frozen=True)
 class _Failure:
     """Error that a piece of work raised, as a value that can be sent."""
@@ -104,12 +109,14 @@ class IsolatedWork(Generic[Request, T]):
     """Function that runs the user's code in children, for several requests at once, and sends back its results.
 
     If a child is lost, its request runs once more in this process: use it for work that has children of its own.
+    After the deadline (of `time.monotonic`) no child works on, and nothing is begun in this process.
     """
 
-    def __init__(self, work: Callable[[Request], T], most: int | None = None) -> None:
+    def __init__(self, work: Callable[[Request], T], most: int | None = None, *, deadline: float = math.inf) -> None:
         self._work = work
+        self._began, self._deadline = monotonic(), deadline
         self._pool = ChildPool[Request, "T | _Failure"](
-            lambda request: _attempt(lambda: work(request)), most, begin=_begin
+            lambda request: _attempt(lambda: work(request)), most, begin=_begin, deadline=deadline
         )
 
     @property
@@ -134,6 +141,7 @@ class IsolatedWork(Generic[Request, T]):
 
         Raises:
             CaptureFailedError: it raised, or ended the process.
+            OutOfTimeError: it had not ended at the deadline.
         """
 
         def work() -> T:
@@ -142,6 +150,8 @@ class IsolatedWork(Generic[Request, T]):
         if in_child():
             return _value(_attempt(work))
         answer = self._pool.result(request)
+        if answer.late or (answer.lost and monotonic() > self._deadline):
+            raise OutOfTimeError(f"stopped after {self._deadline - self._began:.0f} s")
         lost, here, result = answer.lost, answer.here or here_too, answer.value
         if isinstance(result, _Failure) and any(text in result.text for text in _NOT_AFTER_A_FORK):
             lost, here = result.text, True
@@ -182,12 +192,19 @@ class Captures:
     Args:
         programs: what is captured.
         next_size: from the traces of the first program at two batch sizes, the one that it is likely asked for next.
+        deadline: the moment (of `time.monotonic`) after which captures raise `OutOfTimeError`. Predictions then have a
+            note, and a range at sizes that were not captured.
     """
 
-    def __init__(self, *programs: Program, next_size: Callable[[Sequence[Trace]], int] | None = None) -> None:
+    def __init__(
+        self,
+        *programs: Program,
+        next_size: Callable[[Sequence[Trace]], int] | None = None,
+        deadline: float = math.inf,
+    ) -> None:
         self._programs = list(programs)
         self._next_size = next_size
-        self._isolated = IsolatedWork[_Task, Trace](self._run)
+        self._isolated = IsolatedWork[_Task, Trace](self._run, deadline=deadline)
         self._known: dict[_Task, Trace] = {}
 
     def _run(self, task: _Task) -> Trace:
@@ -230,6 +247,12 @@ class Captures:
         if task not in self._known:
             self._known[task] = self._isolated.result(task, with_note=_with_note)
         return self._known[task]
+
+    def known(self, program: Program, method: Method) -> list[Trace]:
+        """The traces of a program that were captured in one way, by batch size."""
+        wanted = self.place_of(program), method, FIRST
+        found = {task[1]: trace for task, trace in self._known.items() if (task[0], *task[2:]) == wanted}
+        return [found[size] for size in sorted(found)]
 
     def __enter__(self) -> Self:
         if any(program.device.type == "cpu" for program in self._programs):

@@ -9,7 +9,15 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_memguard.core.capture.capture import FIRST, CaptureFailedError, Captures, Variant, capture, captures_of
+from lightning_memguard.core.capture.capture import (
+    FIRST,
+    CaptureFailedError,
+    Captures,
+    OutOfTimeError,
+    Variant,
+    capture,
+    captures_of,
+)
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.core.isolation.pool import processors
@@ -34,6 +42,7 @@ _CLEARLY = 1.01  # times as much as real batches take: such a worst case is not 
 _MOST_SECONDS = 20.0  # for a real run, as far as that is known beforehand
 _MOST_SECONDS_AT_LEAST = 60.0  # for the smallest real run; after a slower one there is no other
 _MOST_PROBED_BYTES = 4 << 30  # of the worst case, for a real run of unknown length
+_STATIC = ("parameters", "buffers", "optimizer_state")
 _OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "not enough memory")
 
 
@@ -65,6 +74,8 @@ class Prediction:
         unfrozen: the step that trains all parameters, if frozen ones may be trained later.
         kinds: if the data sets the sizes of its batches, shapes and bytes of those captured.
         kind: the place among them of the one that is predicted, as it takes the most.
+        stopped: why too few sizes were captured to check how the step grows.
+        guessed: sizes that were asked for after the deadline.
     """
 
     program: Program
@@ -85,6 +96,8 @@ class Prediction:
     unfrozen: Prediction | None = None
     kinds: tuple[tuple[Shapes, int], ...] = ()
     kind: int = 0
+    stopped: str = ""
+    guessed: set[int] = field(default_factory=set, compare=False)
     # What it was asked for so far; a copy starts with its own.
     _known_traces: dict[int, tuple[Trace, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
     _known_footprints: dict[int, Footprint] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -128,7 +141,13 @@ class Prediction:
 
     def _found_at(self, batch_size: int) -> tuple[Trace, ...]:
         if self.method != "real":
-            return self._captured_at(batch_size)
+            try:
+                return self._captured_at(batch_size)
+            except OutOfTimeError as error:
+                if not self.traces and not self._known_traces:
+                    raise
+                self.guessed.add(batch_size)
+                return self._extrapolated_at(batch_size, str(error))
         if not self._may_run(batch_size):
             return self._extrapolated_at(batch_size, "there, the step was not run: it would take too long, or too much")
         try:
@@ -200,11 +219,28 @@ class Prediction:
                 most = _with_range(
                     most, found, self._footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
                 )
+            if batch_size in self.guessed or (self.stopped and batch_size not in self._captured):
+                most = self._with_doubt(most)
             if self.unfrozen:
                 most = _with_later(most, self._footprint_of(self.unfrozen.trace_at(batch_size)))
             batch = " x ".join(map(str, next(iter(self.expected_batch(batch_size)[0]), ()))) if self.kinds else ""
             known[batch_size] = replace(most, batch=batch, notes=tuple(dict.fromkeys((*self.notes, *most.notes))))
         return known[batch_size]
+
+    @property
+    def _captured(self) -> set[int]:
+        return {*self.traces, *self._known_traces, *(self.growth.sizes if self.growth else ())} - self.guessed
+
+    def _with_doubt(self, guessed: Footprint) -> Footprint:
+        """A footprint that no capture has checked, at most as if what belongs to the batch grew with its square."""
+        near = max(self._captured)
+        times = max(1.0, guessed.batch_size / near)
+        grown = self.footprint_at(near)
+        of_batch = grown.peak_allocated_bytes - sum(grown.parts[part] for part in _STATIC)
+        more = grown.peak_allocated_bytes + int(of_batch * (times**2 - 1)) - guessed.peak_allocated_bytes
+        high = Peak(*(nbytes + max(0, more) for nbytes in vars(guessed.high or _peak(guessed)).values()))
+        note = f"not captured at this size: at most as if what belongs to the batch grew with its square from {near}"
+        return replace(guessed, low=guessed.low or _peak(guessed), high=high, notes=(*guessed.notes, note))
 
     def _estimate_at(self, batch_size: int) -> Footprint:
         """The compiled step at a size between or beyond those captured: peaks are close to lines.
@@ -219,7 +255,7 @@ class Prediction:
         else:
             eager = self.uncompiled()
             here, there = eager.footprint_at(batch_size).peak_allocated_bytes, eager.footprint_at(near)
-            static = sum(at_near.parts[part] for part in ("parameters", "buffers", "optimizer_state"))
+            static = sum(at_near.parts[part] for part in _STATIC)
             ratio = (at_near.peak_allocated_bytes - static) / max(1, there.peak_allocated_bytes - static)
             more = int(ratio * (here - there.peak_allocated_bytes))
         return replace(at_near.plus(more, "activations"), batch_size=batch_size)
@@ -248,6 +284,8 @@ class Prediction:
             return self
         try:
             (proof,) = self._captured_at(batch_size)
+        except OutOfTimeError as error:
+            return replace(self, notes=(*self.notes, f"{error}: the step was not captured at batch size {batch_size}"))
         except CaptureFailedError as error:
             if self.method == "real" and any(text in str(error) for text in _OUT_OF_MEMORY):
                 return self
@@ -377,6 +415,8 @@ def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Predic
             if method == "real":
                 return _real(captures, replace(asked, notes=tuple(why_not.values())), batch_size)
             traces, growth = _traces_and_growth(captures, program, batch_size, method, asked.scalable)
+        except OutOfTimeError as error:
+            return _stopped(captures, asked, method, [*why_not.values(), str(error)])
         except CannotTraceError as error:  # the step failed, or no two sizes of it agree
             why_not[str(error)] = _reason(method, error)
             value_needed = isinstance(error, CaptureFailedError) and error.value_needed
@@ -390,6 +430,24 @@ def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Predic
     except CaptureFailedError as error:
         raise CannotTraceError("; ".join([*why_not.values(), _reason("states", error)])) from error
     return replace(asked, scalable=False, notes=tuple(why_not.values()), traces={batch_size: states})
+
+
+def _stopped(captures: Captures, asked: Prediction, method: Method, reasons: list[str]) -> Prediction:
+    """Predict from what was captured until the deadline.
+
+    Raises:
+        CannotTraceError: nothing was.
+    """
+    traces = captures.known(asked.program, method)
+    if not traces:
+        raise CannotTraceError("; ".join(reasons))
+    growth = None
+    if len(traces) > 1:
+        with contextlib.suppress(CannotTraceError):
+            growth = grow(traces)
+    sizes = ", ".join(str(trace.batch_size) for trace in traces)
+    notes = *asked.notes, f"{reasons[-1]}: the step was captured at batch size {sizes} alone"
+    return replace(_from(asked, method, traces, growth), notes=notes, stopped=reasons[-1])
 
 
 def _from(asked: Prediction, method: Method, traces: Sequence[Trace], growth: Growth | None) -> Prediction:

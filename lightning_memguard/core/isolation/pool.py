@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import random
@@ -43,12 +44,14 @@ _kill, _kill_group = os.kill, getattr(os, "killpg", os.kill)
 class Answer(Generic[Value]):
     """Answer of a child: a value, or the reason why there is none.
 
-    ``here`` means that the request may be tried in this process: the child failed, not the work in it.
+    ``here`` means that the request may be tried in this process: the child failed, not the work in it; ``late`` that
+    the deadline came first.
     """
 
     value: Value | None = None
     lost: str = ""
     here: bool = False
+    late: bool = False
 
 
 class ChildPool(Generic[Request, Value]):
@@ -64,6 +67,8 @@ class ChildPool(Generic[Request, Value]):
         trusted: whether the function only does what is ours. Such a child may have children, and all the time that it
             works or waits for them.
         while_waiting: called several times a second while an answer is waited for.
+        deadline: the moment (of `time.monotonic`) at which all children are ended. Requests without an answer are then
+            late, and so are new ones.
     """
 
     def __init__(
@@ -74,8 +79,10 @@ class ChildPool(Generic[Request, Value]):
         begin: Callable[[], object] = lambda: None,
         trusted: bool = False,
         while_waiting: Callable[[], object] = lambda: None,
+        deadline: float = math.inf,
     ) -> None:
         self._handle = handle
+        self._deadline = deadline
         self._while_waiting = while_waiting
         self._begin = begin
         self._trusted = trusted
@@ -91,6 +98,8 @@ class ChildPool(Generic[Request, Value]):
 
     def start(self, *requests: Request) -> None:
         """Queue requests for the next free children."""
+        if monotonic() > self._deadline:
+            return
         working = [child.request for child in self._children if child.is_busy]
         self._waiting += (each for each in requests if each not in (*self._waiting, *working, *self._answers))
         self._hand_out()
@@ -102,6 +111,9 @@ class ChildPool(Generic[Request, Value]):
             self._waiting.remove(request)
             self._waiting.appendleft(request)
         while request not in self._answers:
+            if monotonic() > self._deadline:
+                self.close()
+                return Answer(lost="the time was up", late=True)
             self._wait()
         return self._answers.pop(request)
 

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from torch import nn
 
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import Batches, batches_from_one
+from lightning_memguard.core.capture import capture as capturing
+from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError, capture, predict
 from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.isolation import pool
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
@@ -603,3 +607,64 @@ def test_what_each_step_leaves_behind_is_reported():
     trace = capture(program_of(model=Collects()), 16, "fake")
     assert max(event.step for event in trace) == 3, "two more steps were looked at"
     assert "each step leaves 512 B behind; what more steps leave is not included" in trace.notes
+
+
+# Until a deadline
+
+
+@pytest.fixture
+def time_is_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """A function that lets 1,000 seconds pass."""
+
+    def time_is_up(*_: object) -> int:
+        for module in (pool, capturing):
+            monkeypatch.setattr(module, "monotonic", lambda: monotonic() + 1000)
+        return 0
+
+    return time_is_up
+
+
+def until_deadline(*programs: LoopProgram, **options: Any) -> Captures:
+    return Captures(*programs, deadline=monotonic() + 900, **options)
+
+
+def test_what_was_captured_until_the_deadline_is_used_with_a_range(time_is_up: Callable[..., int]) -> None:
+    program = program_of()
+    with until_deadline(program, next_size=time_is_up):
+        prediction = predict(program, 64, EXACT).proven_at(64)
+    assert prediction.scalable
+    assert "stopped after 900 s: the step was captured at batch size 4, 8 alone" in prediction.notes
+    for found in (prediction.footprint_at(64), prediction.packed().footprint_at(64)):
+        assert (found.peak_allocated_bytes, found.low.allocated_bytes) == (peak(64), peak(64))
+        assert found.high.allocated_bytes == 256 + (peak(8) - 256) * 8**2
+        assert found.notes[-1].endswith("grew with its square from 8")
+    assert prediction.footprint_at(8).high is None
+
+
+def test_a_size_asked_for_after_the_deadline_is_extrapolated_with_a_range(time_is_up: Callable[..., int]) -> None:
+    program = program_of()
+    with until_deadline(program):
+        prediction = replace(predict(program, 12, EXACT), growth=None)
+        time_is_up()
+        found = prediction.footprint_at(32)
+    assert found.peak_allocated_bytes == peak(32)
+    assert found.high.allocated_bytes == 256 + (peak(16) - 256) * 2**2
+    assert any(note.endswith("extrapolated from batch size 16: stopped after 900 s") for note in found.notes)
+
+
+def test_a_proof_that_the_deadline_cuts_short_is_noted(time_is_up: Callable[..., int]) -> None:
+    program = program_of()
+    with until_deadline(program):
+        prediction = predict(program, 64, EXACT)
+        time_is_up()
+        prediction = prediction.proven_at(64)
+    assert prediction.notes == ("stopped after 900 s: the step was not captured at batch size 64",)
+    assert prediction.footprint_at(64).high is None
+
+
+def test_nothing_is_predicted_if_nothing_was_captured_until_the_deadline(time_is_up: Callable[..., int]) -> None:
+    program = program_of()
+    with until_deadline(program):
+        time_is_up()
+        with pytest.raises(CannotTraceError, match=r"^stopped after 900 s$"):
+            predict(program, 64, EXACT)

@@ -116,6 +116,21 @@ def test_long_work_with_signs_of_life_is_waited_for() -> None:
 
 
 @pytest.mark.usefixtures("short_limits")
+def test_after_its_deadline_a_pool_keeps_what_is_known_and_begins_nothing() -> None:
+    with ChildPool[int, int](lambda number: number or forever(), most=1) as pool:
+        assert pool.result(2).value == 2
+        pool.start(3, 0)
+        while len(pool._answers) == 0:
+            pool._wait()
+        pool._deadline = time.monotonic() + 0.1
+        assert pool.result(0).late
+        assert pool.result(3).value == 3
+        assert not pool.has_children
+        pool.start(1)
+        assert pool.result(1).late
+        assert not pool.has_children
+
+
 @pytest.mark.parametrize("trusted", [False, True])
 def test_a_lock_that_another_thread_holds_is_not_waited_for(trusted: bool) -> None:
     """In this process it will be free again; in a child, which has no other threads, never."""
