@@ -170,6 +170,7 @@ ROOMS = {
     "training/run": [
         "__init__",
         "guard_settings",
+        "progress",
         "profile",
         "choose",
         "tune",

@@ -114,7 +114,7 @@ class IsolatedWork(Generic[Request, T]):
 
     def __init__(self, work: Callable[[Request], T], most: int | None = None, *, deadline: float = math.inf) -> None:
         self._work = work
-        self._began, self._deadline = monotonic(), deadline
+        self._deadline = deadline
         self._pool = ChildPool[Request, "T | _Failure"](
             lambda request: _attempt(lambda: work(request)), most, begin=_begin, deadline=deadline
         )
@@ -151,7 +151,7 @@ class IsolatedWork(Generic[Request, T]):
             return _value(_attempt(work))
         answer = self._pool.result(request)
         if answer.late or (answer.lost and monotonic() > self._deadline):
-            raise OutOfTimeError(f"stopped after {self._deadline - self._began:.0f} s")
+            raise OutOfTimeError("time was up (max_setup_seconds)")
         lost, here, result = answer.lost, answer.here or here_too, answer.value
         if isinstance(result, _Failure) and any(text in result.text for text in _NOT_AFTER_A_FORK):
             lost, here = result.text, True
@@ -194,6 +194,7 @@ class Captures:
         next_size: from the traces of the first program at two batch sizes, the one that it is likely asked for next.
         deadline: the moment (of `time.monotonic`) after which captures raise `OutOfTimeError`. Predictions then have a
             note, and a range at sizes that were not captured.
+        notice: called with what is captured, in words, before it is waited for.
     """
 
     def __init__(
@@ -201,7 +202,9 @@ class Captures:
         *programs: Program,
         next_size: Callable[[Sequence[Trace]], int] | None = None,
         deadline: float = math.inf,
+        notice: Callable[[str], object] = lambda _: None,
     ) -> None:
+        self.deadline, self.notice = deadline, notice
         self._programs = list(programs)
         self._next_size = next_size
         self._isolated = IsolatedWork[_Task, Trace](self._run, deadline=deadline)
@@ -245,6 +248,8 @@ class Captures:
         """Wait for a capture; see `capture`. What is asked for again is not run again."""
         task = (self.place_of(program), batch_size, method, variant)
         if task not in self._known:
+            how = ", for real" if method == "real" else ""
+            self.notice(f"the step at batch size {batch_size}{how}")
             self._known[task] = self._isolated.result(task, with_note=_with_note)
         return self._known[task]
 
@@ -273,9 +278,11 @@ _open: list[Captures] = []
 
 
 def captures_of(program: Program) -> contextlib.AbstractContextManager[Captures]:
-    """The captures that are open for a program; else new ones, which are closed at the end."""
+    """The captures that are open for a program; else new ones, which are closed at the end, or at the same deadline."""
     known = next((each for each in _open if each.takes(program)), None)
-    return contextlib.nullcontext(known) if known else Captures(program)
+    if known:
+        return contextlib.nullcontext(known)
+    return Captures(program, deadline=_open[-1].deadline, notice=_open[-1].notice) if _open else Captures(program)
 
 
 def capture(program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> Trace:

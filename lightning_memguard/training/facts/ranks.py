@@ -66,13 +66,22 @@ def warn(text: str, stacklevel: int = 2) -> None:
 
 def say(text: str) -> None:
     """Log a message at the level INFO, as Lightning logs its own: it is seen unless the user sets another level."""
+    _logger().info(text)
+
+
+def is_heard() -> bool:
+    """Whether anything becomes of what is said."""
+    return _logger().isEnabledFor(logging.INFO)
+
+
+def _logger() -> logging.Logger:
     logger = logging.getLogger("lightning_memguard")
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
         logger.propagate = False
-    logger.info(text)
+    return logger
 
 
 @dataclass(frozen=True)

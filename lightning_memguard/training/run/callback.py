@@ -92,6 +92,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             not fit, it is divided, and gradients are accumulated over the pieces, so that a step sees the samples that
             it had. A number: ``accumulate_grad_batches`` is set so that batch size x accumulation x ranks comes as
             close to it as it can without passing it. ``None``: the accumulation stays as it is.
+        max_setup_seconds: how long predictions may take before the run starts. After that, the decision is made from
+            what is known, with a range and a note, or the run is not tuned. ``None`` for as long as it takes.
         on_oom: what becomes of a step that runs out of memory. ``None`` (the default) does it again in parts of its
             batch if that is shown to be the same step, operator by operator; ``"split"`` also if it differs in a known
             way, and says which; ``"raise"`` ends the run with a note. ``mode="check"`` always raises.
@@ -122,6 +124,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         min_steps_per_epoch: int | None = 50,
         keep_effective_batch_size: int | Literal["if_smaller"] | None = "if_smaller",
         on_oom: Literal["split", "raise"] | None = None,
+        max_setup_seconds: float | None = 60.0,
     ) -> None:
         super().__init__()
         if mode not in ("tune", "check"):
@@ -146,6 +149,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             mode,
             on_oom,
             min_steps_per_epoch,
+            max_setup_seconds,
             keep_effective_batch_size == "if_smaller",
         )
         self.records: list[EpochRecord] = []

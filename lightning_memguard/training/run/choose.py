@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from lightning_memguard.training.planning.advise import setting_that_saves
 from lightning_memguard.training.planning.search import largest_that_runs
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import Reading, Run, RunProfile, ValidationRun, profile_of
+from lightning_memguard.training.run.progress import SetupLine
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -68,23 +69,24 @@ class Planner:
     Args:
         settings: of the guard.
         known: what there is to predict from.
-        while_waiting: see `ChildPool`.
+        line: says what is being done; it is closed at the end.
     """
 
     def __init__(
         self,
         settings: GuardSettings,
         known: Reading | RunProfile,
-        while_waiting: Callable[[], object] = lambda: None,
+        line: SetupLine,
     ) -> None:
-        self._settings = settings
+        self._settings, self._line = settings, line
+        self._deadline = time.monotonic() + settings.most_setup_seconds
         self._reading = known if isinstance(known, Reading) else None
         self._profile = None if isinstance(known, Reading) else known
         self._run: Run = known.run
         self._captures: Captures | None = None
         self._open = ExitStack()
         self._pool = ChildPool[_Terms | None, "Attempt[RunProfile] | Attempt[Choice]"](
-            self._work, most=1, begin=run_on_one_thread, trusted=True, while_waiting=while_waiting
+            self._work, most=1, begin=run_on_one_thread, trusted=True, while_waiting=line.show
         )
 
     def __enter__(self) -> Self:
@@ -93,6 +95,7 @@ class Planner:
     def __exit__(self, *_: object) -> None:
         self._pool.close()
         self._open.close()
+        self._line.close()
 
     def start(self) -> None:
         """Begin to predict."""
@@ -126,7 +129,8 @@ class Planner:
             programs = [self._run.program, *([evaluation.program] if evaluation else [])]
             programs = [each for program in programs for each in program.kinds or (program,)]
             next_size = self._reading.next_size if self._reading else None
-            self._captures = self._open.enter_context(Captures(*programs, next_size=next_size))
+            captures = Captures(*programs, next_size=next_size, deadline=self._deadline, notice=self._line.note)
+            self._captures = self._open.enter_context(captures)
         if self._profile is None and self._reading is not None:
             self._profile = profile_of(self._reading, self._captures)
         return cast("RunProfile", self._profile)

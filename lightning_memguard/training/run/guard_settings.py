@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_memguard.core.decision.decision import Limits, check_count
+from lightning_memguard.errors import MemGuardError
 
 
 @dataclass(frozen=True)
@@ -15,12 +17,24 @@ class GuardSettings(Limits):
     mode: Literal["tune", "check"] = "tune"
     on_oom: Literal["split", "raise"] | None = None
     min_steps_per_epoch: int | None = 50
+    max_setup_seconds: float | None = 60.0
     divides: bool = True  # a batch that does not fit, and accumulates gradients
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_steps_per_epoch is not None:
             check_count("min_steps_per_epoch", self.min_steps_per_epoch)
+
+        seconds = self.max_setup_seconds
+        if seconds is not None and not (type(seconds) in (int, float) and seconds > 0):
+            raise MemGuardError(
+                f"max_setup_seconds={seconds!r} is no time; pass seconds above 0, or None for no limit."
+            )
+
+    @property
+    def most_setup_seconds(self) -> float:
+        """Seconds that predictions may take before the run starts; infinity for any."""
+        return math.inf if self.max_setup_seconds is None else self.max_setup_seconds
 
     @property
     def steps_to_keep(self) -> int | None:

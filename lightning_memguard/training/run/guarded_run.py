@@ -195,7 +195,7 @@ class GuardedRun:
         self._keep_closures_whole()
         if self.trainer.is_global_zero:
             warning = warning_of(self.decision)
-            if self.trains:
+            if self.trains and self.decision.footprint:
                 say(setup_text(self.decision, explain=not warning, most_parts=_MOST_PARTS))
             elif not warning:
                 say(evaluation_text(self.decision, self.stage))

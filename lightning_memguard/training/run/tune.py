@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +15,7 @@ from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.data.loaders import batches_taken
-from lightning_memguard.training.facts.ranks import Ranks, attempt, say, shared
+from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
 from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
 from lightning_memguard.training.planning.search import Context, or_the_smallest
@@ -24,6 +23,7 @@ from lightning_memguard.training.rescue.cut import Cut, cut_of
 from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import Reading, RunProfile, read_run
+from lightning_memguard.training.run.progress import SetupLine
 from lightning_memguard.training.strategies.sharded import Layout, refuse_sharded
 from lightning_memguard.units import format_bytes
 
@@ -47,9 +47,6 @@ class Tuning:
     cuts: Mapping[Role, Cut] = field(default_factory=dict)
 
 
-_COMPILING = "MemGuard: following torch.compile on a copy of the step, which takes 2 to 40 s a batch size ..."
-_PREDICTING = "MemGuard: predicting the memory of this training on a copy of its step ..."
-_PATIENCE_SECONDS = 2.0  # until that is shown
 _ADVICE_SECONDS = 20.0  # the run cannot start: its user should soon know why
 
 
@@ -59,7 +56,9 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
     Raises:
         DoesNotFitError: ``mode`` is ``"tune"`` and even the smallest size does not fit, on some rank.
     """
-    size = 0  # of the loader, until it is known
+    size, ranks = 0, Ranks()  # of the loader, until it is known
+    speaks = trainer.is_global_zero and stage == "fit"
+    line = SetupLine(speaks=speaks, most_seconds=settings.most_setup_seconds)
     try:
         facts = attempt(lambda: _facts_of(trainer, stage)).unwrap()
         ranks = Ranks.of(facts)
@@ -69,15 +68,11 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             refuse_sharded(module)
         process_bytes = reading.process_bytes
         cuts = _cuts(reading, stage) if settings.splits else {}
-        speaks = trainer.is_global_zero and stage == "fit"
-        progress = _Progress(due=time.monotonic() + _PATIENCE_SECONDS if speaks else math.inf)
-        with Planner(settings, reading, progress.show) as planner:
+        with Planner(settings, reading, line) as planner:
             planner.start()
             # after the budget, which counts an open context as ours: measuring it opens it
             context = attempt(lambda: process_bytes or context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
-            if profile.prediction.compiles and trainer.is_global_zero:
-                say(_COMPILING)
             profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, profile.held_bytes))
             answers = ranks.gather((profile.request.free_to_choose, profile.request.fixed_because))
             profile = replace(profile, request=_common(profile.request, answers))
@@ -89,22 +84,14 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
         del reading, profile
         trim_heap()  # of the samples drawn
         return tuning
-    except CannotTraceError as error:
+    except (CannotTraceError, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt):
+            if ranks.size > 1 or not line.is_shown:  # the others would wait; no one was told what Ctrl-C does
+                raise
+            error = CannotTraceError("Ctrl-C ended the prediction")
         reason = f"{str(error).rstrip('.')}; batch size {size} is kept" if size else str(error)
         accumulate = trainer.accumulate_grad_batches
         return Tuning(Decision(size, size, accumulate, "stepped aside", None, None, "request", reason), ROLES[stage])
-
-
-@dataclass
-class _Progress:
-    """Message printed once if work takes longer than a moment."""
-
-    due: float
-
-    def show(self) -> None:
-        if time.monotonic() > self.due:
-            self.due = math.inf
-            say(_PREDICTING)
 
 
 def _cuts(reading: Reading, stage: Stage) -> dict[Role, Cut]:
@@ -199,7 +186,8 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
         return replace(tuning, profile=profile, decision=larger)
     capped = replace(profile, request=replace(profile.request, max_batch_size=before.batch_size))
     try:
-        with Planner(settings, capped) as planner:
+        line = SetupLine(speaks=False, most_seconds=settings.most_setup_seconds)
+        with Planner(settings, capped, line) as planner:
             decision, chosen = choose(capped, ranks, planner)
     except MemGuardError:  # it may run out of memory now, but MemGuard does not end a fit that has started
         return replace(tuning, profile=profile, decision=larger)

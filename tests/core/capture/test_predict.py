@@ -633,7 +633,7 @@ def test_what_was_captured_until_the_deadline_is_used_with_a_range(time_is_up: C
     with until_deadline(program, next_size=time_is_up):
         prediction = predict(program, 64, EXACT).proven_at(64)
     assert prediction.scalable
-    assert "stopped after 900 s: the step was captured at batch size 4, 8 alone" in prediction.notes
+    assert "time was up (max_setup_seconds): the step was captured at batch size 4, 8 alone" in prediction.notes
     for found in (prediction.footprint_at(64), prediction.packed().footprint_at(64)):
         assert (found.peak_allocated_bytes, found.low.allocated_bytes) == (peak(64), peak(64))
         assert found.high.allocated_bytes == 256 + (peak(8) - 256) * 8**2
@@ -649,7 +649,9 @@ def test_a_size_asked_for_after_the_deadline_is_extrapolated_with_a_range(time_i
         found = prediction.footprint_at(32)
     assert found.peak_allocated_bytes == peak(32)
     assert found.high.allocated_bytes == 256 + (peak(16) - 256) * 2**2
-    assert any(note.endswith("extrapolated from batch size 16: stopped after 900 s") for note in found.notes)
+    assert any(
+        note.endswith("extrapolated from batch size 16: time was up (max_setup_seconds)") for note in found.notes
+    )
 
 
 def test_a_proof_that_the_deadline_cuts_short_is_noted(time_is_up: Callable[..., int]) -> None:
@@ -658,7 +660,7 @@ def test_a_proof_that_the_deadline_cuts_short_is_noted(time_is_up: Callable[...,
         prediction = predict(program, 64, EXACT)
         time_is_up()
         prediction = prediction.proven_at(64)
-    assert prediction.notes == ("stopped after 900 s: the step was not captured at batch size 64",)
+    assert prediction.notes == ("time was up (max_setup_seconds): the step was not captured at batch size 64",)
     assert prediction.footprint_at(64).high is None
 
 
@@ -666,5 +668,5 @@ def test_nothing_is_predicted_if_nothing_was_captured_until_the_deadline(time_is
     program = program_of()
     with until_deadline(program):
         time_is_up()
-        with pytest.raises(CannotTraceError, match=r"^stopped after 900 s$"):
+        with pytest.raises(CannotTraceError, match=r"^time was up \(max_setup_seconds\)$"):
             predict(program, 64, EXACT)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
 import warnings
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard, MemGuardError
 from lightning_memguard.core.decision.decision import Request
 from lightning_memguard.report.decision_table import why
+from lightning_memguard.training.run import progress
 from lightning_memguard.training.run import tune as tuning_module
 from lightning_memguard.units import KIB
 
@@ -62,9 +66,60 @@ def test_what_takes_long_is_announced_once(
     patience: float,
     times: int,
 ) -> None:
-    monkeypatch.setattr(tuning_module, "_PATIENCE_SECONDS", patience)
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", patience)
     trainer(MemGuard("check")).fit(small(), DataLoader(dataset, batch_size=10))
-    assert caplog.text.count("predicting the memory of this training") == times
+    assert caplog.text.count("predicting memory on a copy of the step") == times
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_one_line_follows_what_is_captured_and_goes_away(
+    trainer: Any, small: Any, dataset: TensorDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    trainer(MemGuard("check", max_setup_seconds=90)).fit(small(), DataLoader(dataset, batch_size=10))
+    _, *lines, last = terminal.getvalue().split("\r\x1b[2K")
+    assert all(re.match(r"MemGuard: predicting memory, \d+ of 90 s: [^\n]*$", line) for line in lines)
+    assert any(": the step at batch size 4; Ctrl-C goes on without it" in line for line in lines)
+    assert "predicting" not in last
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_ctrl_c_goes_on_without_a_prediction_once_that_was_offered(
+    trainer: Any, small: Any, dataset: TensorDataset, monkeypatch: pytest.MonkeyPatch, is_shown: bool
+) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 0.0 if is_shown else 60.0)
+    shown = progress.SetupLine.show
+
+    def interrupted(line: progress.SetupLine) -> None:
+        shown(line)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress.SetupLine, "show", interrupted)
+    run = trainer(MemGuard())
+    if not is_shown:
+        with pytest.raises(SystemExit):  # as Lightning ends a run
+            run.fit(small(), DataLoader(dataset, batch_size=10))
+        return
+    with pytest.warns(UserWarning, match="did not tune this run: Ctrl-C ended the prediction; batch size 10 is kept"):
+        run.fit(small(), DataLoader(dataset, batch_size=10))
+    assert run.global_step == 10
+
+
+def test_setup_ends_in_time_and_uses_what_it_knows_then(
+    trainer: Any, small: Any, dataset: TensorDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = MemGuard(max_setup_seconds=0.001)
+    with pytest.warns(UserWarning, match=r"did not tune this run: .*time was up \(max_setup_seconds\)"):
+        trainer(guard).fit(small(), DataLoader(dataset, batch_size=10))
+    with pytest.raises(MemGuardError, match="max_setup_seconds=0 is no time"):
+        MemGuard(max_setup_seconds=0)
 
 
 class Fails(pl.LightningModule):

@@ -1,0 +1,55 @@
+"""One line that says what setup is doing, once that takes longer than a moment."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from mmap import mmap
+
+from lightning_memguard.training.facts.ranks import is_heard, say
+
+_PATIENCE_SECONDS = 2.0  # until it is shown
+_EVERY_SECONDS = 0.2
+_CLEAR = "\r\x1b[2K"  # ECMA-48: to the start of the line, and erase it
+
+
+class SetupLine:
+    """The line, on a terminal with the capture that is going on; elsewhere once.
+
+    Args:
+        speaks: whether it is shown at all.
+        most_seconds: after which setup goes on with what is known.
+    """
+
+    def __init__(self, *, speaks: bool, most_seconds: float) -> None:
+        self._started, self._most_seconds = time.monotonic(), most_seconds
+        self._due = self._started + _PATIENCE_SECONDS if speaks else math.inf
+        self._doing = mmap(-1, 128)  # shared with the children, which write to it
+        self.is_shown = False
+
+    def note(self, doing: str) -> None:
+        """Note what is being done, in any child."""
+        self._doing[:] = doing.encode()[:128].ljust(128)
+
+    def show(self) -> None:
+        """Show the line if it is due."""
+        now = time.monotonic()
+        if now < self._due or not is_heard():
+            return
+        self.is_shown, self._due = True, math.inf
+        most = "" if math.isinf(self._most_seconds) else f" of {self._most_seconds:.0f}"
+        if not sys.stderr.isatty():
+            say("MemGuard: predicting memory on a copy of the step; Ctrl-C goes on without it ...")
+            return
+        doing = self._doing[:].strip(b"\0 ").decode(errors="ignore") or "reading the data"
+        text = f"MemGuard: predicting memory, {now - self._started:.0f}{most} s: {doing}; Ctrl-C goes on without it"
+        sys.stderr.write(f"{_CLEAR}{text}")
+        sys.stderr.flush()
+        self._due = now + _EVERY_SECONDS
+
+    def close(self) -> None:
+        """Erase it."""
+        if self.is_shown and sys.stderr.isatty():
+            sys.stderr.write(_CLEAR)
+        self._doing.close()
