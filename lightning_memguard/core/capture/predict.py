@@ -391,18 +391,20 @@ def predict_largest(
     for each, size in zip(kinds, sizes, strict=True):
         with captures_of(each) as captures:
             captures.start(each, size, "fake")
-    traces = [_captured_somehow(each, size) for each, size in zip(kinds, sizes, strict=True)]
+    traces = [_compared(each, size, settings) for each, size in zip(kinds, sizes, strict=True)]
     nbytes = [footprint(trace, settings).most_device_bytes for trace in traces]
     place = nbytes.index(max(nbytes))
     found = predict(kinds[place], sizes[place], settings, scalable=False)
-    return sizes[place], replace(found, kinds=tuple(trace.batch for trace in traces if trace.batch), kind=place)
+    batches = (trace.batch or each.expected_batch(trace.batch_size) for trace, each in zip(traces, kinds, strict=True))
+    return sizes[place], replace(found, kinds=tuple(batches), kind=place)
 
 
-def _captured_somehow(program: Program, batch_size: int) -> Trace:
-    for method in _WAYS:
+def _compared(program: Program, batch_size: int, settings: AllocatorSettings) -> Trace:
+    """Capture a step to compare it with others: without memory, if that is possible."""
+    for method in _WAYS[:2]:
         with contextlib.suppress(CaptureFailedError):
             return capture(program, batch_size, method)
-    return capture(program, batch_size, "states")
+    return predict(program, batch_size, settings, scalable=False).trace_at(batch_size)
 
 
 def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
