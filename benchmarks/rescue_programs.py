@@ -209,8 +209,7 @@ programs("equal")(
     detr_as_tensor=lambda s, x, y, pos: (each(s, x, y) * pos).sum()
     / torch.as_tensor([float(pos.sum())]).clamp(min=1).item(),
     mlm_clamp=lambda s, seq, tags: tokens(s, seq, tags).sum() / (tags != -100).sum().clamp(min=1),
-    mlm_maximum=lambda s, seq, tags: tokens(s, seq, tags).sum()
-    / torch.maximum((tags >= 0).sum(), torch.tensor(1)),
+    mlm_maximum=lambda s, seq, tags: tokens(s, seq, tags).sum() / torch.maximum((tags >= 0).sum(), torch.tensor(1)),
     mask_over_its_sum=lambda s, seq, mask: (entropy(s, seq) * (mask / mask.sum())).sum(),
     mask_inverse_sum=lambda s, seq, mask: (entropy(s, seq) * mask).sum() * (1 / mask.sum()),
     mask_reciprocal=lambda s, seq, mask: (entropy(s, seq) * mask).sum().mul(mask.sum().reciprocal()),
@@ -239,9 +238,14 @@ programs("refused")(
 programs("either")(
     batch_in_place_later=lambda s, x, y, i: ce(s, x.mul_(1.5) if i >= 1 else x, y),
     batch_in_place_always=lambda s, x, y: ce(s, x.sub_(x.mean(1, keepdim=True)), y),
-    batch_in_place_view=lambda s, x, y, i: ce(s, (x.__setitem__((..., 0), x[:, 0] * 2 + i), x)[1], y),
     batch_in_place_whole_mean=lambda s, x, y: ce(s, x.sub_(x.mean(0)), y),
 )
+
+
+@programs("either")
+def batch_in_place_view(s, x, y, i):
+    x[:, 0] = x[:, 0] * 2 + i
+    return ce(s, x, y)
 
 
 def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
@@ -317,51 +321,58 @@ programs("equal")(
         {"std": out.std(), "norm": out.norm(), "rmse": F.mse_loss(out, z[:, :3]).sqrt()},
         on_epoch=True,
     ),
-    log_reductions=lambda s, x, y, i: (
-        s.log("top", (out := s.net(x)).max(), on_step=True, on_epoch=True, reduce_fx="max"),
-        s.log("least", out.min(), on_epoch=True, reduce_fx="min"),
-        s.log("total", F.cross_entropy(out, y, reduction="sum"), on_step=True, on_epoch=True, reduce_fx="sum"),
-        s.log("index", float(i)),
-        F.cross_entropy(out, y),
-    )[-1],
-    log_batch_size=lambda s, x, y, seq: (
-        loss := ce(s, x, y),
-        s.log("given", loss, on_step=True, on_epoch=True, batch_size=len(x)),
-        s.log("size", float(len(x)), batch_size=x.shape[0], on_epoch=True),
-        s.log("constant", 3.0, on_epoch=True, batch_size=8),
-        s.log("tokens", loss, on_epoch=True, batch_size=seq.size(0) * seq.size(1)),
-    )[0],
     log_zero_sum=lambda s, x, y, pos, gaps: logged(
         s, ce(s, x, y), {"zero": (pos * 0).sum(), "positives": pos.sum(), "tokens": gaps.sum()},
         on_step=True, on_epoch=True,
     ),
-    log_masked_accuracy=lambda s, seq, tags: (
-        s.log("accuracy", (((best := (out := s.net(seq)).argmax(-1)) == tags) & (known := tags != -100)).sum()
-              / known.sum(), on_epoch=True),
-        s.log("f1", 2 * ((best == 1) & (tags == 1)).sum() / ((best == 1).sum() + (tags == 1).sum())),
-        F.cross_entropy(out.transpose(1, 2), tags),
-    )[-1],
 )  # fmt: skip
+
+
+@programs("equal")
+def log_reductions(s, x, y, i):
+    out = s.net(x)
+    s.log("top", out.max(), on_step=True, on_epoch=True, reduce_fx="max")
+    s.log("least", out.min(), on_epoch=True, reduce_fx="min")
+    s.log("total", F.cross_entropy(out, y, reduction="sum"), on_step=True, on_epoch=True, reduce_fx="sum")
+    s.log("index", float(i))
+    return F.cross_entropy(out, y)
+
+
+@programs("equal")
+def log_batch_size(s, x, y, seq):
+    loss = ce(s, x, y)
+    s.log("given", loss, on_step=True, on_epoch=True, batch_size=len(x))
+    s.log("size", float(len(x)), batch_size=x.shape[0], on_epoch=True)
+    s.log("constant", 3.0, on_epoch=True, batch_size=8)
+    s.log("tokens", loss, on_epoch=True, batch_size=seq.size(0) * seq.size(1))
+    return loss
+
+
+@programs("equal")
+def log_masked_accuracy(s, seq, tags):
+    out = s.net(seq)
+    known = tags != -100
+    s.log("accuracy", ((out.argmax(-1) == tags) & known).sum() / known.sum(), on_epoch=True)
+    s.log("f1", 2 * ((out.argmax(-1) == 1) & (tags == 1)).sum() / ((out.argmax(-1) == 1).sum() + (tags == 1).sum()))
+    return F.cross_entropy(out.transpose(1, 2), tags)
+
+
 programs("refused")(
-    log_quantile=lambda s, x, y: logged(
-        s, F.cross_entropy(out := s.net(x), y), {"p90": out.flatten().quantile(0.9)}
-    ),
+    log_quantile=lambda s, x, y: logged(s, F.cross_entropy(out := s.net(x), y), {"p90": out.flatten().quantile(0.9)}),
     log_first_sample=lambda s, x, y: logged(
         s, F.cross_entropy(out := s.net(x), y), {"first": out[0].mean()}, on_epoch=True
     ),
     log_first_sample_item=lambda s, x, y: logged(s, ce(s, x, y), {"first": x[0, 0].item()}),
-)  # fmt: skip
+)
 programs("either")(
     log_samples_numpy=lambda s, x, y: logged(
         s, F.cross_entropy(out := s.net(x), y), {"median": float(np.median(out.detach().numpy()))}
     ),
-    log_samples_tolist=lambda s, x, y: logged(
-        s, (values := each(s, x, y)).mean(), {"largest": max(values.tolist())}
-    ),
+    log_samples_tolist=lambda s, x, y: logged(s, (values := each(s, x, y)).mean(), {"largest": max(values.tolist())}),
     log_count_of_nonzero=lambda s, x, y, pos: logged(
         s, ce(s, x, y), {"count": float(len(pos.nonzero()))}, on_epoch=True
     ),
-)  # fmt: skip
+)
 
 
 @programs("equal")
@@ -669,9 +680,9 @@ def barlow_twins(s, x, z):
 programs("refused")(
     simclr=lambda s, x, z: contrastive(torch.cat([a := s.net(x), b := s.net(z)]), torch.cat([b, a])),
     clip_loss=lambda s, x, z: (contrastive(s.net(x), s.net(z)) + contrastive(s.net(z), s.net(x))) / 2,
-    supervised_contrastive=lambda s, x, y: -(
-        ((h := F.normalize(s.net(x))) @ h.T).log_softmax(1) * (y[:, None] == y[None])
-    ).mean(),
+    supervised_contrastive=lambda s, x, y: (
+        -(((h := F.normalize(s.net(x))) @ h.T).log_softmax(1) * (y[:, None] == y[None])).mean()
+    ),
     roll_negatives=lambda s, x, z: F.triplet_margin_loss(s.net(x), s.net(z), s.net(z).roll(1, 0)),
     flip_mixup=lambda s, x, y: ce(s, 0.7 * x + 0.3 * x.flip(0), y),
     randperm_mixup=lambda s, x, y: ce(s, 0.7 * x + 0.3 * x[torch.randperm(len(x))], y),
@@ -709,11 +720,11 @@ programs("refused")(
     position_weights=lambda s, x, y: (each(s, x, y) * torch.linspace(0, 1, len(x), dtype=x.dtype)).sum(),
     fixed_position_weights=lambda s, x, y: (each(s, x, y) * torch.tensor([4.0, 1, 1, 1, 1, 1, 1, 2])[: len(x)]).mean(),
     eye_labels=lambda s, x: F.mse_loss((h := s.net(x)) @ h.T, torch.eye(len(x), dtype=x.dtype)),
-)  # fmt: skip
+)
 programs("refused", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))(
     batch_norm=ce,
-    batch_norm_sequence=lambda s, seq: s.net[3](s.net[1](s.net[0](seq).flatten(0, 1))).logsumexp(1).mean()
-)  # fmt: skip
+    batch_norm_sequence=lambda s, seq: s.net[3](s.net[1](s.net[0](seq).flatten(0, 1))).logsumexp(1).mean(),
+)
 programs("refused", net=lambda: nn.ModuleList([nn.TransformerEncoderLayer(6, 2, 8, 0.0), nn.Linear(6, 3)]))(
     attention_over_samples=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq).mean(1)), y)
 )
@@ -729,7 +740,7 @@ programs("equal")(
     sorted_and_unsorted=lambda s, seq, lens, y: F.cross_entropy(
         s.net(seq[order := lens.argsort(descending=True)]).mean(1)[order.argsort()], y
     )
-)  # fmt: skip
+)
 
 # -- what is drawn
 
@@ -787,24 +798,24 @@ programs("equal")(
     size_threshold=lambda s, x, y: ce(s, x, y) * (3 if len(x) >= 6 else 1) + (s.net(x).mean() if y.numel() > 7 else 0),
     size_squared=lambda s, x, y: each(s, x, y).sum() * len(x) / len(x) ** 2 + ce(s, x, y) * (len(x) % 3),
     size_equal=lambda s, x, y: ce(s, x, y) * (0.5 if x.shape == (8, 6) else 2.0),
-    size_product=lambda s, seq: entropy(s, seq).sum() / math.prod(seq.shape[:2])
-    + entropy(s, seq).sum() / np.prod(seq.shape),
+    size_product=lambda s, seq: (
+        entropy(s, seq).sum() / math.prod(seq.shape[:2]) + entropy(s, seq).sum() / np.prod(seq.shape)
+    ),
     size_new_ones=lambda s, x, y: each(s, x, y).dot(x.new_ones(len(x))) / x.new_ones(len(x)).sum(),
-    size_ones_sum=lambda s, x, y: each(s, x, y).sum() / torch.ones(x.shape[0]).sum()
-    + ce(s, x, y) / torch.ones_like(y).sum(),
-    size_reshaped=lambda s, seq: s.net(
-        seq.reshape(len(seq) * TOKENS, -1)
-    ).view(len(seq), TOKENS, -1).logsumexp(2).mean(),
+    size_ones_sum=lambda s, x, y: (
+        each(s, x, y).sum() / torch.ones(x.shape[0]).sum() + ce(s, x, y) / torch.ones_like(y).sum()
+    ),
+    size_reshaped=lambda s, seq: (
+        s.net(seq.reshape(len(seq) * TOKENS, -1)).view(len(seq), TOKENS, -1).logsumexp(2).mean()
+    ),
     size_flattened=lambda s, seq: s.net(seq.flatten(0, 1)).logsumexp(1).view(seq.size(0), -1).sum(1).mean(),
     size_expanded=lambda s, x, y: ce(s, x + s.net[2].bias.detach().repeat(2).expand(len(x), -1), y),
     size_batch_idx=lambda s, x, y, i: ce(s, x, y) * (1 + 0.1 * i * len(x)),
     two_views=lambda s, x, z: F.mse_loss(*s.net(torch.cat([x, z])).chunk(2)),
     three_stacked=lambda s, x, z, neg: s.net(torch.stack([x, z, neg])).logsumexp(-1).mean(1).std(),
     repeated=lambda s, x, y: ce(s, x.repeat(2, 1), y.repeat(2)),
-    lr_set_by_step=lambda s, x, y, i: (
-        s.trainer.optimizers[0].param_groups[0].update(lr=0.02 / (1 + i)) or ce(s, x, y)
-    ),
-)  # fmt: skip
+    lr_set_by_step=lambda s, x, y, i: s.trainer.optimizers[0].param_groups[0].update(lr=0.02 / (1 + i)) or ce(s, x, y),
+)
 programs("either")(
     repeat_interleaved=lambda s, x, y: ce(s, x.repeat_interleave(2, 0), y.repeat_interleave(2)),
     size_range_tensor=lambda s, x, y: each(s, x, y)[list(range(len(x)))].mean(),
@@ -844,7 +855,7 @@ programs("equal", adam=True)(
 )
 programs("equal", settings={"accumulate_grad_batches": 3})(
     accumulation=ce, accumulation_gaps=lambda s, seq, gaps: (entropy(s, seq) * gaps).sum() / gaps.sum().clamp(min=1)
-)  # fmt: skip
+)
 programs("equal", settings={"gradient_clip_val": 0.05})(clipping=ce)
 programs("equal", settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"})(clipping_values=ce)
 clip = {"on_before_optimizer_step": lambda s, _: nn.utils.clip_grad_norm_(s.parameters(), 0.1) and None}
@@ -877,10 +888,8 @@ def slope(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, **optio
 
 
 programs("either")(
-    gradient_penalty=lambda s, x, y: (
-        penalty := (slope(lambda a: s.net(a).sum(), x, create_graph=True).norm(dim=1) - 1).pow(2).mean(),
-        ce(s, x, y) + penalty,
-    )[1],
+    gradient_penalty=lambda s, x, y: ce(s, x, y)
+    + (slope(lambda a: s.net(a).sum(), x, create_graph=True).norm(dim=1) - 1).pow(2).mean(),
     adversarial=lambda s, x, y: ce(s, x + 0.1 * slope(lambda a: ce(s, a, y), x).sign(), y),
     adversarial_step_size=lambda s, x, y: ce(s, x + (grad := slope(lambda a: ce(s, a, y), x)) / grad.norm(), y),
     backward_in_step=lambda s, x, y: (0.1 * s.net(x).pow(2).mean()).backward() or ce(s, x, y),
@@ -1149,7 +1158,7 @@ programs("equal", net=lambda: nn.Conv1d(6, 3, 3, padding=1))(
 )
 programs("equal", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.PReLU(), nn.Linear(8, 6), nn.GLU()))(
     layer_norm=ce, cumsum_over_time=lambda s, seq: s.net(seq.cumsum(1)).logsumexp(-1).cumsum(1).mean()
-)  # fmt: skip
+)
 programs("equal", net=net(embedding, linear(6)))(
     embedding_mean=lambda s, ids, y: F.cross_entropy(s.net[1](s.net[0](ids).mean(1)), y),
     embedding_max=lambda s, ids, y: F.cross_entropy(s.net[1](s.net[0](ids).max(1).values), y),
@@ -1258,10 +1267,10 @@ programs("equal", net=recurrent(), form=listed)(
 )
 programs("equal", net=recurrent(), form=descending)(
     packed_sorted=lambda s, seq, lens, y: head(s, state(s, packed(seq, lens, enforce_sorted=True)), y),
-    packed_sorted_padded=lambda s, seq, lens: s.net[1](
-        padded(s, packed(seq, lens.cpu(), enforce_sorted=True))[0]
-    ).logsumexp(-1).mean(),
-)  # fmt: skip
+    packed_sorted_padded=lambda s, seq, lens: (
+        s.net[1](padded(s, packed(seq, lens.cpu(), enforce_sorted=True))[0]).logsumexp(-1).mean()
+    ),
+)
 programs("equal", net=recurrent(nn.GRU, 16, num_layers=2, bidirectional=True))(
     packed_gru=lambda s, seq, lens, y: head(s, torch.cat(s.net[0](packed(seq, lens))[1].unbind(0)[-2:], 1), y)
 )
