@@ -39,7 +39,6 @@ class Replayed:
     other_segments: int
     releases: int
     other_releases: int
-    recorded_allocated_bytes: int
     recorded_reserved_bytes: int
     own_reserved_bytes: int
 
@@ -69,7 +68,7 @@ def replayed(name: str, history: History) -> Replayed:
         *(name, history, found.allocations, found.other_addresses),
         *(found.segments + found.other_segments, found.other_segments),
         *(found.releases + found.other_releases, found.other_releases),
-        *(as_recorded.peak_allocated_bytes, max(history.reserved_bytes), own.peak_reserved_bytes),
+        *(max(history.reserved_bytes), own.peak_reserved_bytes),
     )
 
 
