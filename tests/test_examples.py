@@ -40,7 +40,7 @@ class Run:
 
     @property
     def chosen_batch_size(self) -> int:
-        found = re.search(r"Batch size (\d+) \(was \d+\)", self.text)
+        found = re.search(r"batch size (\d+) \(was \d+\)", self.text)
         assert found, self.text
         return int(found[1])
 
@@ -65,7 +65,7 @@ def run(script: str, folder: Path, *options: str) -> Run:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return Run(done.stdout, folder)
+    return Run(done.stdout + done.stderr, folder)
 
 
 @pytest.fixture(scope="module")

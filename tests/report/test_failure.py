@@ -12,7 +12,6 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.report.failure import (
     Failure,
     Larger,
-    Overrun,
     announcement,
     note,
     overrun_words,
@@ -58,7 +57,7 @@ def test_where_the_data_sets_the_sizes_of_its_batches_none_is_advised():
     text = note(replace(FAILURE, predicted=bucket, would_fit=None))
     assert "for a batch of 3 x 512" in text
     assert "lower the sampler's token budget or bucket width, or use bf16-mixed precision" in text
-    overrun = overrun_words(Overrun(bucket, Measured(9 * GIB, "rss"), BUDGET, None))
+    overrun = overrun_words(bucket, Measured(9 * GIB, "rss"), BUDGET, None)
     assert overrun.endswith("Lower the sampler's token budget or bucket width, or raise `margin`.")
     larger = announcement(replace(LARGER, footprint=bucket, budget=replace(BUDGET, free_bytes=GIB)), "train", 3)
     assert larger.endswith("lower the sampler's token budget or bucket width or truncate long samples.")

@@ -23,7 +23,7 @@ from lightning_memguard.core.capture.leftovers import without_collections
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.capture.recorder import Recorder, line_behind
 from lightning_memguard.core.foreign import reason_of
-from lightning_memguard.core.isolation.pool import ChildPool, in_child
+from lightning_memguard.core.isolation.pool import ChildPool, in_child, tell
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
@@ -194,7 +194,6 @@ class Captures:
         next_size: from the traces of the first program at two batch sizes, the one that it is likely asked for next.
         deadline: the moment (of `time.monotonic`) after which captures raise `OutOfTimeError`. Predictions then have a
             note, and a range at sizes that were not captured.
-        notice: called with what is captured, in words, before it is waited for.
     """
 
     def __init__(
@@ -202,9 +201,8 @@ class Captures:
         *programs: Program,
         next_size: Callable[[Sequence[Trace]], int] | None = None,
         deadline: float = math.inf,
-        notice: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self.deadline, self.notice = deadline, notice
+        self.deadline = deadline
         self._programs = list(programs)
         self._next_size = next_size
         self._isolated = IsolatedWork[_Task, Trace](self._run, deadline=deadline)
@@ -249,7 +247,7 @@ class Captures:
         task = (self.place_of(program), batch_size, method, variant)
         if task not in self._known:
             how = ", for real" if method == "real" else ""
-            self.notice(f"the step at batch size {batch_size}{how}")
+            tell(f"the step at batch size {batch_size}{how}")
             self._known[task] = self._isolated.result(task, with_note=_with_note)
         return self._known[task]
 
@@ -282,7 +280,7 @@ def captures_of(program: Program) -> contextlib.AbstractContextManager[Captures]
     known = next((each for each in _open if each.takes(program)), None)
     if known:
         return contextlib.nullcontext(known)
-    return Captures(program, deadline=_open[-1].deadline, notice=_open[-1].notice) if _open else Captures(program)
+    return Captures(program, deadline=_open[-1].deadline if _open else math.inf)
 
 
 def capture(program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> Trace:

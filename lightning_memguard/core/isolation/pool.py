@@ -96,6 +96,11 @@ class ChildPool(Generic[Request, Value]):
         """Whether a child was forked and still lives."""
         return bool(self._children)
 
+    @property
+    def doing(self) -> str:
+        """What a child told last of the work that it is at."""
+        return next((child.doing for child in self._children if child.is_busy), "")
+
     def start(self, *requests: Request) -> None:
         """Queue requests for the next free children."""
         if monotonic() > self._deadline:
@@ -185,6 +190,7 @@ class _Child:
         self.answers, answers = os.pipe()
         self.request: Any = None
         self.is_busy = False
+        self.doing = ""
         self._received = bytearray()
         self._trusted = trusted
         self._is_cut_off = self._has_ended = False
@@ -218,9 +224,13 @@ class _Child:
         data = os.read(self.answers, 1 << 20)
         if not data:
             return self._ended()
+        if not self._received:  # signs of life, some of them with words, before the answer
+            beats, kind, data = data.partition(_ANSWER)
+            self.doing = next((word.decode() for word in reversed(beats.split(_BEAT)) if word), self.doing)
+            data = kind + data
         self._awake, self._used = monotonic(), self._processor_seconds()
         self._is_cut_off = True
-        self._received += data if self._received else data.lstrip(_BEAT)
+        self._received += data
         start = len(_ANSWER) + _LENGTH
         if len(self._received) < start + int.from_bytes(self._received[1:start], "big"):
             return None
@@ -332,6 +342,12 @@ def beat() -> None:
     if _beats_to >= 0 and monotonic() > _next_beat:
         _next_beat = monotonic() + _BEAT_SECONDS
         os.write(_beats_to, _BEAT)
+
+
+def tell(doing: str) -> None:
+    """Send what is being done as a sign of life, in words of ASCII."""
+    if _beats_to >= 0:
+        os.write(_beats_to, doing.encode("ascii", "replace") + _BEAT)
 
 
 def _serve(handle: Callable[[Any], Any], requests: int, answers: int, *, trusted: bool) -> None:

@@ -86,7 +86,7 @@ class Planner:
         self._captures: Captures | None = None
         self._open = ExitStack()
         self._pool = ChildPool[_Terms | None, "Attempt[RunProfile] | Attempt[Choice]"](
-            self._work, most=1, begin=run_on_one_thread, trusted=True, while_waiting=line.show
+            self._work, most=1, begin=run_on_one_thread, trusted=True, while_waiting=lambda: line.show(self._pool.doing)
         )
 
     def __enter__(self) -> Self:
@@ -129,7 +129,7 @@ class Planner:
             programs = [self._run.program, *([evaluation.program] if evaluation else [])]
             programs = [each for program in programs for each in program.kinds or (program,)]
             next_size = self._reading.next_size if self._reading else None
-            captures = Captures(*programs, next_size=next_size, deadline=self._deadline, notice=self._line.note)
+            captures = Captures(*programs, next_size=next_size, deadline=self._deadline)
             self._captures = self._open.enter_context(captures)
         if self._profile is None and self._reading is not None:
             self._profile = profile_of(self._reading, self._captures)

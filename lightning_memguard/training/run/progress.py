@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from mmap import mmap
 
 from lightning_memguard.training.facts.ranks import is_heard, say
 
@@ -25,15 +24,10 @@ class SetupLine:
     def __init__(self, *, speaks: bool, most_seconds: float) -> None:
         self._started, self._most_seconds = time.monotonic(), most_seconds
         self._due = self._started + _PATIENCE_SECONDS if speaks else math.inf
-        self._doing = mmap(-1, 128)  # shared with the children, which write to it
         self.is_shown = False
 
-    def note(self, doing: str) -> None:
-        """Note what is being done, in any child."""
-        self._doing[:] = doing.encode()[:128].ljust(128)
-
-    def show(self) -> None:
-        """Show the line if it is due."""
+    def show(self, doing: str) -> None:
+        """Show the line if it is due, with what is being done."""
         now = time.monotonic()
         if now < self._due or not is_heard():
             return
@@ -42,7 +36,7 @@ class SetupLine:
         if not sys.stderr.isatty():
             say("MemGuard: predicting memory on a copy of the step; Ctrl-C goes on without it ...")
             return
-        doing = self._doing[:].strip(b"\0 ").decode(errors="ignore") or "reading the data"
+        doing = doing or "reading the data"
         text = f"MemGuard: predicting memory, {now - self._started:.0f}{most} s: {doing}; Ctrl-C goes on without it"
         sys.stderr.write(f"{_CLEAR}{text}")
         sys.stderr.flush()
@@ -52,4 +46,3 @@ class SetupLine:
         """Erase it."""
         if self.is_shown and sys.stderr.isatty():
             sys.stderr.write(_CLEAR)
-        self._doing.close()

@@ -646,7 +646,7 @@ def fit_texts(of: str, loader: Any, *callbacks: pl.Callback) -> list[str]:
 
 @pytest.mark.parametrize(("of", "largest"), [("attention", "8 x 512"), ("contrast", "512 x 8")])
 @pytest.mark.parametrize("made", MADE)
-def test_of_batches_of_equal_bytes_the_one_that_takes_the_most_is_predicted(made, of, largest, capsys):
+def test_of_batches_of_equal_bytes_the_one_that_takes_the_most_is_predicted(made, of, largest, caplog):
     guard, loader = MemGuard(budget="1GiB"), MADE[made](BUCKETS)
     said = fit_texts(of, loader, guard)
     footprint = guard.decision.footprint
@@ -655,9 +655,8 @@ def test_of_batches_of_equal_bytes_the_one_that_takes_the_most_is_predicted(made
     kept = 4 * 8 * 64 * 64  # batches that the data keeps: they are not a part of what is measured
     assert measured <= footprint.peak_allocated_bytes <= measured + kept
     assert not [text for text in said if "larger than" in text]
-    printed = capsys.readouterr().out
-    assert f"Predicted for a batch of {largest}" in printed
-    assert "predicted for the largest of 4 batches drawn." in " ".join(printed.split())
+    assert f"Predicted for a batch of {largest}" in caplog.text
+    assert "predicted for the largest of 4 batches drawn." in " ".join(caplog.text.split())
 
 
 def test_one_that_takes_more_than_those_drawn_is_announced_once_and_no_batch_size_is_advised():

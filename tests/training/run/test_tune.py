@@ -84,6 +84,7 @@ def test_on_a_terminal_one_line_follows_what_is_captured_and_goes_away(
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     trainer(MemGuard("check", max_setup_seconds=90)).fit(small(), DataLoader(dataset, batch_size=10))
+
     _, *lines, last = terminal.getvalue().split("\r\x1b[2K")
     assert all(re.match(r"MemGuard: predicting memory, \d+ of 90 s: [^\n]*$", line) for line in lines)
     assert any(": the step at batch size 4; Ctrl-C goes on without it" in line for line in lines)
@@ -97,8 +98,8 @@ def test_ctrl_c_goes_on_without_a_prediction_once_that_was_offered(
     monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 0.0 if is_shown else 60.0)
     shown = progress.SetupLine.show
 
-    def interrupted(line: progress.SetupLine) -> None:
-        shown(line)
+    def interrupted(line: progress.SetupLine, doing: str) -> None:
+        shown(line, doing)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(progress.SetupLine, "show", interrupted)

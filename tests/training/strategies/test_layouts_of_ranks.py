@@ -119,7 +119,7 @@ def test_a_fit_goes_on_at_the_size_of_a_checkpoint_of_shards_and_says_so(seen: d
         assert rank["size"] == rank["before"] == seen["fsdp"][0]["size"]
         assert set(rank["sizes"]) == {rank["size"]}
     first, _ = seen["resumes"]
-    *_, last = first["printed"].split("Batch size ")
+    *_, last = first["printed"].split(": batch size ")
     assert last.startswith(f"{first['size']} (was 2)")
 
 

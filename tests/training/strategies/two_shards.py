@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
+import logging
 import os
 import sys
 import warnings
@@ -247,8 +247,8 @@ def resumes(folder: Path) -> Seen:
     trainer.fit(module, data_of(2))
     trainer.save_checkpoint(folder / "shards")
     module, other = module_of(), MemGuard(budget=2 * BUDGET)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        trainer_of(strategy(2, 1), [other], 2, max_epochs=2).fit(module, data_of(2), ckpt_path=folder / "shards")
+    logging.getLogger("lightning_memguard").addHandler(logging.StreamHandler(printed := io.StringIO()))
+    trainer_of(strategy(2, 1), [other], 2, max_epochs=2).fit(module, data_of(2), ckpt_path=folder / "shards")
     return {**seen_of(other), "before": seen_of(guard)["size"], "sizes": module.sizes, "printed": printed.getvalue()}
 
 
