@@ -609,8 +609,8 @@ _END_OF_THE_STEP = "lightning_memguard.core.capture.capture"  # callers of it ar
 
 
 def _line_of_the_model(frame: FrameType | None) -> str:
-    while frame is not None and frame.f_globals.get("__name__") != _END_OF_THE_STEP:
-        if _is_the_models(frame):
+    while frame is not None and (name := frame.f_globals.get("__name__", "")) != _END_OF_THE_STEP:
+        if _is_of_the_model(str(name)):
             return sys.intern(f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}")
         frame = frame.f_back
     return ""

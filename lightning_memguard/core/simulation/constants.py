@@ -175,12 +175,15 @@ class KnownFakeMode(RepeatingFakeMode):
         return value
 
     def _knows_all(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        written_whole = func in _OVERWRITES and _covers_its_storage(args[0])
+        first = args[0] if args else None
+        if type(first) is FakeTensor and func not in _OVERWRITES and not self._has_value(first):
+            return False  # nearly always
+        written_whole = func in _OVERWRITES and _covers_its_storage(first)
         read = list[Tensor]()
         for tensor in operands([args[1:] if written_whole else args, kwargs]):
             read.append(tensor)
             if isinstance(tensor, FakeTensor):
-                if tensor.untyped_storage()._cdata not in self._values:
+                if not self._has_value(tensor):
                     return False
             elif type(tensor) is not Tensor or tensor.device.type != "cpu" or self._is_overwritten(tensor):
                 return False
@@ -188,6 +191,9 @@ class KnownFakeMode(RepeatingFakeMode):
             return False  # someone else's
         elements = sum(tensor.numel() for tensor in (*read, *operands(args[:1] if written_whole else ())))
         return 0 < elements <= MOST_ELEMENTS
+
+    def _has_value(self, fake: Tensor) -> bool:
+        return fake.untyped_storage()._cdata in self._values
 
     def _is_overwritten(self, real: Tensor) -> bool:
         return bool(self._overwritten) and real.untyped_storage()._cdata in self._overwritten
