@@ -207,6 +207,7 @@ class Captures:
         self._next_size = next_size
         self._isolated = IsolatedWork[_Task, Trace](self._run, deadline=deadline)
         self._known: dict[_Task, Trace] = {}
+        self.stopped = ""  # why captures were left out, if the deadline came
 
     def _run(self, task: _Task) -> Trace:
         place, batch_size, method, variant = task
@@ -248,7 +249,11 @@ class Captures:
         if task not in self._known:
             how = ", for real" if method == "real" else ""
             tell(f"the step at batch size {batch_size}{how}")
-            self._known[task] = self._isolated.result(task, with_note=_with_note)
+            try:
+                self._known[task] = self._isolated.result(task, with_note=_with_note)
+            except OutOfTimeError as error:
+                self.stopped = str(error)
+                raise
         return self._known[task]
 
     def known(self, program: Program, method: Method) -> list[Trace]:

@@ -38,6 +38,7 @@ VARIANTS = tuple(map(Variant, range(4)))  # at each size
 _UNEVEN_DRAWS = range(1, 9)  # if the samples differ in size
 SHARED_VARIANTS = tuple(map(Variant, range(8)))  # at one small size
 _WAYS: tuple[Method, ...] = ("fake", "worst-case", "real")
+_CHECKED = 3  # sizes that check how a step grows
 _CLEARLY = 1.01  # times as much as real batches take: such a worst case is not predicted
 _MOST_SECONDS = 20.0  # for a real run, as far as that is known beforehand
 _MOST_SECONDS_AT_LEAST = 60.0  # for the smallest real run; after a slower one there is no other
@@ -361,8 +362,13 @@ def predict(
         CannotTraceError: not even the states could be made.
     """
     with captures_of(program) as captures:
+        captures.stopped = ""
         known = Prediction(program, settings, "states", None, context_bytes, scalable)
         found = _predicted(captures, known, batch_size)
+        if captures.stopped and not found.stopped:
+            unchecked = found.growth is not None and len(found.growth.sizes) < _CHECKED
+            note = f"{captures.stopped}: captures that would have checked the prediction were left out"
+            found = replace(found, notes=(*found.notes, note), stopped=captures.stopped if unchecked else "")
         unfrozen = program.unfrozen()
         if unfrozen is not None:
             with captures_of(unfrozen) as others, contextlib.suppress(CannotTraceError):

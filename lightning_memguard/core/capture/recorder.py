@@ -418,7 +418,7 @@ class Recorder(TorchDispatchMode):
     def _note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Record what an operator allocated: scratch, results, and scratch next to the results."""
         name, namespace, short = _names(func)
-        results = [out] if type(out) is FakeTensor else list(_tensors(out))
+        results = [out] if type(out) is FakeTensor or type(out) is Tensor else list(_tensors(out))
         if self._autotuned and results and short in _TIMED:
             self._largest_product = max(self._largest_product, results[0].numel() * results[0].element_size())
         elsewhere = bool(results) and results[0].device.type != self.device_type
@@ -742,7 +742,7 @@ class _ModulePaths(TorchFunctionMode):
                 out = call_with_overrides(func, args, kwargs or {})
         else:
             out = call_with_overrides(func, args, kwargs or {})
-        if type(out) is FakeTensor:
+        if type(out) is FakeTensor or type(out) is Tensor:
             self._follow(_node_of(out))
         else:
             for tensor in _tensors(out, inside=not one_rank.is_wrapped(out)):

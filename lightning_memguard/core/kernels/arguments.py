@@ -92,7 +92,7 @@ def checked(rule: Rule[Target]) -> Rule[Target]:
 
 def _is_plain(tensor: Tensor) -> bool:
     strided = not tensor.is_nested and str(tensor.layout) == "torch.strided"
-    return strided and all(isinstance(size, int) for size in tensor.shape)
+    return strided and {*map(type, tensor.shape)} <= {int}
 
 
 def operands(value: object) -> Iterator[Tensor]:

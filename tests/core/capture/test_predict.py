@@ -664,6 +664,23 @@ def test_a_proof_that_the_deadline_cuts_short_is_noted(time_is_up: Callable[...,
     assert prediction.footprint_at(64).high is None
 
 
+def test_real_steps_that_the_deadline_leaves_out_are_noted(
+    time_is_up: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reading(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return plain(model, x) if x.sum().item() > 0 else model(x).mean()
+
+    start, program = Captures.start, program_of(reading)
+    monkeypatch.setattr(Captures, "start", lambda *given: time_is_up() if len(given) > 4 else start(*given))
+    with until_deadline(program):
+        prediction = predict(program, 64, EXACT)
+    found = prediction.footprint_at(64)
+    assert (found.method, found.high.allocated_bytes > 8 * found.low.allocated_bytes) == ("real", True)
+    assert (
+        "time was up (max_setup_seconds): captures that would have checked the prediction were left out" in found.notes
+    )
+
+
 def test_nothing_is_predicted_if_nothing_was_captured_until_the_deadline(time_is_up: Callable[..., int]) -> None:
     program = program_of()
     with until_deadline(program):
