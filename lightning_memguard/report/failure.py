@@ -13,6 +13,7 @@ from lightning_memguard.report.words import at_size, counted, peak_words, size_o
 from lightning_memguard.units import format_bytes
 
 _MOST_SHAPES = 6
+_LESS_MEMORY = "bf16-mixed precision, activation checkpointing, or a smaller model"
 
 
 @dataclass(frozen=True)
@@ -83,23 +84,38 @@ def refusal_words(reason: str) -> str:
     return f"The step was not done again in parts of its batch: {reason}." if reason else ""
 
 
-def overrun_words(predicted: Footprint, measured: Measured, budget: Budget, would_fit: int | None) -> str:
-    """Say by how much a run passed its budget, and the batch size that would have stayed within it, if one is known.
+def overrun_words(
+    predicted: Footprint, measured: Measured, budget: Budget, would_fit: int | None, larger: Larger | None
+) -> str:
+    """Say by how much a run passed its budget, and what would have kept it within.
 
     Args:
         predicted: the footprint that the batch size was chosen by.
         measured: what was taken.
         budget: what there was.
-        would_fit: the largest batch size that would have kept the budget; None if it is not known, or none would.
+        would_fit: the largest batch size that would have kept the budget; 0 if none would, None if it is not known.
+        larger: a batch that was larger than those predicted from; None if there was none.
     """
-    taken, size = measured.peak_bytes, would_fit
-    within = f"Batch size {size} would have stayed within it: set max_batch_size={size}, or raise `margin`."
+    taken, most = measured.peak_bytes, format_bytes(predicted.most_device_bytes)
+    if larger:
+        most += f", for a batch of {_listed(larger.shapes)} {format_bytes(larger.footprint.most_device_bytes)}"
+    way_out = f"Lower {size_of(predicted)}, or raise `margin`"
+    if would_fit is not None:
+        way_out = f"{_size_that_fits(would_fit, larger is not None)} stayed within it: {_remedy(would_fit)}"
     return (
         f"This run has taken {format_bytes(taken)} ({measured.source}) {at_size(predicted)}, "
         f"{format_bytes(taken - budget.free_bytes)} over its budget of {format_bytes(budget.free_bytes)}; at most "
-        f"{format_bytes(predicted.most_device_bytes)} were predicted. "
-        f"{within if size else f'Lower {size_of(predicted)}, or raise `margin`.'}"
+        f"{most} were predicted. {way_out}{', or truncate long samples' if larger else ''}."
     )
+
+
+def _size_that_fits(size: int, alike: bool) -> str:
+    subject = f"batch size {size}" if size else "not even one sample"
+    return f"{f'For batches like it, {subject}' if alike else subject.capitalize()} would have"
+
+
+def _remedy(size: int) -> str:
+    return f"set max_batch_size={size}, or raise `margin`" if size else f"use {_LESS_MEMORY}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +129,8 @@ class Failure:
         budget_now: what it offers now; None if it does not report it.
         shapes: of the batch that failed.
         predicted_shapes: of the batch the prediction is based on.
-        would_fit: the largest batch size that would have fit; None if not even one sample would, or none can be set.
+        would_fit: the largest batch size that would have fit; 0 if not even one sample would, None if it is not known.
+        larger: the footprint of that batch if it is larger than those predicted from.
     """
 
     predicted: Footprint
@@ -123,6 +140,7 @@ class Failure:
     shapes: Shapes
     predicted_shapes: Shapes
     would_fit: int | None
+    larger: Footprint | None = None
 
 
 def note(failure: Failure) -> str:
@@ -160,10 +178,11 @@ def _room(failure: Failure) -> str:
 def _batch(failure: Failure) -> str:
     if not failure.shapes:
         return "Memory ran out before the first batch."
-    shapes = _listed(failure.shapes)
+    shapes, larger = _listed(failure.shapes), failure.larger
     if failure.shapes == failure.predicted_shapes:
         return f"The batch had the predicted shape: {shapes}."
-    return f"The batch had {shapes}; the prediction is for {_listed(failure.predicted_shapes)}."
+    of_larger = f", and this batch is predicted to need {format_bytes(larger.most_device_bytes)}" if larger else ""
+    return f"The batch had {shapes}; the prediction is for {_listed(failure.predicted_shapes)}{of_larger}."
 
 
 def _listed(shapes: Shapes) -> str:
@@ -172,15 +191,13 @@ def _listed(shapes: Shapes) -> str:
 
 
 def _advice(failure: Failure) -> str:
-    size = failure.would_fit
-    if failure.predicted.is_partial:
-        return "Which batch size would have fit is unknown: try a smaller one."
-    remedies = "bf16-mixed precision, activation checkpointing, or a smaller model"
+    size, predicted = failure.would_fit, failure.larger or failure.predicted
     if failure.predicted.batch:
-        return f"The data sets the sizes of its batches: lower {size_of(failure.predicted)}, or use {remedies}."
-    if size is None:
-        return f"Not even one sample would have fit: use {remedies}."
+        return f"The data sets the sizes of its batches: lower {size_of(failure.predicted)}, or use {_LESS_MEMORY}."
+    if failure.predicted.is_partial or size is None:
+        return "Which batch size would have fit is unknown: try a smaller one."
     measured_bytes = failure.measured.peak_bytes if failure.measured else 0
-    over = measured_bytes > failure.predicted.peak_device_bytes
+    over = size and measured_bytes > predicted.peak_device_bytes
     scaled = ", assuming other steps exceed it by the same factor" if over else ""
-    return f"Batch size {size} would have fit{scaled}: set max_batch_size={size}, or raise `margin`."
+    truncate = ", or truncate long samples" if failure.larger else ""
+    return f"{_size_that_fits(size, failure.larger is not None)} fit{scaled}: {_remedy(size)}{truncate}."

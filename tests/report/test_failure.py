@@ -52,12 +52,47 @@ def test_out_of_memory_after_a_whole_prediction():
     ]
 
 
+@pytest.mark.parametrize(
+    ("size", "larger", "end"),
+    [
+        (
+            0,
+            None,
+            "Not even one sample would have fit: use bf16-mixed precision, activation checkpointing, or a smaller",
+        ),
+        (None, None, "Which batch size would have fit is unknown: try a smaller one."),
+        (3, FOOTPRINT, "For batches like it, batch size 3 would have fit: set max_batch_size=3, or raise `margin`, or"),
+        (0, FOOTPRINT, "For batches like it, not even one sample would have fit: use bf16-mixed precision, activation"),
+    ],
+)
+def test_what_would_have_fit_is_said_of_batches_like_the_one_that_failed(size, larger, end):
+    failed = replace(FAILURE, measured=Measured(3 * GIB, "rss"), would_fit=size, larger=larger)
+    advice = note(failed).splitlines()[-1]
+    assert advice.startswith(end)
+    assert ("truncate long samples" in advice) == (larger is not None)
+
+
+@pytest.mark.parametrize(
+    ("size", "larger", "end"),
+    [
+        (5, None, "Batch size 5 would have stayed within it: set max_batch_size=5, or raise `margin`."),
+        (5, LARGER, "For batches like it, batch size 5 would have stayed within it: set max_batch_size=5, or raise"),
+        (0, LARGER, "For batches like it, not even one sample would have stayed within it: use bf16-mixed precision"),
+        (None, LARGER, "Lower the batch size, or raise `margin`, or truncate long samples."),
+    ],
+)
+def test_a_passed_budget_is_compared_with_the_largest_batch(size, larger, end):
+    text = overrun_words(FOOTPRINT, Measured(9 * GIB, "rss"), BUDGET, size, larger)
+    assert end in text
+    assert ("for a batch of [8, 20] 4.0 GiB were predicted" in text) == (larger is not None)
+
+
 def test_where_the_data_sets_the_sizes_of_its_batches_none_is_advised():
     bucket = replace(FOOTPRINT, batch="3 x 512")
     text = note(replace(FAILURE, predicted=bucket, would_fit=None))
     assert "for a batch of 3 x 512" in text
     assert "lower the sampler's token budget or bucket width, or use bf16-mixed precision" in text
-    overrun = overrun_words(bucket, Measured(9 * GIB, "rss"), BUDGET, None)
+    overrun = overrun_words(bucket, Measured(9 * GIB, "rss"), BUDGET, None, None)
     assert overrun.endswith("Lower the sampler's token budget or bucket width, or raise `margin`.")
     larger = announcement(replace(LARGER, footprint=bucket, budget=replace(BUDGET, free_bytes=GIB)), "train", 3)
     assert larger.endswith("lower the sampler's token budget or bucket width or truncate long samples.")

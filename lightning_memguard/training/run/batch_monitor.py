@@ -20,7 +20,7 @@ from lightning_memguard.core.isolation.pool import ChildPool
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.core.trace.trace import Shapes
-from lightning_memguard.errors import MemGuardError
+from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.report.failure import Failure, Larger
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.rescue.policy import Samples
@@ -31,7 +31,12 @@ _MOST_USUAL = 1024  # shapes that are known to be within the prediction
 
 
 class BatchWatch:
-    """Compares each batch of a step, at its batch size, with those predicted from; cheap: it examines every one."""
+    """Compares each batch of a step, at its batch size, with those predicted from; cheap: it examines every one.
+
+    Attributes:
+        exceeds: whether the batch at hand is larger than those predicted from.
+        largest: the last one that was announced for its memory, and a prediction on batches like it.
+    """
 
     def __init__(self, profile: RunProfile, prediction: Prediction, batch_size: int) -> None:
         self.profile = profile
@@ -39,11 +44,14 @@ class BatchWatch:
         self.batch_size = batch_size
         self.predicted_shapes, nbytes = prediction.expected_batch(batch_size)
         self.shapes: Shapes = ()
+        self.exceeds = False
+        self.largest: tuple[Larger, Prediction] | None = None
         self.is_fixed, kinds = bool(prediction.kinds), prediction.kinds or [((), nbytes)]
         self._usual = set[Shapes]()
         self._quick: list[torch.Size] | int = 0
         self._most_bytes = 0.0
         self._limits = [max(sizes) for sizes in zip_longest(*starmap(growth_sizes, kinds), fillvalue=0.0)]
+        self._of_prediction = [*self._limits]
 
     def larger(self, batch: object) -> Larger | None:
         """Compare a batch on its way into the step with the prediction; None if it is within it."""
@@ -51,14 +59,16 @@ class BatchWatch:
         if quick == self._quick and quick:
             return None  # as large as the one before
         self._quick, self.shapes = quick, tuple(quick) if isinstance(quick, list) else shapes_of(batch)
+        self.exceeds = False
         if self.shapes in self._usual:
             return None
         sizes = growth_sizes(self.shapes if self.is_fixed else (), batch_bytes(batch))
+        self.exceeds = any(starmap(gt, zip_longest(sizes, self._of_prediction, fillvalue=0.0)))
         if any(starmap(gt, zip_longest(sizes, self._limits, fillvalue=0.0))):
             both = zip_longest(sizes, self._limits, fillvalue=0.0)
             self._limits = [size * _NEXT if size > limit else limit for size, limit in both]
             return attempt(lambda: self._predicted(batch)).value
-        if len(self._usual) < _MOST_USUAL:
+        if len(self._usual) < _MOST_USUAL and not self.exceeds:
             self._usual.add(self.shapes)
         return None
 
@@ -74,7 +84,10 @@ class BatchWatch:
         if nbytes <= max(self._most_bytes, usual.most_device_bytes) and not footprint.is_partial:
             return None
         self._most_bytes = nbytes * _NEXT
-        return Larger(self.shapes, self.predicted_shapes, replace(footprint, batch=usual.batch), self.profile.budget)
+        footprint = replace(footprint, batch=usual.batch)
+        larger = Larger(self.shapes, self.predicted_shapes, footprint, self.profile.budget)
+        self.largest = larger, prediction
+        return larger
 
 
 def _quick_sizes(batch: Any, *, by_shape: bool) -> list[torch.Size] | int:
@@ -98,19 +111,23 @@ def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measure
     """Compare what was there when memory ran out with the prediction, and find what would have fit."""
     budget = watch.profile.budget
     now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
-    ratio = _ratio(measured, decided.peak_device_bytes)
-    smaller = None if watch.is_fixed else would_fit(watch, _budget_now(watch, device), ratio)
-    return Failure(decided, measured, budget, now, watch.shapes, watch.predicted_shapes, smaller)
+    larger, alike = watch.largest if watch.largest and watch.exceeds else (None, watch.prediction)
+    ratio = _ratio(measured, (larger.footprint if larger else decided).peak_device_bytes)
+    smaller = None if watch.is_fixed else would_fit(watch, _budget_now(watch, device), ratio, alike=alike)
+    shapes = watch.shapes, watch.predicted_shapes
+    return Failure(decided, measured, budget, now, *shapes, smaller, larger.footprint if larger else None)
 
 
 def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured) -> int | None:
-    """The largest batch size that would have kept the budget that a run passed; None if none would, or can be set.
+    """The largest batch size that would have kept the budget; see `would_fit`. None if none can be set.
 
     It is found in a child: what finding it takes would come on top of what the run takes.
     """
+    larger, alike = watch.largest or (None, watch.prediction)
+    ratio = _ratio(measured, (larger.footprint if larger else decided).most_device_bytes)
 
     def find(_: int) -> int | None:
-        return would_fit(watch, watch.profile.budget, _ratio(measured, decided.most_device_bytes))
+        return would_fit(watch, watch.profile.budget, ratio, alike=alike)
 
     if watch.is_fixed:
         return None
@@ -123,20 +140,25 @@ def _ratio(measured: Measured | None, predicted_bytes: int) -> float:
     return max(1.0, taken / predicted_bytes if predicted_bytes else 1.0)
 
 
-def would_fit(watch: BatchWatch, budget: Budget, ratio: float, *, at_most: int = 0) -> int | None:
-    """The largest batch size that would have fit, if steps take as much more as this one did; None if none would.
+def would_fit(
+    watch: BatchWatch, budget: Budget, ratio: float, *, at_most: int = 0, alike: Prediction | None = None
+) -> int | None:
+    """The largest batch size that would have fit, if steps take as much more as this one did.
 
-    It is smaller than the one that ran, unless ``at_most`` says otherwise.
+    It is smaller than the one that ran, unless ``at_most`` says otherwise. 0 if not even one sample would have fit,
+    None if that is not known. ``alike``: a prediction on batches like the one that did not fit.
     """
     scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
     size, unit = watch.batch_size, watch.profile.loader_info.unit
     request = Request(size, max_batch_size=at_most or max(1, size - 1), multiple_of=unit)
 
     def footprint_at(batch_size: int) -> Footprint:
-        return watch.profile.with_extra(watch.prediction.footprint_at(batch_size))
+        return watch.profile.with_extra((alike or watch.prediction).footprint_at(batch_size))
 
     try:
         return decide(footprint_at, scaled, request).batch_size
+    except DoesNotFitError:
+        return 0
     except MemGuardError:
         return None
 
@@ -156,7 +178,7 @@ def fitting(watch: BatchWatch | None, failed: Samples, device: torch.device) -> 
     if watch is None:
         return None
     size = would_fit(watch, _budget_now(watch, device), 1.0)
-    if size is None:
+    if not size:
         return 1
     return int(failed.count * watch.prediction.expected_batch(size)[1] / max(1, failed.nbytes))
 

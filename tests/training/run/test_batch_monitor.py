@@ -133,8 +133,19 @@ def test_an_out_of_memory_error_carries_what_was_predicted(trainer: Any, error: 
 
 @notes_there
 def test_the_note_names_the_batch_that_was_larger(trainer: Any) -> None:
-    error = fails(trainer, on_a_gpu, Growing([500] * 100), at=50, budget="64MiB")
-    assert "The batch had [100, 500]; the prediction is for [100, 10]." in "\n".join(error.__notes__)
+    note = "\n".join(fails(trainer, on_a_gpu, Growing([500] * 100), at=50, budget="64MiB").__notes__)
+    assert "The batch had [100, 500]; the prediction is for [100, 10], and this batch is predicted to need " in note
+    size = int(note.partition("For batches like it, batch size ")[2].partition(" ")[0])
+    assert 10 < size < 100
+    assert f"set max_batch_size={size}, or raise `margin`, or truncate long samples." in note
+
+
+@notes_there
+def test_later_batches_as_short_as_predicted_are_not_taken_for_the_larger_one(trainer: Any) -> None:
+    texts = Growing([500] * 100 + [10] * 200)
+    note = "\n".join(fails(trainer, on_a_gpu, texts, at=51, budget="64MiB").__notes__)
+    assert "The batch had the predicted shape: [100, 10]." in note
+    assert "batches like it" not in note
 
 
 @notes_there
