@@ -57,7 +57,9 @@ def announcement(larger: Larger, role: str, batch_idx: int, at_once: int = 0) ->
     )
 
 
-def rescue_words(samples: int, at_once: int, changes: Sequence[str], *, evaluates: bool = False) -> str:
+def rescue_words(
+    samples: int, at_once: int, changes: Sequence[str], *, evaluates: bool = False, failed: bool = True
+) -> str:
     """Announce that a step was done in parts, and the differences that makes.
 
     Args:
@@ -65,6 +67,7 @@ def rescue_words(samples: int, at_once: int, changes: Sequence[str], *, evaluate
         at_once: of the largest part.
         changes: how it differs from the step, in plain words; empty if it does not.
         evaluates: whether it was a step of validation or test.
+        failed: whether it ran out of memory first; if not, it was known to be too large.
     """
     kind, count = "training", "Later steps are rescued in silence; `memguard/rescued_steps` counts them."
     how = "with the gradients of the whole batch; the optimizer steps once"
@@ -73,8 +76,9 @@ def rescue_words(samples: int, at_once: int, changes: Sequence[str], *, evaluate
         how = "and what they log and return is that of the whole batch"
     if changes:
         how = f'which is not the same step ({"; ".join(changes)}): on_oom="split" asks for it'
+    why, again = ("ran out of memory", " again") if failed else ("is known to be too large", "")
     return (
-        f"A {kind} batch of {counted(samples, 'sample')} ran out of memory. It was run again in parts of at most "
+        f"A {kind} batch of {counted(samples, 'sample')} {why}. It was run{again} in parts of at most "
         f"{counted(at_once, 'sample')}, {how}. {count}"
     )
 
@@ -168,10 +172,10 @@ def _room(failure: Failure) -> str:
     then = f"{budget.device} offered {format_bytes(budget.free_bytes)} at setup ({budget.source})"
     if now is None:
         return f"{then}."
-    others = max(0, now.total_bytes - now.free_bytes)
+    others = f", and other processes hold {format_bytes(max(0, now.total_bytes - now.free_bytes))}"
     return (
         f"{then}; now it offers {format_bytes(now.free_bytes)} of {format_bytes(now.total_bytes)} to this run "
-        f"({now.source}), and other processes hold {format_bytes(others)}."
+        f"({now.source}){'' if now.source == 'rlimit' else others}."
     )
 
 
@@ -194,7 +198,7 @@ def _advice(failure: Failure) -> str:
     size, predicted = failure.would_fit, failure.larger or failure.predicted
     if failure.predicted.batch:
         return f"The data sets the sizes of its batches: lower {size_of(failure.predicted)}, or use {_LESS_MEMORY}."
-    if failure.predicted.is_partial or size is None:
+    if predicted.is_partial or size is None:
         return "Which batch size would have fit is unknown: try a smaller one."
     measured_bytes = failure.measured.peak_bytes if failure.measured else 0
     over = size and measured_bytes > predicted.peak_device_bytes

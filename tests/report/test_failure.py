@@ -120,6 +120,11 @@ def test_what_a_step_in_parts_changes_is_named():
     assert 'which is not the same step (batch norm normalizes each part): on_oom="split" asks for it.' in text
 
 
+def test_a_step_that_was_known_to_be_too_large_has_not_run_out_of_memory():
+    text = rescue_words(6, 2, (), failed=False)
+    assert text.startswith("A training batch of 6 samples is known to be too large. It was run in parts of at most 2 s")
+
+
 def test_an_evaluation_in_parts_is_announced_without_gradients():
     text = rescue_words(6, 3, (), evaluates=True)
     assert text.startswith("A validation or test batch of 6 samples ran out of memory. It was run again in parts of at")

@@ -27,12 +27,14 @@ class Rescue:
     Attributes:
         samples: in the batch.
         at_once: in the largest part.
-        changes: how it is not the same step; empty where it is.
+        changes: how it is not the same step; empty if it is.
+        failed: whether it ran out of memory first; if not, it was known to be too large.
     """
 
     samples: int
     at_once: int
     changes: tuple[str, ...]
+    failed: bool = True
 
 
 class Policy:
@@ -59,7 +61,6 @@ class Policy:
         self.too_large_bytes = math.inf
         self._fitting_bytes = 0.0  # the largest part that ran, or is predicted to
         self._wait, self._patience = 0, _PATIENCE
-        self._announced = False  # too large by the prediction, not by a failure
         self.restart()
 
     def restart(self) -> None:
@@ -129,4 +130,4 @@ class Policy:
         """A step was done in parts."""
         self.steps.add(place)
         self._fitting_bytes = max(self._fitting_bytes, batch.nbytes * largest / batch.count)
-        self._notify(Rescue(batch.count, largest, changes))
+        self._notify(Rescue(batch.count, largest, changes, place in self.failures))

@@ -103,5 +103,5 @@ class Rescuer:
     def _say(self, kind: str, rescue: Rescue) -> None:
         if kind not in self._announced:
             self._announced.add(kind)
-            evaluates = kind == "evaluation"
-            self._announce(rescue_words(rescue.samples, rescue.at_once, rescue.changes, evaluates=evaluates))
+            of, evaluates = (rescue.samples, rescue.at_once, rescue.changes), kind == "evaluation"
+            self._announce(rescue_words(*of, evaluates=evaluates, failed=rescue.failed))

@@ -148,6 +148,8 @@ def would_fit(
     It is smaller than the one that ran, unless ``at_most`` says otherwise. 0 if not even one sample would have fit,
     None if that is not known. ``alike``: a prediction on batches like the one that did not fit.
     """
+    if alike is not None and alike.method == "states":
+        return None
     scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
     size, unit = watch.batch_size, watch.profile.loader_info.unit
     request = Request(size, max_batch_size=at_most or max(1, size - 1), multiple_of=unit)
