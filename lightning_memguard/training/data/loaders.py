@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -263,13 +264,21 @@ def spoiled_by(facts: RunFacts, info: LoaderInfo, batch_size: int, min_steps: in
 
 
 def epoch_size_for(facts: RunFacts, info: LoaderInfo, min_steps: int | None) -> tuple[int | None, LimitedBy]:
-    """Return the largest batch size that leaves an epoch as it should be, None if any does, and what sets it."""
+    """Return the largest useful batch size that leaves an epoch as it should be, None if any does, and what sets it."""
     own, most = info.batch_size, info.dataset_size or _MANY
     if not own or info.fixed_because:
         return None, "min_steps_per_epoch"
     size = largest_that(lambda size: spoiled_by(facts, info, size, min_steps) is None, own, max(own, most))
     limit = spoiled_by(facts, info, size + 1, min_steps) if size < most else None
+    if limit == "min_steps_per_epoch" and not any(resizing.drops_last(each.loader) for each in info.sources):
+        size = _evened(facts, info, size)
     return (size, limit) if limit else (None, "min_steps_per_epoch")
+
+
+def _evened(facts: RunFacts, info: LoaderInfo, size: int) -> int:
+    """Return the smallest batch size, at least the loader's own, that makes as few batches: the last one is as full."""
+    own, most = info.batch_size, batches_taken(facts, info, size) or 0
+    return own + bisect_left(range(own, size), True, key=lambda each: (batches_taken(facts, info, each) or 0) <= most)
 
 
 _MANY = 1 << 20  # samples of a dataset without a length

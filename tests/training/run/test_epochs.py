@@ -39,7 +39,8 @@ def decided(trainer: Any, small: Any) -> Any:
     [
         (1000, 4, 1, 50, 20, 50),
         (1010, 4, 1, 50, 20, 51),
-        (1000, 4, 1, 10, 111, 10),
+        (1000, 4, 1, 10, 100, 10),  # 111 would leave a last batch of one
+        (100, 30, 1, 50, 30, 4),  # as many batches at 33: the last would be smaller
         (1000, 4, 2, 50, 10, 50),
         (400, 10, 1, 50, 10, 40),  # fewer than fifty: they stay
         (400, 10, 1, 40, 10, 40),
