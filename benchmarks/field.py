@@ -211,7 +211,7 @@ def predict(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
     from lightning_memguard import MemGuard
 
     adopt_orphans()
-    guard = MemGuard(mode="check", budget=64 * GIB)
+    guard = MemGuard(mode="check", budget=64 * GIB, max_setup_seconds=None)
     module, data = run.build(), run.data(batch_size, steps)
     options = trainer_options(steps, run)
     started, used = time.perf_counter(), processor_seconds()

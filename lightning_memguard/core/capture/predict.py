@@ -75,7 +75,7 @@ class Prediction:
         unfrozen: the step that trains all parameters, if frozen ones may be trained later.
         kinds: if the data sets the sizes of its batches, shapes and bytes of those captured.
         kind: the place among them of the one that is predicted, as it takes the most.
-        stopped: why too few sizes were captured to check how the step grows.
+        stopped: why too few captures were made to check how the step grows, or what other values change.
         guessed: sizes that were asked for after the deadline.
     """
 
@@ -222,6 +222,8 @@ class Prediction:
                 )
             if batch_size in self.guessed or (self.stopped and batch_size not in self._captured):
                 most = self._with_doubt(most)
+            if self.stopped and self._is_of_one_draw:
+                most = self._with_unknown_values(most)
             if self.unfrozen:
                 most = _with_later(most, self._footprint_of(self.unfrozen.trace_at(batch_size)))
             batch = " x ".join(map(str, next(iter(self.expected_batch(batch_size)[0]), ()))) if self.kinds else ""
@@ -242,6 +244,22 @@ class Prediction:
         high = Peak(*(nbytes + max(0, more) for nbytes in vars(guessed.high or _peak(guessed)).values()))
         note = f"not captured at this size: at most as if what belongs to the batch grew with its square from {near}"
         return replace(guessed, low=guessed.low or _peak(guessed), high=high, notes=(*guessed.notes, note))
+
+    @property
+    def _is_of_one_draw(self) -> bool:
+        """Whether the step was not compared among batches of other values."""
+        return self.method in ("worst-case", "real") and not self.variants
+
+    def _with_unknown_values(self, found: Footprint) -> Footprint:
+        """A footprint with a range for what values may change, as no capture has told how much that is."""
+        of_batch = found.peak_allocated_bytes - sum(found.parts[part] for part in _STATIC)
+        low, high = ([*vars(each or _peak(found)).values()] for each in (found.low, found.high))
+        if self.method == "real":
+            high, note = [nbytes + of_batch for nbytes in high], "as if what belongs to the batch took twice as much"
+        else:
+            low, note = [nbytes - of_batch for nbytes in low], "with results as large as their operators can make them"
+        notes = *found.notes, f"other values were not tried: at most {note}"
+        return replace(found, low=Peak(*low), high=Peak(*high), notes=notes)
 
     def _estimate_at(self, batch_size: int) -> Footprint:
         """The compiled step at a size between or beyond those captured: peaks are close to lines.
@@ -368,7 +386,8 @@ def predict(
         if captures.stopped and not found.stopped:
             unchecked = found.growth is not None and len(found.growth.sizes) < _CHECKED
             note = f"{captures.stopped}: captures that would have checked the prediction were left out"
-            found = replace(found, notes=(*found.notes, note), stopped=captures.stopped if unchecked else "")
+            stopped = captures.stopped if unchecked or found._is_of_one_draw else ""
+            found = replace(found, notes=(*found.notes, note), stopped=stopped)
         unfrozen = program.unfrozen()
         if unfrozen is not None:
             with captures_of(unfrozen) as others, contextlib.suppress(CannotTraceError):

@@ -676,9 +676,31 @@ def test_real_steps_that_the_deadline_leaves_out_are_noted(
         prediction = predict(program, 64, EXACT)
     found = prediction.footprint_at(64)
     assert (found.method, found.high.allocated_bytes > 8 * found.low.allocated_bytes) == ("real", True)
+    captured = prediction.footprint_at(8)
+    of_batch = captured.low.allocated_bytes - 256
+    assert captured.high.allocated_bytes == captured.low.allocated_bytes + of_batch
+    assert "other values were not tried: at most as if what belongs to the batch took twice as much" in captured.notes
     assert (
         "time was up (max_setup_seconds): captures that would have checked the prediction were left out" in found.notes
     )
+
+
+def test_largest_results_that_the_deadline_lets_no_real_step_check_are_the_upper_end(
+    time_is_up: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return y[y[:, 0] > 0].square().sum()
+
+    start, program = Captures.start, program_of(chosen)
+    monkeypatch.setattr(Captures, "start", lambda *given: time_is_up() if given[3] == "real" else start(*given))
+    with until_deadline(program):
+        found = predict(program, 16, EXACT).footprint_at(16)
+    whole = predict(program, 16, EXACT).footprint_at(16)
+    assert (found.method, whole.method) == ("worst-case", "sampled")
+    assert found.low.allocated_bytes < whole.peak_allocated_bytes
+    assert found.high.allocated_bytes >= whole.peak_allocated_bytes
+    assert "other values were not tried: at most with results as large as their operators can make them" in found.notes
 
 
 def test_nothing_is_predicted_if_nothing_was_captured_until_the_deadline(time_is_up: Callable[..., int]) -> None:
