@@ -223,7 +223,18 @@ def why(decision: Decision) -> str:
         samples = f"{seen} samples as before" if seen == all_before else f"{seen} samples instead of {all_before}"
         return f"{change[:-1]}, which does not fit): gradients of {batches} batches make a step, {samples}."
     accumulated = f", with gradients accumulated over {batches} batches" if batches > 1 else ""
-    return f"{change}: {reason or _limit(decision)}{accumulated}."
+    steps, keeps = _steps(decision)
+    fewer = f"; an epoch has {steps} ({keeps})" if keeps and decision.limited_by != "min_steps_per_epoch" else ""
+    return f"{change}: {reason or _limit(decision)}{accumulated}{fewer}."
+
+
+def _steps(decision: Decision) -> tuple[str, str]:
+    """Count the optimizer steps of an epoch among those of the loader's own size, and say what keeps all of them."""
+    now, before, size = decision.steps_per_epoch or 0, decision.requested_steps_per_epoch or 0, decision.batch_size
+    asked = decision.requested_batch_size
+    if size <= asked or not 0 < now < before:
+        return counted(now, "optimizer step"), ""
+    return f"{now} of {counted(before, 'optimizer step')}", f"max_batch_size={asked} keeps all"
 
 
 def _limit(decision: Decision) -> str:
@@ -231,8 +242,8 @@ def _limit(decision: Decision) -> str:
     if limit == "memory":
         return "the largest that fits" if many == 1 else f"the largest multiple of {many} that fits"
     if limit == "min_steps_per_epoch":
-        kept = counted(decision.steps_per_epoch or 0, "optimizer step")
-        return f"an epoch keeps {kept} (min_steps_per_epoch; None allows fewer)"
+        kept, keeps = _steps(decision)
+        return f"an epoch keeps {kept} (min_steps_per_epoch; None allows fewer{', ' if keeps else ''}{keeps})"
     too = "has too few of them for it" if limit == "val_check_interval" else "would see more samples, or none"
     return _LIMITS.get(limit, f"limited by {limit}: with larger batches, an epoch {too}")
 

@@ -74,11 +74,18 @@ def test_memory_comes_first_and_a_size_that_does_not_fit_is_cut_all_the_same(dec
 
 def test_the_words_name_the_limit_and_what_lifts_it(decided: Any) -> None:
     found = decided(DataLoader(data(1000), 4))
-    words = "an epoch keeps 50 optimizer steps (min_steps_per_epoch; None allows fewer)"
+    words = (
+        "an epoch keeps 50 of 250 optimizer steps (min_steps_per_epoch; None allows fewer, max_batch_size=4 keeps all)"
+    )
     assert why(found) == f"Batch size 20 (was 4): {words}."
     found = decided(DataLoader(data(40), 4))
     words = "an epoch keeps 10 optimizer steps (min_steps_per_epoch; None allows fewer)"
     assert why(found) == f"Batch size 4, as requested: {words}."
+    found = decided(DataLoader(data(1000), 4), min_steps_per_epoch=None, max_batch_size=100)
+    words = (
+        "limited by max_batch_size, not by memory; an epoch has 10 of 250 optimizer steps (max_batch_size=4 keeps all)"
+    )
+    assert why(found) == f"Batch size 100 (was 4): {words}."
 
 
 def test_who_sets_the_samples_of_a_step_sets_their_number(decided: Any) -> None:
