@@ -82,7 +82,8 @@ def evaluation_text(decision: Decision, kind: str) -> str:
     if footprint is None or budget is None:
         return f"MemGuard did not tune this run: {decision.reason}"
     usable = f"{format_bytes(budget.usable_bytes)} usable on {budget.device}"
-    return f"MemGuard: {kind} is predicted to take {peak_range(footprint)} of the {usable}. {why(decision)}"
+    kind = {"validate": "validation", "predict": "prediction"}.get(kind, kind)
+    return f"MemGuard: {kind} is expected to take {peak_range(footprint)} of the {usable}. {why(decision)}"
 
 
 def _total_lines(footprint: Footprint, budget: Budget, kind: str) -> list[str]:
@@ -91,7 +92,8 @@ def _total_lines(footprint: Footprint, budget: Budget, kind: str) -> list[str]:
     if not footprint.is_partial:
         at_most = f" (at most {format_bytes(most)})" if most > peak else ""
         in_copy = "" if footprint.method in ("fake", "compiled") else f"; {how}"
-        words = f"Peak of {_kind(footprint, kind)} step{at_most}, in the {peak_words(footprint)}{in_copy}"
+        step = "" if footprint.phase == "checkpoint" else " step"
+        words = f"Peak of {_kind(footprint, kind)}{step}{at_most}, in the {peak_words(footprint)}{in_copy}"
     if peak != footprint.peak_allocated_bytes:
         allocated, reserved = map(format_bytes, (footprint.peak_allocated_bytes, footprint.peak_reserved_bytes))
         outside = format_bytes(footprint.outside_bytes)
@@ -214,7 +216,12 @@ def why(decision: Decision) -> str:
     because = f"{': ' if is_tuned else '; unchanged because '}{reason}" if reason else ""
     if decision.verdict == "does not fit":
         without = ", even without its activations" if footprint.is_partial else ""
-        return f"{batch} does NOT fit{without}{because}."
+        is_saving = footprint.phase == "checkpoint"
+        return (
+            f"{batch} fits, but saving a checkpoint does not."
+            if is_saving
+            else f"{batch} does NOT fit{without}{because}."
+        )
     if decision.outcome == "checked" or (reason and not is_tuned):
         return f"{batch} fits{because}."
     batches = decision.accumulate_grad_batches
@@ -223,18 +230,19 @@ def why(decision: Decision) -> str:
         samples = f"{seen} samples as before" if seen == all_before else f"{seen} samples instead of {all_before}"
         return f"{change[:-1]}, which does not fit): gradients of {batches} batches make a step, {samples}."
     accumulated = f", with gradients accumulated over {batches} batches" if batches > 1 else ""
-    steps, keeps = _steps(decision)
-    fewer = f"; an epoch has {steps} ({keeps})" if keeps and decision.limited_by != "min_steps_per_epoch" else ""
+    fewer = _fewer_steps(decision)
+    fewer = f"; {fewer}" if fewer and decision.limited_by != "min_steps_per_epoch" else ""
     return f"{change}: {reason or _limit(decision)}{accumulated}{fewer}."
 
 
-def _steps(decision: Decision) -> tuple[str, str]:
-    """Count the optimizer steps of an epoch among those of the loader's own size, and say what keeps all of them."""
-    now, before, size = decision.steps_per_epoch or 0, decision.requested_steps_per_epoch or 0, decision.batch_size
-    asked = decision.requested_batch_size
-    if size <= asked or not 0 < now < before:
-        return counted(now, "optimizer step"), ""
-    return f"{now} of {counted(before, 'optimizer step')}", f"max_batch_size={asked} keeps all"
+def _fewer_steps(decision: Decision) -> str:
+    """Say how many optimizer steps an epoch has left at a larger batch size; empty if all, or if that is unknown."""
+    now, before, asked = decision.steps_per_epoch, decision.requested_steps_per_epoch, decision.requested_batch_size
+    if decision.batch_size <= asked or not now or not before or now >= before:
+        return ""
+    least = "min_steps_per_epoch allows no fewer; " if decision.limited_by == "min_steps_per_epoch" else ""
+    steps = counted(now, "optimizer step")
+    return f"an epoch has {steps} instead of {before} ({least}max_batch_size={asked} keeps all)"
 
 
 def _limit(decision: Decision) -> str:
@@ -242,8 +250,13 @@ def _limit(decision: Decision) -> str:
     if limit == "memory":
         return "the largest that fits" if many == 1 else f"the largest multiple of {many} that fits"
     if limit == "min_steps_per_epoch":
-        kept, keeps = _steps(decision)
-        return f"an epoch keeps {kept} (min_steps_per_epoch; None allows fewer{', ' if keeps else ''}{keeps})"
+        steps = decision.steps_per_epoch
+        its = (
+            f"than its {counted(steps, 'optimizer step')}" if steps else "optimizer steps, and their number is unknown"
+        )
+        return (
+            _fewer_steps(decision) or f"larger batches leave an epoch fewer {its} (min_steps_per_epoch=None allows it)"
+        )
     too = "has too few of them for it" if limit == "val_check_interval" else "would see more samples, or none"
     return _LIMITS.get(limit, f"limited by {limit}: with larger batches, an epoch {too}")
 
@@ -256,6 +269,9 @@ def warning_of(decision: Decision) -> str:
     if decision.verdict == "does not fit":
         others = "bf16-mixed precision or activation checkpointing"
         remedy = f" Lower {size_of(footprint)}, or use {others}." if footprint.batch else ""
+        if footprint.parts.get("checkpoint", 0) > footprint.parts["parameters"] + footprint.parts["buffers"]:
+            less = format_bytes(footprint.parts["optimizer_state"])
+            remedy = f" ModelCheckpoint(save_weights_only=True) needs {less} less."
         return (
             f"{why(decision)} It is predicted to need {peak_range(footprint)}; {budget.device} offers "
             f"{format_bytes(budget.usable_bytes)} after the margin ({budget.source}).{remedy}"

@@ -22,6 +22,7 @@ COLORS = {
     "optimizer_state": "#cc79a7",
     "gradients": "#e69f00",
     "gathered": "#56356e",
+    "checkpoint": "#f0a8a0",
     "activations": "#009e73",
     "batch": "#e3cb00",
     "temporaries": "#d55e00",
@@ -125,5 +126,7 @@ def peak_words(footprint: Footprint, code: Callable[[str], str] = str) -> str:
         code: marks up the name of the module.
     """
     phase = footprint.phase or "step"
-    place = f"{phase} pass" if phase in ("forward", "backward") else phase
+    place = {"forward": "forward pass", "backward": "backward pass", "checkpoint": "saving of a checkpoint"}.get(
+        phase, phase
+    )
     return f"{place} of {code(footprint.module)}" if footprint.module else place

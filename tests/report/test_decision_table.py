@@ -89,7 +89,7 @@ def test_in_few_lines_the_smallest_parts_share_one_and_one_note_is_read():
 
 def test_an_evaluation_takes_one_line():
     assert evaluation_text(CHECKED, "test") == (
-        "MemGuard: test is predicted to take 4.0 MiB of the 10.0 MiB usable on CPU. Batch size 8 fits."
+        "MemGuard: test is expected to take 4.0 MiB of the 10.0 MiB usable on CPU. Batch size 8 fits."
     )
     assert evaluation_text(replace(CHECKED, footprint=None, reason="no loader"), "test").endswith("run: no loader")
 

@@ -371,6 +371,7 @@ _RULES_OF_THUMB = {
     "temporaries": "Use bf16-mixed precision or smaller inputs",
     "workspaces": "Use smaller inputs",
     "callbacks": "Use fewer callbacks that keep copies of the model on the device, such as StochasticWeightAveraging",
+    "checkpoint": "Use save_weights_only=True in ModelCheckpoint",
     "gathered": "Shard smaller layers by themselves, reshard them after the forward pass",
     "communication": "Set gradient_as_bucket_view=True in DDPStrategy, freeze part of the model",
 }

@@ -23,9 +23,10 @@ known.
 PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "batch", "temporaries", "workspaces")
 """Purposes of a block of memory. ``workspaces`` is scratch that a kernel allocates and frees inside one operator."""
 
-OPTIONAL_PARTS = ("callbacks", "communication", "gathered")
+OPTIONAL_PARTS = ("callbacks", "communication", "gathered", "checkpoint")
 """Parts listed only if they have bytes: memory of the Trainer's other callbacks (copies of the model), buffers that
-ranks send and receive through (DDP's buckets of gradients), parameters gathered from all ranks while a layer runs."""
+ranks send and receive through (DDP's buckets of gradients), parameters gathered from all ranks while a layer runs, the
+buffer that a checkpoint is written to."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors, in order."""

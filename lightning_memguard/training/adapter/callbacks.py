@@ -27,6 +27,7 @@ _PACKAGES = ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 _SCHEDULER = "GradientAccumulationScheduler"
 _DEPTH = 4  # of containers within a callback
+OPTIMIZER = "optimizer_state"
 
 
 class Average:
@@ -98,6 +99,16 @@ def validates_mid_step(facts: RunFacts, batches_a_step: int) -> bool:
     """
     every = facts.val_check_interval
     return batches_a_step > 1 and not (isinstance(every, float) and every == 1.0)
+
+
+def saved_parts(facts: RunFacts) -> tuple[str, ...]:
+    """Name the parts of a training that the checkpoints of a fit hold on this rank; empty if none are saved."""
+    checkpoints: list[Any] = [callback for callback in facts.callbacks if is_a(callback, "Checkpoint")]
+    saving = [each for each in checkpoints if getattr(each, "save_top_k", 1) or getattr(each, "save_last", False)]
+    if facts.stage != "fit" or facts.is_rehearsal or facts.global_rank or not saving:
+        return ()
+    weights = "parameters", "buffers"
+    return weights if all(getattr(each, "save_weights_only", False) for each in saving) else (*weights, OPTIMIZER)
 
 
 def schedules_accumulation(callbacks: Iterable[Callback]) -> bool:

@@ -41,7 +41,7 @@ from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, ROLES, Role, Stage
 from lightning_memguard.training.strategies import ddp, deepspeed
 from lightning_memguard.training.strategies.sharded import Layout
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
@@ -56,6 +56,7 @@ else:
 
 STEPS = 2  # each optimizer's first step makes its state, and its second runs with it
 _MOST_BATCHES = 16  # optimizers stepped by hand may step rarely
+_WORTH_A_NOTE = MIB
 # What a step without a backward pass leaves behind is known after the second: the third runs next to all of it.
 _EVALUATED = 3
 _PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}
@@ -344,9 +345,11 @@ class PhaseMarkerMixin:
             self.recorder.assumptions[f"{each}; how many steps there are is unknown, and that is not included"] = None
             return
         rest = max(0, samples - recorded * size)
-        self.recorder.expect(-(-left // size) * rest, "activations")  # by the sample: a line at every size
+        more = -(-left // size) * rest
+        self.recorder.expect(more, "activations")  # by the sample: a line at every size
         self.samples = samples
-        self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
+        if more >= _WORTH_A_NOTE:
+            self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.label_gradients(trainer, pl_module)

@@ -8,7 +8,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,12 +39,14 @@ class Source:
         batch_size: samples per batch; 0 if it has no such setting.
         fixed_because: why the batch size cannot be changed; empty if it can.
         ranks: how many the Trainer will spread its samples over.
+        end: how many samples a stream without a length has, if its end was reached.
     """
 
     loader: Iterable[Any]
     batch_size: int
     fixed_because: str = ""
     ranks: int = 1
+    end: int | None = None
 
     @functools.cached_property
     def dataset_size(self) -> int | None:
@@ -55,7 +57,7 @@ class Source:
             if isinstance(self.loader.dataset, IterableDataset):
                 return self.largest_of_stream(len(self.loader.dataset))  # type: ignore[arg-type]
             return self._of_sampler(self.loader)
-        return None
+        return None if self.end is None or self.fixed_because else self.largest_of_stream(self.end)
 
     def _of_sampler(self, loader: DataLoader[Any]) -> int:
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -106,6 +108,11 @@ class LoaderInfo:
     sources: tuple[Source, ...]
     origin: str
     role: Role = "train"
+
+    def with_ends(self, ends: Iterable[int | None]) -> LoaderInfo:
+        """Return the data with the length of streams whose end was reached."""
+        known = zip(self.sources, ends, strict=True)
+        return replace(self, sources=tuple(replace(source, end=end) for source, end in known))
 
     @property
     def mode(self) -> str:
@@ -247,20 +254,19 @@ def limit_of(facts: RunFacts, info: LoaderInfo, largest: int | None) -> LimitedB
 def spoiled_by(facts: RunFacts, info: LoaderInfo, batch_size: int, min_steps: int | None) -> LimitedBy | None:
     """Return what forbids a batch size, since an epoch would not be as it should be; None if nothing does.
 
-    An epoch keeps ``min_steps`` optimizer steps, or those that it has at the loader's own size if these are fewer; and
-    if a limit counts batches, it sees no more samples than there.
+    An epoch keeps ``min_steps`` optimizer steps, or those that it has at the loader's own size if these are fewer or of
+    an unknown number; and if a limit counts batches, it sees no more samples than there.
     """
-    if batch_size <= info.batch_size or facts.is_rehearsal:
+    if batch_size <= info.batch_size:
         return None
-    limit = facts.limits[info.role]
-    taken, own = (_batches(info, size, limit) for size in (batch_size, info.batch_size))
+    counts_steps = info.role == "train" and min_steps is not None
+    taken, own = (batches_taken(facts, info, size) for size in (batch_size, info.batch_size))
     if taken is None or own is None:
-        return None
+        return "min_steps_per_epoch" if counts_steps else None
     if own != info.batches(info.batch_size) and taken * batch_size > own * info.batch_size:
         return "overfit_batches" if facts.overfit_batches else LIMIT_NAMES[info.role]
     steps, own_steps = (math.ceil(count / facts.accumulate_grad_batches) for count in (taken, own))
-    is_short = info.role == "train" and min_steps is not None and steps < min(min_steps, own_steps)
-    return "min_steps_per_epoch" if is_short else None
+    return "min_steps_per_epoch" if counts_steps and steps < min(min_steps or 0, own_steps) else None
 
 
 def epoch_size_for(facts: RunFacts, info: LoaderInfo, min_steps: int | None) -> tuple[int | None, LimitedBy]:
@@ -285,12 +291,8 @@ _MANY = 1 << 20  # samples of a dataset without a length
 
 
 def batches_taken(facts: RunFacts, info: LoaderInfo, batch_size: int) -> int | None:
-    """Batches of an epoch that the Trainer takes at a batch size; None if unknown."""
-    return _batches(info, batch_size, facts.limits[info.role])
-
-
-def _batches(info: LoaderInfo, batch_size: int, limit: int | float) -> int | None:  # noqa: PYI041 - they differ here
-    count = info.batches(batch_size)
+    """Batches of an epoch that the Trainer takes at a batch size, without ``fast_dev_run``; None if unknown."""
+    count, limit = info.batches(batch_size), 1.0 if facts.is_rehearsal else facts.limits[info.role]
     if count is None:
         return limit if isinstance(limit, int) else None
     return int(count * limit) if isinstance(limit, float) else min(count, limit)

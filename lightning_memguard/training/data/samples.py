@@ -63,14 +63,14 @@ class RunSamples:
         batch_size: the loaders' own, or that of the first batch if it is unknown.
         notes: how many samples were drawn, if larger ones may follow.
         unit: batch sizes must be multiples of this for the loaders and their collate functions.
-        samples: the largest batch size that data without a length can fill, if its end was reached.
+        ends: how many samples each loader's data without a length has, if its end was reached.
     """
 
     batches: tuple[Batches, ...]
     batch_size: int
     notes: tuple[str, ...]
     unit: int = 1
-    samples: int | None = None
+    ends: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,10 @@ def sample(info: LoaderInfo) -> RunSamples:
     except Exception as error:
         raise CannotTraceError(f"no sample could be drawn ({type(error).__name__}: {error})") from error
     notes = tuple(dict.fromkeys(each.note for each in drawn if each.note))
-    ends = [
-        source.largest_of_stream(each.samples) * info.unit // info.factor(source)
-        for each, source in zip(drawn, info.sources, strict=True)
-        if each.samples is not None and source.dataset_size is None and not source.fixed_because
-    ]
+    ends = tuple(each.samples for each in drawn)
     unit = math.lcm(info.unit, *(each.unit for each in drawn))
     batches = _combine(info, [each.batches for each in drawn])
-    return RunSamples(batches, info.batch_size or batches[0].small_size, notes, unit, min(ends, default=None))
+    return RunSamples(batches, info.batch_size or batches[0].small_size, notes, unit, ends)
 
 
 def _draw_from(info: LoaderInfo, source: Source) -> LoaderSamples:

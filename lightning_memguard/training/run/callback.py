@@ -307,7 +307,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     @_guarded
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table, now that any checkpoint is loaded; start measuring, now that the model is on its device."""
+        """Print the table, now that the weights of any checkpoint are loaded."""
         if self._run:
             if not self._run.is_decided:
                 self._run.announce()
@@ -316,15 +316,17 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     @_guarded
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count what the other callbacks hold by now."""
+        """Count what the other callbacks hold by now; start measuring, now that any checkpoint is out of memory."""
         if self._run:
             self._run.recheck_fixed_size()
+            self._run.start_measuring()
 
     @_guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring if only validation (or test, or prediction) runs."""
         if self._run and not self._run.trains:
             self._run.start()
+            self._run.start_measuring()
 
     on_test_start = on_predict_start = on_validation_start
 

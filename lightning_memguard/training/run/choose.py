@@ -188,6 +188,9 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:
         decision = replace(decision, validation_batch_size=validation.batch_size)
     if decision.footprint is not None:
         decision = replace(decision, footprint=_with_setting(decision.footprint, proven))
+    saving = profile.saving_at(decision.batch_size)
+    if saving and decision.footprint and saving.most_device_bytes > decision.footprint.most_device_bytes:
+        decision = replace(decision, footprint=saving)
     if not profile.request.free_to_choose:
         decision = _unchanged(decision, profile.request.fixed_because, settings)
     return decision, replace(profile, prediction=proven)

@@ -230,7 +230,7 @@ class GuardedRun:
             )
 
     def start(self) -> None:
-        """Start measuring, now that the model is on its device."""
+        """Show the decision, and watch batches and steps."""
         if self.stage != "predict" and self.settings.splits:
             made = attempt(self._make_rescuer)
             self._rescuer = made.value
@@ -239,10 +239,15 @@ class GuardedRun:
         profile = self.tuning.profile
         if profile is None:
             return
-        self._show(profile)  # first: on the CPU, what drawing loads would be measured as the training's
-        model = {"model": [*self.module.parameters(), *self.module.buffers()]}
-        self._meter.start(part_bytes(model, self.device.type)["model"])
+        self._show(profile)
         self._watch_batches(profile)
+
+    def start_measuring(self) -> None:
+        """Start measuring; what the model and its optimizers hold by now is the training's."""
+        if self.tuning.profile is not None:
+            optimizers = self.trainer.optimizers if self.trains else []
+            states = [*self.module.parameters(), *self.module.buffers(), *states_of(optimizers)]
+            self._meter.start(part_bytes({"states": states}, self.device.type)["states"])
 
     def _watch_batches(self, profile: RunProfile) -> None:
         runs = {"train" if self.trains else "val": (profile.prediction, self.decision.batch_size)}
@@ -331,9 +336,10 @@ class GuardedRun:
     # -- at each epoch
 
     def start_epoch(self) -> None:
-        """Measure each epoch by itself."""
+        """Measure each epoch by itself; what follows an epoch, such as saving a checkpoint, counts in the next."""
         self._gradient_bytes.clear()
-        self._meter.restart()
+        if not self.records:
+            self._meter.restart()
         if self._rescuer is not None:
             self._rescuer.policy.restart()
         forget_logged(self.trainer)
@@ -344,6 +350,7 @@ class GuardedRun:
         if record is None:
             return
         self.records.append(record)
+        self._meter.restart()
         self._warn_of_overrun(record.measured)
         try:
             self._log(record)
@@ -391,7 +398,11 @@ class GuardedRun:
             self._boards.log_epoch(record, logging_step(self.trainer))
 
     def summarize(self) -> None:
-        """Print how close the prediction came."""
+        """Print how close the prediction came; what the last epoch has left to be saved counts too."""
+        if self.trains and self.records:
+            measured = self._measure()
+            if measured.peak_bytes > self.records[-1].measured.peak_bytes:
+                self.records[-1] = replace(self.records[-1], measured=measured)
         if self.records and self.trainer.is_global_zero:
             page = self._write_page()
             say(f"{last_line(self.records)}{f' Full report: {page}' if page else ''}")

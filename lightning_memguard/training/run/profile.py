@@ -20,7 +20,7 @@ from lightning_memguard.core.capture.recorder import part_bytes
 from lightning_memguard.core.decision.decision import Budget, Request, decide, largest_that
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.process import process_bytes
-from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.core.trace.growth import grow
@@ -202,6 +202,33 @@ class RunProfile:
         most = self.with_extra(most)
         return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
 
+    def saving_at(self, batch_size: int) -> Footprint | None:
+        """The memory of the run while a checkpoint is saved, if that is on its device: the CPU. None if none is saved.
+
+        Lightning writes a checkpoint to a buffer first, at the end of an epoch or of a step. Checked on 2.5.0 to 2.6.6.
+        """
+        saved = callbacks.saved_parts(self.facts)
+        if not saved or self.facts.device.type != "cpu" or self.run.program.layout or self.prediction.kinds:
+            return None
+        step = self.with_extra(self.prediction.footprint_at(batch_size))
+        parts = {part: step.parts[part] if part in ("parameters", "buffers") else 0 for part in step.parts}
+        for part, nbytes in _alive_between_steps(self.prediction.trace_at(batch_size), gradients=True):
+            parts[part] = parts.get(part, 0) + nbytes
+        parts["checkpoint"] = sum(parts.get(part, 0) for part in saved)
+        whole = sum(parts.values())
+        return replace(
+            step,
+            peak_allocated_bytes=whole,
+            peak_reserved_bytes=whole,
+            peak_device_bytes=whole,
+            parts=parts,
+            phase="checkpoint",
+            module="",
+            operator="",
+            low=None,
+            high=Peak(whole, whole, whole + step.high.outside_bytes) if step.high else None,
+        )
+
     def with_extra(self, footprint: Footprint) -> Footprint:
         """A footprint with what was found after the steps were predicted."""
         for part, nbytes in self.extra.items():
@@ -246,13 +273,15 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     """
     is_fit, device, loader_info = facts.stage == "fit", facts.device, find(facts, facts.role)
     samples = sample(loader_info)
+    counted = loader_info.batches_per_epoch  # Lightning fetches one batch ahead of a stream without a length
+    loader_info = loader_info.with_ends(samples.ends)
     size = samples.batch_size
     program = LightningProgram(
         trainer,
         module,
         samples.batches[0] if is_fit else samples.batches,
         device,
-        batches_per_epoch=loader_info.batches_per_epoch,
+        batches_per_epoch=counted,
         datamodule=facts.datamodule,
         # if MemGuard sets the accumulation, gradients are there through the next forward pass: the larger case
         accumulate_grad_batches=2 if settings.keep_effective_batch_size and is_fit else callbacks.accumulation(facts),
@@ -381,12 +410,15 @@ def _request(
     fixed: str,
     shared: int | None,
 ) -> Request:
-    limits = settings if facts.stage == "fit" else replace(settings, keep_effective_batch_size=None)
+    limits = settings
+    if facts.stage != "fit":  # a limit of growth alone: what an evaluation gives does not depend on its batch size
+        most = settings.max_batch_size and max(settings.max_batch_size, size)
+        limits = replace(settings, keep_effective_batch_size=None, max_batch_size=most)
     largest = largest_for(facts, loader_info)
     request = limits.request(
         size,
         unit=samples.unit,
-        dataset_size=samples.samples if largest is None else largest,
+        dataset_size=largest,
         accumulate_grad_batches=facts.accumulate_grad_batches,
         ranks=facts.data_ranks,
     )

@@ -32,10 +32,12 @@ class SetupLine:
         if now < self._due or not is_heard():
             return
         self.is_shown, self._due = True, math.inf
-        most = "" if math.isinf(self._most_seconds) else f" of {self._most_seconds:.0f}"
+        seconds = "" if math.isinf(self._most_seconds) else f"{self._most_seconds:.0f}"
         if not sys.stderr.isatty():
-            say("MemGuard: predicting memory on a copy of the step; Ctrl-C goes on without it ...")
+            most = f" (at most {seconds} s)" if seconds else ""
+            say(f"MemGuard: predicting memory on a copy of the step{most}; Ctrl-C goes on without it ...")
             return
+        most = f" of {seconds}" if seconds else ""
         doing = doing or "reading the data"
         text = f"MemGuard: predicting memory, {now - self._started:.0f}{most} s: {doing}; Ctrl-C goes on without it"
         sys.stderr.write(f"{_CLEAR}{text}")

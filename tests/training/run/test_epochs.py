@@ -74,18 +74,54 @@ def test_memory_comes_first_and_a_size_that_does_not_fit_is_cut_all_the_same(dec
 
 def test_the_words_name_the_limit_and_what_lifts_it(decided: Any) -> None:
     found = decided(DataLoader(data(1000), 4))
-    words = (
-        "an epoch keeps 50 of 250 optimizer steps (min_steps_per_epoch; None allows fewer, max_batch_size=4 keeps all)"
-    )
-    assert why(found) == f"Batch size 20 (was 4): {words}."
+    words = "an epoch has 50 optimizer steps instead of 250 (min_steps_per_epoch allows no fewer; "
+    assert why(found) == f"Batch size 20 (was 4): {words}max_batch_size=4 keeps all)."
     found = decided(DataLoader(data(40), 4))
-    words = "an epoch keeps 10 optimizer steps (min_steps_per_epoch; None allows fewer)"
+    words = "larger batches leave an epoch fewer than its 10 optimizer steps (min_steps_per_epoch=None allows it)"
     assert why(found) == f"Batch size 4, as requested: {words}."
     found = decided(DataLoader(data(1000), 4), min_steps_per_epoch=None, max_batch_size=100)
-    words = (
-        "limited by max_batch_size, not by memory; an epoch has 10 of 250 optimizer steps (max_batch_size=4 keeps all)"
-    )
-    assert why(found) == f"Batch size 100 (was 4): {words}."
+    words = "an epoch has 10 optimizer steps instead of 250 (max_batch_size=4 keeps all)"
+    assert why(found) == f"Batch size 100 (was 4): limited by max_batch_size, not by memory; {words}."
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return ((torch.randn(16), torch.tensor(0)) for _ in range(self.count))
+
+
+@pytest.mark.parametrize(
+    ("count", "expected", "words"),
+    [
+        (
+            640,
+            16,
+            "larger batches leave an epoch fewer than its 40 optimizer steps (min_steps_per_epoch=None allows it)",
+        ),
+        (
+            1600,
+            32,
+            "an epoch has 50 optimizer steps instead of 100 (min_steps_per_epoch allows no fewer; max_batch_size=16",
+        ),
+        (
+            10_000,
+            16,
+            "larger batches leave an epoch fewer optimizer steps, and their number is unknown (min_steps_per_epoch",
+        ),
+    ],
+)
+def test_streams_keep_steps_too(decided: Any, count: int, expected: int, words: str) -> None:
+    """Of 4,096 samples, all are drawn, and counted."""
+    found = decided(DataLoader(Stream(count), 16))
+    assert (found.batch_size, found.limited_by) == (expected, "min_steps_per_epoch")
+    assert words in why(found)
+    assert decided(DataLoader(Stream(count), 16), min_steps_per_epoch=None, max_batch_size=400).batch_size == 400
+
+
+def test_a_rehearsal_runs_at_the_size_of_the_run(decided: Any) -> None:
+    assert decided(DataLoader(data(1000), 4), {"fast_dev_run": True}).batch_size == 20
 
 
 def test_who_sets_the_samples_of_a_step_sets_their_number(decided: Any) -> None:
