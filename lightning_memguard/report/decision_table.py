@@ -257,7 +257,7 @@ def _limit(decision: Decision) -> str:
         return (
             _fewer_steps(decision) or f"larger batches leave an epoch fewer {its} (min_steps_per_epoch=None allows it)"
         )
-    too = "has too few of them for it" if limit == "val_check_interval" else "would see more samples, or none"
+    too = "has too few of them for it" if limit == "val_check_interval" else "would have more samples, or no batch"
     return _LIMITS.get(limit, f"limited by {limit}: with larger batches, an epoch {too}")
 
 
@@ -292,7 +292,8 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     run = f"{f'largest batch {footprint.batch}' if footprint.batch else size}, {counted(len(records), 'epoch')}{split}."
     if not measured.peak_bytes:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"
-    error = f": {worst.error_ratio:+.1%}" if worst.has_error else " with them" if footprint.is_partial else ""
+    too_small = "" if worst.has_error else ", too little to compare"
+    error = " with them" if footprint.is_partial else too_small or f": {worst.error_ratio:+.1%}"
     over = f", {format_bytes(-worst.headroom_bytes)} over budget" if worst.headroom_bytes < 0 else ""
     peak = f"measured {format_bytes(measured.peak_bytes)} ({measured.source})"
     return f"MemGuard: predicted {predicted}, {peak}{error}{over}; {run}"

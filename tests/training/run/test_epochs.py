@@ -162,7 +162,7 @@ def test_shares_of_an_epoch_see_no_more_samples_at_any_size(decided: Any, share:
 def test_a_stream_without_an_end_keeps_its_samples(decided: Any) -> None:
     found = decided(DataLoader(Endless(), 16), {"limit_train_batches": 10}, max_batch_size=500)
     assert (found.batch_size, found.limited_by, found.steps_per_epoch) == (16, "limit_train_batches", 10)
-    assert "with larger batches, an epoch would see more samples" in why(found)
+    assert "with larger batches, an epoch would have more samples" in why(found)
 
 
 def test_a_run_goes_on_at_the_size_of_its_checkpoint(trainer: Any, small: Any, tmp_path: Any) -> None:

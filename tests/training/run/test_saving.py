@@ -1,0 +1,98 @@
+"""Checkpoints on the CPU: the buffer that Lightning writes them to, and what a resumed run holds while it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard import MemGuard
+from lightning_memguard.report.decision_table import why
+from lightning_memguard.units import MIB
+
+WEIGHTS = 4 * (1024 * 1024 + 1024) * 4
+
+
+class Layers(pl.LightningModule):
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+        self.optimizer = optimizer
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=1e-5)
+
+
+def fit(guard: MemGuard, module: Layers, *callbacks: Any, path: Any = None, epochs: int = 1) -> pl.Trainer:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        callbacks=[guard, *callbacks],
+        enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(64, 1024)), 16), ckpt_path=path)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "states"),
+    [
+        (torch.optim.Adam, {}, 2),
+        (torch.optim.Adam, {"save_weights_only": True}, 2),
+        (torch.optim.SGD, {"every_n_train_steps": 2}, 0),
+    ],
+)
+def test_the_buffer_is_as_large_as_the_file(tmp_path: Path, optimizer: Any, settings: Any, states: int) -> None:
+    guard = MemGuard("check", budget="1GiB")
+    fit(guard, Layers(optimizer), ModelCheckpoint(dirpath=tmp_path, **settings))
+    (file,) = tmp_path.glob("*.ckpt")
+    footprint = guard.decision.footprint
+    assert footprint.phase == "checkpoint"
+    assert footprint.parts["checkpoint"] == pytest.approx(file.stat().st_size, rel=0.005)
+    kept = footprint.parts["checkpoint"] + (2 + states) * WEIGHTS  # with weights and gradients
+    assert footprint.peak_allocated_bytes == pytest.approx(kept, rel=0.001)
+
+
+def test_the_measured_peak_holds_what_is_saved_after_an_epoch(tmp_path: Path) -> None:
+    guard = MemGuard("check", budget="1GiB")
+    fit(guard, Layers(), ModelCheckpoint(dirpath=tmp_path), epochs=2)
+    first, last = (record.measured.peak_bytes for record in guard.records)
+    assert last >= 0.97 * guard.decision.footprint.peak_allocated_bytes
+    assert first < last + MIB
+
+
+@pytest.mark.parametrize("callbacks", [(), (ModelCheckpoint(save_top_k=0),)], ids=["none", "none of them saved"])
+def test_without_a_checkpoint_the_step_is_predicted(callbacks: Any) -> None:
+    guard = MemGuard("check", budget="1GiB")
+    fit(guard, Layers(), *callbacks)
+    assert guard.decision.footprint.phase == "optimizer"
+
+
+def test_a_step_that_fits_is_not_refused_for_its_checkpoint(tmp_path: Path) -> None:
+    guard = MemGuard(budget="95MiB", max_batch_size=16)
+    with pytest.warns(
+        UserWarning, match=r"fits, but saving a checkpoint does not\. .*save_weights_only=True\) needs 32"
+    ):
+        fit(guard, Layers(), ModelCheckpoint(dirpath=tmp_path))
+    assert guard.decision.verdict == "does not fit"
+    assert why(guard.decision) == "Batch size 16 fits, but saving a checkpoint does not."
+
+
+def test_a_resumed_run_is_measured_without_the_checkpoint_that_it_was_loaded_from(tmp_path: Path) -> None:
+    fit(MemGuard("check"), Layers()).save_checkpoint(tmp_path / "last.ckpt")
+    guard = MemGuard("check")
+    fit(guard, Layers(), path=tmp_path / "last.ckpt", epochs=2)
+    (record,) = guard.records
+    assert record.measured.peak_bytes >= 0.97 * record.predicted.peak_allocated_bytes
