@@ -251,12 +251,9 @@ def _limit(decision: Decision) -> str:
         return "the largest that fits" if many == 1 else f"the largest multiple of {many} that fits"
     if limit == "min_steps_per_epoch":
         steps = decision.steps_per_epoch
-        its = (
-            f"than its {counted(steps, 'optimizer step')}" if steps else "optimizer steps, and their number is unknown"
-        )
-        return (
-            _fewer_steps(decision) or f"larger batches leave an epoch fewer {its} (min_steps_per_epoch=None allows it)"
-        )
+        its = f"than its {counted(steps, 'optimizer step')}" if steps else "optimizer steps, whose number is unknown"
+        fewer = f"larger batches leave an epoch fewer {its} (min_steps_per_epoch=None allows it)"
+        return _fewer_steps(decision) or fewer
     too = "has too few of them for it" if limit == "val_check_interval" else "would have more samples, or no batch"
     return _LIMITS.get(limit, f"limited by {limit}: with larger batches, an epoch {too}")
 

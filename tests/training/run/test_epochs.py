@@ -108,7 +108,7 @@ class Stream(IterableDataset[Any]):
         (
             10_000,
             16,
-            "larger batches leave an epoch fewer optimizer steps, and their number is unknown (min_steps_per_epoch",
+            "larger batches leave an epoch fewer optimizer steps, whose number is unknown (min_steps_per_epoch",
         ),
     ],
 )
