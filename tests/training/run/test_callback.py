@@ -501,7 +501,7 @@ def test_a_step_that_takes_the_iterator(trainer: Any, dataset: TensorDataset) ->
     assert sizes_seen(module) == [50] * 4
     assert not [each for each in found if "MemGuard failed" in str(each.message)]
     measured = guard.records[-1].measured.peak_bytes / 2**30
-    assert 0 < fit.callback_metrics["memguard/actual_peak_gib"].item() <= measured  # which counts the end of the fit too
+    assert 0 < fit.callback_metrics["memguard/actual_peak_gib"].item() <= measured  # its end counts too
 
 
 # -- settings of the Trainer, and callbacks that try things
