@@ -216,12 +216,8 @@ def why(decision: Decision) -> str:
     because = f"{': ' if is_tuned else '; unchanged because '}{reason}" if reason else ""
     if decision.verdict == "does not fit":
         without = ", even without its activations" if footprint.is_partial else ""
-        is_saving = footprint.phase == "checkpoint"
-        return (
-            f"{batch} fits, but saving a checkpoint does not."
-            if is_saving
-            else f"{batch} does NOT fit{without}{because}."
-        )
+        fits_not = f"does NOT fit{without}{because}"
+        return f"{batch} {'fits, but saving a checkpoint does not' if footprint.phase == 'checkpoint' else fits_not}."
     if decision.outcome == "checked" or (reason and not is_tuned):
         return f"{batch} fits{because}."
     batches = decision.accumulate_grad_batches
