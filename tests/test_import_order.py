@@ -65,6 +65,7 @@ ROOMS = {
         "nccl",
         "budget",
         "meter",
+        "children",
     ],
     "core/isolation": ["__init__", "child", "pool"],
     "core/batch": [

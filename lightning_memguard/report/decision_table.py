@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from rich.box import HEAVY_HEAD, Box
 from rich.table import Table
 
-from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy
+from lightning_memguard.core.decision.decision import Budget, Decision, HostUse, LimitedBy
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.report.words import at_size, batch_sizes, counted, part_words, peak_range, peak_words, size_of
@@ -32,7 +32,6 @@ _LIMITS: dict[LimitedBy, str] = {
     "max_batch_size": "limited by max_batch_size, not by memory",
     "request": "keeps the effective batch size",
     "checkpoint": "the one the checkpoint was trained with, and it fits",
-    "shared_memory": "workers put larger batches in /dev/shm than it holds; lower prefetch_factor, or raise --shm-size",
     "last_batch": "a larger one leaves a last batch of a single sample, which batch norm refuses",
 }
 
@@ -62,7 +61,7 @@ def setup_text(
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
         return f"MemGuard did not tune this run: {decision.reason}" if explain else ""
-    totals, notes = _total_lines(footprint, budget, kind), [f"Note: {note}." for note in decision.notes]
+    totals, notes = _total_lines(decision, footprint, budget, kind), [f"Note: {note}." for note in decision.notes]
     if most_parts is not None and len(notes) > 1:
         notes = [f"{notes[0]} More in `guard.decision.notes`."]
     rows = [
@@ -86,7 +85,7 @@ def evaluation_text(decision: Decision, kind: str) -> str:
     return f"MemGuard: {kind} is expected to take {peak_range(footprint)} of the {usable}. {why(decision)}"
 
 
-def _total_lines(footprint: Footprint, budget: Budget, kind: str) -> list[str]:
+def _total_lines(decision: Decision, footprint: Footprint, budget: Budget, kind: str) -> list[str]:
     peak, most, how = footprint.peak_device_bytes, footprint.most_device_bytes, _METHODS[footprint.method]
     words = how
     if not footprint.is_partial:
@@ -100,9 +99,30 @@ def _total_lines(footprint: Footprint, budget: Budget, kind: str) -> list[str]:
         words += f": allocated {allocated}, reserved {reserved}, context and libraries {outside}"
     offer = f"{format_bytes(budget.free_bytes)} on {budget.device} ({budget.source})"
     usable = f"Usable of {offer}, after a {budget.margin_share:.0%} margin"
-    width = max(len(format_bytes(nbytes)) for nbytes in (peak, budget.usable_bytes))
-    lines = ((peak, words), (budget.usable_bytes, usable))
+    lines = [(peak, words), (budget.usable_bytes, usable), *_host_lines(decision)]
+    width = max(len(format_bytes(nbytes)) for nbytes, _ in lines)
     return [f"{format_bytes(nbytes):<{width}}  {words}" for nbytes, words in lines]
+
+
+def _host_lines(decision: Decision) -> list[tuple[int, str]]:
+    """Bytes and words of what the run takes of the host, if it is worth a line."""
+    uses = decision.host.uses if decision.host else ()
+    tight = [(nbytes, of) for nbytes, of in uses if nbytes > _WORTH_A_LINE * of.free_bytes]
+    return [(nbytes, f"At most on {of.device}, which has {format_bytes(of.free_bytes)} free") for nbytes, of in tight]
+
+
+_WORTH_A_LINE = 0.1
+
+
+def _host_words(parts: Mapping[str, int]) -> str:
+    """Name what takes memory of the host."""
+    *others, last = [part_words(part) for part in parts] or ["prefetched batches"]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _host_remedies(host: HostUse, of: Budget) -> str:
+    more = ("--shm-size gives a container more",) if of is host.shared_budget else ()
+    return "; ".join((*host.remedies, *more))
 
 
 def _kind(footprint: Footprint, kind: str) -> str:
@@ -126,12 +146,12 @@ def _part_rows(footprint: Footprint, most: int | None = None) -> list[Row]:
     return [(name, format_bytes(nbytes), f"{nbytes / whole:.0%}") for name, nbytes in parts.items()]
 
 
-def _total_rows(footprint: Footprint, budget: Budget) -> list[Row]:
-    (name, allocated), *others = totals_of(footprint, budget)
+def _total_rows(decision: Decision, footprint: Footprint, budget: Budget) -> list[Row]:
+    (name, allocated), *others = totals_of(decision, footprint, budget)
     return [(name, format_bytes(allocated), "100%"), *((name, format_bytes(nbytes), "") for name, nbytes in others)]
 
 
-def totals_of(footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
+def totals_of(decision: Decision, footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
     """Return the totals on the device and the device's offer, in bytes under their names."""
     least = ", at least" if footprint.is_partial else ""
     totals = [(f"Peak allocated{least}", footprint.peak_allocated_bytes)]
@@ -144,7 +164,7 @@ def totals_of(footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
         totals.append(("Total on device, at most", most))
     totals.append((f"Budget on {budget.device} ({budget.source})", budget.free_bytes))
     totals.append((f"Usable after {budget.margin_share:.0%} margin", budget.usable_bytes))
-    return totals
+    return [*totals, *((words, nbytes) for nbytes, words in _host_lines(decision))]
 
 
 def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
@@ -154,7 +174,12 @@ def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
         return ("", "MemGuard did not tune this run", ""), [("Why", decision.reason, "")]
     sentences = [("Peak", method_words(footprint), ""), ("Batch size", why(decision), "")]
     notes = [("Note", f"{note}.", "") for note in decision.notes]
-    return _heading(decision, footprint), [*_part_rows(footprint), *_total_rows(footprint, budget), *sentences, *notes]
+    return _heading(decision, footprint), [
+        *_part_rows(footprint),
+        *_total_rows(decision, footprint, budget),
+        *sentences,
+        *notes,
+    ]
 
 
 def markdown(decision: Decision, kind: str = "training") -> str:
@@ -171,7 +196,10 @@ def markdown(decision: Decision, kind: str = "training") -> str:
         _markdown_row(_heading(decision, footprint)),
         "| :--- | ---: | ---: |",
         *map(_markdown_row, _part_rows(footprint)),
-        *(_markdown_row(f"**{cell}**" if cell else "" for cell in row) for row in _total_rows(footprint, budget)),
+        *(
+            _markdown_row(f"**{cell}**" if cell else "" for cell in row)
+            for row in _total_rows(decision, footprint, budget)
+        ),
     ]
     # The most important line comes first: viewers such as TensorBoard's show ten lines of a text.
     above = [f"### MemGuard: memory of {_kind(footprint, kind)} step", _escaped(why(decision))]
@@ -215,9 +243,7 @@ def why(decision: Decision) -> str:
     is_tuned = decision.outcome == "tuned"
     because = f"{': ' if is_tuned else '; unchanged because '}{reason}" if reason else ""
     if decision.verdict == "does not fit":
-        without = ", even without its activations" if footprint.is_partial else ""
-        fits_not = f"does NOT fit{without}{because}"
-        return f"{batch} {'fits, but saving a checkpoint does not' if footprint.phase == 'checkpoint' else fits_not}."
+        return f"{batch} {_why_not(decision, footprint, because)}."
     if decision.outcome == "checked" or (reason and not is_tuned):
         return f"{batch} fits{because}."
     batches = decision.accumulate_grad_batches
@@ -229,6 +255,18 @@ def why(decision: Decision) -> str:
     fewer = _fewer_steps(decision)
     fewer = f"; {fewer}" if fewer and decision.limited_by != "min_steps_per_epoch" else ""
     return f"{change}: {reason or _limit(decision)}{accumulated}{fewer}."
+
+
+def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
+    if decision.host and decision.host.overrun:
+        nbytes, of = decision.host.overrun
+        room, remedies = format_bytes(of.usable_bytes), _host_remedies(decision.host, of)
+        takers = _host_words(decision.host.parts if of is decision.host.budget else {})
+        need = f"{takers} are predicted to take up to {format_bytes(nbytes)}, and {room} are usable there"
+        return f"does NOT fit {of.device}{because}: {need}. Remedies: {remedies}"
+    if footprint.phase == "checkpoint":
+        return "fits, but saving a checkpoint does not"
+    return f"does NOT fit{', even without its activations' if footprint.is_partial else ''}{because}"
 
 
 def _fewer_steps(decision: Decision) -> str:
@@ -250,6 +288,11 @@ def _limit(decision: Decision) -> str:
         its = f"than its {counted(steps, 'optimizer step')}" if steps else "optimizer steps, whose number is unknown"
         fewer = f"larger batches leave an epoch fewer {its} (min_steps_per_epoch=None allows it)"
         return _fewer_steps(decision) or fewer
+    if limit in ("shared_memory", "host_memory") and decision.host:
+        of = decision.host.shared_budget if limit == "shared_memory" else decision.host.budget
+        if of is not None:
+            free, remedies = format_bytes(of.free_bytes), _host_remedies(decision.host, of)
+            return f"larger batches, as workers prefetch them, do not fit {of.device} ({free} free): {remedies}"
     too = "has too few of them for it" if limit == "val_check_interval" else "would have more samples, or no batch"
     return _LIMITS.get(limit, f"limited by {limit}: with larger batches, an epoch {too}")
 
@@ -259,6 +302,8 @@ def warning_of(decision: Decision) -> str:
     footprint, budget = decision.footprint, decision.budget
     if footprint is None or budget is None:
         return f"MemGuard did not tune this run: {decision.reason}"
+    if decision.verdict == "does not fit" and decision.host and decision.host.overrun:
+        return why(decision)
     if decision.verdict == "does not fit":
         others = "bf16-mixed precision or activation checkpointing"
         remedy = f" Lower {size_of(footprint)}, or use {others}." if footprint.batch else ""

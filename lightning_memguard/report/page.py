@@ -80,7 +80,7 @@ def page(report: Report, data_name: str = DATA_NAME) -> str:
         curve = charts.curve(report.curve, decision, footprint, budget)
         sections = [
             _headline(decision, footprint, budget),
-            f'<div class="pair">{_setup(footprint, budget)}{curve}</div>',
+            f'<div class="pair">{_setup(decision, footprint, budget)}{curve}</div>',
         ]
     sections += [charts.timeline(report.timeline), _epochs(report.records), _layers(report.layers)]
     return _asset("page.html").format(
@@ -125,10 +125,10 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
     return f'<p class="lead">{escape(why(decision))}</p><dl class="tiles">{cells}</dl>{notes}'
 
 
-def _setup(footprint: Footprint, budget: Budget) -> str:
+def _setup(decision: Decision, footprint: Footprint, budget: Budget) -> str:
     parts = [(part, footprint.parts[part]) for part in COLORS if footprint.parts.get(part)]
     rows = "".join(_part(part, nbytes, nbytes / footprint.peak_allocated_bytes) for part, nbytes in parts)
-    sums = totals_of(footprint, budget)
+    sums = totals_of(decision, footprint, budget)
     totals = "".join(charts.row(escape(name), format_bytes(nbytes), "") for name, nbytes in sums)
     operator = f" ({_code(footprint.operator)})" if footprint.operator else ""
     heading = f"At the peak, batch size {footprint.batch_size}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.core.decision.decision import Decision, HostUse
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import Timeline
@@ -92,11 +92,22 @@ def report_data(report: Report) -> dict[str, Any]:
         "decision": picked(decision, *sizes, *steps, "outcome", "limited_by", "reason", "fits", "verdict"),
         "footprint": footprint_data(decision.footprint) if decision.footprint else None,
         "budget": budget_data(decision.budget) if decision.budget else None,
+        "host": _host_data(decision.host) if decision.host else None,
         "timeline": _timeline_data(report.timeline) if report.timeline.parts else None,
         "curve": [vars(point) for point in report.curve],
         "epochs": [_record_data(record) for record in report.records],
         "layers": [layer_data(layer) for layer in report.layers or ()],
         "layers_batch_size": report.layers.batch_size if report.layers else None,
+    }
+
+
+def _host_data(host: HostUse) -> dict[str, Any]:
+    return {
+        "parts_bytes": dict(host.parts),
+        "most_bytes": host.most_bytes,
+        "budget": budget_data(host.budget) if host.budget else None,
+        "shared_memory_bytes": host.shared_bytes,
+        "shared_memory": budget_data(host.shared_budget) if host.shared_budget else None,
     }
 
 
@@ -122,6 +133,8 @@ def _record_data(record: EpochRecord) -> dict[str, Any]:
         "predicted_parts_bytes": dict(record.predicted.parts),
         "measured_peak_bytes": measured.peak_bytes,
         "measured_source": measured.source,
+        "predicted_host_bytes": record.predicted_host_bytes or None,
+        "measured_host_bytes": measured.host_bytes,
         "measured_parts_bytes": dict(measured.parts),
         "measured_peak_allocated_bytes": measured.peak_allocated_bytes,
         "measured_peak_reserved_bytes": measured.peak_reserved_bytes,

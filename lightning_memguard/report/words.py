@@ -23,6 +23,8 @@ COLORS = {
     "gradients": "#e69f00",
     "gathered": "#56356e",
     "checkpoint": "#f0a8a0",
+    "workers": "#3d4a5c",
+    "prefetched": "#c9b458",
     "activations": "#009e73",
     "batch": "#e3cb00",
     "temporaries": "#d55e00",
@@ -33,7 +35,10 @@ assert set(COLORS) == {*PARTS, *OPTIONAL_PARTS}
 
 def part_words(part: str) -> str:
     """The name of a part for a person: ``"optimizer state"``."""
-    return part.replace("_", " ")
+    return _PARTS.get(part, part.replace("_", " "))
+
+
+_PARTS = {"prefetched": "prefetched batches", "pinned": "pinned batches", "workers": "worker processes"}
 
 
 def at_size(footprint: Footprint) -> str:

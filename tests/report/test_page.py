@@ -28,6 +28,7 @@ from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, Event, Tr
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
+from lightning_memguard.report.words import part_words
 from lightning_memguard.units import GIB, KIB, MIB
 
 CUDA = AllocatorSettings()
@@ -227,7 +228,7 @@ def test_every_color_has_a_name_next_to_it(tmp_path):
     trace = random_trace(1, 900)
     read, _ = written(Report("Net", DECISION, timeline_of(trace, CUDA)), tmp_path)
     assert len({s["style"] for s in read.all("i") if s.get("class") == "swatch"}) == len((*PARTS, *OPTIONAL_PARTS))
-    assert all(part.replace("_", " ") in read.text for part in (*PARTS, *OPTIONAL_PARTS))
+    assert all(part_words(part) in read.text for part in (*PARTS, *OPTIONAL_PARTS))
 
 
 def test_a_long_step_makes_no_large_page(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ LimitedBy = Literal[
     "last_batch",
     "min_steps_per_epoch",
     "shared_memory",
+    "host_memory",
     "val_check_interval",
     "overfit_batches",
     "limit_train_batches",
@@ -34,7 +35,8 @@ LimitedBy = Literal[
 """Reason why the batch size is not larger. ``request``: MemGuard was not free to choose it. ``checkpoint``: the run
 goes on from one that was trained at it. ``last_batch``: a larger one leaves a last batch of a single sample, which
 batch norm refuses. ``min_steps_per_epoch``: a larger one leaves an epoch fewer optimizer steps. ``shared_memory``: the
-loader's workers put batches in /dev/shm, which has no room for larger ones. Names of the Trainer's arguments: with
+loader's workers put batches in /dev/shm, which has no room for larger ones. ``host_memory``: the host has no memory for
+what its workers make of larger batches. Names of the Trainer's arguments: with
 larger batches, an epoch would have too few of them, or see more samples."""
 
 Verdict = Literal["fits", "does not fit", "unknown"]
@@ -67,6 +69,41 @@ class Budget:
     def margin_share(self) -> float:
         """The margin as a share of what is free."""
         return self.margin_bytes / self.free_bytes if self.free_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """Memory of the host that a run takes in addition to its own process at setup.
+
+    On the CPU, host and device are one: the `Footprint` has all of it, and only what /dev/shm must hold is here.
+
+    Attributes:
+        parts: bytes by part: ``prefetched`` batches in shared memory, ``pinned`` copies of batches, ``workers`` (their
+            processes), and the buffer of a ``checkpoint``.
+        most_bytes: of all parts together, at most.
+        budget: what the host offers; None on the CPU.
+        shared_bytes: what lies in /dev/shm at once.
+        shared_budget: what /dev/shm offers; None without one.
+        remedies: what would take less, with its bytes, in plain words.
+    """
+
+    parts: Mapping[str, int]
+    most_bytes: int
+    budget: Budget | None
+    shared_bytes: int
+    shared_budget: Budget | None
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def uses(self) -> tuple[tuple[int, Budget], ...]:
+        """What is taken, each with the budget that must hold it."""
+        held = (self.most_bytes, self.budget), (self.shared_bytes, self.shared_budget)
+        return tuple((nbytes, of) for nbytes, of in held if nbytes and of)
+
+    @property
+    def overrun(self) -> tuple[int, Budget] | None:
+        """Bytes that are more than a budget holds, and that budget; None if all of it fits."""
+        return next(((nbytes, of) for nbytes, of in self.uses if nbytes > of.usable_bytes), None)
 
 
 @dataclass(frozen=True)
@@ -184,6 +221,7 @@ class Decision:
         requested_steps_per_epoch: the same as requested.
         requested_accumulate_grad_batches: the Trainer's own.
         loader_batch_sizes: of each loader, if there are several; ``batch_size`` is the smallest of them.
+        host: what the run takes of the host, if its worker processes or checkpoints take any.
     """
 
     batch_size: int
@@ -200,6 +238,7 @@ class Decision:
     requested_steps_per_epoch: int | None = None
     requested_accumulate_grad_batches: int = 1
     loader_batch_sizes: tuple[int, ...] = ()
+    host: HostUse | None = None
 
     @property
     def pieces(self) -> int:
@@ -215,9 +254,11 @@ class Decision:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the step fits the usable budget; ``unknown`` if not all of its memory was predicted."""
+        """Whether the run fits its device and the host; ``unknown`` if not all of its memory was predicted."""
         if self.footprint is None or self.budget is None:
             return "unknown"
+        if self.host and self.host.overrun:
+            return "does not fit"
         return verdict(self.footprint, self.budget)
 
     @property
@@ -373,6 +414,8 @@ _RULES_OF_THUMB = {
     "callbacks": "Use fewer callbacks that keep copies of the model on the device, such as StochasticWeightAveraging",
     "checkpoint": "Use save_weights_only=True in ModelCheckpoint",
     "gathered": "Shard smaller layers by themselves, reshard them after the forward pass",
+    "prefetched": "Set prefetch_factor=1 in DataLoader, use fewer workers",
+    "workers": "Use fewer workers",
     "communication": "Set gradient_as_bucket_view=True in DDPStrategy, freeze part of the model",
 }
 

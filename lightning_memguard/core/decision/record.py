@@ -20,6 +20,8 @@ class Measured:
     holds the parts whose true size is readable (parameters, buffers, gradients, optimizer state), each from the real
     tensors.
     ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, if the device has one.
+    ``host_bytes`` are those of the host since the first step, with worker processes and what lies in shared memory;
+    None on the CPU, and if nothing of the kind was predicted.
     """
 
     peak_bytes: int
@@ -27,6 +29,7 @@ class Measured:
     parts: Mapping[str, int] = field(default_factory=dict)
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class EpochRecord:
 
     ``margin_bytes`` of the budget were to be kept free. ``rescued`` steps were done in parts of their batch, on any
     rank: ``out_of_memory`` of them since the whole batch ran out of memory, the others since it would have.
-    ``loader_batch_sizes`` are those of each loader, if there are several.
+    ``loader_batch_sizes`` are those of each loader, if there are several. ``predicted_host_bytes`` is `HostUse.parts`
+    together.
     """
 
     epoch: int
@@ -47,6 +51,7 @@ class EpochRecord:
     rescued: int = 0
     out_of_memory: int = 0
     loader_batch_sizes: tuple[int, ...] = ()
+    predicted_host_bytes: int = 0
 
     @property
     def has_error(self) -> bool:
@@ -88,6 +93,9 @@ class EpochRecord:
         }
         if self.has_error:
             metrics["memguard/error_pct"] = 100 * self.error_ratio
+        if self.measured.host_bytes is not None:
+            metrics["memguard/host_predicted_gib"] = self.predicted_host_bytes / GIB
+            metrics["memguard/host_actual_gib"] = self.measured.host_bytes / GIB
         if predicted.low and predicted.high:
             metrics["memguard/predicted_low_gib"] = predicted.low.device_bytes / GIB
             metrics["memguard/predicted_high_gib"] = predicted.high.device_bytes / GIB

@@ -110,16 +110,20 @@ class Footprint:
         """Whether the peak is in validation, test or prediction."""
         return self.phase in ("validation", "test", "prediction")
 
-    def plus(self, nbytes: int, part: str) -> Footprint:
-        """The footprint with a block that is always allocated."""
+    def plus(self, nbytes: int, part: str, least_bytes: int | None = None, most_bytes: int | None = None) -> Footprint:
+        """The footprint with a block that is always allocated, or with memory of which only a range is known."""
+        least, most = nbytes if least_bytes is None else least_bytes, nbytes if most_bytes is None else most_bytes
+        low, high = self.low, self.high
+        if least != most and (low is None or high is None):
+            low = high = Peak(self.peak_allocated_bytes, self.peak_reserved_bytes, self.peak_device_bytes)
         return replace(
             self,
             peak_allocated_bytes=self.peak_allocated_bytes + nbytes,
             peak_reserved_bytes=self.peak_reserved_bytes + nbytes,
             peak_device_bytes=self.peak_device_bytes + nbytes,
             parts={**self.parts, part: self.parts.get(part, 0) + nbytes},
-            low=self.low and self.low.plus(nbytes),
-            high=self.high and self.high.plus(nbytes),
+            low=low and low.plus(least),
+            high=high and high.plus(most),
         )
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> Path:

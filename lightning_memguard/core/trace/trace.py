@@ -23,10 +23,10 @@ known.
 PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "batch", "temporaries", "workspaces")
 """Purposes of a block of memory. ``workspaces`` is scratch that a kernel allocates and frees inside one operator."""
 
-OPTIONAL_PARTS = ("callbacks", "communication", "gathered", "checkpoint")
+OPTIONAL_PARTS = ("callbacks", "communication", "gathered", "checkpoint", "prefetched", "workers")
 """Parts listed only if they have bytes: memory of the Trainer's other callbacks (copies of the model), buffers that
 ranks send and receive through (DDP's buckets of gradients), parameters gathered from all ranks while a layer runs, the
-buffer that a checkpoint is written to."""
+buffer that a checkpoint is written to; on the CPU, batches that worker processes have ready, and these processes."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors, in order."""

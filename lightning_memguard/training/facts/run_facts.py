@@ -52,6 +52,7 @@ class RunFacts:
         accumulate_grad_batches: batches per optimizer step, as set now.
         validates: whether a fit runs validation.
         val_check_interval: None if validation comes by time, so that it may come at any batch.
+        sanity_steps: ``num_sanity_val_steps``.
         check_val_every_n_epoch: None if the interval counts batches over all epochs.
         limits: ``limit_train_batches`` and similar, by role.
         uses_distributed_sampler: whether Lightning spreads each loader's samples over the processes.
@@ -71,6 +72,7 @@ class RunFacts:
     validates: bool
     val_check_interval: int | float | None
     check_val_every_n_epoch: int | None
+    sanity_steps: int | float
     overfit_batches: int | float
     is_rehearsal: bool
     limits: Mapping[Role, int | float]
@@ -118,6 +120,7 @@ def read_run_facts(trainer: Trainer, stage: Stage = "fit") -> RunFacts:
         # Lightning 2.6 sets no such attribute if the interval is a time
         val_check_interval=getattr(trainer, "val_check_interval", None),
         check_val_every_n_epoch=trainer.check_val_every_n_epoch,
+        sanity_steps=trainer.num_sanity_val_steps,
         is_rehearsal=bool(trainer.fast_dev_run),  # type: ignore[attr-defined]  # set by a connector
         overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]  # set by a connector
         limits={role: getattr(trainer, name) for role, name in LIMIT_NAMES.items()},

@@ -74,6 +74,13 @@ def _guarded(hook: _Hook) -> _Hook:
     return cast("_Hook", call)
 
 
+def _parsed(name: str, budget: int | str | None) -> int | None:
+    nbytes = None if budget is None else parse_bytes(budget)
+    if nbytes is not None and nbytes < KIB:
+        raise MemGuardError(f"{name}={budget!r} is {nbytes} bytes, too small to train in; is '{budget}MiB' meant?")
+    return nbytes
+
+
 class MemGuard(*_callback_classes()):  # type: ignore[misc]
     """Predict the memory of a training step, choose the largest batch size that fits, and log predicted next to actual.
 
@@ -81,6 +88,9 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         mode: ``"tune"`` chooses the batch size; ``"check"`` predicts, warns if it does not fit, and changes nothing.
         budget: what the training may take on its device: bytes, or text such as ``"24GiB"`` (default: what the device
             has free).
+        host_budget: what batches that workers have ready, these processes and the writing of a checkpoint may take of
+            the host, on top of what the process takes at setup: bytes or text (default: what the host, its control
+            group and /dev/shm have free). On the CPU it is one with ``budget``.
         margin: share of the budget to keep free, in [0, 1).
         min_batch_size: the smallest batch size to choose.
         max_batch_size: the largest batch size to choose.
@@ -117,6 +127,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         mode: Literal["tune", "check"] = "tune",
         *,
         budget: int | str | None = None,
+        host_budget: int | str | None = None,
         margin: float = 0.05,
         min_batch_size: int = 1,
         max_batch_size: int | None = None,
@@ -136,9 +147,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             raise MemGuardError(
                 f"keep_effective_batch_size={effective!r} is unknown; pass a number of samples, 'if_smaller' or None."
             )
-        nbytes = None if budget is None else parse_bytes(budget)
-        if nbytes is not None and nbytes < KIB:
-            raise MemGuardError(f"budget={budget!r} is {nbytes} bytes, too small to train in; is '{budget}MiB' meant?")
+        nbytes, host_bytes = _parsed("budget", budget), _parsed("host_budget", host_budget)
         self._settings = GuardSettings(
             margin,
             nbytes,
@@ -150,6 +159,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             on_oom,
             min_steps_per_epoch,
             max_setup_seconds,
+            host_bytes,
             keep_effective_batch_size == "if_smaller",
         )
         self.records: list[EpochRecord] = []

@@ -177,6 +177,7 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     """Return this rank's choice, and its profile once the step was captured at the chosen size."""
     validation = _fitting(profile)
     profile = replace(profile, validation=validation)
+    profile = replace(profile, request=profile.within_host())
     decision, proven = largest_that_runs(
         profile.prediction,
         profile.budget,
@@ -191,6 +192,7 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     saving = profile.saving_at(decision.batch_size)
     if saving and decision.footprint and saving.most_device_bytes > decision.footprint.most_device_bytes:
         decision = replace(decision, footprint=saving)
+    decision = replace(decision, host=profile.host_at(decision.batch_size))
     if not profile.request.free_to_choose:
         decision = _unchanged(decision, profile.request.fixed_because, settings)
     return decision, replace(profile, prediction=proven)

@@ -18,6 +18,7 @@ class GuardSettings(Limits):
     on_oom: Literal["split", "raise"] | None = None
     min_steps_per_epoch: int | None = 50
     max_setup_seconds: float | None = 60.0
+    host_budget_bytes: int | None = None
     divides: bool = True  # a batch that does not fit, and accumulates gradients
 
     def __post_init__(self) -> None:

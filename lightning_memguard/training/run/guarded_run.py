@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch.optim import LBFGS
 
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
+from lightning_memguard.core.device.children import ChildrenMeter
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
 from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
 from lightning_memguard.core.replay.snapshot import save_snapshot
@@ -85,6 +87,8 @@ class GuardedRun:
         self._recorder = SnapshotRecorder(trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
         self._rescuer: Rescuer | None = None
+        self._children: ChildrenMeter | None = None
+        self._host_meter: PeakMeter | None = None
         self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
 
     @property
@@ -248,6 +252,11 @@ class GuardedRun:
             optimizers = self.trainer.optimizers if self.trains else []
             states = [*self.module.parameters(), *self.module.buffers(), *states_of(optimizers)]
             self._meter.start(part_bytes({"states": states}, self.device.type)["states"])
+            if self.decision.host:
+                self._children = attempt(ChildrenMeter).value
+            if self.decision.host and self.decision.host.budget:
+                self._host_meter = PeakMeter(torch.device("cpu"))
+                self._host_meter.start(0)
 
     def _watch_batches(self, profile: RunProfile) -> None:
         runs = {"train" if self.trains else "val": (profile.prediction, self.decision.batch_size)}
@@ -297,7 +306,7 @@ class GuardedRun:
     def check_peak(self, batch_idx: int) -> None:
         """Warn of a run that has passed its budget, after 2, 4, 8, ... batches of an epoch: early, and at no cost."""
         if self._checks_peak and batch_idx > 1 and batch_idx.bit_count() == 1:
-            self._warn_of_overrun(self._meter.read({}))
+            self._warn_of_overrun(self._with_children(self._meter.read({})))
 
     def _warn_of_overrun(self, measured: Measured) -> None:
         footprint, budget, watch = self.decision.footprint, self.decision.budget, self._watches.get("train")
@@ -312,6 +321,10 @@ class GuardedRun:
         """Warn of a batch that is larger than predicted; return what collating it has freed."""
         if self._trim is not None:
             self._trim()
+        if self._children is not None:
+            self._children.read_shared()
+            if batch_idx > 1 and batch_idx.bit_count() == 1:
+                self._children.read_pages()
         watch = self._watches.get(role)
         if watch is None:
             return
@@ -339,7 +352,7 @@ class GuardedRun:
         """Measure each epoch by itself; what follows an epoch, such as saving a checkpoint, counts in the next."""
         self._gradient_bytes.clear()
         if not self.records:
-            self._meter.restart()
+            self._restart_measuring()
         if self._rescuer is not None:
             self._rescuer.policy.restart()
         forget_logged(self.trainer)
@@ -350,7 +363,7 @@ class GuardedRun:
         if record is None:
             return
         self.records.append(record)
-        self._meter.restart()
+        self._restart_measuring()
         self._warn_of_overrun(record.measured)
         try:
             self._log(record)
@@ -374,7 +387,8 @@ class GuardedRun:
         failed, rescued = self._rescued_on_all_ranks()
         bounds = (budget.free_bytes, budget.margin_bytes)
         loaders = decision.loader_batch_sizes
-        return EpochRecord(epoch, size, decision.footprint, measured, *bounds, rescued, failed, loaders)
+        on_host = sum(decision.host.parts.values()) if decision.host else 0
+        return EpochRecord(epoch, size, decision.footprint, measured, *bounds, rescued, failed, loaders, on_host)
 
     def _rescued_on_all_ranks(self) -> tuple[int, int]:
         """How many steps ran out of memory, and how many were done in parts, on any rank. All ranks call it."""
@@ -389,7 +403,21 @@ class GuardedRun:
         module, states = self.module, states_of(self.trainer.optimizers)
         parts = {"parameters": module.parameters(), "buffers": module.buffers(), "optimizer_state": states}
         nbytes = part_bytes(parts, self.device.type)
-        return self._meter.read({**nbytes, "gradients": max(self._gradient_bytes, default=0)})
+        return self._with_children(self._meter.read({**nbytes, "gradients": max(self._gradient_bytes, default=0)}))
+
+    def _with_children(self, measured: Measured) -> Measured:
+        """Add what worker processes take: on the CPU that is the device's, else it is the host's."""
+        taken = self._children.peak_bytes if self._children else 0
+        if self._host_meter is not None:
+            return replace(measured, host_bytes=taken + self._host_meter.read({}).peak_bytes)
+        if not taken or not measured.peak_bytes:
+            return measured
+        return replace(measured, peak_bytes=measured.peak_bytes + taken, source=f"{measured.source} and workers")
+
+    def _restart_measuring(self) -> None:
+        for meter in (self._meter, self._host_meter, self._children):
+            if meter is not None:
+                meter.restart()
 
     def _log(self, record: EpochRecord) -> None:
         if not self.trainer.barebones:
@@ -484,6 +512,7 @@ class GuardedRun:
         if self._rescuer is not None:
             self._rescuer.close()
         attempt(self._meter.close)
+        self._children = self._host_meter = None
 
 
 def actual_path(path: Path) -> Path:

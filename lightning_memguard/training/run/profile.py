@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_memguard.core.capture.capture import Captures
 from lightning_memguard.core.capture.predict import Prediction, predict, predict_largest
 from lightning_memguard.core.capture.recorder import part_bytes
-from lightning_memguard.core.decision.decision import Budget, Request, decide, largest_that
+from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy, Request, decide, largest_that
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.replay.footprint import Footprint, Peak
@@ -29,7 +29,7 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
-from lightning_memguard.training.data.workers import bytes_in_flight, free_shared_memory
+from lightning_memguard.training.data.workers import Workers, host_budgets, workers_of
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.run.guard_settings import GuardSettings
@@ -117,6 +117,11 @@ class RunProfile:
         callback_bytes: what other callbacks hold there, without Lightning's averages.
         avoids_single_sample: whether a last batch of one sample may fail.
         extra: bytes found after the steps were predicted, by part.
+        workers: processes that prepare its batches; None if there are none.
+        kept_bytes: memory of this process that forked workers keep while training changes it.
+        checkpoint_bytes: of the host, to save a checkpoint of another device.
+        host: what the host offers; None on the CPU, where it is the device.
+        shared: what /dev/shm offers; None without one.
         notes: what had to be assumed, in plain words.
     """
 
@@ -129,6 +134,11 @@ class RunProfile:
     callback_bytes: int = 0
     avoids_single_sample: bool = False
     extra: Mapping[str, int] = field(default_factory=dict)
+    workers: Workers | None = None
+    kept_bytes: int = 0
+    checkpoint_bytes: int = 0
+    host: Budget | None = None
+    shared: Budget | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -230,10 +240,57 @@ class RunProfile:
         )
 
     def with_extra(self, footprint: Footprint) -> Footprint:
-        """A footprint with what was found after the steps were predicted."""
+        """A footprint with what was found after the steps were predicted; on the CPU, with what workers take."""
         for part, nbytes in self.extra.items():
             footprint = footprint.plus(nbytes, part)
+        if self.workers and not self.host:
+            ahead = self.workers.ahead_bytes(footprint.batch_size, self._validation_size)
+            least, likely, most = self._workers_bytes(footprint.batch_size)
+            footprint = footprint.plus(ahead, "prefetched").plus(likely, "workers", least, most)
         return footprint
+
+    @property
+    def _validation_size(self) -> int:
+        return self.validation.batch_size if self.validation else 0
+
+    def _workers_bytes(self, batch_size: int) -> tuple[int, int, int]:
+        if self.workers is None:
+            return 0, 0, 0
+        least, likely, most = self.workers.own_bytes(batch_size, self._validation_size)
+        return least + self.kept_bytes, likely + self.kept_bytes, most + self.kept_bytes
+
+    def host_at(self, batch_size: int) -> HostUse | None:
+        """What the run takes of the host at a batch size; None if that is nothing, or all of it is the device's."""
+        shared = self.workers.shared_bytes(batch_size, self._validation_size) if self.workers else 0
+        if self.host is None and not shared:
+            return None
+        _, likely, most = self._workers_bytes(batch_size)
+        pinned = self.workers.pinned_bytes(batch_size) if self.workers else 0
+        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": self.checkpoint_bytes}
+        present = {part: nbytes for part, nbytes in parts.items() if nbytes}
+        if not present:
+            return None
+        remedies = self.workers.remedies(batch_size, self._validation_size) if self.workers else ()
+        if self.checkpoint_bytes:
+            remedies = (*remedies, "ModelCheckpoint(save_weights_only=True) writes no optimizer state")
+        whole = sum(present.values()) + most - likely
+        return HostUse(present if self.host else {}, whole, self.host, shared, self.shared, remedies)
+
+    def within_host(self) -> Request:
+        """The request, with the largest size, at least the loader's own, at which the host holds what workers take."""
+        request = self.request
+        if self.workers is None or not request.free_to_choose:
+            return request
+        most = request.run_size or _MOST_IN_A_BATCH
+        size = largest_that(lambda size: self._short_of(size) is None, request.batch_size, most)
+        limit = self._short_of(size + 1) if size < most else None
+        return replace(request, run_size=size, run_limit=limit) if limit else request
+
+    def _short_of(self, batch_size: int) -> LimitedBy | None:
+        host = self.host_at(batch_size)
+        if host is None or host.overrun is None:
+            return None
+        return "shared_memory" if host.overrun[1] is host.shared_budget else "host_memory"
 
 
 # -- reading and predicting
@@ -251,6 +308,9 @@ class Reading:
     avoids_single_sample: bool
     notes: tuple[str, ...]
     process_bytes: int | tuple[int, int, int]
+    workers: Workers | None
+    host: Budget | None
+    shared: Budget | None
 
     def next_size(self, traces: Sequence[Trace]) -> int:
         """The batch size that will be chosen, as far as two traces tell: what a GPU's context takes is left out."""
@@ -297,16 +357,21 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         validation_info = attempt(lambda: find(facts, "val"))
         evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), facts, program))
     budget, held = _budget(module, facts, settings)
-    shared = _size_in_shared_memory(facts, loader_info, samples, settings, validation_info.value, evaluation.value)
+    its = evaluation.value.program.families if evaluation.value else ()
+    workers = workers_of(facts, (loader_info, samples.batches), (validation_info.value, its), sized=counted is not None)
+    host, in_shared = host_budgets(facts, settings.host_budget_bytes, settings.margin)
     return Reading(
         Run(facts, loader_info, program, evaluation, validation_info.value),
         size,
-        lambda fixed: _request(facts, loader_info, samples, settings, size, fixed, shared),
+        lambda fixed: _request(facts, loader_info, samples, settings, size, fixed),
         budget,
         held,
         avoids_single_sample=any(isinstance(each, _BatchNorm) for each in module.modules()),
         notes=samples.notes,
         process_bytes=process_bytes(module.parameters(), torch.get_num_threads()) if device.type == "cpu" else 0,
+        workers=workers,
+        host=host,
+        shared=in_shared,
     )
 
 
@@ -339,8 +404,44 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         reading.held_bytes,
         run.program.callback_bytes,
         reading.avoids_single_sample,
+        workers=reading.workers,
+        kept_bytes=_kept_by_workers(reading, prediction),
+        checkpoint_bytes=_checkpoint_bytes(run, prediction) if reading.host else 0,
+        host=reading.host,
+        shared=reading.shared,
         notes=(*reading.notes, *notes),
     )
+
+
+def _kept_by_workers(reading: Reading, training: Prediction) -> int:
+    """Bytes of this process that forked workers keep: what training rewrites is copied first, as they still map it.
+
+    Workers of later epochs begin with gradients and optimizer state, too. A checkpoint's state is not known here.
+    """
+    facts, trace = reading.run.facts, next(iter(training.traces.values()), None)
+    if facts.device.type != "cpu" or facts.stage != "fit" or not reading.workers or trace is None:
+        return 0
+    kept = part_bytes({"model": [*reading.run.program.module.parameters()]}, "cpu")["model"]
+    if not reading.workers.keeps(begun=False):
+        return 0
+    if reading.workers.keeps(begun=True) and reading.run.program.trainer.max_epochs != 1:
+        kept += sum(nbytes for _, nbytes in _alive_between_steps(trace, gradients=True))
+    return kept
+
+
+def _checkpoint_bytes(run: Run, training: Prediction) -> int:
+    """Bytes of the host for saving a checkpoint: its buffer, and under sharding the state that is gathered first."""
+    saved, trace = callbacks.saved_parts(run.facts), next(iter(training.traces.values()), None)
+    layout = run.program.layout
+    if not saved or trace is None or (layout and layout.saves_shards):
+        return 0
+    model = run.program.module
+    weights = part_bytes({"model": [*model.parameters(), *model.buffers()]}, "cpu")["model"]
+    step = training.footprint_at(trace.batch_size)
+    own = max(1, step.parts["parameters"] + step.parts["buffers"])
+    state = sum(nbytes for part, nbytes in _alive_between_steps(trace, gradients=False) if part in saved)
+    whole = weights or own * (layout.ranks if layout else 1)
+    return int((2 if layout else 1) * whole * (1 + state / own))
 
 
 def _why_one_size(prediction: Prediction, *, asked: bool) -> str:
@@ -359,6 +460,8 @@ def _budget(module: LightningModule, facts: RunFacts, settings: GuardSettings) -
     held = part_bytes({"model": [*module.parameters(), *module.buffers()]}, facts.device.type)["model"]
     held += callbacks.held_bytes(facts.callbacks, module, facts.device, averaging=True)
     margin, given = settings.margin, settings.budget_bytes
+    if facts.device.type == "cpu" and settings.host_budget_bytes is not None:
+        given = min(given or settings.host_budget_bytes, settings.host_budget_bytes)
     return read_budget(facts.device, budget=given, margin=margin, already_held_bytes=held), held
 
 
@@ -408,7 +511,6 @@ def _request(
     settings: GuardSettings,
     size: int,
     fixed: str,
-    shared: int | None,
 ) -> Request:
     limits = settings
     if facts.stage != "fit":  # a limit of growth alone: what an evaluation gives does not depend on its batch size
@@ -425,8 +527,6 @@ def _request(
     free = settings.mode == "tune" and not fixed
     limit, min_steps = limit_of(facts, loader_info, largest), settings.steps_to_keep
     run_size, run_limit = epoch_size_for(facts, loader_info, min_steps)
-    if shared is not None and (run_size is None or shared < run_size):
-        run_size, run_limit = shared, "shared_memory"
     return replace(
         request,
         free_to_choose=free,
@@ -435,24 +535,6 @@ def _request(
         run_size=run_size,
         run_limit=run_limit,
     )
-
-
-def _size_in_shared_memory(
-    facts: RunFacts,
-    info: LoaderInfo,
-    samples: RunSamples,
-    settings: GuardSettings,
-    validation_info: LoaderInfo | None,
-    evaluation: Evaluation | None,
-) -> int | None:
-    """Return the largest size, at least the loader's own, whose batches fit /dev/shm next to those of validation."""
-    free, size = free_shared_memory(), samples.batch_size
-    if free is None or info.fixed_because or not bytes_in_flight(info, samples.batches, size):
-        return None
-    usable = free * (1 - settings.margin) / getattr(facts.strategy, "num_processes", 1)  # of this host
-    if validation_info and evaluation:
-        usable -= bytes_in_flight(validation_info, evaluation.program.batches, evaluation.batch_size)
-    return largest_that(lambda size: bytes_in_flight(info, samples.batches, size) <= usable, size, _MOST_IN_A_BATCH)
 
 
 _MOST_IN_A_BATCH = 1 << 20

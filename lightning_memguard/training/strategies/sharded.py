@@ -70,6 +70,12 @@ class Layout:
         return bool(getattr(getattr(self.strategy, "cpu_offload", None), "offload_params", False))
 
     @property
+    def saves_shards(self) -> bool:
+        """Whether each rank writes its own part of a checkpoint, without gathering it on the host."""
+        sharded = getattr(self.strategy, "_state_dict_type", "") == "sharded"
+        return self.is_deepspeed or sharded or bool(getattr(self.strategy, "_save_distributed_checkpoint", False))
+
+    @property
     def is_deepspeed(self) -> bool:
         """Whether DeepSpeed's engine runs the module."""
         return is_a(self.strategy, "DeepSpeedStrategy")
