@@ -182,14 +182,14 @@ def children_of(pid: int) -> list[str]:
 def watched(how: dict[str, Any]) -> dict[str, Any]:
     """Train in a child, and watch /dev/shm and the pages of its workers."""
     command = [sys.executable, __file__, "--train", json.dumps(how)]
-    log = Path("/dev/shm/../../tmp").resolve() / f"memguard_loaders_{os.getpid()}.log"  # noqa: S108
+    log = Path("/dev/shm/../../tmp").resolve() / f"memguard_loaders_{os.getpid()}.log"
     with log.open("w") as out:
         child = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
         shared = pages = reads = 0
         while child.poll() is None:
-            usage = os.statvfs("/dev/shm")  # noqa: S108
+            usage = os.statvfs("/dev/shm")
             shared = max(shared, (usage.f_blocks - usage.f_bfree) * usage.f_frsize)
             reads += 1
             workers = children_of(child.pid) if reads % 50 == 0 and "BEGUN" in log.read_text() else []
@@ -207,7 +207,7 @@ def watched(how: dict[str, Any]) -> dict[str, Any]:
 def inside(number: int) -> None:
     """Run one configuration, in a namespace that has a /dev/shm of its size."""
     how = CONFIGURATIONS[number]
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={how['shm']}m", "tmpfs", "/dev/shm"], check=True)  # noqa: S108
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={how['shm']}m", "tmpfs", "/dev/shm"], check=True)
     print("WATCHED", json.dumps(watched(how)))
 
 

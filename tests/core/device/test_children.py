@@ -1,0 +1,90 @@
+"""What worker processes take is read from pages and from shared memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_memguard.core.device import children
+from lightning_memguard.core.device.children import ChildrenMeter
+from lightning_memguard.units import MIB
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def hold(nbytes: int, ready: Event, done: Event) -> None:
+    kept = np.ones(nbytes, np.uint8)
+    ready.set()
+    done.wait(60)
+    assert len(kept) == nbytes
+
+
+@pytest.fixture
+def child() -> Any:
+    context = get_context("fork")
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(64 * MIB, ready, done))
+    process.start()
+    assert ready.wait(60)
+    yield process
+    done.set()
+    process.join()
+
+
+def test_pages_of_a_child_are_counted_and_those_that_it_shares_are_not(child: Any) -> None:
+    meter = ChildrenMeter()
+    meter.read_pages()
+    assert 64 * MIB <= meter.peak_bytes < 90 * MIB
+    meter.restart()
+    assert meter.peak_bytes == 0
+
+
+def test_pages_that_the_process_rewrites_stay_with_its_child() -> None:
+    pages = np.ones(64 * MIB, np.uint8)
+    context = get_context("fork")
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(1, ready, done))
+    process.start()
+    assert ready.wait(60)
+    pages += 1
+    meter = ChildrenMeter()
+    meter.read_pages()
+    done.set()
+    process.join()
+    assert 64 * MIB <= meter.peak_bytes < 90 * MIB
+
+
+def test_shared_memory_is_counted_above_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter([100, 150, 120])
+    monkeypatch.setattr(children, "_shared_bytes", lambda: next(used))
+    meter = ChildrenMeter()
+    meter.read_shared()
+    meter.read_shared()
+    assert meter.peak_bytes == 50
+
+
+def test_reading_pages_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, reads = ChildrenMeter(), []
+
+    def slow() -> int:
+        reads.append(time.sleep(0.02))
+        return 0
+
+    monkeypatch.setattr(meter, "_own_pages", slow)
+    for _ in range(1000):
+        meter.read_pages()
+    assert len(reads) == 1
+
+
+def test_what_cannot_be_read_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = ChildrenMeter(os.getpid())
+    monkeypatch.setattr(meter, "_own_pages", lambda: 1 // 0)
+    meter.read_pages()
+    assert meter.peak_bytes == 0

@@ -1,0 +1,134 @@
+"""The host of a run whose device is another: what it must hold limits the batch size, and is recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard import MemGuard, MemGuardError
+from lightning_memguard.core.decision.decision import Budget
+from lightning_memguard.core.device.memory_info import MemoryInfo
+from lightning_memguard.report.decision_table import markdown, setup_text
+from lightning_memguard.training.data import workers
+from lightning_memguard.training.run import profile
+from lightning_memguard.units import GIB, MIB
+
+FEATURES = 64 * 1024  # 256 KiB a sample
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-5)
+
+
+def fitted(guard: MemGuard, *callbacks: Any, size: int = 2, **loader: Any) -> MemGuard:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        callbacks=[guard, *callbacks],
+        enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Net(), DataLoader(TensorDataset(torch.zeros(1, FEATURES).expand(200, FEATURES)), size, **loader))
+    return guard
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A host beside the device, as a GPU has it, with so many bytes free."""
+
+    def offer(nbytes: int) -> None:
+        def budgets(*_: object) -> tuple[Budget, Budget]:
+            return Budget(2 * nbytes, nbytes, 0, "host", "the host"), Budget(GIB, GIB, 0, "statvfs", "/dev/shm")
+
+        monkeypatch.setattr(profile, "host_budgets", budgets)
+        monkeypatch.setattr(workers, "collected_bytes", lambda: 0)
+
+    return offer
+
+
+def test_what_workers_prepare_must_fit_the_host(host: Any) -> None:
+    """One worker: three batches in shared memory, at most 32 MiB and four batches of its own, and old weights (2 MiB)."""
+    host(34 * MIB + 7 * 20 * MIB // 4)
+    guard = fitted(MemGuard(min_steps_per_epoch=None, budget="1GiB"), num_workers=1)
+    decision = guard.decision
+    assert decision is not None
+    assert (decision.batch_size, decision.limited_by) == (20, "host_memory")
+    assert decision.host is not None
+    assert decision.host.parts["prefetched"] == 15 * MIB
+    assert decision.footprint is not None
+    assert "prefetched" not in decision.footprint.parts
+    assert "69.0 MiB  At most on the host, which has 69.0 MiB free" in setup_text(decision)
+    assert "do not fit the host (69.0 MiB free): prefetch_factor=1 needs 5.0 MiB less" in markdown(decision)
+    metrics = guard.records[0].as_metrics()
+    assert metrics["memguard/host_predicted_gib"] == sum(decision.host.parts.values()) / GIB
+    assert 5 * MIB / GIB < metrics["memguard/host_actual_gib"] < 0.3
+
+
+def test_a_checkpoint_is_written_to_the_hosts_memory_first(host: Any, tmp_path: Path) -> None:
+    host(GIB)
+    guard = fitted(MemGuard("check", budget="1GiB"), ModelCheckpoint(tmp_path))
+    (file,) = tmp_path.glob("*.ckpt")
+    assert guard.decision is not None
+    assert guard.decision.host is not None
+    assert guard.decision.host.parts == {"checkpoint": pytest.approx(file.stat().st_size, rel=0.01)}
+
+
+def test_a_host_that_is_too_small_is_a_warning_and_no_refusal(host: Any, tmp_path: Path) -> None:
+    host(MIB)
+    with pytest.warns(UserWarning, match=r"does NOT fit the host.*checkpoint .* usable there.*save_weights_only=True"):
+        guard = fitted(MemGuard(min_steps_per_epoch=None, budget="1GiB"), ModelCheckpoint(tmp_path), num_workers=1)
+    assert guard.decision is not None
+    assert (guard.decision.batch_size, guard.decision.fits) == (2, False)
+
+
+def test_on_the_cpu_one_budget_holds_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "collected_bytes", lambda: 0)
+    guard = fitted(MemGuard(min_steps_per_epoch=None, budget="4GiB", host_budget="200MiB", margin=0), num_workers=1)
+    decision = guard.decision
+    assert decision is not None
+    assert decision.budget is not None
+    assert decision.budget.free_bytes == 200 * MIB
+    assert decision.footprint is not None
+    assert decision.footprint.most_device_bytes <= 200 * MIB
+    assert decision.footprint.parts["prefetched"] == 2 * decision.batch_size * MIB // 4
+    record = guard.records[0]
+    assert record.measured.peak_bytes < 200 * MIB
+    assert "memguard/host_actual_gib" not in record.as_metrics()
+
+
+def test_each_rank_of_a_host_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Facts:
+        device = torch.device("cuda")
+        strategy = type("Strategy", (), {"num_processes": 4})
+
+    monkeypatch.setattr(workers, "available_memory", lambda: MemoryInfo(80 * GIB, 40 * GIB, "cgroup"))
+    monkeypatch.setattr(workers, "shared_memory", lambda: None)
+    facts: Any = Facts()
+    budget, shared = workers.host_budgets(facts, None, 0.1)
+    assert budget is not None
+    assert (budget.free_bytes, budget.usable_bytes, budget.source, shared) == (10 * GIB, 9 * GIB, "cgroup", None)
+    given, _ = workers.host_budgets(facts, 6 * GIB, 0.0)
+    assert given is not None
+    assert (given.free_bytes, given.source) == (6 * GIB, "given")
+
+
+def test_a_host_budget_in_kilobytes_is_a_mistake() -> None:
+    with pytest.raises(MemGuardError, match="host_budget=64 is 64 bytes"):
+        MemGuard(host_budget=64)
