@@ -91,7 +91,7 @@ def _total_lines(decision: Decision, footprint: Footprint, budget: Budget, kind:
     if not footprint.is_partial:
         at_most = f" (at most {format_bytes(most)})" if most > peak else ""
         in_copy = "" if footprint.method in ("fake", "compiled") else f"; {how}"
-        step = "" if footprint.phase == "checkpoint" else " step"
+        step = "" if footprint.phase in ("checkpoint", "collate") else " step"
         words = f"Peak of {_kind(footprint, kind)}{step}{at_most}, in the {peak_words(footprint)}{in_copy}"
     if peak != footprint.peak_allocated_bytes:
         allocated, reserved = map(format_bytes, (footprint.peak_allocated_bytes, footprint.peak_reserved_bytes))

@@ -123,6 +123,14 @@ def peak_range(footprint: Footprint) -> str:
     return f"{format_bytes(point)} ({byte_range(*bounds)})"
 
 
+_PLACES = {
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "checkpoint": "saving of a checkpoint",
+    "collate": "collating of a batch",
+}
+
+
 def peak_words(footprint: Footprint, code: Callable[[str], str] = str) -> str:
     """Name the place of the peak: ``"backward pass of encoder.layers.11"``.
 
@@ -131,7 +139,5 @@ def peak_words(footprint: Footprint, code: Callable[[str], str] = str) -> str:
         code: marks up the name of the module.
     """
     phase = footprint.phase or "step"
-    place = {"forward": "forward pass", "backward": "backward pass", "checkpoint": "saving of a checkpoint"}.get(
-        phase, phase
-    )
+    place = _PLACES.get(phase, phase)
     return f"{place} of {code(footprint.module)}" if footprint.module else place

@@ -64,6 +64,7 @@ class RunSamples:
         notes: how many samples were drawn, if larger ones may follow.
         unit: batch sizes must be multiples of this for the loaders and their collate functions.
         ends: how many samples each loader's data without a length has, if its end was reached.
+        fresh: whether each sample is made when it is asked for, so that a batch is there twice while it is collated.
     """
 
     batches: tuple[Batches, ...]
@@ -71,6 +72,7 @@ class RunSamples:
     notes: tuple[str, ...]
     unit: int = 1
     ends: tuple[int | None, ...] = ()
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class LoaderSamples:
     note: str = ""
     unit: int = 1
     samples: int | None = None
+    fresh: bool = False
 
 
 def sample(info: LoaderInfo) -> RunSamples:
@@ -99,7 +102,8 @@ def sample(info: LoaderInfo) -> RunSamples:
     ends = tuple(each.samples for each in drawn)
     unit = math.lcm(info.unit, *(each.unit for each in drawn))
     batches = _combine(info, [each.batches for each in drawn])
-    return RunSamples(batches, info.batch_size or batches[0].small_size, notes, unit, ends)
+    fresh = any(each.fresh for each in drawn)
+    return RunSamples(batches, info.batch_size or batches[0].small_size, notes, unit, ends, fresh)
 
 
 def _draw_from(info: LoaderInfo, source: Source) -> LoaderSamples:
@@ -235,16 +239,17 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
         kept = _next_to_each_other(loader, len(largest.kept(sort=False)))
     else:
         kept = largest.kept(sort=not stream and in_order)
-    stay = not stream and _stay(loader, *largest.first, largest.collate)
+    kept_by_dataset = not stream and _share(lambda: share_memory(largest.first[1], *_read(loader, [largest.first[0]])))
+    stay = kept_by_dataset and _share(lambda: share_memory(largest.collate([largest.first[1]]), largest.first[1]))
     draws = CollatedDraws(largest.collate, kept, largest.largest, unit, factor, unit * multiple, in_order, stay)
     samples = largest.seen if all_seen else None
-    return LoaderSamples(replace(batches, draws=draws), note, unit * multiple, samples)
+    return LoaderSamples(replace(batches, draws=draws), note, unit * multiple, samples, not kept_by_dataset)
 
 
-def _stay(loader: DataLoader[Any], index: Any, item: object, collate: Callable[[list[Any]], Any]) -> bool:
-    """Whether a dataset gives tensors that it keeps, and the collate function hands them on."""
+def _share(ask: Callable[[], bool]) -> bool:
+    """Whether a dataset gives tensors that it keeps, or the collate function hands them on."""
     try:
-        return share_memory(collate([item]), item) and share_memory(item, *_read(loader, [index]))
+        return ask()
     except Exception:  # noqa: BLE001 - a dataset may raise anything
         return False
 

@@ -119,6 +119,8 @@ class RunProfile:
         extra: bytes found after the steps were predicted, by part.
         workers: processes that prepare its batches; None if there are none.
         kept_bytes: memory of this process that forked workers keep while training changes it.
+        between: bytes on the CPU between two steps by part, without the module's own.
+        collates: whether a batch is there twice while it is collated, in this process.
         checkpoint_bytes: of the host, to save a checkpoint of another device.
         host: what the host offers; None on the CPU, where it is the device.
         shared: what /dev/shm offers; None without one.
@@ -136,6 +138,8 @@ class RunProfile:
     extra: Mapping[str, int] = field(default_factory=dict)
     workers: Workers | None = None
     kept_bytes: int = 0
+    between: tuple[tuple[str, int], ...] = ()
+    collates: bool = False
     checkpoint_bytes: int = 0
     host: Budget | None = None
     shared: Budget | None = None
@@ -205,6 +209,10 @@ class RunProfile:
     def footprint_at(self, batch_size: int) -> Footprint:
         """The memory of the run at a batch size: of its training step, or of validation if that takes more."""
         most, validation = self.prediction.footprint_at(batch_size), self._larger_validation(batch_size)
+        if self.collates and validation is None:
+            batch = self.prediction.expected_batch(batch_size)[1]
+            collating = self._between_steps(most, "collate", batch=batch, temporaries=batch)
+            most = max(most, collating, key=lambda each: each.most_device_bytes)
         if validation is not None:
             note = f"the peak is in validation, at its batch size of {validation.batch_size}"
             notes = (note, *most.notes, *validation.footprint.notes)
@@ -218,13 +226,18 @@ class RunProfile:
         Lightning writes a checkpoint to a buffer first, at the end of an epoch or of a step. Checked on 2.5.0 to 2.6.6.
         """
         saved = callbacks.saved_parts(self.facts)
-        if not saved or self.facts.device.type != "cpu" or self.run.program.layout or self.prediction.kinds:
+        if not saved or not self.between:
             return None
-        step = self.with_extra(self.prediction.footprint_at(batch_size))
-        parts = {part: step.parts[part] if part in ("parameters", "buffers") else 0 for part in step.parts}
-        for part, nbytes in _alive_between_steps(self.prediction.trace_at(batch_size), gradients=True):
+        step = self.prediction.footprint_at(batch_size)
+        parts = self._between_steps(step, "checkpoint").parts
+        buffer = sum(parts.get(part, 0) for part in saved)
+        return self.with_extra(self._between_steps(step, "checkpoint", checkpoint=buffer))
+
+    def _between_steps(self, step: Footprint, phase: str, **more: int) -> Footprint:
+        """The memory between two steps on the CPU, with ``more`` by part."""
+        parts = {part: nbytes if part in ("parameters", "buffers") else 0 for part, nbytes in step.parts.items()}
+        for part, nbytes in (*self.between, *more.items()):
             parts[part] = parts.get(part, 0) + nbytes
-        parts["checkpoint"] = sum(parts.get(part, 0) for part in saved)
         whole = sum(parts.values())
         return replace(
             step,
@@ -232,7 +245,7 @@ class RunProfile:
             peak_reserved_bytes=whole,
             peak_device_bytes=whole,
             parts=parts,
-            phase="checkpoint",
+            phase=phase,
             module="",
             operator="",
             low=None,
@@ -311,6 +324,7 @@ class Reading:
     workers: Workers | None
     host: Budget | None
     shared: Budget | None
+    fresh: bool
 
     def next_size(self, traces: Sequence[Trace]) -> int:
         """The batch size that will be chosen, as far as two traces tell: what a GPU's context takes is left out."""
@@ -372,6 +386,7 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         workers=workers,
         host=host,
         shared=in_shared,
+        fresh=samples.fresh,
     )
 
 
@@ -395,6 +410,9 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     if validation.value and validation.value.prediction.method == "states":
         why = "; ".join(validation.value.prediction.notes)
         notes = (f"the memory of validation's activations is unknown: {why}",)
+    trace, plain = next(iter(prediction.traces.values()), None), not (run.program.layout or prediction.kinds)
+    on_cpu = trace is not None and plain and run.facts.device.type == "cpu" and run.program.trains
+    between = tuple(_alive_between_steps(trace, gradients=True)) if on_cpu and trace else ()
     return RunProfile(
         run,
         prediction,
@@ -405,7 +423,9 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         run.program.callback_bytes,
         reading.avoids_single_sample,
         workers=reading.workers,
-        kept_bytes=_kept_by_workers(reading, prediction),
+        kept_bytes=_kept_by_workers(reading, between),
+        between=between,
+        collates=reading.fresh and not (reading.workers and reading.workers.loop) and bool(between),
         checkpoint_bytes=_checkpoint_bytes(run, prediction) if reading.host else 0,
         host=reading.host,
         shared=reading.shared,
@@ -413,19 +433,17 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     )
 
 
-def _kept_by_workers(reading: Reading, training: Prediction) -> int:
+def _kept_by_workers(reading: Reading, between: Sequence[tuple[str, int]]) -> int:
     """Bytes of this process that forked workers keep: what training rewrites is copied first, as they still map it.
 
     Workers of later epochs begin with gradients and optimizer state, too. A checkpoint's state is not known here.
     """
-    facts, trace = reading.run.facts, next(iter(training.traces.values()), None)
-    if facts.device.type != "cpu" or facts.stage != "fit" or not reading.workers or trace is None:
+    workers, program = reading.workers, reading.run.program
+    if reading.run.facts.device.type != "cpu" or not program.trains or not workers or not workers.keeps(begun=False):
         return 0
-    kept = part_bytes({"model": [*reading.run.program.module.parameters()]}, "cpu")["model"]
-    if not reading.workers.keeps(begun=False):
-        return 0
-    if reading.workers.keeps(begun=True) and reading.run.program.trainer.max_epochs != 1:
-        kept += sum(nbytes for _, nbytes in _alive_between_steps(trace, gradients=True))
+    kept = part_bytes({"model": [*program.module.parameters()]}, "cpu")["model"]
+    if workers.keeps(begun=True) and program.trainer.max_epochs != 1:
+        kept += sum(nbytes for _, nbytes in between)
     return kept
 
 
