@@ -87,7 +87,8 @@ class GuardedRun:
         self._recorder = SnapshotRecorder(trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
         self._rescuer: Rescuer | None = None
-        self._children: ChildrenMeter | None = None
+        # before the sanity check, whose batches stay in shared memory
+        self._children = attempt(ChildrenMeter).value if self.decision.host else None
         self._host_meter: PeakMeter | None = None
         self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
 
@@ -252,8 +253,6 @@ class GuardedRun:
             optimizers = self.trainer.optimizers if self.trains else []
             states = [*self.module.parameters(), *self.module.buffers(), *states_of(optimizers)]
             self._meter.start(part_bytes({"states": states}, self.device.type)["states"])
-            if self.decision.host:
-                self._children = attempt(ChildrenMeter).value
             if self.decision.host and self.decision.host.budget:
                 self._host_meter = PeakMeter(torch.device("cpu"))
                 self._host_meter.start(0)
