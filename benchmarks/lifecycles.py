@@ -4,12 +4,13 @@
 
 Ten ways that a training lives (checkpoints of all kinds, a resume, validation, a second fit, a test after it) with two
 optimizers and two sizes of model, on the CPU. Truth is read every millisecond from outside: anonymous resident memory from
-before `trainer.fit` to its end, plus the model, which was there before. Pages of mapped files are left out, as they are in
-what is recorded: PyTorch's libraries come in while a first step runs.
+before each `trainer.fit` on, plus the model and its gradients, which were there before. Pages of mapped files are left out,
+as they are in what is recorded: PyTorch's libraries come in while a first step runs.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -60,6 +61,11 @@ def train(life: str, optimizer: str, width: int) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return {"Adam": torch.optim.Adam, "SGD": torch.optim.SGD}[optimizer](self.parameters(), 1e-5)
 
+    def begin(module: Module) -> None:
+        trim_heap()
+        left = (each.grad.nbytes for each in module.parameters() if each.grad is not None)
+        print("BEGUN", time.time(), sum(each.nbytes for each in module.parameters()) + sum(left), flush=True)
+
     def trainer(guard: MemGuard | None, epochs: int = 2) -> pl.Trainer:
         how = LIVES[life] if guard else None
         saving = [] if how is None else [ModelCheckpoint("checkpoints", **how)]
@@ -86,15 +92,15 @@ def train(life: str, optimizer: str, width: int) -> None:
     trainer(MemGuard("check"), 1).fit(
         Module(8), DataLoader(TensorDataset(torch.randn(8, 8)), 4)
     )  # loads what is loaded once
-    trim_heap()
-    print("BEGUN", time.time(), sum(each.nbytes for each in module.parameters()), flush=True)
     guard = MemGuard("check")
     run = trainer(guard)
+    begin(module)
     run.fit(module, data, data if life == "validation between" else None, ckpt_path=resumed)
     records = list(guard.records)
     if life == "test after":
         run.test(module, data, verbose=False)
     if life == "two fits":
+        begin(module)
         trainer(guard).fit(module, data)
         records += guard.records
     most = max(records, key=lambda record: record.measured.peak_bytes)
@@ -125,12 +131,14 @@ def lived(life: str, optimizer: str, width: int) -> tuple[int, int, int]:
             while child.poll() is None:
                 samples.append((time.time(), resident(child.pid)))
                 time.sleep(0.001)
-        lines = {line.split()[0]: line.split()[1:] for line in out.read_text().splitlines() if line.strip()}
-    begun, model = float(lines["BEGUN"][0]), int(lines["BEGUN"][1])
-    before = next(nbytes for moment, nbytes in samples if moment >= begun)
-    truth = max(nbytes for moment, nbytes in samples if moment >= begun) - before + model
-    predicted, measured = map(int, lines["RESULT"])
-    return predicted, measured, truth
+        lines = [line.split() for line in out.read_text().splitlines() if line.strip()]
+    fits = [(float(words[1]), int(words[2])) for words in lines if words[0] == "BEGUN"]
+    truths = []
+    for (begun, model), (end, _) in zip(fits, [*fits[1:], (math.inf, 0)], strict=True):
+        taken = [nbytes for moment, nbytes in samples if begun <= moment < end]
+        truths.append(max(taken) - taken[0] + model)
+    predicted, measured = map(int, lines[-1][1:])
+    return predicted, measured, max(truths)
 
 
 def main() -> None:

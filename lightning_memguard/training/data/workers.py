@@ -24,10 +24,11 @@ from lightning_memguard.units import MIB, format_bytes
 
 _PAGE = 4096
 
-# A worker's own memory at least, most likely and at most, in addition to what it shares with its parent: recorded in 24
-# configurations (`benchmarks/loaders.py`). Its batch comes on top, as samples and while it is collated, as often as
-# the factors say: malloc keeps freed blocks of samples.
-_FORKED, _SPAWNED = (8 * MIB, 14 * MIB, 32 * MIB), (96 * MIB, 160 * MIB, 256 * MIB)
+# A worker's own memory at least, most likely and at most, in addition to what it shares with its parent. Recorded on
+# torch 2.13: forked in the configurations of `benchmarks/loaders.py`; spawned, 147 MiB if its dataset's file imports
+# torch alone, 274 with Lightning. Its batch comes on top as often as the factors say, as samples and while it is
+# collated: malloc keeps freed blocks of samples.
+_FORKED, _SPAWNED = (8 * MIB, 14 * MIB, 32 * MIB), (140 * MIB, 200 * MIB, 290 * MIB)
 _COLLATED = 1, 2, 4
 
 
@@ -102,8 +103,9 @@ def flight_of(info: LoaderInfo | None, batches: Sequence[Batches], *, pins: bool
     largest = max(batches, key=lambda each: _shared_bytes(each.large) / each.large_size)
     small, large = _shared_bytes(largest.small), _shared_bytes(largest.large)
     a_sample = (large - small) / max(1, largest.large_size - largest.small_size)
-    context = most.multiprocessing_context
-    method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
+    context = most.multiprocessing_context or multiprocessing
+    # asked without `allow_none`, it would be set from now on; the first of all is the default
+    method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     return Flight(
         most.num_workers,
         most.prefetch_factor or 2,

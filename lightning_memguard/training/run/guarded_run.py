@@ -251,7 +251,8 @@ class GuardedRun:
         """Start measuring; what the model and its optimizers hold by now is the training's."""
         if self.tuning.profile is not None:
             optimizers = self.trainer.optimizers if self.trains else []
-            states = [*self.module.parameters(), *self.module.buffers(), *states_of(optimizers)]
+            left = gradients_of(optimizers, self.module)  # by a fit before
+            states = [*self.module.parameters(), *self.module.buffers(), *states_of(optimizers), *left]
             self._meter.start(part_bytes({"states": states}, self.device.type)["states"])
             if self.decision.host and self.decision.host.budget:
                 self._host_meter = PeakMeter(torch.device("cpu"))
