@@ -91,6 +91,10 @@ deciding: $(STAMP) ## time and memory of a decision, of two checkouts in turns: 
 matrix: $(STAMP) ## test with other versions of Lightning, torch and Python (16 environments of several GB; an hour)
 	$(BIN)/python benchmarks/matrix.py
 
+host: $(STAMP) ## workers under a small /dev/shm (root on Linux), and forty life cycles, against another process (half an hour)
+	$(BIN)/python benchmarks/loaders.py
+	$(BIN)/python benchmarks/lifecycles.py
+
 nohang: $(STAMP) ## train 50 times in each situation where processes that fork may hang (half an hour on two cores)
 	$(BIN)/python benchmarks/no_hang.py
 

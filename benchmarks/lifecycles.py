@@ -3,9 +3,9 @@
     python benchmarks/lifecycles.py [name ...]
 
 Ten ways that a training lives (checkpoints of all kinds, a resume, validation, a second fit, a test after it) with two
-optimizers and two sizes of model, on the CPU. Truth is read every millisecond from outside: anonymous resident memory from
-before each `trainer.fit` on, plus the model and its gradients, which were there before. Pages of mapped files are left out,
-as they are in what is recorded: PyTorch's libraries come in while a first step runs.
+optimizers and two sizes of model, on the CPU. Truth is read every millisecond from outside: anonymous resident memory
+from before each `trainer.fit` on, plus the model and its gradients, which were there before. Pages of mapped files are
+left out, as they are in what is recorded: PyTorch's libraries come in while a first step runs.
 """
 
 from __future__ import annotations
