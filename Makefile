@@ -27,7 +27,7 @@ FIELD_STAMP := $(FIELD_VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test docs long lint bench compiled field histories suite deciding accuracy builds matrix nohang clean
+.PHONY: help demo demo-sharded test docs long lint bench compiled field histories suite deciding accuracy builds matrix host nohang clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
