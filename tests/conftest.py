@@ -19,7 +19,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+from lightning_memguard import estimate
 
 # An example is not wrong because the machine does other work too.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -116,8 +119,22 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_memguard.core.isolation.pool.can_fork", lambda: False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _warm() -> None:
+    """Capture once in this process: children inherit what torch and MemGuard look up the first time, seven times the work."""
+    from pytorch_lightning.demos.boring_classes import BoringModel
+
+    class Model(BoringModel):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_memguard.core.capture.capture.in_child", lambda: True)
+        estimate(Model(), torch.ones(2, 32), device="cpu")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _not_searched() -> None:
+def _not_searched(_warm: None) -> None:
     """What earlier tests and all imports have left is not searched for garbage by each collection from now on."""
     gc.collect()
     gc.freeze()
