@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_memguard.core.capture.recorder import Recorder
+from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.units import format_bytes
 
 _MOST_RISING = 6
@@ -120,7 +121,7 @@ class Garbage:
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Python collects no garbage by itself, and searches only what is new when it is asked to."""
-    is_on, has_frozen = gc.isenabled(), gc.get_freeze_count()
+    is_on, has_frozen = gc.isenabled(), in_child() or gc.get_freeze_count()  # which counts them, one by one
     gc.disable()
     if not has_frozen:
         gc.freeze()
