@@ -121,7 +121,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
-    """Capture once in this process: children inherit what torch and MemGuard look up the first time, seven times the work."""
+    """Capture once in this process: children inherit what only the first capture looks up, most of its time."""
     from pytorch_lightning.demos.boring_classes import BoringModel
 
     class Model(BoringModel):

@@ -13,10 +13,12 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from lightning_memguard.cli.commands import plan as plan_command
 from lightning_memguard.cli.main import BAD_USE, DOES_NOT_FIT, FITS, main
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.gpus import find
@@ -116,6 +118,17 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = FIT
     return capsys.readouterr().out
 
 
+def both(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str]:
+    """One plan as JSON, which agrees with the exit status, and as text."""
+    with mock.patch.object(plan_command, "_print_json", wraps=plan_command._print_json) as printed:
+        status = main(["plan", *arguments, "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fits"] == (status == FITS)
+    *plans, _ = printed.call_args.args
+    plan_command._print(*plans, files=())
+    return answer, " ".join(capsys.readouterr().out.split())
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What a refusal says: on stderr, without a traceback."""
     assert main(list(arguments)) == BAD_USE
@@ -174,12 +187,12 @@ def test_a_plan_is_what_the_callback_would_decide(capsys, leaves_room: bool) -> 
 
 
 def test_the_exit_status_is_1_where_no_device_fits_and_0_where_one_does(capsys) -> None:
-    small = ["plan", *LINEAR, *BATCH, "--device", "cpu", "--budget", "1MiB"]
-    answer = answered(capsys, *small, status=DOES_NOT_FIT)
+    small = ["--device", "cpu", "--budget", "1MiB"]
+    answer, text = both(capsys, *LINEAR, *BATCH, *small)
     assert not answer["fits"]
     assert answer["devices"][0]["largest_batch_size"] is None
     assert "needs" in answer["devices"][0]["why_no_largest"]
-    assert "does NOT fit" in shown(capsys, *small, status=DOES_NOT_FIT)
+    assert "does NOT fit" in text
     budget = ["--budget", "560MiB", "--batch-size", "60000"]
     assert not answered(capsys, "plan", *LINEAR, *BATCH, "--device", "T4", *budget, status=DOES_NOT_FIT)["fits"]
 
@@ -232,10 +245,8 @@ CONV = ["net:Conv", "--input-shape", "8,3,32,32", "--target-shape", "8:int64:10"
     ids=lambda arguments: " ".join(arguments[3:]),
 )
 def test_a_plan_agrees_with_itself(capsys, arguments: list[str]) -> None:
-    status = main(["plan", *arguments, "--json"])
-    answer = json.loads(capsys.readouterr().out)
-    said(answer["devices"][0], " ".join(shown(capsys, "plan", *arguments, status=status).split()))
-    assert answer["fits"] == (status == FITS)
+    answer, text = both(capsys, *arguments)
+    said(answer["devices"][0], text)
 
 
 def test_a_table_of_several_devices_compares_with_the_budget_and_says_what_is_unknown(capsys) -> None:
@@ -309,6 +320,7 @@ def test_a_lightning_cli_config_is_read_with_its_optimizer_and_trainer(capsys, p
         trainer:
           accelerator: gpu
           devices: 2
+          num_nodes: 2
           strategy: ddp
           precision: bf16-mixed
           accumulate_grad_batches: 3
@@ -323,13 +335,14 @@ def test_a_lightning_cli_config_is_read_with_its_optimizer_and_trainer(capsys, p
     asked = answer["devices"][0]["asked"]["parts_bytes"]
     assert (answer["batch_size"], answer["precision"]) == (8, "bf16-mixed")
     assert answer["devices"][0]["accumulate_grad_batches"] == 3
-    assert answer["devices"][0]["largest_batch_size"] == 500  # half of the samples to each of two ranks
+    assert answer["devices"][0]["ranks"] == 4
+    assert answer["devices"][0]["largest_batch_size"] == 250  # a quarter of the samples to each
     assert asked["communication"] > 0
     assert asked["optimizer_state"] == asked["parameters"]
 
 
 @INSTALLED
-def test_a_plan_on_several_nodes_is_that_of_a_rank_and_of_all(capsys, project: Path) -> None:
+def test_a_plan_on_several_nodes_is_that_of_a_rank_and_of_all(capsys) -> None:
     on_sixteen = ("--strategy", "deepspeed_stage_2", "--devices-per-node", "8", "--num-nodes", "2")
     answer = answered(capsys, "plan", *NET, *DATA, *on_sixteen, "--device", "H100")
     plan = answer["devices"][0]
@@ -339,23 +352,11 @@ def test_a_plan_on_several_nodes_is_that_of_a_rank_and_of_all(capsys, project: P
     assert plan["asked"]["parts_bytes"]["communication"] > 0
 
 
-def test_fewer_ranks_share_all_of_the_dataset(capsys) -> None:
+def test_fewer_ranks_share_all_of_the_dataset(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_command, "_advise", lambda plans, _: (plans[0], ()))
     on_four = ("--strategy", "ddp", "--devices-per-node", "4", "--device", "T4")
     layouts = answered(capsys, "plan", *NET, *DATA, *on_four, "--advise")["layouts"]
     assert [(each["batch_size"], each["in_all"]) for each in layouts] == [(250, 1000), (500, 1000), (1000, 1000)]
-
-
-@INSTALLED
-def test_a_config_may_name_a_strategy_that_shards(capsys, project: Path) -> None:
-    pytest.importorskip("jsonargparse")
-    settings = """
-        trainer: {accelerator: gpu, devices: 4, num_nodes: 2, strategy: deepspeed_stage_3, precision: bf16-mixed}
-        model: {class_path: net.Net, init_args: {width: 256}}
-        data: {class_path: net.Data, init_args: {batch_size: 8}}
-    """
-    (project / "config.yaml").write_text(textwrap.dedent(settings), encoding="utf-8")
-    answer = answered(capsys, "plan", "--config", "config.yaml", "--device", "H100")
-    assert (answer["devices"][0]["ranks"], answer["fits"]) == (8, True)
 
 
 def test_sizes_of_a_mesh_have_to_be_those_of_the_devices(capsys, project: Path) -> None:
