@@ -19,10 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-
-from lightning_memguard import estimate
 
 # An example is not wrong because the machine does other work too.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -121,16 +118,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
-    """Capture once in this process: children inherit what only the first capture looks up, most of its time."""
-    from pytorch_lightning.demos.boring_classes import BoringModel
+    from tests.warm import warm
 
-    class Model(BoringModel):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_memguard.core.capture.capture.in_child", lambda: True)
-        estimate(Model(), torch.ones(2, 32), device="cpu")
+    warm()
 
 
 @pytest.fixture(scope="module", autouse=True)

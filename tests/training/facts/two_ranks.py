@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.training.run import profile, tune
 from lightning_memguard.units import KIB
+from tests.warm import warm
 
 if __name__ == "__main__":
     MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
@@ -223,4 +224,5 @@ def count_tensors_alone() -> None:
 
 if __name__ == "__main__":
     count_tensors_alone()
+    warm()
     main(Path(sys.argv[1]), sys.argv[2:])
