@@ -14,5 +14,5 @@ class _Model(BoringModel):
 
 
 def warm() -> None:
-    with mock.patch("lightning_memguard.core.capture.capture.in_child", lambda: True):
+    with mock.patch("lightning_memguard.core.capture.capture.in_child", return_value=True):
         estimate(_Model(), torch.ones(2, 32), device="cpu")
