@@ -45,15 +45,17 @@ class Attempt(Generic[T]):
 
 
 def attempt(work: Callable[[], T]) -> Attempt[T]:
-    """Run a function whose failure must not fail the training; the attempt holds its result or its error."""
+    """Run a function whose failure must not fail the training; the attempt holds its result or its reason.
+
+    If the caller needs no reason, the error is still in the log, at the level DEBUG.
+    """
     try:
         return Attempt(work())
-    except DoesNotFitError as error:
-        return Attempt(reason=str(error), too_large=error.with_traceback(None))
-    except MemGuardError as error:
-        return Attempt(reason=str(error))
     except Exception as error:  # noqa: BLE001 - a guard that fails must not fail the training
-        return Attempt(reason=reason_of(error))
+        _logger().debug("MemGuard goes on without a result:", exc_info=True)
+        too_large = error.with_traceback(None) if isinstance(error, DoesNotFitError) else None
+        reason = str(error) if isinstance(error, MemGuardError) else reason_of(error)
+        return Attempt(reason=reason, too_large=too_large)
 
 
 def warn(text: str, stacklevel: int = 2) -> None:

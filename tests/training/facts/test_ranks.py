@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -137,6 +138,14 @@ def test_spawned_ranks_choose_alike(tmp_path: Path) -> None:
 def test_one_rank_asks_no_other() -> None:
     assert Ranks().gather("mine") == ["mine"]
     assert Ranks().agree(Attempt(5)) == 5
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
+def test_a_reason_that_nobody_reads_is_in_the_log_of_those_who_look(caplog, level: int) -> None:
+    with caplog.at_level(level, "lightning_memguard"):
+        assert ranks_module.attempt(lambda: 1 / 0) == Attempt(reason="ZeroDivisionError: division by zero")
+        assert ranks_module.attempt(lambda: 1) == Attempt(1)
+    assert ("ZeroDivisionError: division by zero" in caplog.text) == (level == logging.DEBUG)
 
 
 class Others(Ranks):
