@@ -178,7 +178,7 @@ def print_layouts(layouts: Sequence[Fit], console: Console) -> None:
 
 
 def _print_how(console: Console, *pairs: tuple[str, str]) -> None:
-    """What to write for each name, without line breaks, to be copied."""
+    """Print the code to write for each name, without line breaks, to be copied."""
     for name, how in dict(pairs).items():
         console.print(f"  {name}: {how}", soft_wrap=True)
 

@@ -249,7 +249,7 @@ class Decision:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the prediction had to assume, in plain words without a full stop; `reason` is not repeated."""
+        """Assumptions of the prediction, in plain words without a full stop; `reason` is not repeated."""
         return tuple(note for note in (self.footprint.notes if self.footprint else ()) if note not in self.reason)
 
     @property

@@ -98,7 +98,7 @@ class ChildPool(Generic[Request, Value]):
 
     @property
     def doing(self) -> str:
-        """What a child told last of the work that it is at."""
+        """The last words that a child sent about the work that it is at."""
         return next((child.doing for child in self._children if child.is_busy), "")
 
     def start(self, *requests: Request) -> None:

@@ -170,7 +170,7 @@ def _promoted(call: CpuCall) -> Scratch:
 
 @RULES.of(*_IN_PLACE)
 def _promoted_in_place(call: CpuCall) -> Scratch:
-    """The same where the result has a type of its own: if the operands' type is another, it is copied too."""
+    """Promote as above; a result of another type than the operands' is copied, too."""
     tensors = [each for each in operands([*call.arguments.values()]) if each.dim() and each.is_floating_point()]
     if len({each.dtype for each in tensors}) < 2:
         return NONE

@@ -95,7 +95,7 @@ class _Conv:
     # -- asked of oneDNN
 
     def ask(self, operation: onednn.Operation, result: Tensor, bias: bool) -> onednn.Taken | None:
-        """What oneDNN takes for the convolution, or one of its gradients."""
+        """Ask oneDNN for the memory of the convolution, or of one of its gradients."""
         window = onednn.Window(self.stride, self.padding, self.dilation, self.output_padding, self.transposed)
         x, y = (self._matrix(tensor) for tensor in (self.x, result))
         return onednn.convolution(operation, x, self._weight_matrix(), y, bias, window, self.host.threads)
@@ -123,7 +123,7 @@ class _Conv:
     # -- formulas, in float32
 
     def formula(self, y: Tensor) -> onednn.Taken:
-        """What it takes where oneDNN cannot be asked: everything in blocked layouts, no scratchpad."""
+        """Estimate its memory if oneDNN cannot be asked: everything in blocked layouts, no scratchpad."""
         weights = onednn.Piece(self._blocked_weight(), False, False, 0)
         if self.is_channels_last:
             return onednn.Taken(onednn.NO_COPY, weights, onednn.NO_COPY, 0)

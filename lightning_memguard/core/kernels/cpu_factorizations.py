@@ -32,7 +32,7 @@ def _column_major_copy(matrices: Tensor) -> tuple[int, int]:
 
 
 def _workspace(routine: lapack.Routine, call: CpuCall, columns: int, *reflectors: int) -> int:
-    """What LAPACK asks for; a block of columns where it cannot be asked."""
+    """Return the workspace that LAPACK asks for; a block of columns if it cannot be asked."""
     a = call["A"]
     kind = _KINDS.get((a.is_complex(), a.element_size()), "s")  # half precision raises, though not on fake tensors
     asked = lapack.workspace_bytes(routine, kind, (a.shape[-2], columns, *reflectors), call.target.threads)

@@ -55,7 +55,7 @@ def _lines(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def product_bytes(like: Tensor, left: _Layout, right: _Layout, alpha: float, host: CpuTarget) -> int:
-    """What `gemm` (CPUBlas.cpp) takes for a product in half precision that is added to a contiguous result."""
+    """Scratch of `gemm` (CPUBlas.cpp) for a product in half precision that is added to a contiguous result."""
     kind = _half(like, host)
     (rows, inner), columns = left[0], right[0][1]
     if kind is None or rows * inner * columns <= _SMALL:

@@ -116,7 +116,7 @@ NO_COPY = Piece(0, True, True, 0)
 
 
 class Taken(NamedTuple):
-    """What one primitive works on: source, weights, destination (or their gradients), and its scratchpad in bytes."""
+    """Memory of one primitive: source, weights, destination (or their gradients), and its scratchpad in bytes."""
 
     source: Piece
     weights: Piece
@@ -128,7 +128,7 @@ class Taken(NamedTuple):
 def convolution(
     operation: Operation, x: Matrix, weight: Matrix, y: Matrix, bias: bool, window: Window, threads: int
 ) -> Taken | None:
-    """What oneDNN takes for a convolution or one of its gradients; None where it cannot be asked.
+    """Ask oneDNN for the memory of a convolution or one of its gradients; None if it cannot be asked.
 
     Args:
         operation: the convolution itself, its input's gradient, or its weight's.
@@ -144,7 +144,7 @@ def convolution(
 
 @functools.lru_cache(8192)
 def matmul(x: Matrix, weight: Matrix, y: Matrix, alpha: float, beta: float, threads: int) -> Taken | None:
-    """What oneDNN takes for ``y = alpha * x @ weight + beta * y``; None where it cannot be asked."""
+    """Ask oneDNN for the memory of ``y = alpha * x @ weight + beta * y``; None if it cannot be asked."""
     return _asked(threads, lambda question: question.matmul(x, weight, y, alpha, beta))
 
 
@@ -300,7 +300,7 @@ def library() -> _Library | None:
 
 
 def _mapped(name: str, near: str = "") -> tuple[int, str]:
-    """Where a library is in this process, and its file; of several the one in a folder that starts like ``near``."""
+    """Find the address of a loaded library, and its file; of several the one in a folder that starts like ``near``."""
     found: list[tuple[int, str]] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, _, offset, _, _, *path = line.split(maxsplit=5)

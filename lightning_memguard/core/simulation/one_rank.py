@@ -40,7 +40,7 @@ def ranks_here() -> int:
 
 
 class Watcher(Protocol):
-    """What is notified of what no operator does."""
+    """The recorder's side of what no operator does."""
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage was resized in place."""
@@ -164,7 +164,7 @@ _DATA: Any = torch._C.TensorBase.data
 
 
 def _set_data(tensor: FakeTensor, data: Any) -> None:
-    """Where FSDP1 offloads, it moves a parameter by its ``data``; torch leaves the device of a fake one as it was."""
+    """FSDP1 offloads a parameter by its ``data``; torch leaves the device of a fake one as it was."""
     _DATA.__set__(tensor, data)
     if isinstance(data, FakeTensor):
         tensor.fake_device = data.fake_device

@@ -40,7 +40,7 @@ _Places = tuple[int, ...]  # of remedies
 
 @dataclass(frozen=True)
 class AdviceReport:
-    """What saves memory, `in_order`; the other remedies by name, and why; how many there was no time to try."""
+    """Remedies that save memory, `in_order`; the other remedies by name, and why; how many there was no time to try."""
 
     advice: tuple[Advice, ...]
     left_out: tuple[tuple[str, str], ...] = ()

@@ -51,7 +51,7 @@ _EVALUATIONS = ("validation_step", "test_step")  # of a strategy, which calls th
 
 
 class Gradients:
-    """Which gradients there are, and how often each was written to."""
+    """The gradients that there are, and how often each was written to."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self._parameters = parameters
@@ -99,7 +99,7 @@ class Step:
 
     @abstractmethod
     def finished(self, passes: Passes) -> Any:
-        """What the whole step would have returned."""
+        """Return the result of the whole step."""
 
     @contextlib.contextmanager
     def logging(self, *, wanted: bool) -> Iterator[None]:
@@ -361,7 +361,7 @@ class Again:
         return self._again(step, failed)
 
     def part_of(self, step: Step, start: int, stop: int) -> Samples:
-        """What is known of some samples of a step's batch."""
+        """Facts about some samples of a step's batch."""
         samples, cut = next(cuts_for(step.batch, self._cut))
         nbytes = batch_bytes(part_of(step.batch, cut, samples, start, stop))
         return Samples(stop - start, nbytes)
@@ -512,7 +512,7 @@ class Again:
 
 
 class TrainingAgain(Again):
-    """The same for training steps, between `install` and `close`."""
+    """Repeats training steps, between `install` and `close`."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, *args: Any, **kwargs: Any) -> None:
         super().__init__(trainer, module, *args, **kwargs)
@@ -567,7 +567,7 @@ def _guarded(closure: Any) -> Any:
 
 
 class EvaluationAgain(Again):
-    """The same for steps of validation and test."""
+    """Repeats steps of validation and test."""
 
     def install(self) -> None:
         """Guard the steps from now on."""

@@ -293,7 +293,7 @@ class Flow(TorchDispatchMode):
         self._raw -= written
 
     def _check(self, call: rules.Call) -> None:
-        """What must not run at all."""
+        """Refuse functions that must not run at all."""
         if call.info.namespace.startswith(("c10d", "_c10d")):
             raise refuse(f"{call.info.name} talks to the other ranks")
         if call.info.name in _READS and call.is_tracked:

@@ -53,7 +53,7 @@ Kind = Literal["rows", "order", "packing", "sum", "max", "min", "whole", "consta
 
 @dataclass(frozen=True)
 class Layout:
-    """What a part's tensor is of the tensor that one step on the whole batch has in its place.
+    """How a part's tensor relates to the tensor that one step on the whole batch has in its place.
 
     Attributes:
         kind: ``"rows"``: some of its samples; the whole tensor is those of all parts, one after the other.
@@ -102,7 +102,7 @@ class Layout:
         return self if pending == self.pending else replace(self, pending=pending)
 
     def place(self) -> tuple[int, int, int]:
-        """What tensors of one arrangement must have in common to be aligned by sample."""
+        """Properties that tensors of one arrangement share if they are to be aligned by sample."""
         return self.dim, self.outer, self.inner
 
     def is_aligned(self, other: Layout) -> bool:

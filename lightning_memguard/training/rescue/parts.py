@@ -44,7 +44,7 @@ _SCRIPT = 2  # samples that show which dimension is theirs, where parts hold a s
 
 
 class Step(Protocol):
-    """What runs, and what it may change."""
+    """A step that can be run again, and the state that it may change."""
 
     batch: Any
     passes: Passes | None
@@ -82,7 +82,7 @@ class Step(Protocol):
 
 @dataclass
 class Part:
-    """What a part left behind, to be joined with what the others did."""
+    """Results of a part, to be joined with those of the others."""
 
     samples: int
     outputs: Any
@@ -253,7 +253,7 @@ class Passes:
         return _Kept(tensor.detach(), self._joinable(tensor, "returns"))
 
     def result(self) -> Any:
-        """What one step would have returned; what it would have left in Python's state is put there."""
+        """Return the result of the whole step, and put its changes into Python's state."""
         for places in zip(*(part.left for part in self.parts), strict=True):
             last, layout = places[-1]
             last.replace(join([each.tensor.detach() for each, _ in places], layout))
@@ -328,7 +328,7 @@ class Passes:
             raise Refused("it draws random numbers, whose states before are not known: earlier steps drew none")
 
     def _gradients(self) -> list[tuple[int, int]]:
-        """Which gradients there are, and how often they were written to."""
+        """The gradients that there are, and how often they were written to."""
         return [(id(p.grad), 0 if p.grad is None else p.grad._version) for p in self.module.parameters()]
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What a step in parts has to do with the rest of the Trainer: hooks, gradients, the other ranks.
+"""A step in parts and the rest of the Trainer: hooks, gradients, the other ranks.
 
 Private names of Lightning were checked on 2.5.0 to 2.6.6, those of torch on 2.11 to 2.13.
 """
@@ -97,7 +97,7 @@ def _let_go(parameter: torch.Tensor) -> None:
 
 
 class OtherRanks:
-    """What the other ranks see of a step in parts: the collective calls of one step.
+    """The other ranks see the collective calls of one step, however many parts it has.
 
     Attributes:
         has_sent: whether this rank has begun to send the gradients of the step.

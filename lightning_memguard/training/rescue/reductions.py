@@ -132,7 +132,7 @@ class Totals:
         return False
 
     def copy(self) -> dict[int, Total]:
-        """What was found so far, to go back to."""
+        """Copy the findings so far, to go back to."""
         return {place: replace(total, each=[*total.each]) for place, total in self.found.items()}
 
     def reached_twice(self, place: int) -> bool:
@@ -163,7 +163,7 @@ class Totals:
 
 
 def _reaches(own: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Where a part has the largest value; in a part of another size, products are rounded in another way."""
+    """Find the largest value of a part; in a part of another size, products are rounded in another way."""
     if not dtype.is_floating_point:
         return own == whole
     eps = torch.finfo(dtype).eps
@@ -316,7 +316,7 @@ class Reductions(TorchFunctionMode):
             self._told(self.script[place], func, numbers, outs, tensors_in(args, kwargs))
 
     def _broadcast(self, outs: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
-        """What is the same for all samples, and was expanded to their shape, has a row for each of them."""
+        """Numbers alike for all samples, expanded to their shape, have a row for each of them."""
         flow = self.flow
         rows = [(t, o) for t in (*outs, *taken) if (o := get(t, flow.token)) is not None and o.kind == "rows"]
         for each in outs:
@@ -357,7 +357,7 @@ class Reductions(TorchFunctionMode):
     # -- sizes, and lists of numbers
 
     def _known(self, func: Any, name: str, layout: Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is known without an operator; None for another function."""
+        """Return the result that is known without an operator; None for another function."""
         if layout is None:
             listed = func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], Lengths)
             return self._from_entries(func, args, kwargs) if listed else None
@@ -432,7 +432,7 @@ class Reductions(TorchFunctionMode):
         return size
 
     def length(self, tensor: torch.Tensor | Entries) -> int:
-        """What ``len`` returns for a tensor, or for a list that has an entry for each sample."""
+        """The result of ``len`` for a tensor, or for a list that has an entry for each sample."""
         if isinstance(tensor, Entries):
             return self._samples(CONSTANT, list.__len__(tensor) // self.flow.samples)
         layout = get(tensor, self.flow.token)
@@ -795,7 +795,7 @@ def _in_checkpoint() -> bool:
 
 
 def _taken(index: tuple[Any, ...], rank: int, dim: int) -> Any:
-    """What an index takes along a dimension."""
+    """Return the entries that an index takes along a dimension."""
     widths = [
         0 if each is None or each is ... or isinstance(each, bool)
         else each.dim() if isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) else 1

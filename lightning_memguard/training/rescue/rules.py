@@ -21,7 +21,7 @@ Rule = Callable[["Call"], "Layout | list[Layout]"]
 
 @dataclass(frozen=True)
 class Info:
-    """What is known of an operator, from its schema.
+    """Facts about an operator, from its schema.
 
     Attributes:
         func: its overload.
@@ -50,7 +50,7 @@ class Info:
 
 @functools.cache
 def info_of(func: Any) -> Info:
-    """What is known of an operator."""
+    """Return the facts about an operator."""
     name = func.overloadpacket.__name__
     name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     written = tuple(
@@ -140,7 +140,7 @@ class Call:
         return CONSTANT
 
     def numbers(self) -> tuple[Any, ...]:
-        """What parts of any size must pass alike: all but tensors, and the sizes of tensors that hold samples."""
+        """Arguments that all parts must pass alike: all but tensors, and the sizes of tensors that hold samples."""
         sized = self.info.name in _SIZED and any(layout.has_samples for layout in self.layouts)
         sized |= self.info.name in _GROWING and bool(self.outs) and 0 in self.outs[0].stride()
         sized |= self.makes  # the shapes of results are compared, too
@@ -578,7 +578,7 @@ def _pack(call: Call) -> list[Layout]:
 
 @_rule("_pad_packed_sequence lstm gru rnn_tanh rnn_relu")
 def _packed(call: Call) -> list[Layout]:
-    """What returns, or takes, a row for each sample has them in the order of those that were packed."""
+    """Operators that return or take a row for each sample have them in the order of the packed ones."""
     tokens, sizes, name = call.of(call.args[0]), call.of(call.args[1]), call.info.name
     if (tokens.kind, tokens.dim, sizes.kind, tokens.arranged) != ("rows", 0, "packing", sizes.arranged):
         call.mixes()

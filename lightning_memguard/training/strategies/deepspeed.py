@@ -149,7 +149,7 @@ def _without_overflow(name: str) -> Any:
 
 
 class _Kernels:
-    """What is compiled, none of which is called for what it returns."""
+    """Compiled functions, none of which is called for its result."""
 
     def __getattr__(self, name: str) -> Any:
         return nothing

@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def whole(self) -> Layout:
-        """These ranks, each with all parameters between two steps if DeepSpeed would divide them."""
+        """Return the layout of the ranks, each with all parameters between two steps if DeepSpeed would divide them."""
         return replace(self, strategy=deepspeed.with_whole_parameters(self.strategy)) if self.is_deepspeed else self
 
     @contextlib.contextmanager
