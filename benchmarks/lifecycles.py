@@ -1,6 +1,6 @@
 """What a run records as its measured peak, against another process that polls its memory, in 40 life cycles.
 
-    python benchmarks/lifecycles.py [name ...]
+    python benchmarks/lifecycles.py [name or width ...]
 
 Ten ways that a training lives (checkpoints of all kinds, a resume, validation, a second fit, a test after it) with two
 optimizers and two sizes of model, on the CPU. Truth is read every millisecond from outside: anonymous resident memory
@@ -145,9 +145,10 @@ def main() -> None:
     """Print a line for each life, and how many are within 2 %."""
     if sys.argv[1:2] == ["--child"]:
         return train(sys.argv[2], sys.argv[3], int(sys.argv[4]))
-    asked = sys.argv[1:] or list(LIVES)
+    asked = [each for each in sys.argv[1:] if not each.isdigit()] or list(LIVES)
+    widths = [int(each) for each in sys.argv[1:] if each.isdigit()] or [2048, 3072]
     errors = []
-    for life, optimizer, width in product(asked, ("Adam", "SGD"), (2048, 3072)):
+    for life, optimizer, width in product(asked, ("Adam", "SGD"), widths):
         predicted, measured, truth = lived(life, optimizer, width)
         errors.append(measured / truth - 1)
         mib = (f"{nbytes / 2**20:8.1f}" for nbytes in (predicted, measured, truth))
