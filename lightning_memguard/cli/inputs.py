@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_memguard.cli import names as typed
 from lightning_memguard.cli.config import Config, read_config
-from lightning_memguard.cli.progress import Say
+from lightning_memguard.cli.status import Say
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.facts.lightning_types import lightning_of
 from lightning_memguard.training.planning.subject import Subject, inference_of, is_lightning, own_hook, subject_of

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lightning_memguard.cli import tables
-from lightning_memguard.cli.progress import progress
+from lightning_memguard.cli.status import progress
 from lightning_memguard.core.replay.compare import compare_files
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.comparison import comparison_text

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.options import devices_here
-from lightning_memguard.cli.progress import progress
+from lightning_memguard.cli.status import progress
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.data import budget_data

@@ -7,7 +7,7 @@ from functools import partial
 
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.options import add_device, add_target, one_device, whole_number
-from lightning_memguard.cli.progress import progress
+from lightning_memguard.cli.status import progress
 from lightning_memguard.core.layers.textbook import MOMENTS, textbook_sums, weight_memory
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.data import footprint_data

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.options import add_device, add_target, default_devices, whole_number
-from lightning_memguard.cli.progress import Say, progress
+from lightning_memguard.cli.status import Say, progress
 from lightning_memguard.core.replay.timeline import timeline_of
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.report.page import write_report

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from lightning_memguard.cli import tables
-from lightning_memguard.cli.progress import progress
+from lightning_memguard.cli.status import progress
 from lightning_memguard.core.gpus import find
 from lightning_memguard.core.replay.alternatives import SETTINGS, Alternative, alternatives
 from lightning_memguard.core.replay.history import History, Holder, line_of, operator_of, read_histories

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_memguard.cli import tables
 from lightning_memguard.cli.options import add_device, add_target, one_device
-from lightning_memguard.cli.progress import progress
+from lightning_memguard.cli.status import progress
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
 

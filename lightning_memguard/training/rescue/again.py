@@ -30,17 +30,17 @@ from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.rescue.cut import Cut, cuts_for, part_of
-from lightning_memguard.training.rescue.layout import Refused
 from lightning_memguard.training.rescue.memory import free, ran_out_of_memory, release
-from lightning_memguard.training.rescue.parts import Passes
-from lightning_memguard.training.rescue.policy import Policy, Samples
-from lightning_memguard.training.rescue.ranks import (
+from lightning_memguard.training.rescue.other_ranks import (
     OtherRanks,
     clears_otherwise,
     hooks_once,
     without_experiments,
     without_gradients,
 )
+from lightning_memguard.training.rescue.parts import Passes
+from lightning_memguard.training.rescue.policy import Policy, Samples
+from lightning_memguard.training.rescue.sample_layout import Refused
 from lightning_memguard.training.rescue.sizes import plain
 from lightning_memguard.training.rescue.state import EVERYWHERE, Left, Noted, StepState
 

@@ -16,14 +16,14 @@ from unittest import mock
 import torch
 
 from lightning_memguard.training.rescue.flow import Flow
-from lightning_memguard.training.rescue.layout import Layout, Refused, get
 from lightning_memguard.training.rescue.reductions import AllReduce
+from lightning_memguard.training.rescue.sample_layout import Layout, Refused, get
 
 _NEVER = ("CheckpointFunction", "BackwardHookFunction")  # they run other people's code in their backward pass
 
 
 @dataclass(frozen=True)
-class Call:
+class CustomCall:
     """A call of a user's function, and how samples lie in what it took and returned."""
 
     name: str
@@ -38,7 +38,7 @@ class CustomFunctions:
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
-        self._calls: list[Call] = []
+        self._calls: list[CustomCall] = []
         self._proven: set[int] = set()  # places of calls whose backward pass was followed
 
     @property
@@ -73,7 +73,7 @@ class CustomFunctions:
         if name in _NEVER:
             raise Refused(f"{name} runs code of its own in the backward pass")
         inputs = [self._layout(each) if isinstance(each, torch.Tensor) else None for each in args]
-        self._calls.append(Call(name, node, inputs, [self._layout(each) for each in outs], outs))
+        self._calls.append(CustomCall(name, node, inputs, [self._layout(each) for each in outs], outs))
 
     def refuse_unseen(self, loss: torch.Tensor) -> None:
         """Look for users' functions in a loss's graph.
@@ -122,7 +122,7 @@ class CustomFunctions:
                 handle.remove()
             self._calls = []
 
-    def _begin(self, call: Call, grads: tuple[torch.Tensor | None, ...]) -> None:
+    def _begin(self, call: CustomCall, grads: tuple[torch.Tensor | None, ...]) -> None:
         flow = self._flow
         for grad, layout in zip(grads, call.outputs, strict=False):
             if grad is None:
@@ -132,7 +132,7 @@ class CustomFunctions:
             flow.put(grad, layout if layout.kind == "rows" else Layout("sum"))
         flow.idle, flow.strict = False, [*zip(call.returned, call.outputs, strict=True)]
 
-    def _end(self, place: int, call: Call, grads: tuple[torch.Tensor | None, ...]) -> None:
+    def _end(self, place: int, call: CustomCall, grads: tuple[torch.Tensor | None, ...]) -> None:
         flow = self._flow
         flow.idle, flow.strict = True, None
         for grad, layout in zip(grads, call.inputs, strict=False):

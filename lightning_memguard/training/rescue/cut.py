@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.batch.nesting import batch_size_of, children_of, is_dense, rebuilt
 from lightning_memguard.errors import CannotTraceError
-from lightning_memguard.training.rescue.layout import refuse
+from lightning_memguard.training.rescue.sample_layout import refuse
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memguard.training.rescue import rules
-from lightning_memguard.training.rescue.layout import (
+from lightning_memguard.training.rescue.sample_layout import (
     CONSTANT,
     WHOLE,
     Layout,
@@ -227,11 +227,13 @@ class Flow(TorchDispatchMode):
         if self.is_single and not self.recomputes:
             return self._run_single(info, args, kwargs)
         tensors = rules.tensors_in(args, kwargs)
-        call = rules.Call(info, args, kwargs, tensors, [self.layout(tensor) for tensor in tensors], self.samples)
+        call = rules.OperatorCall(
+            info, args, kwargs, tensors, [self.layout(tensor) for tensor in tensors], self.samples
+        )
         self._before(call)
         return self._after(call, self._drawn(call) if info.draws else func(*args, **kwargs))
 
-    def _after(self, call: rules.Call, out: Any) -> Any:
+    def _after(self, call: rules.OperatorCall, out: Any) -> Any:
         """Say how the samples lie in what an operator has returned."""
         info = call.info
         call.outs = rules.flat(out)
@@ -248,7 +250,7 @@ class Flow(TorchDispatchMode):
     def run_as_one(self, func: Any, kernel: Any, args: tuple[Any, ...]) -> Any:
         """Run an operator that is made of others as one that has a rule; autograd sees the others."""
         info, tensors = rules.info_of(func), rules.tensors_in(args, {})
-        call = rules.Call(info, args, {}, tensors, [self.layout(tensor) for tensor in tensors], self.samples)
+        call = rules.OperatorCall(info, args, {}, tensors, [self.layout(tensor) for tensor in tensors], self.samples)
         if not self.is_single or self.recomputes:
             self._before(call)
         with self.silent():
@@ -262,7 +264,7 @@ class Flow(TorchDispatchMode):
             put(out, self.token, layout)
         return out
 
-    def _before(self, call: rules.Call) -> None:
+    def _before(self, call: rules.OperatorCall) -> None:
         """Refuse what must not run, and keep what it writes to."""
         self.pending |= call.pending
         self._check(call)
@@ -276,14 +278,16 @@ class Flow(TorchDispatchMode):
     def _run_single(self, info: rules.Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator for one sample; `Reductions` says how it lies in what a function returns."""
         tensors = rules.tensors_in(args, kwargs)
-        call = rules.Call(info, args, kwargs, tensors, [get(each, self.token) or CONSTANT for each in tensors], 1)
+        call = rules.OperatorCall(
+            info, args, kwargs, tensors, [get(each, self.token) or CONSTANT for each in tensors], 1
+        )
         self._check(call)
         if info.mutates:
             self._before_write(call)
         drawn = next(self.to_draw, None) if info.draws else None
         return info.func(*args, **kwargs) if drawn is None else self._draw(info.func, call, drawn)
 
-    def _check_raw(self, call: rules.Call) -> None:
+    def _check_raw(self, call: rules.OperatorCall) -> None:
         """Memory that no operator has written to was written by a kernel that nothing is known of."""
         written = {_storage(tensor) for tensor in call.written()} if call.info.mutates else set()
         for tensor in call.tensors:
@@ -292,7 +296,7 @@ class Flow(TorchDispatchMode):
                 raise refuse(f"{call.info.name} reads what a kernel has written that does not go through PyTorch")
         self._raw -= written
 
-    def _check(self, call: rules.Call) -> None:
+    def _check(self, call: rules.OperatorCall) -> None:
         """Refuse functions that must not run at all."""
         if call.info.namespace.startswith(("c10d", "_c10d")):
             raise refuse(f"{call.info.name} talks to the other ranks")
@@ -307,7 +311,7 @@ class Flow(TorchDispatchMode):
         if values is not None:
             call.arranged = self._arrangement(call, values)
 
-    def _arrangement(self, call: rules.Call, values: torch.Tensor) -> int:
+    def _arrangement(self, call: rules.OperatorCall, values: torch.Tensor) -> int:
         """Number the order that a sort or a packing brings samples into; the same values are brought into the same."""
         what = (call.info.func, "sort" in call.info.name and call.numbers(), call.of(values).arranged)
         with self.silent():
@@ -322,7 +326,7 @@ class Flow(TorchDispatchMode):
             raise refuse(f"{call.info.name} sorts in another way in other parts of its batch")
         return found[place]
 
-    def _found(self, call: rules.Call) -> list[Layout]:
+    def _found(self, call: rules.OperatorCall) -> list[Layout]:
         """The layouts of what an operator returns."""
         expands = call.info.name == "expand" and call.kinds == {"whole"}
         if self.sized is not None and expands:
@@ -337,7 +341,7 @@ class Flow(TorchDispatchMode):
             found = self._carried(call)
         return [each.waiting(call.pending) for each in found]
 
-    def _carried(self, call: rules.Call) -> list[Layout]:
+    def _carried(self, call: rules.OperatorCall) -> list[Layout]:
         """The layouts that follow from those of the arguments; only the first part works them out."""
         if self.recomputes:
             return rules.layouts_of(call)
@@ -353,7 +357,7 @@ class Flow(TorchDispatchMode):
             self.changes.setdefault("batch norm normalizes each part by its own statistics")
             return [norm.layout, *[CONSTANT] * (len(call.outs) - 1)]
 
-    def _follow(self, call: rules.Call, layouts: list[Layout]) -> None:
+    def _follow(self, call: rules.OperatorCall, layouts: list[Layout]) -> None:
         """Write the operator down, or compare it with what the first part ran."""
         if self.recomputes:
             return
@@ -375,7 +379,7 @@ class Flow(TorchDispatchMode):
 
     # -- writes
 
-    def _before_write(self, call: rules.Call) -> None:
+    def _before_write(self, call: rules.OperatorCall) -> None:
         for tensor in call.written():
             if self._is_outside(tensor):
                 key = _storage(tensor)
@@ -384,7 +388,7 @@ class Flow(TorchDispatchMode):
                         whole = _whole_of(tensor)
                         self.writes[key] = whole, whole.clone()
 
-    def _note_versions(self, call: rules.Call) -> None:
+    def _note_versions(self, call: rules.OperatorCall) -> None:
         """Note how often tensors were written to that were noted before the step; batch norm's are never counted."""
         if "batch_norm" in call.info.name or self.noted is None:
             return
@@ -402,7 +406,7 @@ class Flow(TorchDispatchMode):
             if [version_of(each) for each in known] == versions:
                 raise refuse(f"{name} writes to a tensor through `.data`, so its value before the step is not known")
 
-    def _after_write(self, call: rules.Call, tensor: torch.Tensor, layout: Layout) -> None:
+    def _after_write(self, call: rules.OperatorCall, tensor: torch.Tensor, layout: Layout) -> None:
         if rules.only_views(call.info):  # `transpose_` and its like
             return
         before = next(o for t, o in zip(call.tensors, call.layouts, strict=True) if t is tensor)
@@ -432,7 +436,7 @@ class Flow(TorchDispatchMode):
 
     # -- random numbers
 
-    def _drawn(self, call: rules.Call) -> Any:
+    def _drawn(self, call: rules.OperatorCall) -> Any:
         """Run an operator that may draw random numbers."""
         rows = next((layout for layout in call.layouts if layout.kind == "rows"), None)
         layout = self.sized or rows
@@ -442,7 +446,7 @@ class Flow(TorchDispatchMode):
             return call.info.func(*call.args, **call.kwargs)
         return self._draw(call.info.func, call, drawn)
 
-    def _draw(self, func: Any, call: rules.Call, drawn: rules.Drawn) -> Any:
+    def _draw(self, func: Any, call: rules.OperatorCall, drawn: rules.Drawn) -> Any:
         """Draw the whole batch's random numbers, and take those of this part."""
         if call.kwargs.get("generator") is not None:
             raise refuse(f"{call.info.name} draws from a generator of its own")
@@ -452,7 +456,7 @@ class Flow(TorchDispatchMode):
         with self.silent():
             return draw(lambda whole: piece(whole, drawn.layout, self.start, self.stop, self.total))
 
-    def _draw_own(self, func: Any, call: rules.Call) -> Any:
+    def _draw_own(self, func: Any, call: rules.OperatorCall) -> Any:
         if not call.is_random():
             return func(*call.args, **call.kwargs)
         if not self.by_name:

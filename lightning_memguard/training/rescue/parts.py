@@ -24,7 +24,9 @@ from lightning_memguard.core.batch.nesting import children_of, map_tensors, rebu
 from lightning_memguard.training.rescue.custom import CustomFunctions
 from lightning_memguard.training.rescue.cut import Cut, Entries, even_parts, part_of, uneven_parts
 from lightning_memguard.training.rescue.flow import Flow, by_storage
-from lightning_memguard.training.rescue.layout import (
+from lightning_memguard.training.rescue.memory import release
+from lightning_memguard.training.rescue.reductions import Lengths, Reductions, Totals, lengths
+from lightning_memguard.training.rescue.sample_layout import (
     Layout,
     Refused,
     Waits,
@@ -34,8 +36,6 @@ from lightning_memguard.training.rescue.layout import (
     refuse,
     refuse_after,
 )
-from lightning_memguard.training.rescue.memory import release
-from lightning_memguard.training.rescue.reductions import Lengths, Reductions, Totals, lengths
 from lightning_memguard.training.rescue.sizes import Size, plain
 from lightning_memguard.training.rescue.state import Left, random_states
 
@@ -43,7 +43,7 @@ _ROUNDS = 8  # forward passes of a part, each of which reads values that the one
 _SCRIPT = 2  # samples that show which dimension is theirs, where parts hold a single one
 
 
-class Step(Protocol):
+class RepeatableStep(Protocol):
     """A step that can be run again, and the state that it may change."""
 
     batch: Any
@@ -100,7 +100,7 @@ class Passes:
         by_name: go on where the difference is of a known kind; see `changes`.
     """
 
-    def __init__(self, step: Step, cut: Cut, total: int, module: nn.Module, *, by_name: bool) -> None:
+    def __init__(self, step: RepeatableStep, cut: Cut, total: int, module: nn.Module, *, by_name: bool) -> None:
         self.step, self.cut, self.total = step, cut, total
         self.module = module
         self.flow = Flow(total, [*module.parameters(), *module.buffers()], by_name=by_name)

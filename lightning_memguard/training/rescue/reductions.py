@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 
 from lightning_memguard.training.rescue.cut import Entries
 from lightning_memguard.training.rescue.flow import Flow, Outside, fits
-from lightning_memguard.training.rescue.layout import CONSTANT, WHOLE, Layout, Refused, Waits, get, refuse
 from lightning_memguard.training.rescue.rules import Drawn, check_gradient, flat, shape_of, tensors_in
+from lightning_memguard.training.rescue.sample_layout import CONSTANT, WHOLE, Layout, Refused, Waits, get, refuse
 from lightning_memguard.training.rescue.sizes import Size, as_shape, plain, sizes_in
 
 _CLOSE = 1e-3  # relative, between two runs of a part
@@ -183,7 +183,7 @@ def _magnitude(own: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """One call of a torch function: the numbers that it takes, and what it returns."""
 
     func: Any
@@ -221,7 +221,7 @@ class Reductions(TorchFunctionMode):
         super().__init__()
         self.flow, self.totals = flow, totals
         self.settles, self.share = 0, 1.0
-        self.place, self.script = 0, list[Call]()
+        self.place, self.script = 0, list[FunctionCall]()
         self.strangers, self.outside = 0, list[Outside]()
         self.checkpoints = False
         self.ties: set[int] = set()  # places of largest values that two parts share
@@ -311,7 +311,7 @@ class Reductions(TorchFunctionMode):
                 raise refuse("a part of one sample runs something else than larger ones")
             found = [get(each, flow.token) or CONSTANT for each in outs]
             shapes = [shape_of(*each) for each in zip(outs, found, strict=True)]
-            self.script.append(Call(func, numbers, found, shapes, flow.drawn))
+            self.script.append(FunctionCall(func, numbers, found, shapes, flow.drawn))
         elif flow.is_single:
             self._told(self.script[place], func, numbers, outs, tensors_in(args, kwargs))
 
@@ -329,7 +329,7 @@ class Reductions(TorchFunctionMode):
                     flow.put(each, like.at(dim).waiting(like.pending or layout.pending))
 
     def _told(
-        self, known: Call, func: Any, numbers: list[Any], outs: list[torch.Tensor], taken: list[torch.Tensor]
+        self, known: FunctionCall, func: Any, numbers: list[Any], outs: list[torch.Tensor], taken: list[torch.Tensor]
     ) -> None:
         shapes = [shape_of(*each) for each in zip(outs, known.layouts, strict=False)]
         if (known.func, known.numbers, known.shapes) != (func, numbers, shapes) or len(outs) != len(known.layouts):

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_memguard.training.rescue.layout import CONSTANT, WHOLE, Kind, Layout, refuse
+from lightning_memguard.training.rescue.sample_layout import CONSTANT, WHOLE, Kind, Layout, refuse
 
-Rule = Callable[["Call"], "Layout | list[Layout]"]
+Rule = Callable[["OperatorCall"], "Layout | list[Layout]"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def shape_of(tensor: torch.Tensor, layout: Layout) -> tuple[int | None, ...]:
 
 
 @dataclass
-class Call:
+class OperatorCall:
     """An operator, what it takes and returns.
 
     Attributes:
@@ -191,7 +191,7 @@ def _number(value: Any, *, sized: bool) -> Any:
     return None if sized and type(value) is int else value
 
 
-def layouts_of(call: Call) -> list[Layout]:
+def layouts_of(call: OperatorCall) -> list[Layout]:
     """The layouts of what an operator returns, one for each tensor.
 
     Raises:
@@ -224,14 +224,14 @@ def check_gradient(name: str, tensor: torch.Tensor, layout: Layout) -> None:
         raise refuse(f"{name} uses a value of the whole batch for each sample, with its gradient")
 
 
-def sorted_by(call: Call) -> torch.Tensor | None:
+def sorted_by(call: OperatorCall) -> torch.Tensor | None:
     """The numbers by which an operator brings samples into another order; None if it does not."""
     place = {"sort": 0, "argsort": 0, "_pack_padded_sequence": 1}.get(call.info.name)
     values: torch.Tensor | None = call.args[place] if place is not None else None
     return values if values is not None and values.dim() == 1 and call.of(values).kind == "rows" else None
 
 
-def _arrangement(call: Call) -> int:
+def _arrangement(call: OperatorCall) -> int:
     """The order that an operator returns samples in: that of its arguments, or that of the places which it indexes."""
     indices, name = _indices(call), call.info.name
     order = next((o for o in map(call.of, indices) if o.kind == "order"), None)
@@ -246,15 +246,15 @@ def _arrangement(call: Call) -> int:
     return x.arranged if order is not None and name == "index_put" else arranged
 
 
-def _indices(call: Call) -> list[torch.Tensor]:
+def _indices(call: OperatorCall) -> list[torch.Tensor]:
     return flat(call.get("indices" if call.has("indices") else "index" if call.has("index") else "mask"))
 
 
-def _source(call: Call) -> Any:
+def _source(call: OperatorCall) -> Any:
     return call.get(next((name for name in ("values", "source") if call.has(name)), "src"))
 
 
-def _inverse(call: Call) -> Layout:
+def _inverse(call: OperatorCall) -> Layout:
     """Places that are written to places: ``inverse[order] = torch.arange(n)``."""
     indices = _indices(call)
     x, src = call.of(call.args[0]), call.of(_source(call))
@@ -266,7 +266,7 @@ def _inverse(call: Call) -> Layout:
     return Layout("order", arranged=at.into, into=src.into)
 
 
-def _keeps_places(call: Call) -> bool:
+def _keeps_places(call: OperatorCall) -> bool:
     """Whether an operator moves places of samples, or indexes by them; those of some samples may be moved less."""
     name = call.info.name
     if any(o.ragged for o in call.layouts if o.kind == "order"):
@@ -274,7 +274,7 @@ def _keeps_places(call: Call) -> bool:
     return name in _MOVES | _ORDERED | _LIKE | {"sort", "argsort"}
 
 
-def _by_rule(call: Call) -> list[Layout]:
+def _by_rule(call: OperatorCall) -> list[Layout]:
     rule = _RULES.get(call.info.name)
     if rule is not None:
         found = rule(call)
@@ -286,7 +286,7 @@ def _by_rule(call: Call) -> list[Layout]:
     raise refuse(f"it is unknown whether {call.info.name} mixes samples")
 
 
-def _of_partial(call: Call, kinds: set[Kind]) -> list[Layout]:
+def _of_partial(call: OperatorCall, kinds: set[Kind]) -> list[Layout]:
     """Inside of one function, what is a part's contribution may be moved, and scaled if it is a sum."""
     name = call.info.name
     partial = next(layout for layout in call.layouts if layout.is_partial)
@@ -296,7 +296,7 @@ def _of_partial(call: Call, kinds: set[Kind]) -> list[Layout]:
     return [partial] * len(call.outs)
 
 
-def _scales(call: Call) -> bool:
+def _scales(call: OperatorCall) -> bool:
     """Whether it is linear in sums: a sum of them, or their product with what is the same in each part."""
     name, partial = call.info.name, [layout.is_partial for layout in call.layouts]
     if name == "sum":
@@ -315,7 +315,7 @@ def is_same_for_all(tensor: torch.Tensor, dim: int) -> bool:
     return tensor.shape[dim] == 1 or tensor.stride(dim) == 0
 
 
-def fits_ragged(call: Call) -> bool:
+def fits_ragged(call: OperatorCall) -> bool:
     """Whether tensors have as many rows; a single one of a part would be repeated, and not that of the whole batch."""
     if not any(layout.ragged for layout in call.layouts) or call.info.name in _UNEQUAL:
         return True
@@ -329,7 +329,7 @@ def fits_ragged(call: Call) -> bool:
     return len({int(t.sum()) if t.dtype == torch.bool else t.shape[o.dim] for t, o in taken}) < 2
 
 
-def pointwise(call: Call) -> Layout:
+def pointwise(call: OperatorCall) -> Layout:
     """The layout of an element-wise operator's result."""
     rank = max(tensor.dim() for tensor in call.tensors)
     seen = {(layout.dim - tensor.dim(), layout.outer, layout.inner) for tensor, layout in call.rows()}
@@ -342,7 +342,7 @@ def pointwise(call: Call) -> Layout:
     return Layout(_kind(call), dim + rank, outer, inner, ragged)
 
 
-def _kind(call: Call) -> Kind:
+def _kind(call: OperatorCall) -> Kind:
     return "order" if any(layout.kind == "order" for layout in call.layouts) else "rows"
 
 
@@ -359,7 +359,7 @@ def _rule(names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def _dims(call: Call, *names: str) -> set[int]:
+def _dims(call: OperatorCall, *names: str) -> set[int]:
     """The dimensions that an argument names; all if it names none."""
     n = call.first[0].dim()
     given = next((call.get(name) for name in names if call.has(name)), None)
@@ -370,18 +370,18 @@ def _dims(call: Call, *names: str) -> set[int]:
 
 @_rule("empty_like zeros_like ones_like full_like rand_like randn_like randint_like alias detach clone _to_copy "
        "lift_fresh contiguous")  # fmt: skip
-def _keep(call: Call) -> Layout:
+def _keep(call: OperatorCall) -> Layout:
     layout = call.first[1]
     return replace(layout, kind="rows", into=0) if call.info.name.endswith("_like") else layout
 
 
 @_rule("new_empty new_zeros new_ones new_full new_empty_strided")
-def _new(_: Call) -> Layout:
+def _new(_: OperatorCall) -> Layout:
     return CONSTANT
 
 
 @_rule("view _unsafe_view reshape _reshape_alias")
-def _view(call: Call) -> Layout:
+def _view(call: OperatorCall) -> Layout:
     (x, layout), y = call.first, call.outs[0]
     samples = x.shape[layout.dim] // (layout.outer * layout.inner)
     left, before = math.prod(x.shape[: layout.dim]) * layout.outer, 1
@@ -403,7 +403,7 @@ def _view_of_nothing(layout: Layout, y: torch.Tensor) -> Layout:
 
 
 @_rule("t transpose permute numpy_T")
-def _permute(call: Call) -> Layout:
+def _permute(call: OperatorCall) -> Layout:
     x, layout = call.first
     order = list(range(x.dim()))
     if call.info.name == "permute":
@@ -415,13 +415,13 @@ def _permute(call: Call) -> Layout:
 
 
 @_rule("expand")
-def _expand(call: Call) -> Layout:
+def _expand(call: OperatorCall) -> Layout:
     x, layout = call.first
     return layout.at(layout.dim + call.outs[0].dim() - x.dim())
 
 
 @_rule("as_strided")
-def _as_strided(call: Call) -> Layout:
+def _as_strided(call: OperatorCall) -> Layout:
     """Other strides for dimensions of size one."""
     (x, layout), y = call.first, call.outs[0]
     strides = [a == b for a, b, size in zip(x.stride(), y.stride(), x.shape, strict=False) if size > 1]
@@ -431,13 +431,13 @@ def _as_strided(call: Call) -> Layout:
 
 
 @_rule("unsqueeze")
-def _unsqueeze(call: Call) -> Layout:
+def _unsqueeze(call: OperatorCall) -> Layout:
     x, layout = call.first
     return layout.at(layout.dim + (call.get("dim") % (x.dim() + 1) <= layout.dim))
 
 
 @_rule("squeeze")
-def _squeeze(call: Call) -> Layout:
+def _squeeze(call: OperatorCall) -> Layout:
     x, layout = call.first
     dims = _dims(call, "dim")
     gone = [dim for dim in dims if x.shape[dim] == 1]
@@ -447,7 +447,7 @@ def _squeeze(call: Call) -> Layout:
 
 
 @_rule("select unbind")
-def _select(call: Call) -> Layout | list[Layout]:
+def _select(call: OperatorCall) -> Layout | list[Layout]:
     x, layout = call.first
     dim = (call.get("dim") or 0) % x.dim()
     if dim == layout.dim:
@@ -460,7 +460,7 @@ def _select(call: Call) -> Layout | list[Layout]:
 
 
 @_rule("slice narrow")
-def _slice(call: Call) -> Layout:
+def _slice(call: OperatorCall) -> Layout:
     x, layout = call.first
     dim = (call.get("dim") or 0) % x.dim()
     if dim == layout.dim and layout.ragged and (call.get("start") or (call.get("end") or _ALL) < _ALL):
@@ -475,7 +475,7 @@ def _slice(call: Call) -> Layout:
 
 
 @_rule("split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk")
-def _split(call: Call) -> list[Layout]:
+def _split(call: OperatorCall) -> list[Layout]:
     x, layout = call.first
     dim = (call.get("dim") or 0) % x.dim()
     if dim != layout.dim:
@@ -487,7 +487,7 @@ def _split(call: Call) -> list[Layout]:
 
 
 @_rule("cat stack")
-def _cat(call: Call) -> Layout:
+def _cat(call: OperatorCall) -> Layout:
     x, layout = call.first
     places = {(t.dim(), o.place()) for t, o in call.rows()}
     if len(places) != 1:
@@ -511,7 +511,7 @@ def _cat(call: Call) -> Layout:
 
 
 @_rule("repeat")
-def _repeat(call: Call) -> Layout:
+def _repeat(call: OperatorCall) -> Layout:
     x, layout = call.first
     times = call.get("repeats")
     moved = layout.dim + len(times) - x.dim()
@@ -524,7 +524,7 @@ def _repeat(call: Call) -> Layout:
 
 @_rule("constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
        "replication_pad3d")  # fmt: skip
-def _pad(call: Call) -> Layout:
+def _pad(call: OperatorCall) -> Layout:
     (x, layout), pad = call.first, call.get("pad") or call.get("padding")
     padded = {x.dim() - 1 - place // 2 for place, size in enumerate(pad) if size}
     if layout.dim in padded:
@@ -532,7 +532,7 @@ def _pad(call: Call) -> Layout:
     return layout
 
 
-def _along(call: Call, dims: set[int]) -> Layout:
+def _along(call: OperatorCall, dims: set[int]) -> Layout:
     """An operator that works along dimensions, for each index of the others."""
     _, layout = call.first
     if layout.dim in dims or len({(t.dim(), o.place()) for t, o in call.rows()}) != 1:
@@ -545,12 +545,12 @@ def _along(call: Call, dims: set[int]) -> Layout:
 @_rule("_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp topk kthvalue flip "
        "roll gather scatter scatter_add scatter_reduce glu cummax cummin index_fill mode _fft_r2c _fft_c2r "
        "_fft_c2c take_along_dim unfold diff")  # fmt: skip
-def _along_dims(call: Call) -> Layout:
+def _along_dims(call: OperatorCall) -> Layout:
     return _along(call, _dims(call, "dim", "dims", "dimension"))
 
 
 @_rule("sort argsort")
-def _sort(call: Call) -> list[Layout]:
+def _sort(call: OperatorCall) -> list[Layout]:
     """Values and their places; those of places are the places back."""
     x, layout = call.first
     if x.dim() > 1:
@@ -565,7 +565,7 @@ def _sort(call: Call) -> list[Layout]:
 
 
 @_rule("_pack_padded_sequence")
-def _pack(call: Call) -> list[Layout]:
+def _pack(call: OperatorCall) -> list[Layout]:
     """The tokens of all samples, in an order of their own, and how many samples have each."""
     x, lengths = map(call.of, call.args[:2])
     if x.place() != (0 if call.args[2] else 1, 1, 1) or lengths.place() != (0, 1, 1) or x.arranged != lengths.arranged:
@@ -577,7 +577,7 @@ def _pack(call: Call) -> list[Layout]:
 
 
 @_rule("_pad_packed_sequence lstm gru rnn_tanh rnn_relu")
-def _packed(call: Call) -> list[Layout]:
+def _packed(call: OperatorCall) -> list[Layout]:
     """Operators that return or take a row for each sample have them in the order of the packed ones."""
     tokens, sizes, name = call.of(call.args[0]), call.of(call.args[1]), call.info.name
     if (tokens.kind, tokens.dim, sizes.kind, tokens.arranged) != ("rows", 0, "packing", sizes.arranged):
@@ -596,7 +596,7 @@ def _packed(call: Call) -> list[Layout]:
 
 @_rule("tril triu inverse linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular _linalg_det _linalg_slogdet "
        "_linalg_solve_ex linalg_qr _linalg_svd _linalg_eigh linalg_lu_factor_ex cholesky_solve")  # fmt: skip
-def _matrices(call: Call) -> list[Layout]:
+def _matrices(call: OperatorCall) -> list[Layout]:
     x, layout = call.first
     if layout.dim >= x.dim() - 2 or any(o.place() != layout.place() for _, o in call.rows()):
         call.mixes()
@@ -606,12 +606,12 @@ def _matrices(call: Call) -> list[Layout]:
 
 
 @_rule("_linalg_check_errors")
-def _errors(_: Call) -> list[Layout]:
+def _errors(_: OperatorCall) -> list[Layout]:
     return []
 
 
 @_rule("diagonal")
-def _diagonal(call: Call) -> Layout:
+def _diagonal(call: OperatorCall) -> Layout:
     x, layout = call.first
     dims = {(call.get("dim1") if call.get("dim1") is not None else 0) % x.dim()}
     dims.add((call.get("dim2") if call.get("dim2") is not None else 1) % x.dim())
@@ -628,7 +628,7 @@ _PARTIAL: dict[str, Kind] = {
 
 @_rule("sum nansum count_nonzero mean amax amin max min argmax argmin any all var std var_mean std_mean logsumexp "
        "linalg_vector_norm norm prod median nanmedian aminmax _is_all_true _is_any_true")  # fmt: skip
-def _reduce(call: Call) -> list[Layout]:
+def _reduce(call: OperatorCall) -> list[Layout]:
     name = call.info.name
     if len(call.rows()) > 1 or len(call.tensors) > 1:
         return [pointwise(call)] * len(call.outs)  # max(a, b)
@@ -643,7 +643,7 @@ def _reduce(call: Call) -> list[Layout]:
 
 
 @_rule("bincount")
-def _bincount(call: Call) -> Layout:
+def _bincount(call: OperatorCall) -> Layout:
     if call.get("minlength") != call.outs[0].numel():
         raise refuse("bincount has as many rows as the largest value of the part")
     return Layout("sum")
@@ -655,7 +655,7 @@ _PRODUCTS = {"mm": "mk,kn->mn", "addmm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "ba
 
 
 @_rule(" ".join(_PRODUCTS))
-def _product(call: Call) -> Layout:
+def _product(call: OperatorCall) -> Layout:
     inputs, out = _PRODUCTS[call.info.name].split("->")
     added = call.args[0] if call.info.name.startswith(("add", "badd")) else None
     operands = call.args[1:3] if added is not None else call.args[:2]
@@ -701,7 +701,7 @@ _BATCHED = ("convolution _convolution mkldnn_convolution max_pool2d_with_indices
 
 
 @_rule(_BATCHED)
-def _batched(call: Call) -> list[Layout]:
+def _batched(call: OperatorCall) -> list[Layout]:
     """The first dimension is the batch's."""
     x, layout = call.first
     if any((o.dim, o.outer) != (0, 1) for _, o in call.rows()) or call.of(call.tensors[0]).kind != "rows":
@@ -724,7 +724,7 @@ def _batched(call: Call) -> list[Layout]:
 
 
 @_rule("native_layer_norm _fused_rms_norm")
-def _layer_norm(call: Call) -> list[Layout]:
+def _layer_norm(call: OperatorCall) -> list[Layout]:
     x, layout = call.first
     if len(call.rows()) != 1 or layout.dim >= x.dim() - len(call.get("normalized_shape")):
         call.mixes()
@@ -732,7 +732,7 @@ def _layer_norm(call: Call) -> list[Layout]:
 
 
 @_rule("native_group_norm")
-def _group_norm(call: Call) -> list[Layout]:
+def _group_norm(call: OperatorCall) -> list[Layout]:
     _, layout = call.first
     if len(call.rows()) != 1 or (layout.dim, layout.outer, layout.inner) != (0, 1, 1):
         call.mixes()
@@ -741,7 +741,7 @@ def _group_norm(call: Call) -> list[Layout]:
 
 @_rule("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training _batch_norm_with_update "
        "_batch_norm_no_update cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit_functional")  # fmt: skip
-def _batch_norm(call: Call) -> list[Layout]:
+def _batch_norm(call: OperatorCall) -> list[Layout]:
     _, layout = call.first
     training = call.get("training") if call.has("training") else call.get("train")
     training = call.info.name == "_batch_norm_with_update" if training is None else training
@@ -762,7 +762,7 @@ class BatchNorm(Exception):  # noqa: N818 - see `Flow`
 
 
 @_rule("mkldnn_rnn_layer _cudnn_rnn")
-def _rnn(call: Call) -> list[Layout]:
+def _rnn(call: OperatorCall) -> list[Layout]:
     x, layout = call.first
     if any((o.dim - t.dim(), o.outer, o.inner) != (-2, 1, 1) for t, o in call.rows()) or layout.ragged:
         call.mixes()
@@ -771,14 +771,14 @@ def _rnn(call: Call) -> list[Layout]:
 
 
 @_rule("embedding")
-def _embedding(call: Call) -> Layout:
+def _embedding(call: OperatorCall) -> Layout:
     if call.of(call.get("weight")).has_samples:
         call.mixes()
     return call.of(call.get("indices"))
 
 
 @_rule("nll_loss_forward nll_loss2d_forward")
-def _nll(call: Call) -> list[Layout]:
+def _nll(call: OperatorCall) -> list[Layout]:
     if call.get("reduction") != 0 or len(call.rows()) != 2 or len({o.place() for _, o in call.rows()}) != 1:
         raise refuse("the mean of nll_loss over the samples, inside of one function")
     if call.first[1].dim != 0:
@@ -787,7 +787,7 @@ def _nll(call: Call) -> list[Layout]:
 
 
 @_rule("_ctc_loss")
-def _ctc(call: Call) -> list[Layout]:
+def _ctc(call: OperatorCall) -> list[Layout]:
     """Log probabilities are (time, batch, classes); targets (batch, length), or those of all samples in a row."""
     probabilities, targets = call.of(call.get("log_probs")), call.of(call.get("targets"))
     in_a_row = call.get("targets").dim() == 1 and targets.ragged
@@ -801,14 +801,14 @@ def _ctc(call: Call) -> list[Layout]:
     return [Layout("rows", 0)] * len(call.outs)
 
 
-def _loss(call: Call) -> list[Layout]:
+def _loss(call: OperatorCall) -> list[Layout]:
     if call.get("reduction") != 0:
         raise refuse(f"{call.info.name} over the samples, inside of one function")
     return [pointwise(call)] * len(call.outs)
 
 
 @_rule("nonzero")
-def _nonzero(call: Call) -> Layout:
+def _nonzero(call: OperatorCall) -> Layout:
     """A column of places of samples, and others; see `_select`."""
     if call.first[1] != Layout("rows", pending=call.pending):
         call.mixes()
@@ -816,7 +816,7 @@ def _nonzero(call: Call) -> Layout:
 
 
 @_rule("index masked_select")
-def _index(call: Call) -> Layout:
+def _index(call: OperatorCall) -> Layout:
     x = call.args[0]
     indices = call.args[1] if call.info.name == "index" else [call.args[1]]
     layout, at = call.of(x), [place for place, index in enumerate(indices) if index is not None]
@@ -833,7 +833,7 @@ def _index(call: Call) -> Layout:
     return _own_rows(call, layout, at, given)
 
 
-def _own_rows(call: Call, layout: Layout, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
+def _own_rows(call: OperatorCall, layout: Layout, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
     """Each sample's own entries: ``x[arange(n), labels]``."""
     if at != list(range(at[0], at[0] + len(at))) or layout.place() != (at[0], 1, 1) or given[0][1].kind != "order":
         call.mixes()
@@ -849,7 +849,7 @@ def _own_rows(call: Call, layout: Layout, at: list[int], given: list[tuple[torch
     return Layout("rows", dims.pop() + at[0], ragged=given[0][1].ragged)
 
 
-def _table(call: Call, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
+def _table(call: OperatorCall, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
     """A table, looked up for each sample."""
     rank = max(index.dim() for index, _ in given)
     places = {(o.dim - index.dim() + rank, o.outer, o.inner) for index, o in given if o.has_samples}
@@ -861,7 +861,7 @@ def _table(call: Call, at: list[int], given: list[tuple[torch.Tensor, Layout]]) 
     return Layout("rows", dim + at[0], outer, inner, any(o.ragged for _, o in given))
 
 
-def _masked(call: Call, layout: Layout, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
+def _masked(call: OperatorCall, layout: Layout, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
     if len(at) != 1:
         call.mixes()
     place, (mask, of_mask) = at[0], given[0]
@@ -882,7 +882,7 @@ def _masked(call: Call, layout: Layout, at: list[int], given: list[tuple[torch.T
 
 
 @_rule("index_put")
-def _index_put(call: Call) -> Layout:
+def _index_put(call: OperatorCall) -> Layout:
     x, indices, values = call.args[:3]
     layout, at = call.of(x), [place for place, index in enumerate(indices) if index is not None]
     given = [(indices[place], call.of(indices[place])) for place in at]
@@ -912,7 +912,7 @@ def _index_put(call: Call) -> Layout:
 
 
 @_rule("index_select index_add index_copy")
-def _index_select(call: Call) -> Layout:
+def _index_select(call: OperatorCall) -> Layout:
     x, layout = call.first
     dim = call.get("dim") % x.dim()
     if call.of(call.get("index")).kind == "order" and call.info.name == "index_add":
@@ -936,7 +936,7 @@ def _index_select(call: Call) -> Layout:
 
 
 @_rule("native_dropout")
-def _dropout(call: Call) -> list[Layout]:
+def _dropout(call: OperatorCall) -> list[Layout]:
     return [call.first[1]] * 2
 
 
@@ -954,7 +954,7 @@ class Drawn:
     shape: tuple[int | None, ...]
 
 
-def drawn_like(call: Call, layout: Layout) -> Drawn:
+def drawn_like(call: OperatorCall, layout: Layout) -> Drawn:
     """How the numbers of a call lie that a part of several samples makes."""
     tensor = call.tensors[0] if call.tensors else None
     if tensor is None:
@@ -964,7 +964,7 @@ def drawn_like(call: Call, layout: Layout) -> Drawn:
     return Drawn(layout, tuple(order), shape_of(tensor, layout))
 
 
-def draw_whole(call: Call, drawn: Drawn, total: int) -> Callable[[Take], Any] | None:
+def draw_whole(call: OperatorCall, drawn: Drawn, total: int) -> Callable[[Take], Any] | None:
     """How to draw the whole batch's numbers and take a part's from them; None if that is not how they are drawn."""
     name, layout = call.info.name, drawn.layout
     if not call.is_random() or layout.ragged or layout.arranged:
@@ -982,7 +982,7 @@ def draw_whole(call: Call, drawn: Drawn, total: int) -> Callable[[Take], Any] | 
     return None
 
 
-def _drawn_like(call: Call, drawn: Drawn, total: int) -> Any:
+def _drawn_like(call: OperatorCall, drawn: Drawn, total: int) -> Any:
     """Run it on a tensor like a part's, of the whole batch's shape, with dimensions in the same order in memory."""
     tensor = call.args[0]
     shape = list(tensor.shape)
@@ -991,14 +991,14 @@ def _drawn_like(call: Call, drawn: Drawn, total: int) -> Any:
     return call.info.func(whole.fill_(1), *call.args[1:], **call.kwargs)
 
 
-def _drawn_of_size(call: Call, layout: Layout, total: int) -> Any:
+def _drawn_of_size(call: OperatorCall, layout: Layout, total: int) -> Any:
     place = next(place for place, value in enumerate(call.args) if isinstance(value, (list, tuple)))
     sizes = list(call.args[place])
     sizes[layout.dim] = layout.outer * total * layout.inner
     return call.info.func(*call.args[:place], sizes, *call.args[place + 1 :], **call.kwargs)
 
 
-def _dropped(call: Call, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _dropped(call: OperatorCall, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     p = call.get("p")
     return call.args[0] * mask * (1 / (1 - p) if p < 1 else 0), mask.clone()
 

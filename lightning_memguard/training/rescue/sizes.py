@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_memguard.training.rescue.layout import refuse
+from lightning_memguard.training.rescue.sample_layout import refuse
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from lightning_memguard.training.rescue.cut import cuts_for
-from lightning_memguard.training.rescue.layout import Refused
 from lightning_memguard.training.rescue.parts import Passes
+from lightning_memguard.training.rescue.sample_layout import Refused
 
 Loss = Callable[[nn.Module, Any], Any]
 """A module and a batch -> a loss, or a loss and further results."""

@@ -22,7 +22,7 @@ from lightning_memguard.training.rescue.cut import (
     size_of,
     uneven_parts,
 )
-from lightning_memguard.training.rescue.layout import Refused
+from lightning_memguard.training.rescue.sample_layout import Refused
 
 
 def batch(size: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memguard.training.rescue.layout import get
+from lightning_memguard.training.rescue.sample_layout import get
 
 Function = Callable[..., Any]
 

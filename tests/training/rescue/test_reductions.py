@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_memguard.training.rescue.layout import Refused
 from lightning_memguard.training.rescue.reductions import AllReduce, Totals
+from lightning_memguard.training.rescue.sample_layout import Refused
 
 Function = Callable[..., Any]
 

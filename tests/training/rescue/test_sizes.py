@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_memguard.training.rescue.layout import Refused
+from lightning_memguard.training.rescue.sample_layout import Refused
 from lightning_memguard.training.rescue.sizes import Size, as_shape, plain, sizes_in
 
 SIX = Size(6, 2)  # six samples, two of them in the part

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memguard.training.rescue.ranks import _calls
+from lightning_memguard.training.rescue.other_ranks import _calls
 
 
 class Look(pl.Callback):

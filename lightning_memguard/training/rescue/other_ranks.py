@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.training.facts.lightning_types import lightning_of
-from lightning_memguard.training.rescue.layout import Refused, refuse
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
+from lightning_memguard.training.rescue.sample_layout import Refused, refuse
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
