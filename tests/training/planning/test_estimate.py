@@ -29,9 +29,14 @@ BATCH = torch.ones(16, 4)
 
 
 @pytest.fixture(params=LIGHTNINGS, ids=lambda package: package.__name__)
-def pl(request: pytest.FixtureRequest) -> Any:
+def either(request: pytest.FixtureRequest) -> Any:
     """Both packages that Lightning comes in; their classes are unrelated."""
     return request.param
+
+
+@pytest.fixture
+def pl() -> Any:
+    return pytorch_lightning
 
 
 def sum_of_outputs(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -157,9 +162,9 @@ def test_precision_is_lightnings_word():
 
 
 @pytest.mark.parametrize("n", [16, 100])
-def test_a_lightning_module_is_stepped_in_lightnings_order(pl, n):
+def test_a_lightning_module_is_stepped_in_lightnings_order(either, n):
     """The peak is in the same product; the loss takes 8 bytes more than in a plain loop."""
-    footprint = estimate(lightning_module(pl), BATCH, batch_size=n, device="cpu")
+    footprint = estimate(lightning_module(either), BATCH, batch_size=n, device="cpu")
     assert nonzero(footprint.parts) == {
         "parameters": 128,
         "gradients": 128,
@@ -179,10 +184,10 @@ def test_a_lightning_modules_precision_is_the_trainers(pl):
     assert mixed.peak_allocated_bytes < full.peak_allocated_bytes
 
 
-def test_step_and_optimizer_of_a_lightning_module_are_its_own(pl):
+def test_step_and_optimizer_of_a_lightning_module_are_its_own(either):
     for argument in ({"step": sum_of_outputs}, {"optimizer": momentum}):
         with pytest.raises(MemGuardError) as error:
-            estimate(lightning_module(pl), BATCH, device="cpu", **argument)
+            estimate(lightning_module(either), BATCH, device="cpu", **argument)
         assert str(error.value) == (
             "A LightningModule brings its own training_step and configure_optimizers: leave out step and optimizer."
         )
@@ -211,8 +216,8 @@ def test_an_inference_has_neither_gradients_nor_states():
     assert nonzero(footprint.parts) == {"parameters": 128, "batch": 16 * 16, "temporaries": 32 * 16}
 
 
-def test_an_inference_of_a_lightning_module_calls_it(pl):
-    footprint = estimate(lightning_module(pl), BATCH, device="cpu", training=False)
+def test_an_inference_of_a_lightning_module_calls_it(either):
+    footprint = estimate(lightning_module(either), BATCH, device="cpu", training=False)
     assert nonzero(footprint.parts) == {"parameters": 128, "batch": 16 * 16, "temporaries": 32 * 16}
 
 
@@ -501,9 +506,9 @@ def test_a_lightning_module_is_planned_in_each_precision(pl, precision):
     assert found.notes == ()
 
 
-def test_a_lightning_modules_two_bytes_are_half_of_four(pl):
+def test_a_lightning_modules_two_bytes_are_half_of_four(either):
     def build() -> Any:
-        module = lightning_module(pl)
+        module = lightning_module(either)
         module.layer = nn.Linear(256, 256, bias=False)
         return module
 

@@ -28,6 +28,7 @@ from lightning_memguard.training.data import loaders
 from lightning_memguard.training.run import choose, tune
 from lightning_memguard.training.run import profile as profiles
 from lightning_memguard.units import KIB
+from tests.warm import warm
 
 if __name__ == "__main__":
     MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
@@ -270,6 +271,7 @@ def scenarios(devices: int, folder: Path) -> dict[str, Callable[[], Seen]]:
 
 def main(folder: Path, devices: int, names: list[str]) -> None:
     profiles.process_bytes = lambda *_: 0  # type: ignore[assignment]  # it would be most of the budget
+    warm()
     seen = {name: run() for name, run in scenarios(devices, folder).items() if not names or name in names}
     (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
 
