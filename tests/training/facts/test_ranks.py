@@ -18,6 +18,8 @@ from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.training.facts import ranks as ranks_module
 from lightning_memguard.training.facts.ranks import Attempt, Ranks
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker makes what the tests of this module share
+
 PROGRAM = Path(__file__).with_name("two_ranks.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
 Seen = dict[str, Any]

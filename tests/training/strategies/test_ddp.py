@@ -38,6 +38,8 @@ from lightning_memguard.training.adapter import program as program_module
 from lightning_memguard.training.adapter import shadow
 from lightning_memguard.training.strategies import ddp
 
+pytestmark = pytest.mark.xdist_group("ddp")  # one worker makes what the tests of this module share
+
 BATCH_SIZE = 8
 WIDTH = 256
 H200 = gpus.find("NVIDIA H200")

@@ -26,6 +26,8 @@ from lightning_memguard.training.facts.run_facts import read_run_facts
 from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import KIB
 
+pytestmark = pytest.mark.xdist_group("layouts")  # one worker makes what the tests of this module share
+
 PROGRAM = Path(__file__).with_name("two_shards.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
 USABLE = 1200 * KIB * 0.95
