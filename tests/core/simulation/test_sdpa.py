@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memguard.core.simulation import fake_cuda, sdpa
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.errors import CannotTraceError
+from tests.core.kernels.test_attention import tensors
 
 V100, T4, A100, RTX3090, RTX4090, H100, B200, RTX5090 = (
     CudaTarget((7, 0), 80),
@@ -28,19 +29,6 @@ V100, T4, A100, RTX3090, RTX4090, H100, B200, RTX5090 = (
 HALF, BF16, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 OLD_CUDNN, NEW_CUDNN = 91_002, 91_900
 CAUSAL = torch.empty(16, 16, dtype=torch.bool, device="meta")
-
-
-def tensors(
-    *shape: int, dtype: torch.dtype = BF16, device: str = "meta", grad: bool = True, groups: int = 1
-) -> list[torch.Tensor]:
-    """Query, key and value, as a linear layer and `view(...).transpose(1, 2)` make them."""
-    batch, heads, rows, width = shape
-
-    def one(heads: int) -> torch.Tensor:
-        x = torch.empty(batch, rows, heads, width, dtype=dtype, device=device, requires_grad=grad)
-        return x.transpose(1, 2)
-
-    return [one(heads), one(heads // groups), one(heads // groups)]
 
 
 def attend(*args: Any, kernel_target: CudaTarget, **options: Any) -> torch.Tensor:

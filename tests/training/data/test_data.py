@@ -30,6 +30,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_memguard import MemGuard
 from lightning_memguard.training.data import loaders as loaders_of_run
 from lightning_memguard.training.facts.run_facts import read_run_facts
+from tests.training.data.test_loaders import Planned
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning")
 
@@ -308,17 +309,6 @@ def test_an_evaluation_alone_sizes_its_loaders(run: str) -> None:
 
 
 # -- what cannot be sized is predicted, kept, and said
-
-
-class Planned(Sampler[list[int]]):
-    """Made its batches beforehand: its attribute is a memory, not a setting."""
-
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-        self.plan = [list(range(start, start + batch_size)) for start in range(0, 100, batch_size)]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.plan)
 
 
 class Tokens(Sampler[list[int]]):

@@ -107,6 +107,7 @@ def test_a_resume_keeps_the_size_on_all_ranks(seen: dict[str, tuple[Seen, Seen]]
         assert again["step"] == 2 * first["step"]
 
 
+@pytest.mark.long  # that a guard can be pickled, test_guard_settings.py shows in no time
 def test_spawned_ranks_choose_alike(tmp_path: Path) -> None:
     """``ddp_spawn``: the guard is pickled to processes that were not there before."""
     program = tmp_path / "spawned.py"

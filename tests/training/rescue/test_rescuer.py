@@ -27,6 +27,7 @@ from lightning_memguard.training.rescue.memory import ran_out_of_memory
 from lightning_memguard.training.rescue.reductions import AllReduce
 from lightning_memguard.training.rescue.rescuer import Rescuer
 from lightning_memguard.units import MIB
+from tests.training.rescue.test_cut import Fields
 
 BATCH = 6
 NO_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -399,13 +400,6 @@ def test_gradients_that_a_failed_attempt_left_would_count_twice(trainer: Any, mo
 
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - users have them
-
-
-@dataclass
-class Fields:
-    x: torch.Tensor
-    y: torch.Tensor
-    name: str = "train"
 
 
 def popped(batch: dict[str, torch.Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,8 @@ def test_a_one_cycle_schedule_ends_with_the_training(trainer: Any, dataset: Tens
     run.fit(module, DataLoader(dataset, batch_size=4))
     assert module.planned == run.global_step == {1: 15, 2: 9}[accumulate]
     assert run.lr_scheduler_configs[0].scheduler.last_epoch == module.planned
+
+
+def test_a_guard_is_pickled_for_processes_that_are_spawned() -> None:
+    guard = MemGuard("check", budget="1GiB", margin=0.1)
+    assert pickle.loads(pickle.dumps(guard))._settings == guard._settings
