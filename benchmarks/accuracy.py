@@ -106,7 +106,7 @@ class Run:
 
     @property
     def reserved_error(self) -> float:
-        """The same for the whole reserved peak, in percent."""
+        """The error of the whole reserved peak, in percent."""
         return 100 * (self.reserved / self.measured - 1)
 
     def other_error(self, name: str) -> float | None:

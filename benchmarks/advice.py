@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Followed:
-    """What was advised, and the measured peak of a training that follows it."""
+    """Advice, and the measured peak of a training that follows it."""
 
     name: str
     batch_size: int

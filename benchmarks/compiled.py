@@ -166,7 +166,7 @@ def measure_here(case: Case, size: int) -> tuple[int, list[MemoryEvent]]:
 
 
 def measure(case: Case, size: int) -> tuple[int, float]:
-    """The same in a process of its own, and the seconds that it took, of which compiling takes most."""
+    """Measure in a process of its own, and the seconds that it took, of which compiling takes most."""
     started = time.perf_counter()
     command = [sys.executable, str(Path(__file__).resolve()), "--measure", case.name, str(size), "--json", "-"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)

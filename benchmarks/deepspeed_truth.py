@@ -221,7 +221,7 @@ class Phases(pl.Callback):
 
 
 def measured(case: Case, rank: int) -> tuple[dict[str, int], dict[str, int]]:
-    """The same of DeepSpeed, as Lightning runs it, with scratch and without."""
+    """The peaks of DeepSpeed, as Lightning runs it, with scratch and without."""
     os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(case[0]))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -284,7 +284,7 @@ def _inside_an_operator(found: list[tuple[int, int, int, str, int]]) -> Iterator
 
 
 def measured_apart(name: str, rank: int) -> Any:
-    """The same in a process of its own, which DeepSpeed and its accelerator are loaded for."""
+    """Measure in a process of its own, which DeepSpeed and its accelerator are loaded for."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__)), "--measure", name, str(rank)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:

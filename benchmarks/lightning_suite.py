@@ -51,7 +51,7 @@ PYTEST = (
 
 @dataclass
 class Ran:
-    """What became of a test: how it ended, and how each run of a Trainer in it did."""
+    """The outcome of a test: how it ended, and how each run of a Trainer in it did."""
 
     outcome: str = "crashed"
     seconds: float = 0.0
@@ -66,7 +66,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Difference:
-    """What is not as without MemGuard; ``kind`` is what of it, such as "outcome" or "weights"."""
+    """A difference from the run without MemGuard; ``kind`` says of what, such as "outcome" or "weights"."""
 
     test: str
     kind: str
@@ -181,7 +181,7 @@ def changes(before: dict[str, str], after: dict[str, str]) -> str:
 
 
 def explained(mode: str, difference: Difference) -> Difference:
-    """The same with the reason why it is meant to be; without one where it is not in the list.
+    """The difference with the reason why it is meant to be; without one where it is not in the list.
 
     A line of the list: ``mode | kind | part of the test's name | part of the text | reason``; each may be empty.
     """

@@ -40,7 +40,7 @@ FITS = {"ddp": 1, "ddp_spawn": 1, **dict.fromkeys([*WORKERS, "logging thread", "
 
 @dataclass
 class Tally:
-    """What became of the trainings in one situation; a process that hangs or fails counts as one."""
+    """Outcomes of the trainings in one situation; a process that hangs or fails counts as one."""
 
     seconds: list[float] = field(default_factory=list)
     methods: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""What MemGuard costs: seconds and bytes of a decision, of a step, of a large model, and on the CPU.
+"""The costs of MemGuard: seconds and bytes of a decision, of a step, of a large model, and on the CPU.
 
 decision   `tune`, from `setup` to the decision, for the zoo, of two checkouts in turns: seconds, processor seconds of
            all processes, and resident memory left behind. Each measurement is a process of its own, and each number a
@@ -345,7 +345,7 @@ def anonymous_mib() -> float:
 
 
 def products_mib(threads: int, rows: int, inputs: int, outputs: int) -> float:
-    """What stays once the three products of a linear layer were computed."""
+    """Memory that stays once the three products of a linear layer were computed."""
     torch.set_num_threads(threads)
     x, weight, y = torch.ones(rows, inputs), torch.ones(outputs, inputs), torch.ones(rows, outputs)
     dx, dweight = torch.ones_like(x), torch.ones_like(weight)

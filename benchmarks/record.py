@@ -321,7 +321,7 @@ class Gpu:
             thread.join()
 
     def look(self) -> None:
-        """What is held now, and the events so far; only the first call counts."""
+        """Memory that is held now, and the events so far; only the first call counts."""
         if self.seen:
             return
         cuda = self.torch.cuda
@@ -376,7 +376,7 @@ def addresses(snapshot: dict[str, Any]) -> list[int]:
 
 
 def segments(snapshot: dict[str, Any]) -> list[list[Any]]:
-    """What is held at the end, by address: ``[bytes, pool, stream, [[block's bytes, bytes asked for, state], ...]]``.
+    """Segments held at the end, by address: ``[bytes, pool, stream, [[block's bytes, bytes asked for, state], ...]]``.
 
     Streams are numbered in order of appearance.
     """

@@ -259,7 +259,7 @@ def kept(values: Any) -> Values:
 
 @dataclass
 class Training:
-    """What a training left, and how it ended."""
+    """Results of a training, and how it ended."""
 
     steps: list[dict[str, Values]]
     counts: list[dict[str, int]] = field(default_factory=list)

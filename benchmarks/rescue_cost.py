@@ -1,4 +1,4 @@
-"""What steps cost that are done again in parts of their batch. (`overhead.py step`: what the guard costs without them.)
+"""The cost of steps that are done again in parts. (`overhead.py step`: what the guard costs without them.)
 
     python benchmarks/rescue_cost.py                   # a few minutes on one core
     python benchmarks/rescue_cost.py "tiny MLP"

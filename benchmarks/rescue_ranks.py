@@ -124,7 +124,7 @@ class Net(pl.LightningModule):
 
 
 class Failing:
-    """Which visits of a place in a step fail. It is not the module's, whose state a rescue puts back."""
+    """Visits of a place in a step that fail. It is not the module's, whose state a rescue puts back."""
 
     def restart(self, plan: Plan) -> None:
         self.plan, self.batch, self.samples, self.visits = plan, -1, 0, 0
@@ -256,7 +256,7 @@ def watched(situation: str, runs: int, folder: str) -> tuple[int | None, str, li
 
 
 def defects(situation: str, index: int, seen: Any, expected: Any) -> list[str]:
-    """What is not as it should be in a training."""
+    """Defects of a training."""
     plan, found = planned(situation, index), []
     if seen[0]["weights"] != seen[1]["weights"]:
         found.append("the ranks differ")

@@ -74,7 +74,7 @@ class GPT(nn.Module):
 
 
 class MLP(nn.Module):
-    """Of layers whose sizes no number of ranks divides."""
+    """Layers whose sizes no number of ranks divides."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where only one of the two Lightning packages is installed, the tests of the other run on it.
+"""If only one of the two Lightning packages is installed, the tests of the other run on it.
 
 `lightning.pytorch` and `pytorch_lightning` hold the same code under two names. Most tests need any Lightning, and
 import `pytorch_lightning`; a few compare the two. In an environment with one of them, as ``make matrix`` makes them, a
@@ -125,6 +125,6 @@ def _warm() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _not_searched(_warm: None) -> None:
-    """What earlier tests and all imports have left is not searched for garbage by each collection from now on."""
+    """Objects of earlier tests and of imports are not searched for garbage by each collection from now on."""
     gc.collect()
     gc.freeze()

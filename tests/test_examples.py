@@ -35,7 +35,7 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What an example printed, and the folder it ran in."""
+    """The text that an example printed, and the folder it ran in."""
 
     text: str
     folder: Path

@@ -273,7 +273,7 @@ def test_lightning_is_imported_in_its_own_room_alone(file):
 
 
 def test_loading_all_std_files_loads_neither_torch_nor_lightning():
-    """The same rule once more by running, which also sees what others import on our behalf."""
+    """Run the rule, too, which also sees imports that others make on our behalf."""
     modules = [module_of(file) for file in LISTED if ORDER[file]]
     code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)

@@ -20,7 +20,7 @@ POOL = 64  # samples that a dataset owns; it returns them over and over
 
 @dataclass(frozen=True)
 class Run:
-    """What a Trainer needs: the module, built where it is measured, and its data, made before."""
+    """Everything that a Trainer needs: the module, built where it is measured, and its data, made before."""
 
     build: Callable[[], pl.LightningModule]
     data: Callable[[int, int], Any]  # batch size, number of batches -> loader or datamodule

@@ -1,1 +1,1 @@
-"""What the benchmark scripts share: the cases, the measurement and the prediction."""
+"""Shared by the benchmark scripts: the cases, the measurement and the prediction."""

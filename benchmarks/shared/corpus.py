@@ -56,11 +56,11 @@ class Training:
     history: bool = False  # whether every event of the allocator is recorded
 
     def module(self) -> pl.LightningModule:
-        """What the Trainer fits."""
+        """The module that the Trainer fits."""
         return {"gan": Gan, "contrastive": Contrastive}.get(self.family, Supervised)(self)
 
     def settings(self) -> dict[str, Any]:
-        """What was trained, as a recording keeps it."""
+        """The settings of a training, as a recording keeps it."""
         settings = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return {name: value for name, value in settings.items() if name not in ("name", "network", "dataset", "loss")}
 

@@ -233,7 +233,7 @@ def trains_its_input(recorder: Recorder, model: nn.Module) -> None:
 
 
 class Cells(nn.Module):
-    """What each cell becomes from itself and its neighborhood; the first three channels stay as they are."""
+    """Compute each cell's next state from its own and its neighborhood; the first three channels stay as they are."""
 
     def __init__(self, kernel: int, channels: int = 16, hidden: int = 64) -> None:
         super().__init__()

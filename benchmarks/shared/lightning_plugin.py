@@ -182,7 +182,7 @@ def warning_caches() -> list[WarningCache]:
 
 
 def verdict(trainer: Trainer) -> dict[str, Any] | None:
-    """What MemGuard decided; None without one, or where the run ended before its setup."""
+    """The decision of MemGuard; None without one, or if the run ended before its setup."""
     guard = getattr(trainer, "memguard", None)
     decision = guard.decision if isinstance(guard, MemGuard) else None
     if decision is None:
@@ -196,7 +196,7 @@ def verdict(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def state_of(trainer: Trainer, folder: Path | None, before: list[threading.Thread]) -> dict[str, dict[str, str]]:
-    """What a user can see when a run is over: by kind, each value, or its hash, by its name."""
+    """Everything that a user can see when a run is over: by kind, each value, or its hash, by its name."""
     module = trainer.lightning_module
     modules = dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {}
     callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, MemGuard | Sized)]
@@ -227,7 +227,7 @@ def attributes(owner: object) -> dict[str, Any]:
 
 
 def process_state(threads_before: list[threading.Thread]) -> dict[str, Any]:
-    """What a run could leave behind in the process."""
+    """State that a run could leave behind in the process."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
     # tqdm's monitor comes and goes, and those of a DataLoader's queues end a moment after it.
     new = [each for each in threading.enumerate() if each not in threads_before]

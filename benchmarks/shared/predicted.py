@@ -1,4 +1,4 @@
-"""What lightning_memguard predicts for the cases of the zoo, through a Trainer as a user would ask.
+"""Predictions of lightning_memguard for the cases of the zoo, through a Trainer as a user would ask.
 
 cd benchmarks
 python -m shared.predicted mlp --optimizer adam --batch-size 64            # the prediction, as JSON
@@ -22,7 +22,7 @@ LENGTH_TO_CHOOSE_FROM = 1_000_000  # samples: no choice is limited by the datase
 
 @dataclass(frozen=True)
 class Predicted:
-    """What MemGuard decided for one training."""
+    """The decision of MemGuard for one training."""
 
     case: str
     optimizer: str

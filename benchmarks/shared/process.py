@@ -60,7 +60,7 @@ def adopt_orphans() -> None:
 
 
 def processor_seconds() -> float:
-    """Of this process and of those below it, for whose end it waits."""
+    """Processor time of this process and of those below it, for whose end it waits."""
     ended = time.monotonic() + 10
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < ended:

@@ -136,7 +136,7 @@ def with_a_logging_thread(out: Path, fits: int) -> None:
 
 
 def in_a_notebook(out: Path, fits: int) -> None:
-    """What earlier cells leave behind: threads of OpenMP, autograd and TensorBoard, progress bars, live workers."""
+    """Leave what earlier cells would: threads of OpenMP, autograd and TensorBoard, progress bars, live workers."""
     before = pl.Trainer(accelerator="cpu", max_epochs=1, logger=TensorBoardLogger("."), enable_model_summary=False)
     module, data = Net(), loader(num_workers=1, persistent_workers=True)
     before.fit(module, data)

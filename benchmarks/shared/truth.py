@@ -60,7 +60,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True)
 class Held:
-    """What one operator allocated and was still alive at the peak."""
+    """Memory that one operator allocated and that was alive at the peak."""
 
     operator: str
     count: int

@@ -108,7 +108,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answered(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = FITS) -> Any:
-    """What a command prints as JSON; it must be all that is on stdout."""
+    """Run a command and read its JSON, which must be all that is on stdout."""
     assert main([*arguments, "--json"]) == status, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 
@@ -130,7 +130,7 @@ def both(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a refusal says: on stderr, without a traceback."""
+    """Run a command that is refused, and return its words: on stderr, without a traceback."""
     assert main(list(arguments)) == BAD_USE
     answer = capsys.readouterr()
     assert not answer.out
@@ -153,7 +153,7 @@ def test_a_plan_says_for_each_device_whether_it_fits_and_the_largest_batch(capsy
 
 @pytest.mark.parametrize("leaves_room", [True, False])
 def test_a_plan_is_what_the_callback_would_decide(capsys, leaves_room: bool) -> None:
-    """Where what the process takes besides tensors leaves no room, the callback takes the smallest batch, and warns."""
+    """If the process itself leaves no room for tensors, the callback takes the smallest batch, and warns."""
     import pytorch_lightning as pl
 
     from lightning_memguard import MemGuard
@@ -210,7 +210,7 @@ def test_one_device_is_shown_by_part_and_several_in_a_row_each(capsys) -> None:
 
 
 def said(plan: dict[str, Any], text: str) -> None:
-    """What a plan of one device prints agrees with its JSON, and both with the budget."""
+    """Check that the text of a plan for one device agrees with its JSON, and both with the budget."""
     asked, largest, usable = plan["asked"], plan["largest"], plan["budget"]["usable_bytes"]
     assert plan["fits"] == (asked["most_device_bytes"] <= usable)
     assert (f"batch size {asked['batch_size']} fits." in text) == plan["fits"]

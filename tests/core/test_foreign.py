@@ -78,7 +78,7 @@ def samples() -> dict[str, list[Any]]:
 
 
 def closure() -> Any:
-    """What Lightning passes to an optimizer."""
+    """The closure that Lightning passes to an optimizer."""
     made = importlib.import_module("pytorch_lightning.loops.optimization.automatic").Closure
     return made(step_fn=lambda: None, backward_fn=None, zero_grad_fn=None)
 

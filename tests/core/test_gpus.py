@@ -21,7 +21,7 @@ EVERY = pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
 
 
 def normal(name: str) -> str:
-    """What is left of a name where neither case nor punctuation nor the maker's brands count."""
+    """The rest of a name if neither case nor punctuation nor the maker's brands count."""
     return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
 
 

@@ -103,7 +103,7 @@ def take_away(path: str):
 
 
 def outcome_of(path: str) -> tuple[str, str]:
-    """What becomes of a run without a name, and the first sentence that names it."""
+    """The outcome of a run without a name, and the first sentence that names it."""
     if not path:
         return fitted(path)
     try:

@@ -1,4 +1,4 @@
-"""What a person sees: the table before the training, the sentence under it, and one line after."""
+"""Output for a person: the table before the training, the sentence under it, and one line after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said during a run of a batch that is larger than predicted, and of a step that ran out of memory."""
+"""Words during a run about a batch that is larger than predicted, and of a step that ran out of memory."""
 
 from __future__ import annotations
 

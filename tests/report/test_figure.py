@@ -30,7 +30,7 @@ RED = (0xB3, 0x26, 0x1E)
 
 
 def columns_of(image, color, at_least=1):
-    """Where a color is from left to right, above the legend."""
+    """Columns of a color from left to right, above the legend."""
     pixels = image.load()
     rows = range(image.height - 90)
     return [x for x in range(image.width) if sum(pixels[x, y] == color for y in rows) >= at_least]

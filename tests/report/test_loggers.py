@@ -1,4 +1,4 @@
-"""What each logger is given, as one exact list.
+"""Everything that each logger is given, as one exact list.
 
 The fakes have the signatures of the real libraries' methods: torch 2.13, Lightning 2.6, MLflow 3.17, Comet 3.58.
 """
@@ -33,7 +33,7 @@ IMAGE = "an image"
 
 
 class Calls:
-    """What was called, in order; images by a word, as their pixels are not the question here."""
+    """Calls in their order; images by a word, as their pixels are not the question here."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[object, ...]] = []

@@ -1,4 +1,4 @@
-"""What grows in a batch with the number of samples, and a batch of any number of them."""
+"""Parts of a batch that grow with the number of samples, and a batch of any number of them."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_an_int_that_counts_samples_goes_on_counting():
 
 
 def test_a_tuple_with_one_entry_a_sample_gets_as_many_entries_as_samples():
-    """What torchvision's detection references collate by `tuple(zip(*batch))`."""
+    """Torchvision's detection references collate by `tuple(zip(*batch))`."""
 
     def collated(n: int) -> tuple[Any, ...]:
         return tuple(zip(*[(torch.zeros(3, 8, 8), {"boxes": torch.zeros(5, 4)})] * n, strict=True))

@@ -1,4 +1,4 @@
-"""What operators of libraries allocate inside: seen where they are implemented in Python, else said to be unseen."""
+"""Memory inside operators of libraries: seen if they are implemented in Python, else reported as unseen."""
 
 from __future__ import annotations
 

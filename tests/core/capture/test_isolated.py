@@ -1,4 +1,4 @@
-"""What runs in children: in which order, and with what it would have in the training's own process."""
+"""Work in children: its order, and that it finds the state of the training's own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What batches leave in reference cycles: counted, as often as garbage may wait."""
+"""Memory that batches leave in reference cycles: counted, as often as garbage may wait."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_without_an_optimizer_there_are_gradients_alone():
 
 
 def test_an_inference_keeps_nothing_for_a_backward_pass_and_drops_nothing_out():
-    """Of three tanh one after the other, each result dies with the next: two of 32 bytes a sample at once."""
+    """Each of three tanh in a row: a result dies with the next: two of 32 bytes a sample at once."""
     module = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Dropout(0.5), nn.Tanh(), nn.Tanh(), nn.Tanh())
     program = program_of(lambda model, x: model(x), model=module, training=False)
     made = {event.operator for event in capture(program, 2, "fake") if event.action == "alloc" and event.module}
@@ -285,7 +285,7 @@ def test_one_size_alone_is_captured_where_the_batch_cannot_be_resized():
 
 
 def sizes_run(step: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], list[int]]:
-    """The same step, and the sizes it ran at: each twice, for two optimizer steps."""
+    """A step, and the sizes it ran at: each twice, for two optimizer steps."""
     sizes: list[int] = []
 
     def counted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -244,7 +244,7 @@ def test_an_operator_knows_its_line_of_the_models_code_forward_and_backward():
 
 
 def test_nested_modules_have_dotted_paths():
-    """What a module does after its child is its own again."""
+    """After its child has run, operators are the module's own again."""
 
     class Residual(nn.Module):
         def __init__(self) -> None:

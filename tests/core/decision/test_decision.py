@@ -18,7 +18,7 @@ from lightning_memguard.units import GIB
 
 
 def footprints(peak_bytes: Callable[[int], int]) -> Callable[[int], Footprint]:
-    """What a device would hold; the allocator's own peaks are smaller, so that a test sees which one is compared."""
+    """Footprints on a device; the allocator's own peaks are smaller, so that a test sees which one is compared."""
 
     def footprint_at(n: int) -> Footprint:
         peak = peak_bytes(n)

@@ -55,7 +55,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 class Gpu:
-    """What torch.cuda and NVML report for one GPU; 8 GiB, 6 of them free."""
+    """Values that torch.cuda and NVML report for one GPU; 8 GiB, 6 of them free."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.context_is_up, self.reserved, self.allocated, self.fraction = False, 0, 0, 1.0

@@ -1,4 +1,4 @@
-"""What a training may take of its device, and which source reported it."""
+"""The memory that a training may take of its device, and which source reported it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process holds on its GPU outside PyTorch's allocator."""
+"""Memory that a process holds on its GPU outside PyTorch's allocator."""
 
 from __future__ import annotations
 

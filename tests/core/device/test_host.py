@@ -1,4 +1,4 @@
-"""What a host, a control group and the limits of a process leave."""
+"""Memory that a host, a control group and the limits of a process leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which NVML device is torch's, and what NVML reports for it."""
+"""The NVML device that is torch's, and the memory that NVML reports for it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Nvml:
         )
 
     def ask(self, *lines: str, **facts: object) -> MemoryInfo | None:
-        """What `nvml_memory` reports for a GPU with these facts on a machine with these devices and faults."""
+        """Ask `nvml_memory` for a GPU with these facts on a machine with these devices and faults."""
         self.state.write_text("".join(f"{line}\n" for line in lines))
         print(json.dumps(asdict(GpuFacts(**facts))), file=self.process.stdin, flush=True)
         while not (answer := self.process.stdout.readline()).startswith(("{", "null")):

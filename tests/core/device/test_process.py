@@ -1,4 +1,4 @@
-"""What a process that trains on the CPU takes besides its tensors."""
+"""Memory that a process takes besides its tensors when it trains on the CPU."""
 
 from __future__ import annotations
 

@@ -371,7 +371,7 @@ with ChildPool(learn, most=1) as pool:
 
 
 def test_a_notebooks_output_is_not_written_to() -> None:
-    """Where `sys.stdout` is an object that sends what is printed through a socket."""
+    """A notebook's `sys.stdout` is an object that sends text through a socket."""
     script = """
 import sys
 class Notebook:

@@ -417,7 +417,7 @@ def test_softmax_backward_multiplies_first():
     ],
 )
 def test_the_range_of_a_workspace_is_that_of_the_plans_that_may_run(monkeypatch, runs, benchmark, span):
-    """Of the cuDNN that is asked, the first two; of another version, those of other convolutions too."""
+    """The cuDNN that is asked may run its first two plans; another version, those of other convolutions too."""
     monkeypatch.setattr(cudnn, "workspaces", lambda _: (64, 640, 8))
     monkeypatch.setattr(cudnn, "version", lambda: 92000)
     monkeypatch.setattr(cudnn_table, "span", lambda _: (0, 1024, 4096))
@@ -493,7 +493,7 @@ def conv_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mas
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[cudnn.Question]:
-    """What cuDNN is asked; there is none that answers."""
+    """Collect the questions to a cuDNN that never answers."""
     questions: list[cudnn.Question] = []
     monkeypatch.setattr(cudnn, "workspaces", questions.append)
     return questions

@@ -310,7 +310,7 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def reported():
-    """What the installed libraries report, in a process of their own: torchstat does not clean up."""
+    """Reports of the installed libraries, in a process of their own: torchstat does not clean up."""
     asked = [sys.executable, "-W", "ignore", "-c", LIVE, str(Path(__file__))]
     done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr

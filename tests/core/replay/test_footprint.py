@@ -1,4 +1,4 @@
-"""What a step needs at one batch size: a replayed trace, and what stands outside of it."""
+"""The memory of a step at one batch size: a replayed trace, and the bytes outside of it."""
 
 from __future__ import annotations
 

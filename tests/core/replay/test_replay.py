@@ -13,7 +13,7 @@ def workspace(block: int, action: str = "alloc") -> Event:
 
 
 def sizes(*events: Event, capacity: int | None) -> list[int]:
-    """What each event adds, in MiB."""
+    """The MiB that each event adds."""
     return [
         change // MIB for change in Steps(Trace(1, "cuda", "fake", events), AllocatorSettings(capacity_bytes=capacity))
     ]

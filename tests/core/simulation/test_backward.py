@@ -955,7 +955,7 @@ def nested_checkpoints_without_early_stop() -> Any:
 
 @scenario
 def checkpoints_of_leaves_one_after_the_other() -> Any:
-    """What the second is given is saved when the last node is the first one's."""
+    """The second one's input is saved when the last node is the first one's."""
     layer, first, second = block(), leaf(3, 4), leaf(3, 4)
     losses = [mixed(checkpoint(layer, x, use_reentrant=False)) for x in (first, second)]
     for loss in losses:
@@ -1210,7 +1210,7 @@ def test_fake_tensors_get_the_engines_operators(fake: None) -> None:
 
 
 class Lives:
-    """Which of some storages are alive whenever a node is about to run: "#" is alive, "-" is gone."""
+    """Storages that are alive whenever a node is about to run: "#" is alive, "-" is gone."""
 
     def __init__(self) -> None:
         self.storages: list[weakref.ref[Any]] = []

@@ -1,4 +1,4 @@
-"""What a step makes from constants has values, and the step may branch on them."""
+"""Tensors that a step makes from constants have values, and the step may branch on them."""
 
 from __future__ import annotations
 

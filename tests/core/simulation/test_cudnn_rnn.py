@@ -73,7 +73,7 @@ def states(shape: tuple[int, ...], kind: type[nn.Module], device: str) -> Any:
 
 
 def shapes_there_and_here(model: nn.Module, *batch: Any) -> list[list[tuple[int, ...]]]:
-    """Those of the output and of the last states: on a pretended GPU, and really on the CPU."""
+    """Shapes of the output and of the last states: on a pretended GPU, and really on the CPU."""
     here = shapes_of(model(*(torch.ones(shape) for shape in batch)))
     with tensors(fake=True, gpu=H200), watching(Recorder("cuda", kernel_target=H200.kernel_target), model):
         there = shapes_of(model.to("cuda")(*(torch.ones(shape, device="cuda") for shape in batch)))

@@ -212,7 +212,7 @@ class Watch(TorchDispatchMode):
 
 @ONEDNN
 def test_fake_tensors_reach_the_layer_that_real_ones_reach():
-    """Where a torch stops to do so, an LSTM has to be sent there by hand."""
+    """If a torch stops to do so, an LSTM has to be sent there by hand."""
     with FakeTensorMode():
         module, x = nn.LSTM(INPUTS, HIDDEN, 2), torch.randn(STEPS, 3, INPUTS)
         with Watch() as watch:

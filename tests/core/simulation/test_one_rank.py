@@ -61,7 +61,7 @@ def alive_at_start(trace: Trace, part: str) -> int:
 
 @pytest.mark.parametrize("case", ["bf16", pytest.param("fsdp1 grad op", marks=pytest.mark.long)])
 def test_a_rank_takes_what_the_profiler_sees_of_it(case: str) -> None:
-    """Of layers that the ranks do not divide; the benchmark fails where a byte differs, in bf16 0.3 %."""
+    """The ranks do not divide these layers evenly; the benchmark fails where a byte differs, in bf16 0.3 %."""
     command = [sys.executable, BENCHMARK, "--models", "mlp", "--ranks", "2", "--samples", "5", "--only", case]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

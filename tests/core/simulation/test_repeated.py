@@ -21,7 +21,7 @@ class Repeating(RepeatingFakeMode):
 
 
 def facts(tree: object) -> list[object]:
-    """What is known of fake tensors, and which of them share memory."""
+    """Facts about fake tensors, and which of them share memory."""
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     first = {tensor.untyped_storage()._cdata: place for place, tensor in reversed([*enumerate(tensors)])}
     return [

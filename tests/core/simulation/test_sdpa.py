@@ -197,7 +197,7 @@ def recent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(out: torch.Tensor) -> dict[str, tuple[str, int]]:
-    """What autograd keeps apart from query, key and value: by name, its device and the bytes of its storage."""
+    """Tensors that autograd keeps apart from query, key and value: by name, its device and the bytes of its storage."""
     node = out.grad_fn
     while not node.name().startswith("ScaledDotProduct"):
         node = node.next_functions[0][0]

@@ -1,4 +1,4 @@
-"""What a second stream uses: free at once at least, and at most when the host has waited for that stream."""
+"""Memory of a second stream: free at once at least, and at most when the host has waited for that stream."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def ends(numbers: Sequence[int]) -> Scratch:
 
 
 def step_with(n: int, *rules: Rule, numbers: Callable[[int], tuple[int, ...]] = lambda n: (5 * n, 8)) -> Trace:
-    """What a recorder writes: a block of the model, and for each kernel its scratch around its result."""
+    """A trace as a recorder writes it: a block of the model, and for each kernel its scratch around its result."""
     events = [Event("alloc", 0, 100, "parameters", "setup")]
     kernels: list[Kernel] = []
     scratch_spans: list[ScratchSpan] = []

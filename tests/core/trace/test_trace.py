@@ -11,7 +11,7 @@ from lightning_memguard.core.trace.trace import CASES, PARTS, Event, ScratchSpan
 
 
 def test_memory_is_for_one_of_eight_things():
-    """These names stand in `Footprint.parts` and in the logged `memguard/parts/<part>_gib`."""
+    """Their names are in `Footprint.parts` and in the logged `memguard/parts/<part>_gib`."""
     assert PARTS == (
         "parameters",
         "buffers",

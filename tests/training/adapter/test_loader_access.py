@@ -13,7 +13,7 @@ class OwnLoader(DataLoader):
 
 
 def dunders():
-    """What each class has under these names, its own or inherited, and what Lightning keeps to undo its patches."""
+    """Attributes that each class has under these names, own or inherited, and those that Lightning keeps to undo."""
     names = [f"__{old}{name}__" for old in ("", "old__") for name in ("init", "setattr", "delattr")]
     return [(cls, name, getattr(cls, name, None)) for cls in (DataLoader, BatchSampler, OwnLoader) for name in names]
 

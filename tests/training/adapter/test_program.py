@@ -266,7 +266,7 @@ _READS = {
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("read", [*_READS, "an optimizer of the script's Trainer"])
 def test_a_step_reads_what_it_reads_in_the_run(tmp_path: Any, read: str) -> None:
-    """What differs here made a step fail on the copy, or take another branch."""
+    """Differences here made a step fail on the copy, or take another branch."""
     loggers = [pl.loggers.CSVLogger(tmp_path, name="csv"), pl.loggers.TensorBoardLogger(tmp_path, name="board")]
     callback, guard = Marked(), MemGuard(max_batch_size=20)
     fit = OwnTrainer(

@@ -659,7 +659,7 @@ def test_of_batches_of_equal_bytes_the_one_that_takes_the_most_is_predicted(made
 
 
 def test_one_that_takes_more_than_those_drawn_is_announced_once_and_no_batch_size_is_advised():
-    """Of as many bytes as the others, in a stream of which the first 4,096 samples are drawn."""
+    """The batch has as many bytes as the others, in a stream of which the first 4,096 samples are drawn."""
     sizes = [(64, 64)] * 100 + [(20, 100)] + [(8, 512)] * 3
     guard = MemGuard(budget=6 << 20, margin=0.0)
     (text,) = [text for text in fit_texts("attention", Feed(sizes), guard) if "larger than" in text]

@@ -1,4 +1,4 @@
-"""What is read from a loader, and that reading it takes nothing away."""
+"""Facts that are read from a loader, and that reading it takes nothing away."""
 
 from __future__ import annotations
 

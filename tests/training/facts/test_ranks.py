@@ -27,7 +27,7 @@ Seen = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
-    """What each rank saw in every scenario of the program, run once."""
+    """Observations of each rank in every scenario of the program, run once."""
     folder = tmp_path_factory.mktemp("ranks")
     words = [sys.executable, PROGRAM, folder]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False, env=ENVIRONMENT, cwd=folder)

@@ -218,7 +218,7 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 def count_tensors_alone() -> None:
-    """What a process takes besides would be most of these budgets."""
+    """Count no other memory of a process, which would be most of these budgets."""
     profile.process_bytes = lambda *_: 0  # type: ignore[assignment]
 
 

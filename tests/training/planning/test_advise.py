@@ -1,4 +1,4 @@
-"""What would make a step fit: each remedy is really run, says what it costs, and is left out where it cannot be."""
+"""Remedies that would make a step fit: each is really run, says what it costs, and is left out if it cannot run."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_each_remedy_is_named_with_what_to_write_and_its_cost(stacked: AdviceRep
 
 
 def test_a_remedy_takes_what_a_module_written_that_way_takes(stacked: AdviceReport) -> None:
-    """The same prediction, of modules whose owner has followed the advice."""
+    """Predictions agree with those of modules whose owner has followed the advice."""
     followed = {
         "activation checkpointing of blocks": program_of(Stacked(checkpointed=True)),
         "SGD": program_of(Stacked(torch.optim.SGD)),

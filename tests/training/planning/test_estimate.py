@@ -53,7 +53,7 @@ def one_weight() -> nn.Module:
 
 
 def lightning_module(pl: Any, **methods: Any) -> Any:
-    """The same weight, step and optimizer as a LightningModule."""
+    """A LightningModule with the same weight, step and optimizer as a LightningModule."""
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -329,7 +329,7 @@ def needs_a_value(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def world() -> list[Any]:
-    """What a process has one of."""
+    """State that a process has one of."""
     return [
         torch.get_rng_state().tolist(),
         random.getstate(),

@@ -81,7 +81,7 @@ def test_ways_of_deepspeed_are_its_stages(here: None) -> None:
 
 
 def test_fewer_devices_start_with_the_way_that_more_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three ways, the second fits on eight and four, the third on two, and none on one."""
+    """The second of three ways fits on eight and four, the third on two, and none on one."""
     tried: list[tuple[str, int]] = []
     enough = {"small": 99, "middle": 4, "large": 2}
     ways = [Way(name, "", lambda devices, nodes: on_eight()) for name in enough]

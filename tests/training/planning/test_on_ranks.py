@@ -37,7 +37,7 @@ class Deep(pl.LightningModule):
 
 
 class Sharded(Deep):
-    """The same under FSDP2."""
+    """`Deep` under FSDP2."""
 
     def configure_model(self) -> None:
         mesh: Any = self.device_mesh

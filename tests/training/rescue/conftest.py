@@ -67,7 +67,7 @@ class PlainStep:
 
 @dataclass
 class Done:
-    """What a step did: gradients by parameter, loss and further results, and what is drawn after it."""
+    """Results of a step: gradients by parameter, loss and further results, and what is drawn after it."""
 
     gradients: list[torch.Tensor | None]
     outputs: Any

@@ -183,7 +183,7 @@ def test_a_cut_by_column_is_one_along_the_second_dimension() -> None:
     ],
 )
 def test_parts_differ_in_size_unless_they_are_single_samples(total: int, most: int, sizes: list[int]) -> None:
-    """What depends on the size of a part shows where two differ."""
+    """A dependence on the size of a part shows if two sizes differ."""
     parts = uneven_parts(10, 10 + total, most)
     assert [stop - start for start, stop in parts] == sizes
     assert [parts[0][0], *(stop for _, stop in parts)] == [10 + sum(sizes[:place]) for place in range(len(sizes) + 1)]

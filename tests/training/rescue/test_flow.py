@@ -337,7 +337,7 @@ def test_what_mixes_samples_is_refused_by_name(steps: Any, function: Function, w
     ids=["product", "where", "similarity", "addmm", "gather", "table", "first"],
 )
 def test_rows_are_aligned_only_if_each_part_has_as_many(steps: Any, function: Function) -> None:
-    """Of the first three samples there are none and one, then two and one: a single row would be repeated."""
+    """The first three samples have none and one row, then two and one: a single row would be repeated."""
     first, second = torch.tensor([[0, 0, 0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1, 0, 1]]).bool()
     batch = {"x": torch.cat([X, X[:2]]), "first": first, "second": second}
 
@@ -454,7 +454,7 @@ def test_dropout_masks_are_those_of_the_whole_batch(steps: Any) -> None:
     ],
 )
 def test_random_numbers_are_those_of_the_whole_batch(steps: Any, draw: Function) -> None:
-    """What is drawn after the step is the same, too."""
+    """Random numbers after the step are the same, too."""
     steps().check(lambda module, batch: (module(batch["x"]) * draw(batch["x"]).mean(-1, keepdim=True)).sum(), {"x": X})
 
 

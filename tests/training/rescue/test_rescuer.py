@@ -139,7 +139,7 @@ def data(batches: int = 4) -> DataLoader[Any]:
 
 @dataclass
 class Trained:
-    """What a training leaves behind."""
+    """Results that a training leaves behind."""
 
     weights: torch.Tensor
     logged: dict[str, float]

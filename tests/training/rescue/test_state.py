@@ -200,7 +200,7 @@ def test_attributes_deleted_and_buffers_registered_by_a_step(model: Model, state
 
 
 def test_buffers_of_another_kind_of_batch_norm_stay(model: Model) -> None:
-    """What runs the parts looks after its statistics."""
+    """The code that runs the parts looks after its statistics."""
 
     class Own(nn.BatchNorm1d):
         pass

@@ -1,4 +1,4 @@
-"""What comes otherwise than predicted: a larger batch, and a step that runs out of memory."""
+"""Events that were not predicted: a larger batch, and a step that runs out of memory."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_help_comes_from_the_docstring(package: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_config_round_trip(package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What ``--print_config`` writes makes the same guard again."""
+    """The output of ``--print_config`` makes the same guard again."""
     settings = ["--trainer.callbacks.budget=24GiB", "--trainer.callbacks.multiple_of=8"]
     with pytest.raises(SystemExit):
         cli(package, "--trainer.callbacks=MemGuard", *settings, "--print_config")

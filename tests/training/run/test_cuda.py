@@ -1,4 +1,4 @@
-"""The same path on a CUDA device: predicted versus the device's own counters. Skipped where there is none."""
+"""A run on a CUDA device: predicted versus the device's own counters. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def peak_of(snapshot: Path) -> int:
 
 
 def test_the_actual_snapshot_is_next_to_the_predicted_one(trainer: Any, small: Any, tmp_path: Path) -> None:
-    """What stood there before recording began (the model, its first batch) is in the predicted one alone."""
+    """Memory from before the recording (the model, its first batch) is in the predicted one alone."""
     data = TensorDataset(torch.randn(65536, 16), torch.randint(0, 4, (65536,)))
     guard = MemGuard("check")
     guard.save_snapshot(tmp_path / "step.pickle")

@@ -1,4 +1,4 @@
-"""What larger batches leave of an epoch: its optimizer steps, and its samples where the Trainer limits its batches."""
+"""The rest of an epoch with larger batches: optimizer steps, and its samples if the Trainer limits its batches."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Stream(IterableDataset[Any]):
     ],
 )
 def test_streams_keep_steps_too(decided: Any, count: int, expected: int, words: str) -> None:
-    """Of 4,096 samples, all are drawn, and counted."""
+    """All of 4,096 samples are drawn and counted."""
     found = decided(DataLoader(Stream(count), 16))
     assert (found.batch_size, found.limited_by) == (expected, "min_steps_per_epoch")
     assert words in why(found)

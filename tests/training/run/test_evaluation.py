@@ -93,7 +93,7 @@ def test_each_stage_alone(evaluated: Any, wide_data: Any, as_measured: Any, stag
 
 
 class Images(pl.LightningModule):
-    """What it runs comes to a recorder whole under inference_mode, and taken apart elsewhere: convolutions, a GRU."""
+    """Its operators come to a recorder whole under inference_mode, and taken apart elsewhere: convolutions, a GRU."""
 
     def __init__(self, recurrent: bool) -> None:
         super().__init__()

@@ -201,7 +201,7 @@ def test_limits_of_what_is_evaluated_alone(trainer: Any, dataset: TensorDataset,
 
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
 def test_profilers_see_the_run_alone(trainer: Any, dataset: TensorDataset, tmp_path: Any, profiler: str) -> None:
-    """What the copy runs in setup is none of the profile."""
+    """The profile has nothing of what the copy runs in setup."""
     made: Any = {
         "simple": pl.profilers.SimpleProfiler,
         "advanced": pl.profilers.AdvancedProfiler,

@@ -52,7 +52,7 @@ class At(pl.Callback):
 
 @pytest.fixture
 def takes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What the meter reads; it can be changed."""
+    """A reading of the meter that can be changed."""
     taken = [0]
     monkeypatch.setattr(PeakMeter, "read", lambda *_: Measured(taken[0], "counter"))
     return taken

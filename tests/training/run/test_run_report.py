@@ -1,4 +1,4 @@
-"""What a run leaves to look at: its report, and snapshots of its step."""
+"""Files that a run leaves: its report, and snapshots of its step."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_where_the_run_was_not_tuned_there_is_no_step_to_write(
 def test_on_cuda_the_actual_step_is_recorded_for_two_optimizer_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What the hook does with a Trainer on a GPU; what torch does then is a GPU test's."""
+    """The hook with a Trainer on a GPU; a GPU test shows what torch does then."""
     saved: list[Path] = []
     monkeypatch.setattr(guarded_run, "ActualSnapshot", lambda device: SimpleNamespace(save=saved.append))
     run = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel adds to a step, against a real training of two gloo processes.
+"""Memory that DistributedDataParallel adds to a step, against a real training of two gloo processes.
 
 The truth is taken by this very file, run as two processes: PyTorch's profiler lists each block that rank 0's CPU
 allocator hands out. Nothing of ours runs there.
@@ -195,7 +195,7 @@ def main(out: str) -> None:
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What rank 0 of a real training took, by case and optimizer."""
+    """Memory of rank 0 in a real training, by case and optimizer."""
     return trained(tmp_path_factory.mktemp("ddp"))
 
 
@@ -464,7 +464,7 @@ def test_on_a_gpu_the_wrapper_is_built_on_a_stream_of_its_own(gpu: Any, streams:
 
 
 def test_synchronized_batch_norms_gather_their_statistics() -> None:
-    """Of 32 channels: 65 floats (mean, deviation, count) joined, and those of two ranks; back at once."""
+    """For 32 channels: 65 floats (mean, deviation, count) joined, and those of two ranks; back at once."""
     strategy = strategy_of(pl, {})
     strategy._layer_sync = pl.plugins.TorchSyncBatchNorm()
     recorder = Recorder("cpu")

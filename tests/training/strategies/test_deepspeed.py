@@ -110,7 +110,7 @@ def allocated(program: LightningProgram, part: str) -> list[int]:
 @INSTALLED
 @pytest.mark.parametrize(("stage", "share"), [(2, 1), (3, 4)])
 def test_validation_gathers_what_a_rank_does_not_hold(truth: Any, stage: int, share: int) -> None:
-    """Of bfloat16 parameters, a rank holds all or, with ZeRO 3, a fourth; the rest is gathered."""
+    """A rank holds all bfloat16 parameters or, with ZeRO 3, a fourth; the rest is gathered."""
 
     class Validated(truth.Gpt):  # type: ignore[misc,name-defined]
         def validation_step(self, words: torch.Tensor, _: int) -> torch.Tensor:
@@ -184,7 +184,7 @@ def test_a_partitioned_module_is_refused() -> None:
 
 
 def test_the_fullest_rank_is_the_one_whose_partitions_touch_most_elements() -> None:
-    """Of 100 + 6 + 6 elements, the first of two ranks holds 56 of the first parameter, the second some of each."""
+    """The first of two ranks holds 56 of 100 + 6 + 6 elements, all of the first parameter, the second some of each."""
     parameters = [nn.Parameter(torch.zeros(count)) for count in (100, 6, 6)]
     assert fullest_rank(torch.optim.SGD(parameters, 0.1), 2) == 1
     assert fullest_rank(torch.optim.SGD(parameters[::-1], 0.1), 2) == 0
@@ -214,7 +214,7 @@ def test_a_configuration_is_made_anew_and_nvme_counts_as_the_host() -> None:
 
 
 def test_deepspeeds_optimizers_need_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each, only the loading of kernels is replaced."""
+    """Only the loading of kernels is replaced in each."""
     fused, host = types.ModuleType("fused_adam"), types.ModuleType("cpu_adam")
     fused.FusedAdamBuilder, fused.get_accelerator = fails, fails  # type: ignore[attr-defined]
     host.CPUAdamBuilder, host.get_accelerator = fails, fails  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ def run(folder: Path, devices: int, *scenarios: str) -> list[dict[str, Seen]]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
-    """What each rank saw in every scenario of the program, run once."""
+    """Observations of each rank in every scenario of the program, run once."""
     here, there = run(tmp_path_factory.mktemp("shards"), 2)
     return {name: (here[name], there[name]) for name in here}
 

@@ -41,7 +41,7 @@ Seen = dict[str, Any]
 
 
 class Block(nn.Module):
-    """Of sizes that two ranks do not divide."""
+    """A block whose sizes two ranks do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
