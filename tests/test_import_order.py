@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1] / "lightning_memguard"
 ROOMS = {
     "": ["_version", "errors", "units"],
     "core": ["__init__", "foreign"],
-    "core/trace": ["__init__", "scratch", "trace", "growth", "packed"],
+    "core/trace": ["__init__", "scratch", "kept", "trace", "growth", "packed"],
     "core/replay": [
         "__init__",
         "settings",
@@ -93,6 +93,7 @@ ROOMS = {
     ],
     "core/capture": [
         "__init__",
+        "holders",
         "recorder",
         "leftovers",
         "program",
@@ -134,6 +135,7 @@ ROOMS = {
         "callbacks",
         "metrics",
         "stand_ins",
+        "kept",
         "shadow",
         "program",
     ],
@@ -204,6 +206,7 @@ NOT_STD = {
     "core/simulation/backward.py",
     "core/simulation/compiled.py",
     "core/simulation/one_rank.py",
+    "core/capture/holders.py",
     "core/capture/recorder.py",
     "core/capture/leftovers.py",
     "core/capture/program.py",

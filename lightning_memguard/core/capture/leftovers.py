@@ -67,6 +67,11 @@ class Leftovers:
         self.bytes_per_batch = max(0, min(self._left(1), self._left(2))) // self._period
         return True
 
+    @property
+    def last_steps(self) -> range:
+        """Batches of the last period but for the very last batch, which a module may hold for one step."""
+        return range(max(0, len(self._alive) - 2 - self._period), len(self._alive) - 2)
+
     def _rises(self) -> bool:
         """Whether the last forward passes allocated clearly more than those before."""
         if len(self._allocated) <= 2 * self._period:

@@ -50,6 +50,7 @@ from lightning_memguard.core.simulation.backward import graph_task, in_place, wa
 from lightning_memguard.core.simulation.constants import forget_written
 from lightning_memguard.core.simulation.fake import Function, by_name, training_threads
 from lightning_memguard.core.simulation.value_sizes import ValueSizes
+from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
 from lightning_memguard.core.trace.trace import (
     CASES,
@@ -74,6 +75,7 @@ _DROPOUT = _aten.native_dropout.default
 _ADD, _ADD_ = _aten.add.Tensor, _aten.add_.Tensor
 _DISTANCES = _aten._euclidean_dist.default  # `cdist` by a product, of copies of both inputs
 _ACTIVATION_PHASES = ("forward", "transfer")
+_OF_A_STEP = ("", "activations", "temporaries")
 
 
 def this_cpu(threads: int) -> CpuTarget:
@@ -147,6 +149,8 @@ class Recorder(TorchDispatchMode):
         self._recording = True
         self.ran_backward = False
         self._batch: tuple[Shapes, int] | None = None
+        self._batches: list[set[int]] = []  # the blocks of each batch
+        self.kept: tuple[Kept, ...] = ()
         self._held_at = self._asked_until = 0
         self._autotuned = False
         self.in_linear: int | None = None  # while it runs, the first block that it may have made
@@ -193,6 +197,8 @@ class Recorder(TorchDispatchMode):
     def note_batch(self, batch: object) -> None:
         """Note a batch that the step is given; of several the largest."""
         self.label(tensors_in(batch), "batch")
+        addresses = (tensor.untyped_storage()._cdata for tensor in _tensors(list(tensors_in(batch))))
+        self._batches.append({self._live[address] for address in addresses if address in self._live})
         known, nbytes = self._batch, batch_bytes(batch)
         if known is None or nbytes > known[1]:
             self._batch = shapes_of(batch), nbytes
@@ -277,8 +283,20 @@ class Recorder(TorchDispatchMode):
     @property
     def alive_without_batch(self) -> int:
         """Bytes alive now without the batch, which may have another size than the one before."""
-        batch = (self._bytes[block] for block in self._live.values() if self._parts.get(block) == "batch")
-        return self.alive_bytes - sum(batch)
+        kept = set[int]().union(*self._batches[:-1]).difference(*self._batches[-1:])  # Lightning holds the last one
+        batch = (block for block in self._live.values() if self._parts.get(block) == "batch" and block not in kept)
+        return self.alive_bytes - sum(self._bytes[block] for block in batch)
+
+    def left_by(self, steps: range) -> dict[int, tuple[int, str]]:
+        """Return what batches of these numbers left behind: bytes and line of code, by the address of the storage."""
+        batches = set[int]().union(*(self._batches[step] for step in steps))
+        addresses = {block: address for address, block in self._live.items()}
+        made = (row for row in self._rows if row.action == "alloc" and row.block in addresses)
+        return {
+            addresses[row.block]: (row.nbytes, row.source)
+            for row in made
+            if row.block in batches or (row.step in steps and self._parts.get(row.block, "") in _OF_A_STEP)
+        }
 
     # -- called by torch
 
@@ -569,9 +587,8 @@ class Recorder(TorchDispatchMode):
             for span in spans
         )
         assumed, shares = (*notes, *self.assumptions), self._value_sizes.noted
-        return Trace(
-            batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at, shares
-        )
+        read = batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at, shares
+        return Trace(*read, kept=self.kept)
 
 
 _AUTOTUNED = (

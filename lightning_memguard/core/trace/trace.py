@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import ByteRange, Moment, Scratch
 
 Action = Literal["alloc", "free"]
@@ -112,6 +113,7 @@ class Trace:
     ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule. ``batch`` is the shapes and bytes
     of the largest batch that the step was given, if it was noted. ``held_at`` is the place among the events at which
     `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is the processor time that the run took.
+    ``kept`` is what each batch leaves behind.
     """
 
     batch_size: int
@@ -125,6 +127,7 @@ class Trace:
     held_at: int = 0
     shares: Shares = field(default=(), compare=False)
     seconds: float = field(default=0.0, compare=False)
+    kept: tuple[Kept, ...] = field(default=(), compare=False)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)

@@ -13,7 +13,7 @@ import copy
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.training.adapter.callbacks import Average
+from lightning_memguard.training.adapter.kept import find_kept, kept_where
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
 from lightning_memguard.training.adapter.stand_ins import (
     IdleCallback,
@@ -38,6 +39,7 @@ from lightning_memguard.training.adapter.stand_ins import (
     log_dir_of,
 )
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
+from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, ROLES, Role, Stage
 from lightning_memguard.training.strategies import ddp, deepspeed
 from lightning_memguard.training.strategies.sharded import Layout
@@ -328,17 +330,18 @@ class PhaseMarkerMixin:
         self.leftovers.note()
         recorded = min(self.steps.values(), default=batch_idx) >= self.steps_recorded
         if (recorded and self.leftovers.are_known(trainer.optimizers)) or batch_idx >= _MOST_BATCHES:
-            self.count_what_is_left(batch_idx)
+            self.count_what_is_left(batch_idx, pl_module)
             raise StepsDone
         self.recorder.note_batch(batch)
         self.recorder.mark("forward", step=batch_idx)
 
-    def count_what_is_left(self, recorded: int) -> None:
+    def count_what_is_left(self, recorded: int, pl_module: LightningModule) -> None:
         """Expect what each batch leaves behind for good once for each batch of an epoch that was not recorded."""
         left, count, size = self.leftovers.bytes_per_batch, self.program.batches_per_epoch, self.batch_size
         if not left:
             return
-        each = f"each step leaves {format_bytes(left)} behind"
+        self.name_what_is_left(self.leftovers.last_steps, pl_module)
+        each = f"each step leaves {format_bytes(left)} behind{kept_where(self.recorder.kept)}"
         limit, samples = self.program.trainer.limit_train_batches, (count(1) if count else None) or 0
         samples = min(limit * size, samples or limit * size) if type(limit) is int else int(samples * limit)
         if not samples:
@@ -350,6 +353,16 @@ class PhaseMarkerMixin:
         self.samples = samples
         if more >= _WORTH_A_NOTE:
             self.recorder.assumptions[f"{each}; what an epoch leaves is included"] = None
+
+    def name_what_is_left(self, steps: range, pl_module: LightningModule) -> None:
+        when, others = self.program.stage, getattr(self.program.trainer, "callbacks", ())
+        if when not in ("fit", "validate"):
+            return
+        with self.recorder.paused(), torch._C.DisableTorchFunction():
+            left = self.recorder.left_by(steps)
+            kept = attempt(lambda: find_kept(left, pl_module, others, "step" if when == "fit" else "validation"))
+        period = len(steps)
+        self.recorder.kept = tuple(replace(each, fixed_bytes=each.fixed_bytes // period) for each in kept.value or ())
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.label_gradients(trainer, pl_module)
@@ -409,7 +422,7 @@ class PhaseMarkerMixin:
             self.alive_bytes.append(self.recorder.alive_bytes)
             if batch_idx == _EVALUATED - 1:
                 self.garbage.expect()
-                self.count_remaining_batches()
+                self.count_remaining_batches(pl_module)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -419,13 +432,14 @@ class PhaseMarkerMixin:
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
-    def count_remaining_batches(self) -> None:
+    def count_remaining_batches(self, pl_module: LightningModule) -> None:
         """Keep what each batch leaves behind (outputs kept for later) once for every batch that would still come."""
         count, limit, size = self.program.batches_per_epoch, self.limit, self.batch_size
         left, in_all = self.alive_bytes[-1] - self.alive_bytes[-2], (count(1) if count else None) or 0
         samples = in_all * (limit if type(limit) is float else 1)
         if left <= 0 or not samples:
             return
+        self.name_what_is_left(range(1), pl_module)
         if type(limit) is int and limit * size * self.loaders < samples:
             self.recorder.keep(left * max(0, limit - _EVALUATED) * self.loaders, "activations")
             self.samples = size * limit * self.loaders
