@@ -92,7 +92,9 @@ def holdings(roots: Mapping[str, object]) -> Iterator[Holding]:
                 yield Holding(holder, thing, weight * plain + sys.getsizeof(thing), in_graph)
             queue.extend((holder, each, weight, in_graph) for each in few)
         else:
-            queue.extend((*found, weight, in_graph or hasattr(thing, "next_functions")) for found in _in(holder, thing))
+            queue.extend(
+                (*found, weight, in_graph or hasattr(type(thing), "next_functions")) for found in _in(holder, thing)
+            )
 
 
 def _in(holder: Holder, thing: Any) -> Iterator[tuple[Holder, object]]:
@@ -101,7 +103,7 @@ def _in(holder: Holder, thing: Any) -> Iterator[tuple[Holder, object]]:
         yield from ((holder, each) for each in (thing.grad_fn, getattr(thing, "_base", None)) if each is not None)
     elif isinstance(thing, np.ndarray):
         yield holder, thing.base
-    elif hasattr(thing, "next_functions"):
+    elif hasattr(type(thing), "next_functions"):
         yield from ((holder, node) for node, _ in thing.next_functions if node is not None)
         yield from ((holder, saved) for saved in _saved_by(thing))
     elif isinstance(thing, FunctionType):
@@ -184,7 +186,9 @@ def holder_of(tensor: Tensor, roots: Mapping[str, object]) -> Holding | None:
 def roots_of(module: nn.Module, others: Iterable[object] = ()) -> dict[str, object]:
     """A module, other objects by the names of their classes, and the files they were written in."""
     roots: dict[str, object] = {"self": module}
-    roots |= {type(each).__name__: each for each in others if _is_walked(each)}
+    for each in filter(_is_walked, others):
+        name = type(each).__name__
+        roots[name if name not in roots else f"{name} {len(roots)}"] = each
     files = {cls.__module__ for root in roots.values() for cls in users_classes(type(root))}
     return roots | {name: sys.modules[name] for name in files if name in sys.modules}
 
@@ -283,8 +287,9 @@ _LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
 
 def _compares(test: ast.AST) -> bool:
-    compared = (op for node in ast.walk(test) if isinstance(node, ast.Compare) for op in node.ops)
-    return any(not isinstance(op, (ast.Is, ast.IsNot)) for op in compared)
+    compared = [node for node in ast.walk(test) if isinstance(node, ast.Compare)]
+    texts = (node for node in compared if isinstance(getattr(node.comparators[-1], "value", None), (str, type(None))))
+    return len(compared) > len(list(texts))
 
 
 def _sources_of(owner: object) -> Iterator[tuple[str, ast.AST]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import format_bytes
 
@@ -222,6 +223,8 @@ class Decision:
         requested_accumulate_grad_batches: the Trainer's own.
         loader_batch_sizes: of each loader, if there are several; ``batch_size`` is the smallest of them.
         host: what the run takes of the host, if its worker processes or checkpoints take any.
+        kept: what each batch leaves behind, the most first.
+        runs_out_at: when what outlives its epoch fills the budget; None if it does not while the fit runs.
     """
 
     batch_size: int
@@ -239,6 +242,8 @@ class Decision:
     requested_accumulate_grad_batches: int = 1
     loader_batch_sizes: tuple[int, ...] = ()
     host: HostUse | None = None
+    kept: tuple[Kept, ...] = ()
+    runs_out_at: RunsOut | None = None
 
     @property
     def pieces(self) -> int:

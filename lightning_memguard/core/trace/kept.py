@@ -9,13 +9,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory that each batch leaves behind for good.
+    """Memory that each batch, or each epoch, leaves behind.
 
     Attributes:
         holder: the attribute or variable that holds it, such as ``"self.outputs"``; empty if unknown.
         line: the file and line that put it there, or made it: ``"model.py:41"``; empty if unknown.
         has_graph: whether tensors are held with their autograd graph.
-        when: whether batches of training or of validation leave it.
+        when: what leaves it: each batch of training or of validation, or each epoch.
         lasts: whether it outlives the epoch, as far as the code tells; else it is counted for one epoch.
         fixed_bytes: of each batch, whatever its size.
         sample_bytes: of each sample, besides.
@@ -24,7 +24,7 @@ class Kept:
     holder: str
     line: str
     has_graph: bool
-    when: Literal["step", "validation"]
+    when: Literal["step", "validation", "epoch"]
     lasts: bool
     fixed_bytes: int
     sample_bytes: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import partial
@@ -18,12 +19,14 @@ from lightning_memguard.core.device.children import ChildrenMeter
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
 from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
 from lightning_memguard.core.replay.snapshot import save_snapshot
+from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
 from lightning_memguard.report.failure import announcement, note, overrun_words, refusal_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import Report
+from lightning_memguard.report.whole_run import grown_words, kept_words
 from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
@@ -33,6 +36,7 @@ from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
 from lightning_memguard.training.rescue.rescuer import Rescuer
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, fits_now, fitting, size_within_budget
+from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import resume, saved_in
@@ -90,6 +94,7 @@ class GuardedRun:
         # before the sanity check, whose batches stay in shared memory
         self._children = attempt(ChildrenMeter).value if self.decision.host else None
         self._host_meter: PeakMeter | None = None
+        self._growth: GrowthWatch | None = None
         self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
 
     @property
@@ -204,8 +209,8 @@ class GuardedRun:
                 say(setup_text(self.decision, explain=not warning, most_parts=_MOST_PARTS))
             elif not warning:
                 say(evaluation_text(self.decision, self.stage))
-            if warning:
-                self._warn(warning)
+            for text in filter(None, (warning, kept_words(self.decision))):
+                self._warn(text)
 
     def _keep_closures_whole(self) -> None:
         """Undo a division that optimizers now turn out not to allow: LBFGS asks for its step's gradients many times."""
@@ -257,6 +262,12 @@ class GuardedRun:
             if self.decision.host and self.decision.host.budget:
                 self._host_meter = PeakMeter(torch.device("cpu"))
                 self._host_meter.start(0)
+        profile = self.tuning.profile
+        if profile is not None and self.trains:
+            infos = filter(None, (profile.loader_info, profile.run.validation_info))
+            datasets = [getattr(source.loader, "dataset", None) for info in infos for source in info.sources]
+            others = [*self.trainer.callbacks, profile.facts.datamodule, *datasets]  # type: ignore[attr-defined]
+            self._growth = attempt(lambda: GrowthWatch(self.device, self.module, others)).value
 
     def _watch_batches(self, profile: RunProfile) -> None:
         runs = {"train" if self.trains else "val": (profile.prediction, self.decision.batch_size)}
@@ -351,11 +362,30 @@ class GuardedRun:
     def start_epoch(self) -> None:
         """Measure each epoch by itself; what follows an epoch, such as saving a checkpoint, counts in the next."""
         self._gradient_bytes.clear()
+        if self._growth is not None and attempt(self._note_growth).reason:
+            self._growth = None
         if not self.records:
             self._restart_measuring()
         if self._rescuer is not None:
             self._rescuer.policy.restart()
         forget_logged(self.trainer)
+
+    def _note_growth(self) -> None:
+        """Warn once of memory that grows from epoch to epoch, so that not all of them fit."""
+        budget, watch, last = self.decision.budget, self._growth, self.trainer.max_epochs
+        if budget is None or watch is None:
+            return
+        peak = self.records[-1].measured.peak_bytes if self.records else 0
+        epochs = math.inf if last is None or last < 0 else last
+        grown = watch.note(peak, budget.free_bytes, self.trainer.current_epoch, epochs)
+        if grown is not None:
+            self._growth, said = None, self.decision.runs_out_at
+            kept = Kept(grown.holder, grown.line, has_graph=False, when="epoch", lasts=True, fixed_bytes=grown.nbytes)
+            end = RunsOut(grown.end, 0)
+            decision = replace(self.decision, kept=(kept, *self.decision.kept), runs_out_at=end)
+            self.tuning = replace(self.tuning, decision=decision)
+            if said is None or end.epoch < said.epoch - 1:
+                self._warn(grown_words(kept, end, "the host" if grown.on_host else budget.device))
 
     def end_epoch(self) -> None:
         """Record and log predicted next to measured."""

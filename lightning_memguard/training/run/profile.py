@@ -24,6 +24,7 @@ from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.core.trace.growth import grow
+from lightning_memguard.core.trace.kept import Kept, fit_kept
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, Trace
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.program import LightningProgram
@@ -125,6 +126,7 @@ class RunProfile:
         host: what the host offers; None on the CPU, where it is the device.
         shared: what /dev/shm offers; None without one.
         notes: what had to be assumed, in plain words.
+        kept: what each batch leaves behind.
     """
 
     run: Run
@@ -144,6 +146,7 @@ class RunProfile:
     host: Budget | None = None
     shared: Budget | None = None
     notes: tuple[str, ...] = ()
+    kept: tuple[Kept, ...] = ()
 
     @property
     def facts(self) -> RunFacts:
@@ -430,6 +433,11 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         host=reading.host,
         shared=reading.shared,
         notes=(*reading.notes, *notes),
+        kept=tuple(
+            kept
+            for each in (prediction, *([validation.value.prediction] if validation.value else []))
+            for kept in fit_kept((trace.batch_size, trace.kept) for trace in each.traces.values())
+        ),
     )
 
 

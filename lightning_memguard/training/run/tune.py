@@ -24,6 +24,7 @@ from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import Reading, RunProfile, read_run
 from lightning_memguard.training.run.progress import SetupLine
+from lightning_memguard.training.run.whole_run import with_end
 from lightning_memguard.training.strategies.sharded import Layout, refuse_sharded
 from lightning_memguard.units import format_bytes
 
@@ -143,7 +144,8 @@ def with_steps(tuning: Tuning) -> Tuning:
 
     now = attempt(lambda: steps(decision.batch_size, decision.accumulate_grad_batches, decision.pieces)).value
     asked = attempt(lambda: steps(decision.requested_batch_size, profile.request.accumulate_grad_batches)).value
-    return replace(tuning, decision=replace(decision, steps_per_epoch=now, requested_steps_per_epoch=asked))
+    decision = replace(decision, steps_per_epoch=now, requested_steps_per_epoch=asked)
+    return replace(tuning, decision=attempt(lambda: with_end(decision, profile)).value or decision)
 
 
 def _without_samples(profile: RunProfile) -> RunProfile:

@@ -1,0 +1,135 @@
+"""Planted leaks: are they named, with the epoch at which memory ends? And is all quiet about programs without one?
+
+Each leak of `shared/leaky.py` is trained under a budget, in a fork of this process. The truth is its resident memory,
+read at each batch by a callback of ours: the first epoch in which it has grown by more than the budget.
+
+    python benchmarks/leaks.py                    # the leaks
+    python benchmarks/leaks.py --only dataset     # those whose name contains this
+    python benchmarks/leaks.py --quiet            # the patterns of the field: none may be said to keep memory for good
+"""
+
+import argparse
+import inspect
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytorch_lightning as pl
+
+from lightning_memguard import MemGuard
+from shared.leaky import LEAKS, Leak, loader, random_data
+from shared.process import in_fork, memory_of
+
+MIB = 2**20
+BUDGET, EPOCHS = 144 * MIB, 14
+
+
+class Truth(pl.Callback):
+    """Resident memory of a training, next to its budget."""
+
+    def __init__(self) -> None:
+        self.base, self.ended, self.by_epoch = 0, None, []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        held = sum(parameter.nbytes for parameter in pl_module.parameters())
+        self.base = memory_of("RssAnon") - held
+
+    def on_train_batch_end(self, trainer: Any, *_: object) -> None:
+        grown = memory_of("RssAnon") - self.base
+        if self.ended is None and grown > BUDGET:
+            self.ended = trainer.current_epoch
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: Any, *_: object) -> None:
+        self.by_epoch.append((memory_of("RssAnon") - self.base) // MIB)
+
+
+def trained(leak: Leak) -> dict[str, Any]:
+    guard, truth = MemGuard(mode="check", budget=BUDGET, max_setup_seconds=None), Truth()
+    own = [leak.callback()] if leak.callback else []
+    data = loader((leak.dataset or random_data)())
+    validation = loader(random_data()) if leak.validates else None
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        max_epochs=EPOCHS, accelerator="cpu", callbacks=[*own, guard, truth], enable_model_summary=False, **options
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(leak.module(), data, validation)
+    said = [str(each.message) for each in caught if "behind" in str(each.message)]
+    end = guard.decision.runs_out_at
+    return {"said": said, "predicted": end and end.epoch, "real": truth.ended, "by_epoch": truth.by_epoch}
+
+
+def place_of(leak: Leak) -> str:
+    """The file and line that is marked in a leak's source."""
+    import shared.leaky
+
+    def marked(owner: Any) -> list[int]:
+        lines, first = inspect.getsourcelines(owner)
+        return [first + index for index, line in enumerate(lines) if "# kept" in line]
+
+    owners = [shared.leaky.load_sample] if "function" in leak.name else [leak.dataset, leak.callback, leak.module]
+    owners += [shared.leaky.Tracker] if "own" in leak.name else []
+    return f"leaky.py:{next(line for owner in owners if owner for line in marked(owner))}"
+
+
+def check_leaks(leaks: Sequence[Leak], limit: float) -> None:
+    named = close = 0
+    print("| leak | named | epoch predicted | epoch real |\n| :--- | :--- | ---: | ---: |")
+    for leak in leaks:
+        found = in_fork(partial(trained, leak), 1, limit)
+        text = " ".join(found.get("said", ()))
+        is_named = leak.attribute in text and place_of(leak) in text
+        is_close = (
+            None not in (found.get("predicted"), found.get("real")) and abs(found["predicted"] - found["real"]) < 2
+        )
+        named, close = named + is_named, close + is_close
+        print(
+            f"| {leak.name} | {'yes' if is_named else 'NO'} | {found.get('predicted')} | {found.get('real')} |",
+            flush=True,
+        )
+        print(f"{leak.name}: {place_of(leak)} {found}", file=sys.stderr, flush=True)
+    print(f"\nNamed with file, line and attribute: {named} of {len(leaks)}; epoch within one: {close} of {len(leaks)}.")
+
+
+def kept_by(pattern: Any) -> dict[str, Any]:
+    from field import stop_at_first_step, trainer_options
+
+    run, guard = pattern.make(), MemGuard(mode="check", budget=64 << 30)
+    options = {**trainer_options(pattern.steps, run), "max_epochs": -1}
+    stop_at_first_step(run.build(), run.data(pattern.sizes[0], pattern.steps), options, guard)
+    decision = guard.decision
+    kept = [f"{each.holder} {each.line} {each.fixed_bytes}" for each in decision.kept]
+    return {"kept": kept, "ends": str(decision.runs_out_at or ""), "predicted": decision.footprint is not None}
+
+
+def check_quiet(only: str, limit: float) -> None:
+    from field import load_patterns
+
+    checked = alarms = 0
+    for name, pattern in load_patterns().items():
+        if only in name:
+            found = in_fork(partial(kept_by, pattern), 1, limit)
+            checked, alarms = checked + bool(found.get("predicted")), alarms + bool(found.get("ends"))
+            if found.get("kept") or found.get("failed") or found.get("ends"):
+                print(name, found, flush=True)
+    print(f"{checked} programs of the field predicted, for epochs without end: {alarms} alarms.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--quiet", action="store_true", help="check programs without a leak")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for each")
+    arguments = parser.parse_args()
+    if arguments.quiet:
+        check_quiet(arguments.only, arguments.limit)
+    else:
+        check_leaks([leak for leak in LEAKS if arguments.only in leak.name], arguments.limit)
+
+
+if __name__ == "__main__":
+    main()
