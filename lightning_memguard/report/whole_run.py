@@ -32,10 +32,10 @@ def places(kept: Sequence[Kept]) -> str:
 
 
 def _remedy(kept: Sequence[Kept]) -> str:
-    graph = "Keep `.detach()`ed tensors or `.item()`: these hold their graph. " if kept[0].has_graph else ""
-    name = f"`{kept[0].holder}`" if kept[0].holder else "them"
-    other = "Or clear" if graph else "Keep less of it (`.item()`), or clear"
-    return f"{graph}{other} {name} at the end of each epoch."
+    if kept[0].holder.startswith("the cache of"):
+        return "Give that cache a `maxsize`."
+    keep = "`.detach()` what is kept, which holds its graph," if kept[0].has_graph else "Keep less there (`.item()`),"
+    return f"{keep} or clear it at the end of each epoch."
 
 
 def grown_words(kept: Kept, end: RunsOut, device: str) -> str:

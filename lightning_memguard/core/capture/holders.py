@@ -78,9 +78,8 @@ def holdings(roots: Mapping[str, object]) -> Iterator[Holding]:
         if id(thing) in seen or isinstance(thing, _PLAIN):
             continue
         seen[id(thing)] = thing
-        if isinstance(thing, np.ndarray):
-            if thing.base is None:
-                yield Holding(holder, thing, weight * thing.nbytes, in_graph)
+        if isinstance(thing, np.ndarray) and thing.base is None:
+            yield Holding(holder, thing, weight * thing.nbytes, in_graph)
         elif isinstance(thing, (str, bytes, bytearray)):
             if len(thing) >= _WORTH_SEEING:
                 yield Holding(holder, thing, weight * sys.getsizeof(thing), in_graph)
@@ -111,7 +110,7 @@ def _in(holder: Holder, thing: Any) -> Iterator[tuple[Holder, object]]:
         cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
         for name, cell in cells:
             with contextlib.suppress(ValueError):  # an empty cell
-                yield Holder(f"{name} in {where}", name, thing), cell.cell_contents
+                yield Holder(name if name == "self" else f"{name} in {where}", name, thing), cell.cell_contents
         yield Holder(f"a default argument of {where}", "", thing), (thing.__defaults__, thing.__kwdefaults__)
     elif isinstance(thing, functools.partial):
         yield holder, (thing.func, thing.args, thing.keywords)
@@ -296,7 +295,7 @@ def _sources_of(owner: object) -> Iterator[tuple[str, ast.AST]]:
     """The file and source of a function with what is around it, of a module, or of an object's classes."""
     if isinstance(owner, FunctionType):
         file, line = owner.__code__.co_filename, owner.__code__.co_firstlineno
-        around = (each for each in _parsed(file).body if each.lineno <= line <= (each.end_lineno or 0))
+        around = (each for each in _parsed(file).body if _first_line(each) <= line <= (each.end_lineno or 0))
         yield from ((file, each) for each in around)
     elif isinstance(owner, ModuleType):
         yield getattr(owner, "__file__", None) or "", _parsed(getattr(owner, "__file__", None) or "")
@@ -307,6 +306,10 @@ def _sources_of(owner: object) -> Iterator[tuple[str, ast.AST]]:
                 node for node in ast.walk(_parsed(file)) if isinstance(node, ast.ClassDef) and node.name == cls.__name__
             )
             yield from ((file, each) for each in own)
+
+
+def _first_line(node: Any) -> int:
+    return min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
 
 
 def _parsed(file: str) -> ast.Module:

@@ -56,7 +56,9 @@ def find_kept(
 def _use_of(holder: Holder, module: LightningModule, others: Iterable[object]) -> Use:
     """Of a metric's list, how the module uses the metric: Lightning resets those that are passed to ``self.log``."""
     if not isinstance(holder.owner, Metric):
-        return use_of(holder, (module, *others))
+        use = use_of(holder, (module, *others))
+        is_bounded = getattr(getattr(holder.owner, holder.attribute, None), "maxlen", None) is not None
+        return replace(use, is_cleared=use.is_cleared or is_bounded)
     names = holder.name.split(".")[1:-1]
     used = [use_of(Holder(holder.name, name, module), others) for name in names]
     return replace(used[0], is_cleared=any(use.is_cleared for use in used)) if used else Use()

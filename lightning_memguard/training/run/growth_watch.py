@@ -54,6 +54,7 @@ class GrowthWatch:
         self._device, self._others = device, tuple(others)
         self._roots = roots_of(module, self._others)
         self._measured: list[dict[bool, int]] = []  # before each epoch, on the host or not
+        self._peaks: list[int] = []  # of the epoch before each
         self._held: dict[int, dict[bool, Counter[Holder]]] = {}  # bytes by attribute, before some epochs
         self._harmless: Counter[bool] = Counter()  # growth that all epochs fit
 
@@ -67,6 +68,7 @@ class GrowthWatch:
             epochs: how many there are.
         """
         self._measured.append(self._measure())
+        self._peaks.append(peak_bytes)
         done = len(self._measured) - 1
         if done < 2:
             self._held[done] = self._look()
@@ -80,10 +82,10 @@ class GrowthWatch:
             found = self._named(on_host, rate)
             if found is None and not self._goes_on(on_host, free_bytes):
                 continue
-            room = free_bytes - peak_bytes
+            room, rise = free_bytes - peak_bytes, (peak_bytes - self._peaks[1]) // (done - 1)
             if on_host:
-                room = free.free_bytes if (free := available_memory()) else free_bytes
-            end = epoch + max(0, room) // rate
+                room, rise = (free.free_bytes if (free := available_memory()) else free_bytes), rate
+            end = epoch + max(0, room) // max(rate, rise)
             if end < epochs and not (found and self._most_to_come(found, on_host) <= room):
                 line = use_of(found, self._others).line if found else ""
                 return Grown(rate, found.name if found else "", line, on_host, end)

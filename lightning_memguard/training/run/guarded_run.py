@@ -380,9 +380,10 @@ class GuardedRun:
         grown = watch.note(peak, budget.free_bytes, self.trainer.current_epoch, epochs)
         if grown is not None:
             self._growth, said = None, self.decision.runs_out_at
-            kept = Kept(grown.holder, grown.line, has_graph=False, when="epoch", lasts=True, fixed_bytes=grown.nbytes)
-            end = RunsOut(grown.end, 0)
-            decision = replace(self.decision, kept=(kept, *self.decision.kept), runs_out_at=end)
+            known, end = self.decision.kept, RunsOut(grown.end, 0)
+            has_graph = any(each.has_graph for each in known if each.holder == grown.holder)
+            kept = Kept(grown.holder, grown.line, has_graph, when="epoch", lasts=True, fixed_bytes=grown.nbytes)
+            decision = replace(self.decision, kept=(kept, *known), runs_out_at=end)
             self.tuning = replace(self.tuning, decision=decision)
             if said is None or end.epoch < said.epoch - 1:
                 self._warn(grown_words(kept, end, "the host" if grown.on_host else budget.device))

@@ -1,0 +1,109 @@
+"""Memory that grows from epoch to epoch is named once, with the epoch it ends in; all else is left alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from lightning_memguard.training.run.growth_watch import GrowthWatch
+from lightning_memguard.units import MIB
+
+BASE = 50 * MIB
+
+
+class Cached(Dataset[Any]):
+    def __init__(self, samples: int) -> None:
+        self.samples, self.cache = samples, dict[int, Any]()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def read(self, index: int) -> None:
+        self.cache[index] = np.zeros(MIB, np.uint8)
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def keep(self, megabytes: int) -> None:
+        self.kept.append(torch.zeros(megabytes, MIB, dtype=torch.uint8))
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a watch finds in twelve epochs: in which, by how much, what, and the end; memory is what the caller says."""
+
+    def watch(epoch_of: Any, *others: object, free: int = 200 * MIB, epochs: float = 100) -> Any:
+        watch, taken = GrowthWatch(torch.device("cpu"), nn.Linear(2, 2), others), [BASE]
+        monkeypatch.setattr(watch, "_measure", lambda: {False: taken[0]})
+        for epoch in range(12):
+            found = watch.note(taken[0] if epoch else 0, free, epoch, epochs)
+            if found:
+                return epoch, found.nbytes // MIB, found.holder, found.end
+            taken[0] += epoch_of(epoch)
+        return None
+
+    return watch
+
+
+def test_an_attribute_that_grows_by_the_same_each_epoch_is_named_after_two(watched: Any):
+    keeper = Keeper()
+    found = watched(lambda epoch: (keeper.keep(10), 30 * MIB if epoch == 0 else 11 * MIB)[1], keeper)
+    # 91 MiB after two epochs, of 200: the next nine fit
+    assert found == (2, 11, "Keeper.kept", 2 + (200 - 91) // 11)
+
+
+def test_growth_that_all_epochs_fit_is_not_said(watched: Any):
+    keeper = Keeper()
+    assert watched(lambda _: (keeper.keep(10), 10 * MIB)[1], keeper, epochs=12) is None
+
+
+def test_a_dataset_that_caches_its_samples_is_bounded_by_their_number(watched: Any):
+    def read(dataset: Cached) -> int:
+        index = len(dataset.cache)
+        for each in range(index, index + 10):
+            dataset.read(each)
+        return 10 * MIB
+
+    small, large = Cached(120), Cached(1000)
+    assert watched(lambda _: read(small), small) is None
+    assert watched(lambda _: read(large), large) == (2, 10, "Cached.cache", 2 + (200 - 70) // 10)
+
+
+@pytest.mark.parametrize(
+    "growth",
+    [
+        lambda _: 0,
+        lambda epoch: 40 * MIB if epoch < 3 else 0,  # an optimizer's state, made late
+        lambda epoch: 40 * MIB >> epoch,  # an allocator, or a cache that fills
+        lambda epoch: (-1) ** epoch * 20 * MIB,  # to and fro
+        lambda _: MIB // 2,
+    ],
+)
+def test_growth_that_does_not_go_on_is_not_said(watched: Any, growth: Any):
+    assert watched(growth) is None
+
+
+def test_steady_growth_without_a_holder_takes_four_epochs(watched: Any):
+    assert watched(lambda epoch: (30 if epoch == 0 else 12) * MIB) == (5, 12, "", 5 + (200 - 50 - 30 - 48) // 12)
+
+
+def test_a_rate_that_rises_later_is_looked_at_again(watched: Any):
+    keeper = Keeper()
+    rates = itertools.chain([1] * 5, itertools.repeat(20))
+
+    def grow(_: int) -> int:
+        megabytes = next(rates)
+        keeper.keep(megabytes)
+        return megabytes * MIB
+
+    found = watched(grow, keeper, epochs=30)
+    assert found is not None
+    assert found[2] == "Keeper.kept"
