@@ -178,7 +178,6 @@ ROOMS = {
         "progress",
         "profile",
         "choose",
-        "whole_run",
         "tune",
         "resume",
         "batch_monitor",

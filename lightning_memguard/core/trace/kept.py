@@ -19,6 +19,7 @@ class Kept:
         lasts: whether it outlives the epoch, as far as the code tells; else it is counted for one epoch.
         fixed_bytes: of each batch, whatever its size.
         sample_bytes: of each sample, besides.
+        on_host: whether it is the host's memory of a run on another device.
     """
 
     holder: str
@@ -28,22 +29,29 @@ class Kept:
     lasts: bool
     fixed_bytes: int
     sample_bytes: float = 0.0
+    on_host: bool = False
 
     def bytes_at(self, batch_size: int) -> int:
         """Bytes that a batch of a size leaves behind."""
         return int(self.fixed_bytes + self.sample_bytes * batch_size)
 
 
+def places(kept: Iterable[Kept]) -> str:
+    """Name the attributes that hold memory, and their lines: ``" in `self.outputs` (model.py:41)"``."""
+    named = [f"in `{each.holder}` ({each.line})" if each.holder else f"of {each.line}" for each in kept]
+    return f" {', '.join(named)}" if named else ""
+
+
 def fit_kept(captured: Iterable[tuple[int, Sequence[Kept]]]) -> tuple[Kept, ...]:
     """Combine what was found at several batch sizes: bytes that grow with the batch size are by the sample."""
-    (small, less), *_, (large, more) = ordered if len(ordered := sorted(captured)) > 1 else ordered * 2 or [(0, ())] * 2
+    ordered = sorted(captured) or [(1, ())]
+    (small, less), (large, more) = ordered[0], ordered[-1]
     before = {(each.holder, each.line): each.fixed_bytes for each in less}
-    fitted = []
-    for each in more:
-        rise = each.fixed_bytes - before.get((each.holder, each.line), 0)
-        slope = max(0.0, rise / (large - small)) if large > small else 0.0
-        fitted.append(replace(each, fixed_bytes=int(each.fixed_bytes - slope * large), sample_bytes=slope))
-    return tuple(fitted)
+    slopes = [(each.fixed_bytes - before.get((each.holder, each.line), 0)) / max(1, large - small) for each in more]
+    pairs = zip(more, (max(0.0, slope) for slope in slopes), strict=True)
+    return tuple(
+        replace(each, fixed_bytes=int(each.fixed_bytes - slope * large), sample_bytes=slope) for each, slope in pairs
+    )
 
 
 @dataclass(frozen=True)
@@ -59,20 +67,13 @@ def runs_out(
 ) -> RunsOut | None:
     """Find when memory ends that is left behind for good; None if it lasts to the end of the run.
 
-    Args:
-        room_bytes: free next to the first epoch's peak, which includes what that epoch leaves if its length is known.
-        step_bytes: left by each training batch.
-        epoch_bytes: left by each epoch in all.
-        batches: training batches of an epoch; None if unknown.
-        epochs: how many there are at most.
-        steps: how many training batches there are at most.
+    Each training batch leaves ``step_bytes``, and each epoch ``epoch_bytes`` in all; the first epoch's peak, next to
+    which there is room, includes its own. ``batches`` of an epoch may be unknown.
     """
-    if not epoch_bytes and not step_bytes:
-        return None
-    if batches is None:
-        last = max(0, room_bytes) // step_bytes if step_bytes else steps
-        return RunsOut(0, int(last)) if last < steps else None
-    epoch = max(0, room_bytes // max(1, epoch_bytes) + 1)
+    if batches is None or not epoch_bytes:
+        step = max(0, room_bytes) // step_bytes if step_bytes else steps
+        return RunsOut(0, int(step)) if step < steps else None
+    epoch = max(0, room_bytes // epoch_bytes + 1)
     over = epoch * epoch_bytes - room_bytes  # at the end of that epoch
-    step = max(0, batches - 1 - (over - 1) // step_bytes) if step_bytes else batches - 1
+    step = max(0, batches - 1 - ((over - 1) // step_bytes if step_bytes else 0))
     return RunsOut(epoch, step) if epoch < epochs and epoch * batches + step < steps else None

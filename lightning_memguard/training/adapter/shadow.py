@@ -13,8 +13,8 @@ import copy
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,9 @@ from lightning_memguard.core.capture.leftovers import Garbage, Leftovers
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.trace.kept import places
 from lightning_memguard.training.adapter.callbacks import Average
-from lightning_memguard.training.adapter.kept import find_kept, kept_where
+from lightning_memguard.training.adapter.kept import find_kept
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
 from lightning_memguard.training.adapter.stand_ins import (
     IdleCallback,
@@ -341,7 +342,7 @@ class PhaseMarkerMixin:
         if not left:
             return
         self.name_what_is_left(self.leftovers.last_steps, pl_module)
-        each = f"each step leaves {format_bytes(left)} behind{kept_where(self.recorder.kept)}"
+        each = f"each step leaves {format_bytes(left)} behind{places(self.recorder.kept[:1])}"
         limit, samples = self.program.trainer.limit_train_batches, (count(1) if count else None) or 0
         samples = min(limit * size, samples or limit * size) if type(limit) is int else int(samples * limit)
         if not samples:
@@ -358,11 +359,11 @@ class PhaseMarkerMixin:
         when, others = self.program.stage, getattr(self.program.trainer, "callbacks", ())
         if when not in ("fit", "validate"):
             return
+        role: Literal["step", "validation"] = "step" if when == "fit" else "validation"
         with self.recorder.paused(), torch._C.DisableTorchFunction():
             left = self.recorder.left_by(steps)
-            kept = attempt(lambda: find_kept(left, pl_module, others, "step" if when == "fit" else "validation"))
-        period = len(steps)
-        self.recorder.kept = tuple(replace(each, fixed_bytes=each.fixed_bytes // period) for each in kept.value or ())
+            kept = attempt(lambda: find_kept(left, len(steps), pl_module, others, role))
+        self.recorder.kept = kept.value or ()
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.label_gradients(trainer, pl_module)

@@ -19,14 +19,13 @@ from lightning_memguard.core.device.children import ChildrenMeter
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
 from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
 from lightning_memguard.core.replay.snapshot import save_snapshot
-from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
 from lightning_memguard.report.failure import announcement, note, overrun_words, refusal_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import Report
-from lightning_memguard.report.whole_run import grown_words, kept_words
+from lightning_memguard.report.whole_run import kept_words
 from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
@@ -379,14 +378,14 @@ class GuardedRun:
         epochs = math.inf if last is None or last < 0 else last
         grown = watch.note(peak, budget.free_bytes, self.trainer.current_epoch, epochs)
         if grown is not None:
-            self._growth, said = None, self.decision.runs_out_at
-            known, end = self.decision.kept, RunsOut(grown.end, 0)
-            has_graph = any(each.has_graph for each in known if each.holder == grown.holder)
-            kept = Kept(grown.holder, grown.line, has_graph, when="epoch", lasts=True, fixed_bytes=grown.nbytes)
+            self._growth, said, known = None, self.decision.runs_out_at, self.decision.kept
+            kept, end = grown
+            has_graph = any(each.has_graph for each in known if each.holder == kept.holder)
+            kept = replace(kept, has_graph=has_graph)
             decision = replace(self.decision, kept=(kept, *known), runs_out_at=end)
             self.tuning = replace(self.tuning, decision=decision)
             if said is None or end.epoch < said.epoch - 1:
-                self._warn(grown_words(kept, end, "the host" if grown.on_host else budget.device))
+                self._warn(kept_words(decision))
 
     def end_epoch(self) -> None:
         """Record and log predicted next to measured."""

@@ -12,6 +12,7 @@ from lightning_memguard.core.decision.advice import shortlist, what_would_fit
 from lightning_memguard.core.decision.decision import Decision, Request
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.malloc import trim_heap
+from lightning_memguard.core.trace.kept import runs_out
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.data.loaders import batches_taken
@@ -24,7 +25,6 @@ from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import Reading, RunProfile, read_run
 from lightning_memguard.training.run.progress import SetupLine
-from lightning_memguard.training.run.whole_run import with_end
 from lightning_memguard.training.strategies.sharded import Layout, refuse_sharded
 from lightning_memguard.units import format_bytes
 
@@ -145,7 +145,29 @@ def with_steps(tuning: Tuning) -> Tuning:
     now = attempt(lambda: steps(decision.batch_size, decision.accumulate_grad_batches, decision.pieces)).value
     asked = attempt(lambda: steps(decision.requested_batch_size, profile.request.accumulate_grad_batches)).value
     decision = replace(decision, steps_per_epoch=now, requested_steps_per_epoch=asked)
-    return replace(tuning, decision=attempt(lambda: with_end(decision, profile)).value or decision)
+    return replace(tuning, decision=attempt(lambda: _with_end(decision, profile)).value or decision)
+
+
+def _with_end(decision: Decision, profile: RunProfile) -> Decision:
+    """Return the decision of a fit with what its steps leave behind, and when that ends it."""
+    footprint, budget, facts, info = decision.footprint, decision.budget, profile.facts, profile.run.validation_info
+    if footprint is None or budget is None or not profile.kept:
+        return decision
+    trainer, size = profile.run.program.trainer, decision.batch_size
+    batches = batches_taken(facts.divided(decision.pieces), profile.loader_info, size)
+    of_step = sum(each.bytes_at(size) for each in profile.kept if each.lasts and each.when == "step")
+    of_epoch = of_step * (batches or 0)
+    if info is not None:
+        size = decision.validation_batch_size or info.batch_size
+        left = sum(each.bytes_at(size) for each in profile.kept if each.lasts and each.when == "validation")
+        interval, every = facts.val_check_interval, facts.check_val_every_n_epoch
+        times = 1 / interval if isinstance(interval, float) else (batches or 1) / (interval or 1)
+        often = times if every is None else max(1, int(times)) / every
+        of_epoch += int(left * (batches_taken(facts, info, size) or 0) * often)
+    room = budget.free_bytes - footprint.peak_device_bytes
+    epochs = math.inf if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
+    steps = math.inf if trainer.max_steps < 0 else trainer.max_steps * decision.accumulate_grad_batches
+    return replace(decision, kept=profile.kept, runs_out_at=runs_out(room, of_step, of_epoch, batches, epochs, steps))
 
 
 def _without_samples(profile: RunProfile) -> RunProfile:

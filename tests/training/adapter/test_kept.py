@@ -82,8 +82,8 @@ def test_the_epoch_in_which_memory_ends_is_predicted(small: Any, tuned: Any, tra
     assert decided(-1, "replaced").runs_out_at is None
     line = endless.kept[0].line
     assert kept_words(endless) == (
-        f"Each training batch leaves {step / KIB:.1f} KiB behind, in `self.outputs` ({line}): the memory of CPU "
-        f"(100.0 KiB) ends at batch {end.step} of epoch {end.epoch}. Keep less there (`.item()`), or clear it at the "
+        f"Each training batch leaves {step / KIB:.1f} KiB behind in `self.outputs` ({line}); the memory of CPU ends "
+        f"at batch {end.step} of epoch {end.epoch}. Keep less there (`.item()`), or clear it at the "
         "end of each epoch."
     )
 

@@ -46,7 +46,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
         for epoch in range(12):
             found = watch.note(taken[0] if epoch else 0, free, epoch, epochs)
             if found:
-                return epoch, found.nbytes // MIB, found.holder, found.end
+                kept, end = found
+                return epoch, kept.fixed_bytes // MIB, kept.holder, end.epoch
             taken[0] += epoch_of(epoch)
         return None
 
