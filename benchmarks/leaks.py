@@ -5,7 +5,8 @@ read at each batch by a callback of ours: the first epoch in which its peak has 
 
     python benchmarks/leaks.py                    # the leaks
     python benchmarks/leaks.py --only dataset     # those whose name contains this
-    python benchmarks/leaks.py --quiet            # the patterns of the field: none may be said to keep memory for good
+    python benchmarks/leaks.py --quiet            # the patterns of the field, and the zoo: none leaves memory behind
+    python benchmarks/leaks.py --quiet --train    # the same, trained for some epochs
 """
 
 import argparse
@@ -14,18 +15,21 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from torch.utils.data import DataLoader
 
 from lightning_memguard import MemGuard
 from shared.leaky import LEAKS, Leak, loader, random_data
 from shared.process import in_fork, memory_of
+from shared.truth import QUIET
+from shared.zoo import CASES, Case
 
 MIB = 2**20
-BUDGET, EPOCHS = 144 * MIB, 14
+BUDGET, EPOCHS, QUIET_EPOCHS = 144 * MIB, 14, 7
 
 
 class Truth(pl.Callback):
@@ -107,34 +111,69 @@ def field_benchmark() -> Any:
     return script
 
 
-def kept_by(pattern: Any) -> dict[str, Any]:
-    run, guard = pattern.make(), MemGuard(mode="check", budget=64 << 30)
-    options = {**field_benchmark().trainer_options(pattern.steps, run), "max_epochs": -1}
-    field_benchmark().stop_at_first_step(run.build(), run.data(pattern.sizes[0], pattern.steps), options, guard)
-    decision = guard.decision
-    kept = [f"{each.holder} {each.line} {each.fixed_bytes}" for each in decision.kept]
-    return {"kept": kept, "ends": str(decision.runs_out_at or ""), "predicted": decision.footprint is not None}
+def programs() -> dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]]:
+    """Trainings that keep nothing: a module, its data, and options of its Trainer, each made when it is asked for."""
+    field, found = field_benchmark(), {}
+
+    def of_field(pattern: Any) -> tuple[Any, Any, dict[str, Any]]:
+        run = pattern.make()
+        return run.build(), run.data(pattern.sizes[0], pattern.steps), field.trainer_options(pattern.steps, run)
+
+    def of_zoo(case: Case, optimizer: str) -> tuple[Any, Any, dict[str, Any]]:
+        size = case.batch_sizes[0]
+        data = DataLoader(case.dataset(3 * size), batch_size=size)
+        return case.build(optimizer), data, {**case.trainer_kwargs, **QUIET, "accelerator": "cpu"}
+
+    for name, pattern in field.load_patterns().items():
+        found[name] = functools.partial(of_field, pattern)
+    for case in CASES:
+        for optimizer in case.optimizers:
+            found[f"zoo: {case.name}, {optimizer}"] = functools.partial(of_zoo, case, optimizer)
+    return found
 
 
-def check_quiet(only: str, limit: float) -> None:
+class StopAfter(pl.Callback):
+    """Ends a training without end."""
+
+    def on_train_epoch_end(self, trainer: Any, *_: object) -> None:
+        trainer.should_stop = trainer.current_epoch >= QUIET_EPOCHS - 1
+
+
+def kept_by(make: Callable[[], Any], trains: bool) -> dict[str, Any]:
+    module, data, options = make()
+    options |= {"max_epochs": -1}
+    guard = MemGuard(mode="check", budget="1GiB", max_setup_seconds=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if trains:
+            field_benchmark().fit(module, data, options, guard, StopAfter())
+        else:
+            field_benchmark().stop_at_first_step(module, data, options, guard)
+    said = [str(each.message) for each in caught if "leaves" in str(each.message)]
+    kept = [f"{each.holder} {each.line} {each.fixed_bytes} {each.lasts}" for each in guard.decision.kept]
+    return {"kept": kept, "said": said, "predicted": guard.decision.footprint is not None}
+
+
+def check_quiet(only: str, limit: float, trains: bool) -> None:
     checked = alarms = 0
-    for name, pattern in field_benchmark().load_patterns().items():
+    for name, make in programs().items():
         if only in name:
-            found = in_fork(functools.partial(kept_by, pattern), 1, limit)
-            checked, alarms = checked + bool(found.get("predicted")), alarms + bool(found.get("ends"))
-            if found.get("kept") or found.get("failed") or found.get("ends"):
+            found = in_fork(functools.partial(kept_by, make, trains), 1, limit)
+            checked, alarms = checked + bool(found.get("predicted")), alarms + bool(found.get("said"))
+            if not found.get("predicted") or found["kept"] or found["said"]:
                 print(name, found, flush=True)
-    print(f"{checked} programs of the field predicted, for epochs without end: {alarms} alarms.")
+    print(f"{checked} programs {'trained' if trains else 'predicted'}, for epochs without end: {alarms} alarms.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names that contain this")
     parser.add_argument("--quiet", action="store_true", help="check programs without a leak")
+    parser.add_argument("--train", action="store_true", help="train these too, for some epochs")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each")
     arguments = parser.parse_args()
     if arguments.quiet:
-        check_quiet(arguments.only, arguments.limit)
+        check_quiet(arguments.only, arguments.limit, arguments.train)
     else:
         check_leaks([leak for leak in LEAKS if arguments.only in leak.name], arguments.limit)
 
