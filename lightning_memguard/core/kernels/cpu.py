@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after, moments, operands
-from lightning_memguard.core.kernels.cpu_products import product_bytes
+from lightning_memguard.core.kernels.cpu_products import half_kind, product_bytes
 from lightning_memguard.core.kernels.layout import copy_bytes, is_half, is_ordered, transposing_tile_bytes
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, ByteRange, CpuTarget, Scratch, nbytes, up
 
@@ -279,7 +279,8 @@ def _contiguous_first(call: CpuCall) -> Scratch:
 def _gelu_backward(call: CpuCall) -> Scratch:
     """`gelu_backward_out_cpu` (Activation.cpp): oneDNN computes where the input is contiguous, in its order."""
     x, grad, result = call["self"], call["grad_output"], call.result
-    if not x.is_contiguous() or x.numel() < 2 or x.element_size() > FLOAT or call["approximate"] != "none":
+    is_known = x.element_size() == FLOAT or half_kind(x, call.target)
+    if not is_known or not x.is_contiguous() or x.numel() < 2 or call["approximate"] != "none":
         return NONE
     return after((copy_bytes(grad), copy_bytes(result)))
 

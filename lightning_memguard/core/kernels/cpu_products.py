@@ -20,7 +20,7 @@ _FACTORS = ("mat1 mat2", "batch1 batch2", "mat vec", "self mat2", "self vec", "s
 _SMALL = 16 * 16 * 16  # multiplications: fewer are not worth oneDNN (`mkldnn_gemm`, `checksize`)
 
 
-def _half(tensor: Tensor, host: CpuTarget) -> onednn.Kind | None:
+def half_kind(tensor: Tensor, host: CpuTarget) -> onednn.Kind | None:
     """The type that oneDNN computes in (`use_mkldnn_bf16_matmul` and `..._fp16_...` in mkldnn/Matmul.cpp)."""
     if not tensor.is_floating_point() or tensor.element_size() != FLOAT // 2:
         return None
@@ -56,7 +56,7 @@ def _lines(tensor: Tensor) -> tuple[int, int] | None:
 
 def product_bytes(like: Tensor, left: _Layout, right: _Layout, alpha: float, host: CpuTarget) -> int:
     """Scratch of `gemm` (CPUBlas.cpp) for a product in half precision that is added to a contiguous result."""
-    kind = _half(like, host)
+    kind = half_kind(like, host)
     (rows, inner), columns = left[0], right[0][1]
     if kind is None or rows * inner * columns <= _SMALL:
         return 0
@@ -73,7 +73,7 @@ def _product(call: CpuCall) -> Scratch:
     lines = [_lines(tensor) for tensor in (left, right)]
     copies = [0 if line else nbytes(tensor) for line, tensor in zip(lines, (left, right), strict=True)]
     (rows, inner), columns = left.shape, right.shape[1]
-    kind = _half(left, call.target)
+    kind = half_kind(left, call.target)
     if kind is None or rows * inner * columns <= _SMALL or not alpha:
         return after(copies)
     strides = [line or contiguous_strides(tensor.shape) for line, tensor in zip(lines, (left, right), strict=True)]
@@ -93,7 +93,7 @@ def _transposed(layout: _Layout) -> _Layout:
 def _batched(call: CpuCall) -> Scratch:
     """`mkldnn_matmul` (aten/src/ATen/native/mkldnn/Matmul.cpp), in half precision alone."""
     left, right, alpha, beta = _factors(call)
-    kind = _half(left, call.target)
+    kind = half_kind(left, call.target)
     work = left.numel() * (right.shape[-1] if right.dim() > 1 else 1)
     if left.dim() == 3 and (kind is None or work <= _SMALL):
         return after(_single_copies(left, right))

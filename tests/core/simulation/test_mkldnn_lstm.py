@@ -22,7 +22,8 @@ FORWARD = torch.ops.aten.mkldnn_rnn_layer.default
 
 ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 BF16 = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+    not (torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    or torch.cpu._is_amx_tile_supported(),
     reason="bfloat16 is counted to the byte for AVX512-BF16 without AMX",
 )
 
