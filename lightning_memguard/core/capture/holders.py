@@ -5,6 +5,7 @@ Python knows who refers to an object, but not by which name; so the walk goes fo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -82,7 +83,8 @@ def holdings(roots: Mapping[str, object]) -> Iterator[Holding]:
             queue.extend((holder, each, more, in_graph) for each in few)
         else:
             inside = in_graph or _is_node(thing)
-            queue.extend((*found, weight, inside) for found in _in(holder, thing))
+            with contextlib.suppress(Exception):  # users' objects may raise anything
+                queue.extend((*found, weight, inside) for found in _in(holder, thing))
 
 
 def _is_node(thing: object) -> bool:
@@ -99,8 +101,9 @@ def _in(holder: Holder, thing: Any) -> Iterator[tuple[Holder, object]]:
         yield from ((holder, each) for each in (*(node for node, _ in thing.next_functions), *_saved_by(thing)))
     elif isinstance(thing, FunctionType):
         where = f" in {thing.__qualname__.replace('.<locals>', '')}()"
-        for name, value in inspect.getclosurevars(thing).nonlocals.items():
-            yield Holder(name + where * (name != "self"), name, thing), value
+        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty one
+                yield Holder(name + where * (name != "self"), name, thing), cell.cell_contents
     elif isinstance(thing, (functools.partial, MethodType)):
         yield from ((holder, each) for each in gc.get_referents(thing))
     elif isinstance(thing, _CACHED):

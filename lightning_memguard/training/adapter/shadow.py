@@ -441,6 +441,9 @@ class PhaseMarkerMixin:
         if left <= 0 or not samples:
             return
         self.name_what_is_left(range(1), pl_module)
+        first = {(each.holder, each.line) for each in self.recorder.kept}
+        self.name_what_is_left(range(1, 2), pl_module)
+        self.recorder.kept = tuple(each for each in self.recorder.kept if (each.holder, each.line) in first)
         if type(limit) is int and limit * size * self.loaders < samples:
             self.recorder.keep(left * max(0, limit - _EVALUATED) * self.loaders, "activations")
             self.samples = size * limit * self.loaders

@@ -38,7 +38,7 @@ class GrowthWatch:
         self._roots = roots_of(module, self._others)
         self._measured: list[dict[bool, int]] = []  # before each epoch, on the host or not
         self._peaks: list[int] = []  # of the epoch before each
-        self._held: dict[int, dict[bool, Counter[Holder]]] = {}  # bytes by attribute, before some epochs
+        self._held: dict[int, dict[bool, Counter[str]]] = {}  # bytes by attribute, before some epochs
         self._harmless: Counter[bool] = Counter()  # growth that all epochs fit
 
     def note(self, peak_bytes: int, free_bytes: int, epoch: int, epochs: float) -> tuple[Kept, RunsOut] | None:
@@ -56,8 +56,8 @@ class GrowthWatch:
             rate = self._rate(on_host)
             if rate < max(_NAMED_BYTES, 1.5 * self._harmless[on_host]):
                 continue
-            self._look(done)
-            found = self._named(on_host, rate, done)
+            holders = self._look(done)
+            found = holders.get(self._named(on_host, rate, done))
             if found is None and not self._goes_on(on_host, free_bytes):
                 continue
             room, rise = free_bytes - peak_bytes, (peak_bytes - self._peaks[1]) // (done - 1)
@@ -82,20 +82,24 @@ class GrowthWatch:
         grew = before[-1] > before[-2] > before[-3]
         return (before[-1] - before[1]) // (len(before) - 2) if grew else 0
 
-    def _look(self, done: int) -> None:
-        self._held[done] = {False: Counter(), True: Counter()}
+    def _look(self, done: int) -> dict[str, Holder]:
+        """Count what is held by attribute; the holders are not kept, since each keeps its owner alive."""
+        self._held[done], holders = {False: Counter(), True: Counter()}, {}
+        self._held.pop(done - 3, None)
         for holder, thing, nbytes, _ in holdings(self._roots):
             is_on_host = not isinstance(thing, torch.Tensor) or thing.device.type == "cpu"
-            self._held[done][is_on_host and self._device.type != "cpu"][holder] += int(nbytes)
+            self._held[done][is_on_host and self._device.type != "cpu"][holder.name] += int(nbytes)
+            holders[holder.name] = holder
+        return holders
 
-    def _named(self, on_host: bool, rate: int, done: int) -> Holder | None:
-        """The attribute that grew the most, if it grew in each of the last two epochs and explains the growth."""
+    def _named(self, on_host: bool, rate: int, done: int) -> str:
+        """The attribute that grew the most, if it did in each of the last two epochs and explains it; else empty."""
         looks = [self._held[each][on_host] for each in (done - 2, done - 1, done) if each in self._held]
-        steady = Counter[Holder]()
-        for holder in looks[-1] if len(looks) == 3 else ():
-            first, last = (after[holder] - before[holder] for before, after in pairwise(looks))
-            steady[holder] = last if last > _STEADY * first > 0 else 0
-        return steady.most_common(1)[0][0] if sum(steady.values()) > _NAMED_SHARE * rate else None
+        steady = Counter[str]()
+        for name in looks[-1] if len(looks) == 3 else ():
+            first, last = (after[name] - before[name] for before, after in pairwise(looks))
+            steady[name] = last if last > _STEADY * first > 0 else 0
+        return steady.most_common(1)[0][0] if sum(steady.values()) > _NAMED_SHARE * rate else ""
 
     def _goes_on(self, on_host: bool, free_bytes: int) -> bool:
         """Whether memory grew by as much in each of the last epochs, beyond what an allocator does."""
@@ -112,4 +116,4 @@ class GrowthWatch:
         samples, entries = or_none(lambda: len(owner)), or_none(lambda: len(getattr(owner, holder.attribute)))
         if not isinstance(owner, Dataset) or not samples or not entries or entries > samples:
             return math.inf
-        return self._held[done][on_host][holder] * (samples / entries - 1)
+        return self._held[done][on_host][holder.name] * (samples / entries - 1)

@@ -537,7 +537,7 @@ class GuardedRun:
         while self._undo:
             attempt(self._undo.pop())
         self._watches.clear()
-        self._report = self._boards = None
+        self._report = self._boards = self._growth = None
         attempt(self._end_recording)
         if self._rescuer is not None:
             self._rescuer.close()

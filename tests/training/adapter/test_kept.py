@@ -115,3 +115,25 @@ def test_what_a_step_leaves_behind_is_named(
     file, _, number = kept.line.partition(":")
     assert Path(__file__).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip() == line
     assert file == "test_kept.py"
+
+
+def test_what_a_validation_batch_leaves_behind_is_named(small: Any, tuned: Any, trainer: Any, dataset: Any):
+    class Validating(small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[Any] = []
+            self.mask: Any = None
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if self.mask is None:
+                self.mask = torch.ones(64)  # made once
+            self.kept.append(self.net[0](batch[0]) * self.mask)
+
+        def val_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(dataset, batch_size=10)
+
+    found = tuned(trainer(max_epochs=-1), Validating(), dataset, mode="check", budget="100KiB")
+    (kept,) = found.profile.kept
+    assert (kept.holder, kept.when, kept.lasts, kept.bytes_at(10)) == ("self.kept", "validation", True, 10 * HIDDEN)
+    room = 100 * KIB - found.decision.footprint.peak_device_bytes
+    assert found.decision.runs_out_at.epoch == room // (100 * HIDDEN) + 1

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import warnings
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from lightning_memguard import MemGuard
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.units import MIB
 
@@ -108,3 +113,42 @@ def test_a_rate_that_rises_later_is_looked_at_again(watched: Any):
     found = watched(grow, keeper, epochs=30)
     assert found is not None
     assert found[2] == "Keeper.kept"
+
+
+def test_what_was_looked_at_is_not_kept_alive():
+    keeper, inner = Keeper(), Keeper()
+    keeper.kept.append(inner)
+    inner.keep(1)
+    watch, alive = GrowthWatch(torch.device("cpu"), nn.Linear(2, 2), [keeper]), weakref.ref(inner)
+    for epoch in range(2):
+        assert watch.note(0, 1 << 40, epoch, 10) is None
+    keeper.kept.clear()
+    del inner
+    gc.collect()
+    assert alive() is None
+
+
+class Keeping(pl.Callback):
+    def __init__(self, kept_bytes: int) -> None:
+        self.kept_bytes, self.kept = kept_bytes, list[Any]()
+
+    def on_train_epoch_end(self, *_: object) -> None:
+        self.kept.append(torch.ones(self.kept_bytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kept_bytes", [16 * MIB, 0])
+def test_a_real_run_is_warned_once_of_what_grows(trainer: Any, small: Any, dataset: Any, kept_bytes: int):
+    guard = MemGuard(mode="check", budget="96MiB")
+    fit = trainer(Keeping(kept_bytes), guard, max_epochs=8)
+    data = torch.utils.data.DataLoader(dataset, batch_size=10)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit.fit(small(), data)
+    texts = [str(each.message) for each in said if "leaves" in str(each.message)]
+    assert len(texts) == bool(kept_bytes)
+    end = guard.decision.runs_out_at
+    if kept_bytes:
+        assert "behind in `Keeping.kept` (test_growth_watch.py:" in texts[0]
+        assert 3 <= end.epoch <= 5
+    else:
+        assert end is None
