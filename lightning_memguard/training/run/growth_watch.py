@@ -24,6 +24,7 @@ from lightning_memguard.units import MIB
 _NAMED_BYTES, _NAMED_SHARE = MIB, 0.3  # growth of an epoch that is looked at; an attribute explains so much of it
 _UNNAMED_BYTES, _UNNAMED_SHARE = 4 * MIB, 0.01  # without an attribute, so much at least, and so much of what is free
 _UNNAMED_EPOCHS = 4  # one after the other
+_CLEARLY = 1.5  # a peak that rises so much faster holds copies of what grows
 _STEADY = 0.7  # a cache that fills grows less each time
 
 
@@ -63,7 +64,11 @@ class GrowthWatch:
             room, rise = free_bytes - peak_bytes, (peak_bytes - self._peaks[1]) // (done - 1)
             if on_host:
                 room, rise = (free.free_bytes if (free := available_memory()) else free_bytes), rate
-            end = epoch + max(0, room) // max(rate, rise)
+            pace = rate
+            if found is not None:  # a C library keeps freed blocks, more of them in the first epochs
+                now, before = (self._held[each][on_host].total() for each in (done, done - 1))
+                pace = (rate + max(0, now - before)) // 2
+            end = epoch + max(0, room) // (rise if rise > _CLEARLY * pace else pace)
             if end < epochs and (found is None or self._most_to_come(found, on_host, done) > room):
                 named = (found.name, use_of(found, self._others).line) if found else ("", "")
                 return Kept(*named, False, "epoch", True, rate, on_host=on_host), RunsOut(end, 0)
