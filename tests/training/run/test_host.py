@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard, MemGuardError
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.device.memory_info import MemoryInfo
-from lightning_memguard.report.decision_table import markdown, setup_text
+from lightning_memguard.report.decision_table import setup_text, why
 from lightning_memguard.training.data import workers
 from lightning_memguard.training.run import profile
 from lightning_memguard.units import GIB, MIB
@@ -75,7 +75,7 @@ def test_what_workers_prepare_must_fit_the_host(host: Any) -> None:
     assert decision.footprint is not None
     assert "prefetched" not in decision.footprint.parts
     assert "At most on the host, which has 69.5 MiB free" in setup_text(decision)
-    assert "do not fit the host (69.5 MiB free): prefetch_factor=1 needs 5.0 MiB less" in markdown(decision)
+    assert "do not fit the host (69.5 MiB free): prefetch_factor=1 needs 5.0 MiB less" in why(decision)
     metrics = guard.records[0].as_metrics()
     assert metrics["memguard/host_predicted_gib"] == sum(decision.host.parts.values()) / GIB
     assert 5 * MIB / GIB < metrics["memguard/host_actual_gib"] < 0.3
