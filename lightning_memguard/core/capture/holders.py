@@ -193,7 +193,8 @@ _LEAVES = re.compile(r"(.*:)?\s*(return|continue|break|raise)\b")
 def use_of(holder: Holder, roots: Iterable[object] = ()) -> Use:
     """Read how an attribute is filled and emptied: in the source of its owner, else of these roots."""
     found = Use()
-    for owner in (holder.owner, *(root for root in roots if not isinstance(root, ModuleType))):
+    owners = (holder.owner, *(root for root in roots if not isinstance(root, ModuleType)))
+    for owner in owners if holder.attribute else ():
         sources: list[Any] = [*users_classes(type(owner))] or [owner]
         for source in sources:
             use = _use_in(source, re.escape(holder.attribute))
