@@ -371,12 +371,15 @@ class GuardedRun:
 
     def _note_growth(self) -> None:
         """Warn once of memory that grows from epoch to epoch, so that not all of them fit."""
-        budget, watch, last = self.decision.budget, self._growth, self.trainer.max_epochs
+        budget, watch, trainer = self.decision.budget, self._growth, self.trainer
+        last, steps, of_epoch = trainer.max_epochs, trainer.max_steps, self.decision.steps_per_epoch
         if budget is None or watch is None:
             return
         peak = self.records[-1].measured.peak_bytes if self.records else 0
         epochs = math.inf if last is None or last < 0 else last
-        grown = watch.note(peak, budget.free_bytes, self.trainer.current_epoch, epochs)
+        if steps > 0 and of_epoch:
+            epochs = min(epochs, math.ceil(steps / of_epoch))
+        grown = watch.note(peak, budget.free_bytes, trainer.current_epoch, epochs)
         if grown is not None:
             self._growth, said, known = None, self.decision.runs_out_at, self.decision.kept
             kept, end = grown

@@ -136,18 +136,23 @@ class Keeping(pl.Callback):
         self.kept.append(torch.ones(self.kept_bytes, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("kept_bytes", [16 * MIB, 0])
-def test_a_real_run_is_warned_once_of_what_grows(trainer: Any, small: Any, dataset: Any, kept_bytes: int):
+@pytest.mark.parametrize(
+    ("kept_bytes", "settings"),
+    [(16 * MIB, {"max_epochs": 8}), (0, {"max_epochs": 8}), (16 * MIB, {"max_epochs": -1, "max_steps": 30})],
+)
+def test_a_real_run_is_warned_once_of_what_grows(
+    trainer: Any, small: Any, dataset: Any, kept_bytes: int, settings: dict[str, int]
+):
     guard = MemGuard(mode="check", budget="96MiB")
-    fit = trainer(Keeping(kept_bytes), guard, max_epochs=8)
+    fit = trainer(Keeping(kept_bytes), guard, **settings)
     data = torch.utils.data.DataLoader(dataset, batch_size=10)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fit.fit(small(), data)
     texts = [str(each.message) for each in said if "leaves" in str(each.message)]
-    assert len(texts) == bool(kept_bytes)
-    end = guard.decision.runs_out_at
-    if kept_bytes:
+    end, ends_in_time = guard.decision.runs_out_at, "max_steps" in settings or not kept_bytes
+    assert len(texts) == (not ends_in_time)
+    if not ends_in_time:
         assert "behind in `Keeping.kept` (test_growth_watch.py:" in texts[0]
         assert 3 <= end.epoch <= 5
     else:
