@@ -112,7 +112,8 @@ def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures run in this process, as in a child, so that a test sees what they do."""
-    monkeypatch.setattr("lightning_memguard.core.capture.capture.in_child", lambda: True)
+    for module in ("capture", "leftovers"):
+        monkeypatch.setattr(f"lightning_memguard.core.capture.{module}.in_child", lambda: True)
     monkeypatch.setattr("lightning_memguard.core.isolation.pool.can_fork", lambda: False)
 
 

@@ -32,7 +32,10 @@ from lightning_memguard.training.data import loaders as loaders_of_run
 from lightning_memguard.training.facts.run_facts import read_run_facts
 from tests.training.data.test_loaders import Planned
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("here"),
+    pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning"),
+]
 
 
 def numbered(count: int = 100) -> TensorDataset:

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_memguard import Decision, MemGuard, MemGuardError
 from lightning_memguard.report.decision_table import why
 
+pytestmark = pytest.mark.usefixtures("here")
+
 
 def data(samples: int) -> TensorDataset:
     return TensorDataset(torch.randn(samples, 16), torch.randint(0, 4, (samples,)))
