@@ -16,6 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import Decision, MemGuard, MemGuardError
 from lightning_memguard.report.decision_table import why
 
+pytestmark = pytest.mark.usefixtures("here")
+
+
 KIB = 1 << 10
 
 
