@@ -17,6 +17,9 @@ from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.training.adapter.callbacks import averages
 
+pytestmark = pytest.mark.usefixtures("here")
+
+
 WEIGHTS = 4 * 333_834  # of `Wide`
 
 

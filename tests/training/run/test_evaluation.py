@@ -17,6 +17,9 @@ from torchmetrics.utilities import dim_zero_cat
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
 
+pytestmark = pytest.mark.usefixtures("here")
+
+
 MIB = 1024 * 1024
 WEIGHTS = 4 * 333_834  # of `Wide`
 OUTPUT = 4 * 512  # of its first layer, for one sample
