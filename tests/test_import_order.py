@@ -23,6 +23,7 @@ ROOMS = {
         "compare",
         "alternatives",
         "replay",
+        "retries",
         "timeline",
         "snapshot",
         "footprint",

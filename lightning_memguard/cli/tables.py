@@ -18,7 +18,7 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.history import line_of, operator_of, without_folders
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.decision_table import new_table, setup_text
-from lightning_memguard.report.words import counted
+from lightning_memguard.report.words import counted, retries_words, times
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -80,6 +80,9 @@ def print_plans(plans: Sequence[Plan], console: Console) -> None:
     console.print(table)
     share = plans[0].budget.margin_share
     console.print(f"Fits: the prediction's upper bound is within the budget minus a {share:.0%} margin.")
+    for plan in plans:
+        if plan.asked.retries:
+            console.print(f"On {plan.budget.device} it {retries_words(plan.asked.retries)}.")
     limits = {_within(plan) for plan in plans if plan.largest and plan.largest.limited_by != "memory"}
     if limits:
         console.print(f"+: the largest {' or '.join(sorted(limits))}; memory is not the limit.")
@@ -131,6 +134,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         **picked(plan, "fits", "share", "ranks"),
         "budget": budget_data(plan.budget),
         "asked": footprint_data(plan.footprint),
+        "retries": vars(plan.asked.retries) if plan.asked.retries else None,
         "largest_batch_size": largest.batch_size if largest else None,
         "largest_in_all": largest.batch_size * plan.ranks if largest else None,
         "limited_by": largest.limited_by if largest else None,
@@ -202,7 +206,7 @@ def print_alternatives(
         change = found.peak_reserved_bytes / max(1, recorded.peak_reserved_bytes) - 1
         figures = [format_bytes(found.peak_reserved_bytes), f"{change:+.1%}" if row.setting else ""]
         figures += [format_bytes(found.cached_bytes), format_bytes(found.pinned_bytes)]
-        released = f", after releasing its cache {_times(found.retries)}" if found.retries else ""
+        released = f", after releasing its cache {times(found.retries)}" if found.retries else ""
         figures += [f"{'yes' if row.fits else 'NO'}{released}"]
         table.add_row(row.setting or "as it was", *figures[: len(columns) - 1])
     console.print(table)
@@ -238,10 +242,6 @@ def _by_place(holders: Sequence[Holder]) -> list[tuple[str, int, int, int]]:
         blocks, held, free = places.get(where, (0, 0, 0))
         places[where] = blocks + each.blocks, held + each.allocated_bytes, free + each.free_bytes
     return sorted(((where, *figures) for where, figures in places.items()), key=lambda row: -row[3])
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count:,} times"
 
 
 def print_layers(table: LayerTable, console: Console, depth: int | None = None) -> None:

@@ -12,7 +12,17 @@ from rich.table import Table
 from lightning_memguard.core.decision.decision import Budget, Decision, HostUse, LimitedBy
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import at_size, batch_sizes, counted, part_words, peak_range, peak_words, size_of
+from lightning_memguard.report.words import (
+    at_size,
+    batch_sizes,
+    counted,
+    part_words,
+    peak_range,
+    peak_words,
+    retries_words,
+    size_of,
+    times,
+)
 from lightning_memguard.units import format_bytes
 
 Row = tuple[str, str, str]
@@ -266,6 +276,8 @@ def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
         return f"does NOT fit {of.device}{because}: {need}. Remedies: {remedies}"
     if footprint.phase == "checkpoint":
         return "fits, but saving a checkpoint does not"
+    if decision.retries:
+        return f"does NOT fit with all that the allocator caches: it {retries_words(decision.retries)}{because}"
     return f"does NOT fit{', even without its activations' if footprint.is_partial else ''}{because}"
 
 
@@ -327,6 +339,9 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     failed = sum(record.out_of_memory for record in records)
     split = f", {counted(failed, 'step')} ran out of memory, {rescued} done in parts" if rescued or failed else ""
     size = f"batch size {batch_sizes(worst, worst.batch_size)}"
+    emptied = sum(record.measured.alloc_retries or 0 for record in records)
+    if emptied:
+        split += f", the allocator's cache emptied {times(emptied)} to make room: a smaller batch may be faster"
     run = f"{f'largest batch {footprint.batch}' if footprint.batch else size}, {counted(len(records), 'epoch')}{split}."
     if not measured.peak_bytes:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
@@ -173,9 +173,11 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
         shown = latest if worst in latest else [worst, *latest]
         omitted = f" {len(shown)} of {len(records)} epochs: the latest, and the one with the largest error."
     longest = max(max(record.measured.peak_bytes, record.predicted.peak_device_bytes) for record in shown)
-    rescues = any(record.rescued for record in records)
-    rows = "".join(_epoch(record, longest * 1.05 or 1, rescues=rescues) for record in shown)
-    heads = ("Epoch", "Batch size", "Predicted", "Measured", "Error", "Headroom", *["Rescued steps"] * rescues)
+    counts = {head: count for head, count in _COUNTS.items() if any(map(count, records))}
+    rows = "".join(
+        _epoch(record, longest * 1.05 or 1, [count(record) for count in counts.values()]) for record in shown
+    )
+    heads = ("Epoch", "Batch size", "Predicted", "Measured", "Error", "Headroom", *counts)
     heads += ('<span class="hidden">Measured, and predicted on it</span>',)
     sources = ", ".join(dict.fromkeys(escape(record.measured.source) for record in shown))
     return f"""<section><h2>Predicted versus measured</h2>
@@ -183,7 +185,14 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
 <div class="scroll">{charts.table("epochs", heads, rows, "Predicted and measured peak by epoch")}</div></section>"""
 
 
-def _epoch(record: EpochRecord, scale: float, *, rescues: bool) -> str:
+# Columns that are shown if they are not all zero.
+_COUNTS: dict[str, Callable[[EpochRecord], int]] = {
+    "Rescued steps": lambda record: record.rescued,
+    "Cache emptied": lambda record: record.measured.alloc_retries or 0,
+}
+
+
+def _epoch(record: EpochRecord, scale: float, counts: Sequence[int]) -> str:
     measured, predicted = record.measured.peak_bytes, record.predicted.peak_device_bytes
     return charts.row(
         record.epoch,
@@ -192,7 +201,7 @@ def _epoch(record: EpochRecord, scale: float, *, rescues: bool) -> str:
         format_bytes(measured) if measured else "unknown",
         f"{record.error_ratio:+.1%}" if record.has_error else "",
         format_bytes(record.headroom_bytes),
-        *[record.rescued] * rescues,
+        *counts,
         _meter(measured / scale, "var(--accent)", predicted / scale),
     )
 

@@ -9,6 +9,7 @@ import pytest
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.retries import Retries
 from lightning_memguard.core.trace.trace import PARTS
 from lightning_memguard.report.decision_table import evaluation_text, last_line, markdown, setup_text, warning_of, why
 from lightning_memguard.units import GIB, MIB
@@ -180,6 +181,10 @@ def test_where_nothing_is_known_there_is_a_sentence_and_no_table(missing):
         ),
         ({"outcome": "checked", "budget": L4}, "Batch size 96 does NOT fit."),
         (
+            {"outcome": "checked", "budget": L4, "retries": Retries(3, 1.5)},
+            "Batch size 96 does NOT fit with all that the allocator caches: it runs, but empties the cache each step.",
+        ),
+        (
             {"outcome": "kept", "reason": "the loader has batch_size=None"},
             "Batch size 96 fits; unchanged because the loader has batch_size=None.",
         ),
@@ -287,4 +292,13 @@ def test_steps_that_ran_out_of_memory_are_counted_apart_from_those_done_in_parts
     record = replace(epoch(22 * GIB, 20 * GIB), rescued=8, out_of_memory=1)
     assert last_line([record, epoch(22 * GIB, 19 * GIB)]).endswith(
         "batch size 96, 2 epochs, 1 step ran out of memory, 8 done in parts."
+    )
+
+
+def test_a_cache_that_was_emptied_is_reported():
+    records = [
+        replace(each, measured=replace(each.measured, alloc_retries=3)) for each in [epoch(22 * GIB, 20 * GIB)] * 2
+    ]
+    assert last_line(records).endswith(
+        "2 epochs, the allocator's cache emptied 6 times to make room: a smaller batch may be faster."
     )

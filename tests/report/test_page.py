@@ -296,12 +296,17 @@ def test_of_many_epochs_the_worst_is_among_those_shown(tmp_path):
     assert "+100.0%" in read.text
 
 
-def test_rescued_steps_are_a_column_where_there_are_some(tmp_path):
-    records = [replace(RECORDS[0], batch_size=16, rescued=8, out_of_memory=1), RECORDS[1]]
+def test_rescued_steps_and_retries_are_columns_where_there_are_some(tmp_path):
+    measured = replace(RECORDS[0].measured, alloc_retries=7)
+    records = [replace(RECORDS[0], batch_size=16, rescued=8, out_of_memory=1, measured=measured), RECORDS[1]]
     read, data = written(replace(FULL, records=records), tmp_path)
     assert "Rescued steps" in read.text
+    assert "Cache emptied" in read.text
+    assert [epoch["alloc_retries"] for epoch in data["epochs"]] == [7, None]
     assert [(epoch["rescued_steps"], epoch["out_of_memory"]) for epoch in data["epochs"]] == [(8, 1), (0, 0)]
-    assert "Rescued" not in written(FULL, tmp_path)[0].text
+    plain = written(FULL, tmp_path)[0].text
+    assert "Rescued" not in plain
+    assert "Cache emptied" not in plain
 
 
 def test_its_style_script_and_frame_are_files_of_the_package(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.retries import Retries
 from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import format_bytes
@@ -225,6 +226,7 @@ class Decision:
         host: what the run takes of the host, if its worker processes or checkpoints take any.
         kept: what each batch leaves behind, the most first.
         runs_out_at: when what outlives its epoch fills the budget; None if it does not while the fit runs.
+        retries: how a step runs that does not fit with all that the allocator caches; None if it fits, or if it fails.
     """
 
     batch_size: int
@@ -244,6 +246,7 @@ class Decision:
     host: HostUse | None = None
     kept: tuple[Kept, ...] = ()
     runs_out_at: RunsOut | None = None
+    retries: Retries | None = None
 
     @property
     def pieces(self) -> int:

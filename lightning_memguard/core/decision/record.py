@@ -19,7 +19,8 @@ class Measured:
     ``peak_bytes`` is the counter that `Footprint.peak_device_bytes` predicts; ``source`` names the counter. ``parts``
     holds the parts whose true size is readable (parameters, buffers, gradients, optimizer state), each from the real
     tensors.
-    ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, if the device has one.
+    ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, if the device has one, and so are
+    ``alloc_retries`` (how often it released its cache to make room) and ``ooms`` (requests that failed even so).
     ``host_bytes`` are those of the host since the first step, with worker processes and what lies in shared memory;
     None on the CPU, and if nothing of the kind was predicted.
     """
@@ -29,6 +30,8 @@ class Measured:
     parts: Mapping[str, int] = field(default_factory=dict)
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    alloc_retries: int | None = None
+    ooms: int | None = None
     host_bytes: int | None = None
 
 
@@ -99,6 +102,8 @@ class EpochRecord:
         if predicted.low and predicted.high:
             metrics["memguard/predicted_low_gib"] = predicted.low.device_bytes / GIB
             metrics["memguard/predicted_high_gib"] = predicted.high.device_bytes / GIB
+        if self.measured.alloc_retries is not None:
+            metrics["memguard/alloc_retries"] = float(self.measured.alloc_retries)
         metrics |= {f"memguard/parts/{part}_gib": nbytes / GIB for part, nbytes in predicted.parts.items()}
         present = {part: nbytes for part, nbytes in predicted.parts.items() if nbytes}
         heights = accumulate(present.values())

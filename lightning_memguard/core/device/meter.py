@@ -99,15 +99,21 @@ class _AllocatorGauge(_Gauge):
 
     def restart(self) -> bool:
         self._torch.reset_peak_memory_stats(self._device)
+        self._counts = self._failures()
         return True
 
+    def _failures(self) -> tuple[int, int]:
+        stats = self._torch.memory_stats(self._device)
+        return stats.get("num_alloc_retries", 0), stats.get("num_ooms", 0)
+
     def read(self) -> Measured:
+        retries, ooms = (now - before for now, before in zip(self._failures(), self._counts, strict=True))
         allocated = self._torch.max_memory_allocated(self._device)
         reserved = self._torch.max_memory_reserved(self._device)
         now = or_none(nvml_memory_of, self._device) if self._device.type == "cuda" else None
         outside, seen_by = outside_allocator_bytes(self._before, now, self._torch.memory_reserved(self._device))
         source = f"torch.{self._device.type} + {seen_by}" if outside else f"torch.{self._device.type}, {seen_by}"
-        return Measured(reserved + outside, source, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
+        return Measured(reserved + outside, source, {}, allocated, reserved, retries, ooms)
 
 
 class _HighWaterGauge(_Gauge):

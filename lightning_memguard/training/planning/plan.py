@@ -17,7 +17,7 @@ from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.report.words import counted
-from lightning_memguard.training.planning.search import largest_that_runs
+from lightning_memguard.training.planning.search import largest_that_runs, with_retries
 from lightning_memguard.training.planning.subject import Subject, lightning_program, predicted
 from lightning_memguard.training.planning.target import target_and_budget, target_of
 from lightning_memguard.units import format_bytes
@@ -97,6 +97,7 @@ def _plan(subject: Subject, device: str, limits: Limits) -> Plan:
         prediction = replace(prediction, traces=traces)
     request = _request(subject, limits)
     asked = decide(prediction.footprint_at, budget, replace(request, free_to_choose=False))
+    asked = with_retries(asked, prediction)
     assert asked.footprint is not None
     reason = subject.fixed_because or ("" if prediction.scalable else "the step runs at no other size that was tried")
     plan = Plan(asked, asked.footprint, budget, None, prediction, reason, ranks=subject.ranks)

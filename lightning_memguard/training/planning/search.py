@@ -15,6 +15,7 @@ from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
 from lightning_memguard.core.device.process import LESS
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.retries import retries_within
 from lightning_memguard.errors import DoesNotFitError
 
 T = TypeVar("T")
@@ -91,8 +92,21 @@ def largest_that_runs(
             known = [size for size in proven.compiled if size < decision.batch_size]
             capped = replace(even, max_batch_size=max(known, default=even.smallest_batch_size))
             decision = _decide(partial(footprint_at, proven), budget, capped, refused_by)
-        return decision, proven
+        return with_retries(decision, proven), proven
     raise failures[0]
+
+
+def with_retries(decision: Decision, prediction: Prediction) -> Decision:
+    """Return the decision with `Decision.retries`, if its step is too large for a GPU and is known event by event."""
+    size, most, budget = decision.batch_size, decision.footprint, decision.budget
+    if decision.fits or not most or not budget or most.is_evaluation:
+        return decision
+    if prediction.method != "fake" or prediction.variants or prediction.stopped:
+        return decision
+    beside = most.peak_reserved_bytes - prediction.footprint_at(size).peak_reserved_bytes
+    beside += most.high.outside_bytes if most.high else most.outside_bytes
+    trace, capacity = prediction.own_trace_at(size), budget.usable_bytes - beside
+    return replace(decision, retries=retries_within(trace, prediction.settings, capacity))
 
 
 def _compiled_around(

@@ -62,6 +62,7 @@ class Gpu:
         self.nvml: MemoryInfo | None = MemoryInfo(8 * GIB, 6 * GIB, "nvml", used_bytes=2 * GIB)
         self.info: tuple[int, int] | None = (5 * GIB, 8 * GIB)
         self.peak_allocated = self.peak_reserved = 0
+        self.stats: dict[str, int] = {}
         self.properties = types.SimpleNamespace(total_memory=8 * GIB, is_integrated=0, uuid="aaaa")
         answers = {
             "is_initialized": lambda: True,
@@ -76,6 +77,7 @@ class Gpu:
             "max_memory_reserved": lambda where: self.peak_reserved,
             "max_memory_allocated": lambda where: self.peak_allocated,
             "reset_peak_memory_stats": self.reset_peak,
+            "memory_stats": lambda where: self.stats,
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)

@@ -216,10 +216,13 @@ def test_on_cuda_every_epoch_is_measured_for_itself(gpu):
     meter = PeakMeter(CUDA)
     gpu.open_context(CUDA)
     meter.start(already_held_bytes=0)
-    gpu.peak_reserved = 2 * GIB
-    assert meter.read({}).peak_reserved_bytes == 2 * GIB
+    gpu.peak_reserved, gpu.stats = 2 * GIB, {"num_alloc_retries": 3, "num_ooms": 1}
+    measured = meter.read({})
+    assert (measured.peak_reserved_bytes, measured.alloc_retries, measured.ooms) == (2 * GIB, 3, 1)
     meter.restart()
-    assert meter.read({}).peak_reserved_bytes == 0
+    gpu.stats = {"num_alloc_retries": 5, "num_ooms": 1}
+    measured = meter.read({})
+    assert (measured.peak_reserved_bytes, measured.alloc_retries, measured.ooms) == (0, 2, 0)
 
 
 def test_on_cuda_a_context_that_cannot_be_separated_from_other_processes_is_left_out_and_the_source_shows_it(gpu):

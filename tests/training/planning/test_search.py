@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+import torch
 
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
-from lightning_memguard.core.decision.decision import Budget, Decision, Request
+from lightning_memguard.core.decision.decision import Budget, Decision, Limits, Request
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.report.decision_table import why
+from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.search import largest_that_runs
+from lightning_memguard.training.planning.subject import subject_of
+from lightning_memguard.units import MIB
 
 BUDGET = Budget(100, 100, 0, "given", "CPU")
 
@@ -56,3 +60,24 @@ def test_where_the_step_fails_at_each_size_the_first_failure_is_the_reason() -> 
     """It is of the largest size that fits; those after it are of sizes that were tried in its place."""
     with pytest.raises(StepFailsError, match="at batch size 100 the step could not run"):
         largest(Steps(101))
+
+
+def test_a_plan_says_of_a_size_that_only_runs_by_emptying_the_cache_how_often_it_does() -> None:
+    """Sixty blocks of 1 MiB and one of 60 MiB are never there together, but the allocator caches both."""
+
+    def step(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        small = [batch.new_empty(MIB // 4) for _ in range(60)]
+        del small
+        large = batch.new_empty(60 * MIB // 4)
+        del large
+        return model(batch).sum()
+
+    subject = subject_of(torch.nn.Linear(8, 8), torch.zeros(8, 8), step=step)
+    whole = plan_on(subject, "T4")
+    assert whole.fits
+    assert whole.asked.retries is None
+    most = whole.footprint.most_device_bytes
+    short, too_short = (plan_on(subject, "T4", Limits(0.0, most - mib * MIB)).asked for mib in (30, 80))
+    assert (short.fits, too_short.fits) == (False, False)
+    assert why(short).endswith("it runs, but empties the cache each step.")
+    assert too_short.retries is None
