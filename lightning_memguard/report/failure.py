@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from lightning_memguard.core.decision.decision import Budget, Verdict, verdict
 from lightning_memguard.core.decision.record import Measured
+from lightning_memguard.core.device.memory_info import MemoryInfo
+from lightning_memguard.core.replay.at_peak import LineShare
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Shapes
-from lightning_memguard.report.words import at_size, counted, peak_words, size_of
+from lightning_memguard.report.words import at_size, counted, part_words, peak_words, size_of, times
 from lightning_memguard.units import format_bytes
 
 _MOST_SHAPES = 6
+_MOST_SHARES = 5
+_OF_LINES = ("activations", "temporaries", "workspaces")
+_WORTH_NAMING = 0.02  # of the predicted peak
 _LESS_MEMORY = "bf16-mixed precision, activation checkpointing, or a smaller model"
 
 
@@ -135,6 +141,9 @@ class Failure:
         predicted_shapes: of the batch the prediction is based on.
         would_fit: the largest batch size that would have fit; 0 if not even one sample would, None if it is not known.
         larger: the footprint of that batch if it is larger than those predicted from.
+        at_peak: the lines and parts that hold the most at the predicted peak of the step that failed.
+        elsewhere: bytes on the device that are not a part of the step, by who keeps them.
+        between_steps: optimizer steps done, and bytes held then: after the first step, and when last measured.
     """
 
     predicted: Footprint
@@ -145,12 +154,53 @@ class Failure:
     predicted_shapes: Shapes
     would_fit: int | None
     larger: Footprint | None = None
+    at_peak: Sequence[LineShare] = ()
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
+    between_steps: Sequence[tuple[int, int]] = ()
 
 
 def note(failure: Failure) -> str:
     """Predicted versus measured, what else is on the device, which batch it was, and what would have fit."""
     notes = [f"Note on the prediction: {text}." for text in failure.predicted.notes]
-    return "\n".join([_predicted(failure), _room(failure), _batch(failure), *notes, _advice(failure)])
+    held = [*_at_peak(failure), *_elsewhere(failure), *_grown(failure)]
+    return "\n".join([_predicted(failure), *held, _room(failure), _batch(failure), *notes, _advice(failure)])
+
+
+def _at_peak(failure: Failure) -> Iterator[str]:
+    if failure.at_peak:
+        yield "At the predicted peak, most of it is held by:"
+    for share in failure.at_peak[:_MOST_SHARES]:
+        actual = share.actual_bytes
+        if actual is None and failure.measured and not share.line:
+            actual = failure.measured.parts.get(share.part)
+        found = "" if actual is None else f"; actual: {format_bytes(actual)}"
+        yield f"  {format_bytes(share.nbytes):>10}  {_place(share)}{found}"
+
+
+def _place(share: LineShare) -> str:
+    if not share.line:
+        return part_words(share.part) + (", of no known line" if share.part in _OF_LINES else "")
+    file, line, function = share.line.replace("\\", "/").rpartition("/")[2].rsplit(":", 2)
+    more = f" and {counted(len(share.modules) - 1, 'more module')}" if len(share.modules) > 1 else ""
+    module = f", in {share.modules[0]}{more}" if share.modules else ""
+    return f"{part_words(share.part)} of {file}:{line} ({function}){module}"
+
+
+def _elsewhere(failure: Failure) -> Iterator[str]:
+    least = _WORTH_NAMING * failure.predicted.peak_device_bytes
+    named = [f"{who} ({format_bytes(nbytes)})" for who, nbytes in failure.elsewhere.items() if nbytes > least]
+    if named:
+        yield f"Not a part of the step, but kept on the device: {', '.join(named[:_MOST_SHARES])}."
+
+
+def _grown(failure: Failure) -> Iterator[str]:
+    if len(failure.between_steps) > 1:
+        (first, before), (last, now) = failure.between_steps
+        if now - before > _WORTH_NAMING * failure.predicted.peak_device_bytes:
+            yield (
+                f"Between steps, this run held {format_bytes(before)} after step {first} and {format_bytes(now)} after "
+                f"step {last}: {format_bytes(now - before)} more."
+            )
 
 
 def _predicted(failure: Failure) -> str:
@@ -205,3 +255,52 @@ def _advice(failure: Failure) -> str:
     scaled = ", assuming other steps exceed it by the same factor" if over else ""
     truncate = ", or truncate long samples" if failure.larger else ""
     return f"{_size_that_fits(size, failure.larger is not None)} fit{scaled}: {_remedy(size)}{truncate}."
+
+
+@dataclass(frozen=True)
+class WorkerDeath:
+    """A worker process of a loader that died of memory, and what was known then; None for what cannot be read.
+
+    Attributes:
+        kind: what it ran out of: /dev/shm, or it was killed, as the kernel does if the host's memory runs out.
+        shared_bytes: what /dev/shm holds in all.
+        needed_bytes: what the workers put there at most.
+        workers_bytes: what the processes that are left hold, without what they share.
+        host: what the host, or the control group, has free.
+        oom_kills: processes that the kernel has killed for memory since the run began, on the whole host.
+    """
+
+    kind: Literal["shared memory", "killed"]
+    shared_bytes: int | None = None
+    needed_bytes: int | None = None
+    workers_bytes: int = 0
+    host: MemoryInfo | None = None
+    oom_kills: int | None = None
+
+
+def worker_words(death: WorkerDeath) -> str:
+    """Say why a worker died, and what helps."""
+    needed = format_bytes(death.needed_bytes) if death.needed_bytes else ""
+    if death.kind == "shared memory":
+        of = f", which has {format_bytes(death.shared_bytes)} in all" if death.shared_bytes is not None else ""
+        wants = f" The workers put up to {needed} there: the batches that they fetch ahead." if needed else ""
+        return (
+            f"A worker of the loader ran out of /dev/shm{of}.{wants} In Docker, use --shm-size or --ipc=host; or set "
+            "prefetch_factor=1, fewer workers, or a smaller batch; num_workers=0 needs none. The sharing strategy "
+            "file_system takes as much of it."
+        )
+    if death.oom_kills == 0:
+        return (
+            "A worker of the loader was killed, but not for memory: the kernel has killed no process for that since "
+            "this run began."
+        )
+    kills = f"the kernel has killed a process for memory {times(death.oom_kills or 0)} since this run began"
+    why = kills if death.oom_kills else "most often that is the kernel, when the host's memory runs out"
+    total = f"{format_bytes(death.host.total_bytes)} ({death.host.source})" if death.host else ""
+    free = f" Now {format_bytes(death.host.free_bytes)} of {total} are free." if death.host else ""
+    others = f" The other workers hold {format_bytes(death.workers_bytes)}." if death.workers_bytes else ""
+    held = f" Batches that are fetched ahead take up to {needed}." if needed else ""
+    return (
+        f"A worker of the loader was killed: {why}.{free}{others}{held} Use fewer workers, prefetch_factor=1 or a "
+        "smaller batch, and keep datasets in arrays or files: each worker gets a copy of the Python objects it touches."
+    )

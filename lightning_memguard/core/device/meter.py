@@ -16,6 +16,7 @@ from lightning_memguard.core.device.host import status_bytes
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.core.device.memory_info import MemoryInfo, or_none
 from lightning_memguard.core.device.nvml import nvml_memory_of
+from lightning_memguard.core.replay.history import allocated_by_line
 
 _SAMPLING_SECONDS = 0.01
 
@@ -57,6 +58,10 @@ class PeakMeter:
         measured = or_none(self._gauge.read) if self._gauge is not None else None
         return replace(measured or Measured(0, "unknown"), parts=dict(parts))
 
+    def held_bytes(self) -> int | None:
+        """Read what the training holds now; None if that cannot be read."""
+        return or_none(self._gauge.held_bytes) if self._gauge is not None else None
+
     def close(self) -> None:
         """Stop measuring; `start` begins again."""
         if self._gauge is not None:
@@ -83,6 +88,9 @@ class _Gauge:
         raise NotImplementedError
 
     def read(self) -> Measured:
+        raise NotImplementedError
+
+    def held_bytes(self) -> int:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -115,6 +123,9 @@ class _AllocatorGauge(_Gauge):
         source = f"torch.{self._device.type} + {seen_by}" if outside else f"torch.{self._device.type}, {seen_by}"
         return Measured(reserved + outside, source, {}, allocated, reserved, retries, ooms)
 
+    def held_bytes(self) -> int:
+        return int(self._torch.memory_allocated(self._device))
+
 
 class _HighWaterGauge(_Gauge):
     """The kernel's own count of a process's peak resident memory, which the process may reset (Linux).
@@ -134,10 +145,15 @@ class _HighWaterGauge(_Gauge):
         return True
 
     def read(self) -> Measured:
+        return Measured(self._held_bytes + self._grown("VmHWM"), "peak resident memory")
+
+    def held_bytes(self) -> int:
+        return self._held_bytes + self._grown("VmRSS")
+
+    def _grown(self, to: str) -> int:
         then, now = self._at_start, status_bytes(self._process)
         mapped = max(0, now.get("RssFile", 0) - then.get("RssFile", 0))
-        grown = max(0, now["VmHWM"] - then["VmRSS"] - mapped)
-        return Measured(self._held_bytes + grown, "peak resident memory")
+        return max(0, now[to] - then["VmRSS"] - mapped)
 
 
 class _SampledGauge(_Gauge):
@@ -162,9 +178,19 @@ class _SampledGauge(_Gauge):
         peak = max(self._peak_bytes, self._ask())
         return Measured(max(0, peak + self._offset_bytes), f"{self._counter}, sampled every 10 ms")
 
+    def held_bytes(self) -> int:
+        return max(0, self._ask() + self._offset_bytes)
+
     def close(self) -> None:
         self._closed.set()
         self._thread.join(timeout=1)
+
+
+def allocated_now(device: torch.device) -> Mapping[str, int]:
+    """Return the bytes that are allocated on a CUDA device, by the line that requested them, if that is recorded."""
+    if device.type != "cuda" or not torch._C._cuda_isHistoryEnabled():
+        return {}
+    return allocated_by_line(torch.cuda.memory._snapshot(device), device.index or 0)
 
 
 class ActualSnapshot:

@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -279,6 +279,15 @@ def line_of(stack: Stack) -> str:
         if rest and not _TORCH.search(file) and not rest.endswith(_INSIDE_TORCH):
             return frame
     return ""
+
+
+def allocated_by_line(snapshot: Mapping[str, Any], device: int) -> Counter[str]:
+    """Return the bytes allocated at the end of a snapshot, by the line of `line_of` that requested them."""
+    stacks, found = _Stacks(snapshot.get("frames")), Counter[str]()
+    for segment in snapshot["segments"]:
+        for block in _segment(segment, stacks).blocks if segment.get("device", 0) == device else ():
+            found[line_of(stacks.rows[block.stack]) if block.stack >= 0 else ""] += block.nbytes
+    return found
 
 
 def without_folders(line: str) -> str:

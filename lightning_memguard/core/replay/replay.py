@@ -159,11 +159,15 @@ class Replay:
     @classmethod
     def of(cls, steps: Steps) -> Replay:
         """Run the steps to their end."""
-        peak_bytes, parts, peak_event = _peak(steps.trace.events, list(steps))
+        peak_event, alive = alive_at_peak(steps.trace.events, list(steps))
+        parts: Counter[str] = Counter()
+        for event, nbytes in alive:
+            parts[event.part] += nbytes
+        peak_bytes = parts.total()
         return cls(
             peak_allocated_bytes=peak_bytes,
             peak_reserved_bytes=max(peak_bytes, steps.peak_reserved_bytes),  # the same for exact memory
-            parts=parts,
+            parts=dict(parts),
             peak_event=peak_event,
             segments=steps.segments,
             retries=steps.allocator.retries if steps.allocator else 0,
@@ -187,20 +191,17 @@ def replay(trace: Trace, settings: AllocatorSettings) -> Replay:
     return Replay.of(Steps(trace, settings))
 
 
-def _peak(events: Sequence[Event], changes: Sequence[int]) -> tuple[int, dict[str, int], Event | None]:
-    """The peak of the live bytes, its parts, and the event that first reached it."""
+def alive_at_peak(events: Sequence[Event], changes: Sequence[int]) -> tuple[Event | None, list[tuple[Event, int]]]:
+    """The event that first reached the peak of the live bytes, and the blocks alive then, each with its bytes."""
     live = list(accumulate(changes))
     peak = max(live, default=0)
     if peak == 0:
-        return 0, {}, None
+        return None, []
     at = live.index(peak)
-    alive: dict[int, int] = {}
-    for position, change in enumerate(changes[: at + 1]):
+    alive: dict[int, tuple[Event, int]] = {}
+    for event, change in zip(events[: at + 1], changes, strict=False):
         if change > 0:
-            alive[events[position].block] = position
+            alive[event.block] = event, change
         elif change < 0:
-            del alive[events[position].block]
-    parts: Counter[str] = Counter()
-    for position in alive.values():
-        parts[events[position].part] += changes[position]
-    return peak, dict(parts), events[at]
+            del alive[event.block]
+    return events[at], [*alive.values()]

@@ -16,10 +16,13 @@ from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.budget import read_budget
+from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.meter import allocated_now
 from lightning_memguard.core.isolation.pool import ChildPool
+from lightning_memguard.core.replay.at_peak import LineShare, shares_at_peak
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.simulation.fake import run_on_one_thread
-from lightning_memguard.core.trace.trace import Shapes
+from lightning_memguard.core.trace.trace import Shapes, Trace
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.report.failure import Failure, Larger
 from lightning_memguard.training.facts.ranks import attempt
@@ -107,15 +110,33 @@ def _quick_sizes(batch: Any, *, by_shape: bool) -> list[torch.Size] | int:
 # -- after an out-of-memory error
 
 
-def failure(watch: BatchWatch, decided: Footprint, device: torch.device, measured: Measured | None) -> Failure:
-    """Compare what was there when memory ran out with the prediction, and find what would have fit."""
+def failure(
+    watch: BatchWatch, decided: Footprint, device: torch.device, measured: Measured | None, **found: Any
+) -> Failure:
+    """Compare what was there when memory ran out with the prediction, and find what would have fit.
+
+    ``found`` are other fields of the result.
+    """
     budget = watch.profile.budget
     now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
     larger, alike = watch.largest if watch.largest and watch.exceeds else (None, watch.prediction)
     ratio = _ratio(measured, (larger.footprint if larger else decided).peak_device_bytes)
     smaller = None if watch.is_fixed else would_fit(watch, _budget_now(watch, device), ratio, alike=alike)
     shapes = watch.shapes, watch.predicted_shapes
-    return Failure(decided, measured, budget, now, *shapes, smaller, larger.footprint if larger else None)
+    if larger:
+        shares = attempt(lambda: _shares(alike.own_trace_at(larger.footprint.batch_size), alike, device)).value
+    else:
+        shares = attempt(lambda: _shares(watch.profile.trace_at(decided.batch_size), alike, device)).value
+    of_larger = larger.footprint if larger else None
+    return Failure(decided, measured, budget, now, *shapes, smaller, of_larger, shares or (), **found)
+
+
+def _shares(trace: Trace, prediction: Prediction, device: torch.device) -> list[LineShare]:
+    """What holds the memory at the peak, line by line, next to what each line really holds, if that is recorded."""
+    shares, actual = shares_at_peak(trace, prediction.settings), or_none(allocated_now, device)
+    if not actual:
+        return shares
+    return [replace(share, actual_bytes=actual.get(share.line, 0)) if share.line else share for share in shares]
 
 
 def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured) -> int | None:

@@ -400,11 +400,13 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
 
     @_guarded
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Add to an out-of-memory error what was predicted and what would have fit; leave the Trainer as it was."""
+        """Add to an error of memory what was predicted and what would have fit; leave the Trainer as it was."""
         try:
-            if ran_out_of_memory(exception):
-                run = self._run
-                text = attempt(run.out_of_memory_note).value if run else "MemGuard made no prediction."
+            run = self._run
+            if isinstance(exception, (RuntimeError, MemoryError)):
+                text = attempt(lambda: run.note_on(exception)).value if run else ""
+                if not run and ran_out_of_memory(exception):
+                    text = "MemGuard made no prediction."
                 if text and sys.version_info >= (3, 11):
                     exception.add_note(text)
                 elif text:

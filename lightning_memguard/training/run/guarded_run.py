@@ -21,7 +21,7 @@ from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
-from lightning_memguard.report.failure import announcement, note, overrun_words, refusal_words
+from lightning_memguard.report.failure import announcement, note, overrun_words, refusal_words, worker_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import Report
@@ -33,7 +33,9 @@ from lightning_memguard.training.adapter.program import logging_step
 from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
 from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
+from lightning_memguard.training.rescue.memory import ran_out_of_memory
 from lightning_memguard.training.rescue.rescuer import Rescuer
+from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_death
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, fits_now, fitting, size_within_budget
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
@@ -83,6 +85,8 @@ class GuardedRun:
         self._sized = False
         self._undo: list[Callable[[], None]] = []
         self._gradient_bytes: list[int] = []
+        self._between_steps: list[tuple[int, int]] = []
+        self._oom_kills = oom_kills()
         self._watches: dict[str, BatchWatch | None] = {}  # by role
         self._folder: Path | None = None
         self._report: Report | None = None
@@ -314,7 +318,14 @@ class GuardedRun:
             self._try_writing("snapshot", recorder.close)
 
     def check_peak(self, batch_idx: int) -> None:
-        """Warn of a run that has passed its budget, after 2, 4, 8, ... batches of an epoch: early, and at no cost."""
+        """Warn of a run that has passed its budget, after 2, 4, 8, ... batches of an epoch: early, and at no cost.
+
+        Note what it holds between its steps then, for an error to compare.
+        """
+        if batch_idx.bit_count() == 1:
+            steps, held = self.trainer.global_step, self._meter.held_bytes()
+            if held is not None and steps:
+                self._between_steps = [*self._between_steps[:1], (steps, held)]
         if self._checks_peak and batch_idx > 1 and batch_idx.bit_count() == 1:
             self._warn_of_overrun(self._with_children(self._meter.read({})))
 
@@ -520,12 +531,18 @@ class GuardedRun:
 
     # -- when it is over
 
-    def out_of_memory_note(self) -> str:
-        """Say what a run that ran out of memory was predicted to take, what would have fit, and why no rescue came."""
-        refused = self._rescuer.refused if self._rescuer else ""
-        return "\n".join(filter(None, (self._note_on_prediction(), refusal_words(refused))))
+    def note_on(self, error: BaseException) -> str:
+        """Say what a run that ran out of memory was predicted to take, what would have fit, and why no rescue came.
 
-    def _note_on_prediction(self) -> str:
+        Of a worker that died of memory, say why; empty for other errors.
+        """
+        if not ran_out_of_memory(error):
+            death = worker_death(error, self.tuning.profile, self._oom_kills)
+            return worker_words(death) if death else ""
+        refused = self._rescuer.refused if self._rescuer else ""
+        return "\n".join(filter(None, (self._note_on_prediction(error), refusal_words(refused))))
+
+    def _note_on_prediction(self, error: BaseException) -> str:
         profile, footprint = self.tuning.profile, self.decision.footprint
         if profile is None or footprint is None:
             return f"MemGuard made no prediction: {self.decision.reason}."
@@ -533,7 +550,9 @@ class GuardedRun:
         role = "val" if trainer.evaluating or trainer.predicting or trainer.validating else "train"
         watch = self._watches.get(role) or next(filter(None, self._watches.values()), None)
         watch = watch or BatchWatch(profile, profile.prediction, self.decision.batch_size)
-        return note(failure(watch, footprint, self.device, attempt(self._measure).value))
+        elsewhere = attempt(lambda: held_elsewhere(trainer, self.module, error)).value or {}
+        found = {"elsewhere": elsewhere, "between_steps": self._between_steps}
+        return note(failure(watch, footprint, self.device, attempt(self._measure).value, **found))
 
     def close(self) -> None:
         """Stop measuring and recording, and leave the Trainer and the user's objects as they were."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memguard import MemGuard
+from lightning_memguard.training.run import aftermath, guarded_run
 from lightning_memguard.units import KIB, MIB
 
 notes_there = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
@@ -175,3 +181,117 @@ def test_where_the_run_was_not_tuned_the_note_says_that_there_was_no_prediction(
     with pytest.warns(UserWarning, match="MemGuard"), pytest.raises(torch.OutOfMemoryError) as caught:
         trainer(MemGuard()).fit(module, once)
     assert caught.value.__notes__[0].startswith("MemGuard made no prediction: ")
+
+
+class Keeping(Tokens):
+    """Keeps what each step makes: 100 x 10 x 32 floats, 125 KiB, and the graph behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[torch.Tensor] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        embedded = self.embedding(batch)
+        self.outputs.append(embedded)
+        if batch_idx == 3 and not isinstance(embedded, torch._subclasses.FakeTensor):
+            on_a_gpu()
+        return self.head(embedded.exp().mean(1)).square().mean()
+
+
+@notes_there
+def test_the_note_names_the_lines_that_hold_the_memory_and_what_was_kept_besides(trainer: Any) -> None:
+    loader = DataLoader([torch.zeros(10, dtype=torch.long)] * 400, batch_size=100, collate_fn=pad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            trainer(MemGuard("check")).fit(Keeping(), loader)
+    lines = "\n".join(caught.value.__notes__).splitlines()
+    file, start = Path(__file__).name, Keeping.training_step.__code__.co_firstlineno
+    begin = lines.index("At the predicted peak, most of it is held by:")
+    held = [line.strip() for line in lines[begin + 1 :] if line.startswith("  ")]
+    assert len(held) <= 5
+    assert f"500.0 KiB  activations of {file}:{start + 1} (training_step), in embedding" in held
+    assert f"375.0 KiB  temporaries of {file}:{start + 5} (training_step)" in held
+    assert "12.8 KiB  parameters; actual: 12.8 KiB" in held
+    assert any(
+        "kept on the device: `Keeping.outputs` with the graphs of its tensors (500.0 KiB)" in line for line in lines
+    )
+
+
+# -- workers
+
+
+class Dying(torch.utils.data.Dataset[torch.Tensor]):
+    """Whose worker gets a signal; batches of 2 MiB."""
+
+    def __init__(self, signal_number: int = 0) -> None:
+        self.signal_number = signal_number
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if torch.utils.data.get_worker_info() and index == 9 and self.signal_number:
+            os.kill(os.getpid(), self.signal_number)
+        return torch.zeros(MIB // 16)
+
+
+class Wide(Tokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(MIB // 16, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.head(batch).sum()
+
+
+def of_workers(trainer: Any, data: Dying) -> str:
+    loader = DataLoader(data, batch_size=8, num_workers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError) as caught:
+            trainer(MemGuard("check")).fit(Wide(), loader)
+    return "\n".join(getattr(caught.value, "__notes__", []))
+
+
+@notes_there
+@pytest.mark.parametrize(
+    ("kills_before", "words"), [(-3, "memory 3 times since"), (0, "was killed, but not for memory")]
+)
+def test_a_worker_that_was_killed_is_explained(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, kills_before: int, words: str
+) -> None:
+    real = aftermath.oom_kills() or 0
+    counts = iter([real + kills_before, real])
+    monkeypatch.setattr(guarded_run, "oom_kills", lambda: next(counts))
+    monkeypatch.setattr(aftermath, "oom_kills", lambda: next(counts))
+    note = of_workers(trainer, Dying(signal.SIGKILL))
+    assert words in note
+    assert ("fetched ahead take up to 12.0 MiB" in note) == bool(kills_before)
+
+
+@notes_there
+def test_a_worker_that_ran_out_of_shared_memory_is_explained(trainer: Any) -> None:
+    """Two workers that fetch two batches ahead, and two that were given out: six batches of 2 MiB."""
+    note = of_workers(trainer, Dying(signal.SIGBUS))
+    assert note.startswith("A worker of the loader ran out of /dev/shm, which has ")
+    assert "The workers put up to 12.0 MiB there" in note
+    assert not of_workers(trainer, Dying(signal.SIGSEGV))
+
+
+@notes_there
+def test_a_small_shared_memory_is_explained() -> None:
+    here = str(Path(__file__).parent)
+    program = f"import sys; sys.path[:0] = [{here!r}]; import test_batch_monitor; test_batch_monitor.in_small_memory()"
+    mount = ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=6m tmpfs /dev/shm && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs a /dev/shm of its own")
+    done = subprocess.run(
+        [*mount, sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert "A worker of the loader ran out of /dev/shm, which has 6.0 MiB in all." in done.stdout, done.stderr
+
+
+def in_small_memory() -> None:
+    settings = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    print(of_workers(lambda guard: pl.Trainer(callbacks=[guard], max_epochs=1, **settings), Dying()))

@@ -1,0 +1,144 @@
+"""A run that has ended with an error -> what its memory was held by, and whether a loader's worker died of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import UserDict
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from signal import Signals
+from traceback import walk_tb
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import psutil
+from torch import Tensor, nn
+
+from lightning_memguard.core.batch.nesting import LISTS
+from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
+from lightning_memguard.core.device.host import available_memory
+from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.report.failure import WorkerDeath
+from lightning_memguard.training.data.workers import bytes_in_flight
+from lightning_memguard.training.facts.ranks import attempt
+from lightning_memguard.training.run.profile import RunProfile
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+_LAST_ERRORS = ("last_exc", "last_value")  # since Python 3.12, and before
+
+
+def held_elsewhere(trainer: Trainer, module: LightningModule, error: BaseException) -> dict[str, int]:
+    """Return the bytes on the run's device that are not a part of its step, by who keeps them, the most first."""
+    optimizers = trainer.optimizers
+    own = [*module.parameters(), *module.buffers(), *gradients_of(optimizers, module), *states_of(optimizers)]
+    held: dict[str, list[Tensor]] = {"": own}
+    for name, value in _attributes(trainer, module):
+        tensors = [*_tensors(value)]
+        graphs = " with the graphs of its tensors" if any(tensor.grad_fn is not None for tensor in tensors) else ""
+        held[f"`{name}`{graphs}"] = tensors
+    variables = vars(sys.modules.get("__main__", ModuleType("")))
+    outputs = variables.get("Out"), *(variables.get("_" * count) for count in (1, 2, 3))
+    held["the notebook's `Out[]`"] = [*_tensors(outputs)]
+    for name in _LAST_ERRORS:
+        if getattr(sys, name, error) is not error:
+            held[f"an earlier error's frames (`sys.{name}`)"] = [*_in_frames(getattr(sys, name))]
+    held["the frames of this error, until it is let go"] = [*_in_frames(error)]
+    nbytes = part_bytes(held, trainer.strategy.root_device.type)
+    del nbytes[""]
+    return dict(sorted(nbytes.items(), key=lambda item: -item[1]))
+
+
+def _attributes(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, object]]:
+    """The tensors, and containers of some, that are attributes of the module, its children and the callbacks."""
+    owners = {f"{type(module).__name__}{path and '.'}{path}": child for path, child in module.named_modules()}
+    owners |= {type(each).__name__: each for each in (*trainer.callbacks, trainer.datamodule) if each}  # type: ignore[attr-defined]
+    for owner, thing in owners.items():
+        for name, value in [*getattr(thing, "__dict__", {}).items()]:
+            if name not in vars(_EMPTY) and isinstance(value, (Tensor, dict, UserDict, *LISTS)):
+                yield f"{owner}.{name}", value
+
+
+_EMPTY = nn.Module()
+
+
+def _in_frames(error: BaseException) -> Iterator[Tensor]:
+    for each in _chain(error):
+        for frame, _ in walk_tb(each.__traceback__):
+            yield from _tensors(dict(frame.f_locals))
+
+
+def _tensors(tree: object, depth: int = 6) -> Iterator[Tensor]:
+    """The tensors in containers; not those of objects in them, which lead to datasets and Trainers."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif depth and isinstance(tree, (dict, UserDict, *LISTS)):
+        for value in [*(tree.values() if isinstance(tree, (dict, UserDict)) else tree)]:
+            yield from _tensors(value, depth - 1)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+# -- workers
+
+_DEAD = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: (Bus error|Killed)")
+_SIGNALS = {"Bus error": "SIGBUS", "Killed": "SIGKILL"}
+_FULL = re.compile(r"unable to (?:allocate shared memory|write to file </torch|resize file </torch|mmap)[^\n]*")
+
+
+def worker_death(error: BaseException, profile: RunProfile | None, kills_before: int | None) -> WorkerDeath | None:
+    """Return what is known of a loader's worker that died of memory; None for other errors.
+
+    Args:
+        error: as it has reached the Trainer.
+        profile: of the run, if it was predicted.
+        kills_before: `oom_kills` when the run began.
+    """
+    text = "\n".join(map(str, _chain(error)))
+    signals = {name for name, signal in _SIGNALS.items() if signal in _signals_of(error)} | {*_DEAD.findall(text)}
+    is_full = "Bus error" in signals or ("DataLoader worker" in text and _FULL.search(text))
+    if not is_full and "Killed" not in signals:
+        return None
+    shared = or_none(psutil.disk_usage, "/dev/shm")  # noqa: S108 - nothing is written there
+    kills = oom_kills()
+    needed = attempt(partial(_needed, profile)).value if profile else None
+    return WorkerDeath(
+        "shared memory" if is_full else "killed",
+        shared_bytes=shared.total if shared else None,
+        needed_bytes=needed,
+        workers_bytes=attempt(_of_children).value or 0,
+        host=available_memory(),
+        oom_kills=None if kills is None or kills_before is None else kills - kills_before,
+    )
+
+
+def _signals_of(error: BaseException) -> set[str]:
+    """The signals that ended the workers that the loader names; it may have caught the error that says so."""
+    frames = [frame for each in _chain(error) for frame, _ in walk_tb(each.__traceback__)]
+    codes = [worker.exitcode or 0 for frame in frames for worker in frame.f_locals.get("failed_workers", ())]
+    return {Signals(-code).name for code in codes if code < 0}
+
+
+def _needed(profile: RunProfile) -> int | None:
+    return bytes_in_flight(profile.loader_info, profile.run.program.batches, profile.request.batch_size) or None
+
+
+def _of_children() -> int:
+    """Memory of the process's children that they do not share with it."""
+    return sum(child.memory_info().rss - child.memory_info().shared for child in psutil.Process().children())
+
+
+def oom_kills() -> int | None:
+    """How many processes the kernel has killed since it booted, as memory ran out; None off Linux."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
