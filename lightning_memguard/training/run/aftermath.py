@@ -6,7 +6,6 @@ import re
 import sys
 from collections import UserDict
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from signal import Signals
 from traceback import walk_tb
@@ -18,12 +17,11 @@ from torch import Tensor, nn
 
 from lightning_memguard.core.batch.nesting import LISTS
 from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
+from lightning_memguard.core.decision.decision import HostUse
 from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.core.device.memory_info import or_none
 from lightning_memguard.report.failure import WorkerDeath
-from lightning_memguard.training.data.workers import bytes_in_flight
 from lightning_memguard.training.facts.ranks import attempt
-from lightning_memguard.training.run.profile import RunProfile
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -93,12 +91,12 @@ _SIGNALS = {"Bus error": "SIGBUS", "Killed": "SIGKILL"}
 _FULL = re.compile(r"unable to (?:allocate shared memory|write to file </torch|resize file </torch|mmap)[^\n]*")
 
 
-def worker_death(error: BaseException, profile: RunProfile | None, kills_before: int | None) -> WorkerDeath | None:
+def worker_death(error: BaseException, host: HostUse | None, kills_before: int | None) -> WorkerDeath | None:
     """Return what is known of a loader's worker that died of memory; None for other errors.
 
     Args:
         error: as it has reached the Trainer.
-        profile: of the run, if it was predicted.
+        host: what the run was predicted to take of it.
         kills_before: `oom_kills` when the run began.
     """
     text = "\n".join(map(str, _chain(error)))
@@ -108,11 +106,10 @@ def worker_death(error: BaseException, profile: RunProfile | None, kills_before:
         return None
     shared = or_none(psutil.disk_usage, "/dev/shm")  # noqa: S108 - nothing is written there
     kills = oom_kills()
-    needed = attempt(partial(_needed, profile)).value if profile else None
     return WorkerDeath(
         "shared memory" if is_full else "killed",
         shared_bytes=shared.total if shared else None,
-        needed_bytes=needed,
+        needed_bytes=host.shared_bytes if host and host.shared_bytes else None,
         workers_bytes=attempt(_of_children).value or 0,
         host=available_memory(),
         oom_kills=None if kills is None or kills_before is None else kills - kills_before,
@@ -124,10 +121,6 @@ def _signals_of(error: BaseException) -> set[str]:
     frames = [frame for each in _chain(error) for frame, _ in walk_tb(each.__traceback__)]
     codes = [worker.exitcode or 0 for frame in frames for worker in frame.f_locals.get("failed_workers", ())]
     return {Signals(-code).name for code in codes if code < 0}
-
-
-def _needed(profile: RunProfile) -> int | None:
-    return bytes_in_flight(profile.loader_info, profile.run.program.batches, profile.request.batch_size) or None
 
 
 def _of_children() -> int:

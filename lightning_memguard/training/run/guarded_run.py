@@ -537,7 +537,7 @@ class GuardedRun:
         Of a worker that died of memory, say why; empty for other errors.
         """
         if not ran_out_of_memory(error):
-            death = worker_death(error, self.tuning.profile, self._oom_kills)
+            death = worker_death(error, self.decision.host, self._oom_kills)
             return worker_words(death) if death else ""
         refused = self._rescuer.refused if self._rescuer else ""
         return "\n".join(filter(None, (self._note_on_prediction(error), refusal_words(refused))))
