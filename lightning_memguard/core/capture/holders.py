@@ -205,7 +205,7 @@ def use_of(holder: Holder, roots: Iterable[object] = ()) -> Use:
 def _use_in(owner: Any, name: str) -> Use:
     filled = rf"\b{name}\b(\[.*\])?\.({_PUTS})\(|\b{name}\[.*\]\s*=[^=]|\b{name}\s*[+|]=|\.{name}\(|def {name}\("
     puts = re.compile(rf"{filled}|\b{name}\s*=[^=].*\b{name}\b(?!\[)")
-    emptied = rf"\b{name}\b.*\.({_CLEARS})\(|del .*\b{name}\b|\b{name}\s*=[^=](?!.*\b{name}\b)"
+    emptied = rf"\b{name}\b.*\.({_CLEARS})\(|del .*\b{name}\b|\b{name}\s*=[^=](?!.*\b{name}\b(?!\[))"
     clears = re.compile(rf"{emptied}|log(_dict)?\(.*\b{name}\b\s*[,)}}]")
     try:
         lines, first = inspect.getsourcelines(owner)

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lightning_memguard.core.capture.holders import Holder, holdings, roots_of, use_of
+from lightning_memguard.core.capture.holders import Holder, Use, holdings, roots_of, use_of
 from lightning_memguard.core.device.host import available_memory, status_bytes
 from lightning_memguard.core.device.malloc import trim_heap
 from lightning_memguard.core.device.memory_info import or_none
@@ -59,7 +58,8 @@ class GrowthWatch:
                 continue
             holders = self._look(done)
             found = holders.get(self._named(on_host, rate, done))
-            if found is None and not self._goes_on(on_host, free_bytes):
+            use = use_of(found, self._others) if found else Use(is_conditional=True)
+            if (use.is_conditional or use.is_cleared) and not self._goes_on(on_host, free_bytes):
                 continue
             room, rise = free_bytes - peak_bytes, (peak_bytes - self._peaks[1]) // (done - 1)
             if on_host:
@@ -70,8 +70,8 @@ class GrowthWatch:
                 pace = (rate + max(0, now - before)) // 2
             end = epoch + max(0, room) // (rise if rise > _CLEARLY * pace else pace)
             if end < epochs and (found is None or self._most_to_come(found, on_host, done) > room):
-                named = (found.name, use_of(found, self._others).line) if found else ("", "")
-                return Kept(*named, False, "epoch", True, rate, on_host=on_host), RunsOut(end, 0)
+                kept = Kept(found.name if found else "", use.line, False, "epoch", True, rate, on_host=on_host)
+                return kept, RunsOut(end, 0)
             self._harmless[on_host] = rate
         return None
 
@@ -116,9 +116,11 @@ class GrowthWatch:
         return len(rises) == _UNNAMED_EPOCHS and min(rises) > least
 
     def _most_to_come(self, holder: Holder, on_host: bool, done: int) -> float:
-        """Bytes that a dataset's cache may still take, with an entry for each sample; infinite for all others."""
+        """Bytes that a deque, or a dataset's cache with an entry for each sample, may still take; else infinite."""
         owner: Any = holder.owner
-        samples, entries = or_none(lambda: len(owner)), or_none(lambda: len(getattr(owner, holder.attribute)))
-        if not isinstance(owner, Dataset) or not samples or not entries or entries > samples:
+        value: Any = getattr(owner, holder.attribute, None)
+        samples, entries = or_none(len, owner), or_none(len, value)
+        most = getattr(value, "maxlen", None) or (samples if isinstance(owner, Dataset) else 0)
+        if not most or not entries or entries > most:
             return math.inf
-        return self._held[done][on_host][holder.name] * (samples / entries - 1)
+        return self._held[done][on_host][holder.name] * (most / entries - 1)

@@ -41,6 +41,7 @@ class Net(nn.Module):
         self.few: list[Any] = []
         self.first: list[Any] = []
         self.last = deque[Any]()
+        self.recent: list[Any] = []
         self.total = torch.zeros(3)
         inputs: list[Any] = []
         self.layer.register_forward_hook(lambda module, args, out: inputs.append(args[0]))
@@ -50,6 +51,8 @@ class Net(nn.Module):
         if batch_idx < 3:
             self.few.append(x)
         self.cleared += [x]
+        self.recent.append(x)
+        self.recent = self.recent[-10:]
         self.total = self.total + x
         self.last = deque([x])
         if len(self.first) > 2:
@@ -115,6 +118,7 @@ def test_long_lists_are_sampled_and_arrays_counted_once():
         ("few", "    self.few.append(x)", True, False),
         ("first", "self.first.append(x)", True, False),
         ("cleared", "self.cleared += [x]", False, True),
+        ("recent", "self.recent.append(x)", False, True),
         ("total", "self.total = self.total + x", False, False),
         ("last", "", False, True),  # set anew each time
         ("nothing", "", False, False),

@@ -6,6 +6,7 @@ import gc
 import itertools
 import warnings
 import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,18 @@ class Cached(Dataset[Any]):
 class Keeper:
     def __init__(self) -> None:
         self.kept: list[Any] = []
+        self.ring = deque[Any](maxlen=6)
+        self.recent: list[Any] = []
 
     def keep(self, megabytes: int) -> None:
         self.kept.append(torch.zeros(megabytes, MIB, dtype=torch.uint8))
+
+    def keep_in_ring(self) -> None:
+        self.ring.append(torch.zeros(10, MIB, dtype=torch.uint8))
+
+    def keep_recent(self) -> None:
+        self.recent = [*self.recent, torch.zeros(10, MIB, dtype=torch.uint8)]
+        self.recent = self.recent[-3:]
 
 
 @pytest.fixture
@@ -64,6 +74,19 @@ def test_an_attribute_that_grows_by_the_same_each_epoch_is_named_after_two(watch
     found = watched(lambda epoch: (keeper.keep(10), 30 * MIB if epoch == 0 else 11 * MIB)[1], keeper)
     # 91 MiB after two epochs, of 200, and 10 or 11 more in each: ten fit
     assert found == (2, 11, "Keeper.kept", 2 + (200 - 91) // 10.5)
+
+
+@pytest.mark.parametrize("way", ["keep_in_ring", "keep_recent"])
+def test_what_holds_the_last_few_epochs_is_not_said_to_grow(watched: Any, way: str):
+    keeper = Keeper()
+    held = {"keep_in_ring": lambda: keeper.ring, "keep_recent": lambda: keeper.recent}[way]
+
+    def grow(_: int) -> int:
+        before = len(held())
+        getattr(keeper, way)()
+        return 10 * MIB * (len(held()) - before)
+
+    assert watched(grow, keeper) is None
 
 
 def test_growth_that_all_epochs_fit_is_not_said(watched: Any):
