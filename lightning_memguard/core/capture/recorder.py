@@ -197,8 +197,9 @@ class Recorder(TorchDispatchMode):
     def note_batch(self, batch: object) -> None:
         """Note a batch that the step is given; of several the largest."""
         self.label(tensors_in(batch), "batch")
-        addresses = (tensor.untyped_storage()._cdata for tensor in _tensors(list(tensors_in(batch))))
-        self._batches.append({self._live[address] for address in addresses if address in self._live})
+        with torch._C.DisableTorchFunction():
+            blocks = {self._watch(tensor, "") for tensor in _tensors([*tensors_in(batch)])}
+        self._batches.append({block for block in blocks if block is not None})
         known, nbytes = self._batch, batch_bytes(batch)
         if known is None or nbytes > known[1]:
             self._batch = shapes_of(batch), nbytes

@@ -361,8 +361,7 @@ class PhaseMarkerMixin:
             return
         role: Literal["step", "validation"] = "step" if when == "fit" else "validation"
         with self.recorder.paused(), torch._C.DisableTorchFunction():
-            left = self.recorder.left_by(steps)
-            kept = attempt(lambda: find_kept(left, len(steps), pl_module, others, role))
+            kept = attempt(lambda: find_kept(self.recorder.left_by(steps), len(steps), pl_module, others, role))
         self.recorder.kept = kept.value or ()
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
