@@ -23,8 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_memguard.core.replay.history import History, read_histories, replay_as_recorded, replay_history
+from lightning_memguard.core.replay.history import History, read_histories, replay_history
 from lightning_memguard.errors import MemGuardError
+from shared.as_recorded import replay_as_recorded
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,7 @@ def histories_in(folder: Path) -> Iterator[tuple[str, History]]:
 
 
 def replayed(name: str, history: History) -> Replayed:
-    as_recorded, own = replay_as_recorded(history), replay_history(history)
-    assert as_recorded.differences is not None
-    found = as_recorded.differences
+    found, own = replay_as_recorded(history)[1], replay_history(history)
     return Replayed(
         *(name, history, found.allocations, found.other_addresses),
         *(found.segments + found.other_segments, found.other_segments),

@@ -22,13 +22,14 @@ from lightning_memguard.core.device.context import CONTEXT_BYTES
 from lightning_memguard.core.gpus import find
 from lightning_memguard.core.replay.compare import compare
 from lightning_memguard.core.replay.footprint import Peak, footprint
-from lightning_memguard.core.replay.history import History, histories_of, replay_as_recorded
+from lightning_memguard.core.replay.history import History, histories_of
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import save_snapshot, snapshot
 from lightning_memguard.core.simulation.fake import fake_copy
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE
 from lightning_memguard.core.trace.trace import Trace
+from shared.as_recorded import replay_as_recorded
 
 VOCABULARY = 10_000
 
@@ -397,7 +398,7 @@ def predicted(name: str, history: History, *, events: bool = False, save: Path |
     if save:
         save_snapshot(trace, settings, save / f"{name}.pickle")
     (ours,) = histories_of(content)
-    found, here, there = compare(ours, history), replay(trace.only("point"), settings), replay_as_recorded(history)
+    found, here, there = compare(ours, history), replay(trace.only("point"), settings), replay_as_recorded(history)[0]
     added = found.predicted_peak_bytes - found.predicted_before_bytes
     really = found.actual_peak_bytes - found.actual_before_bytes
     reserved = max(history.reserved_bytes)

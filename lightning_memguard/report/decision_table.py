@@ -12,17 +12,8 @@ from rich.table import Table
 from lightning_memguard.core.decision.decision import Budget, Decision, HostUse, LimitedBy
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import (
-    at_size,
-    batch_sizes,
-    counted,
-    part_words,
-    peak_range,
-    peak_words,
-    retries_words,
-    size_of,
-    times,
-)
+from lightning_memguard.core.replay.retries import Retries
+from lightning_memguard.report.words import at_size, batch_sizes, counted, part_words, peak_range, peak_words, size_of
 from lightning_memguard.units import format_bytes
 
 Row = tuple[str, str, str]
@@ -281,6 +272,13 @@ def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
     return f"does NOT fit{', even without its activations' if footprint.is_partial else ''}{because}"
 
 
+def retries_words(retries: Retries) -> str:
+    """Say how a step runs that does not fit with all that the allocator caches."""
+    if retries.per_step:
+        return f"runs, but empties the cache {'each step' if retries.per_step >= 1 else 'every few steps'}"
+    return f"runs, but empties the cache {counted(retries.at_first, 'time')} in its first steps"
+
+
 def _fewer_steps(decision: Decision) -> str:
     """Say how many optimizer steps an epoch has left at a larger batch size; empty if all, or if that is unknown."""
     now, before, asked = decision.steps_per_epoch, decision.requested_steps_per_epoch, decision.requested_batch_size
@@ -341,7 +339,7 @@ def last_line(records: Sequence[EpochRecord]) -> str:
     size = f"batch size {batch_sizes(worst, worst.batch_size)}"
     emptied = sum(record.measured.alloc_retries or 0 for record in records)
     if emptied:
-        split += f", the allocator's cache emptied {times(emptied)} to make room: a smaller batch may be faster"
+        split += f", the allocator's cache emptied {counted(emptied, 'time')} to make room: a smaller batch is faster"
     run = f"{f'largest batch {footprint.batch}' if footprint.batch else size}, {counted(len(records), 'epoch')}{split}."
     if not measured.peak_bytes:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"

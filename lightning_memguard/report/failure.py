@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from lightning_memguard.core.decision.decision import Budget, Verdict, verdict
 from lightning_memguard.core.decision.record import Measured
@@ -12,7 +11,7 @@ from lightning_memguard.core.device.memory_info import MemoryInfo
 from lightning_memguard.core.replay.at_peak import LineShare
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Shapes
-from lightning_memguard.report.words import at_size, counted, part_words, peak_words, size_of, times
+from lightning_memguard.report.words import at_size, counted, part_words, peak_words, size_of
 from lightning_memguard.units import format_bytes
 
 _MOST_SHAPES = 6
@@ -198,8 +197,8 @@ def _grown(failure: Failure) -> Iterator[str]:
         (first, before), (last, now) = failure.between_steps
         if now - before > _WORTH_NAMING * failure.predicted.peak_device_bytes:
             yield (
-                f"Between steps, this run held {format_bytes(before)} after step {first} and {format_bytes(now)} after "
-                f"step {last}: {format_bytes(now - before)} more."
+                f"Between steps, this process held {format_bytes(before)} after step {first} and {format_bytes(now)} "
+                f"after step {last}: {format_bytes(now - before)} more."
             )
 
 
@@ -257,50 +256,36 @@ def _advice(failure: Failure) -> str:
     return f"{_size_that_fits(size, failure.larger is not None)} fit{scaled}: {_remedy(size)}{truncate}."
 
 
-@dataclass(frozen=True)
-class WorkerDeath:
-    """A worker process of a loader that died of memory, and what was known then; None for what cannot be read.
+def worker_words(
+    shared_bytes: int | None, needed_bytes: int, others_bytes: int, host: MemoryInfo | None, kills: int | None
+) -> str:
+    """Say why a loader's worker died, and what helps.
 
-    Attributes:
-        kind: what it ran out of: /dev/shm, or it was killed, as the kernel does if the host's memory runs out.
-        shared_bytes: what /dev/shm holds in all.
-        needed_bytes: what the workers put there at most.
-        workers_bytes: what the processes that are left hold, without what they share.
-        host: what the host, or the control group, has free.
-        oom_kills: processes that the kernel has killed for memory since the run began, on the whole host.
+    ``shared_bytes``, all that /dev/shm holds, if that is what it ran out of; None if it was killed. ``needed_bytes``
+    of batches are there at most, and the workers that are left hold ``others_bytes``; 0 if unknown. ``kills``: how
+    often the kernel has killed for want of memory since the run began; None if unknown.
     """
-
-    kind: Literal["shared memory", "killed"]
-    shared_bytes: int | None = None
-    needed_bytes: int | None = None
-    workers_bytes: int = 0
-    host: MemoryInfo | None = None
-    oom_kills: int | None = None
-
-
-def worker_words(death: WorkerDeath) -> str:
-    """Say why a worker died, and what helps."""
-    needed = format_bytes(death.needed_bytes) if death.needed_bytes else ""
-    if death.kind == "shared memory":
-        of = f", which has {format_bytes(death.shared_bytes)} in all" if death.shared_bytes is not None else ""
-        wants = f" The workers put up to {needed} there: the batches that they fetch ahead." if needed else ""
+    needed = f" Batches that are fetched ahead take up to {format_bytes(needed_bytes)}." if needed_bytes else ""
+    if shared_bytes is not None:
         return (
-            f"A worker of the loader ran out of /dev/shm{of}.{wants} In Docker, use --shm-size or --ipc=host; or set "
-            "prefetch_factor=1, fewer workers, or a smaller batch; num_workers=0 needs none. The sharing strategy "
-            "file_system takes as much of it."
+            f"A worker of the loader ran out of /dev/shm, which has {format_bytes(shared_bytes)} in all.{needed} In "
+            "Docker, use --shm-size or --ipc=host; or set prefetch_factor=1, fewer workers, or a smaller batch; "
+            "num_workers=0 needs none of it. The sharing strategy file_system takes as much."
         )
-    if death.oom_kills == 0:
+    if kills == 0:
         return (
-            "A worker of the loader was killed, but not for memory: the kernel has killed no process for that since "
-            "this run began."
+            "A worker of the loader was killed, but not by the kernel for want of memory: a scheduler, a daemon such "
+            "as systemd-oomd, or a person did."
         )
-    kills = f"the kernel has killed a process for memory {times(death.oom_kills or 0)} since this run began"
-    why = kills if death.oom_kills else "most often that is the kernel, when the host's memory runs out"
-    total = f"{format_bytes(death.host.total_bytes)} ({death.host.source})" if death.host else ""
-    free = f" Now {format_bytes(death.host.free_bytes)} of {total} are free." if death.host else ""
-    others = f" The other workers hold {format_bytes(death.workers_bytes)}." if death.workers_bytes else ""
-    held = f" Batches that are fetched ahead take up to {needed}." if needed else ""
+    known = f"the kernel has killed a process for want of memory {counted(kills or 0, 'time')} since this run began"
+    why = known if kills else "most often that is the kernel, when the host's memory runs out"
+    free = (
+        f" Now {format_bytes(host.free_bytes)} of {format_bytes(host.total_bytes)} ({host.source}) are free."
+        if host
+        else ""
+    )
+    others = f" The other workers hold {format_bytes(others_bytes)}." if others_bytes else ""
     return (
-        f"A worker of the loader was killed: {why}.{free}{others}{held} Use fewer workers, prefetch_factor=1 or a "
+        f"A worker of the loader was killed: {why}.{free}{others}{needed} Use fewer workers, prefetch_factor=1 or a "
         "smaller batch, and keep datasets in arrays or files: each worker gets a copy of the Python objects it touches."
     )

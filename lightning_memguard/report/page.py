@@ -174,9 +174,7 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
         omitted = f" {len(shown)} of {len(records)} epochs: the latest, and the one with the largest error."
     longest = max(max(record.measured.peak_bytes, record.predicted.peak_device_bytes) for record in shown)
     counts = {head: count for head, count in _COUNTS.items() if any(map(count, records))}
-    rows = "".join(
-        _epoch(record, longest * 1.05 or 1, [count(record) for count in counts.values()]) for record in shown
-    )
+    rows = "".join(_epoch(record, longest * 1.05 or 1, [of(record) for of in counts.values()]) for record in shown)
     heads = ("Epoch", "Batch size", "Predicted", "Measured", "Error", "Headroom", *counts)
     heads += ('<span class="hidden">Measured, and predicted on it</span>',)
     sources = ", ".join(dict.fromkeys(escape(record.measured.source) for record in shown))

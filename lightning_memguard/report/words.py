@@ -8,7 +8,6 @@ from collections.abc import Callable
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.replay.retries import Retries
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
 
@@ -76,22 +75,6 @@ def batch_sizes(record: Decision | EpochRecord, batch_size: int) -> str:
     """
     scaled = (str(size * batch_size // record.batch_size) for size in record.loader_batch_sizes)
     return " + ".join(scaled) or str(batch_size)
-
-
-def times(count: int) -> str:
-    """How often: ``"once"``, ``"3 times"``."""
-    return "once" if count == 1 else f"{count:,} times"
-
-
-def retries_words(retries: Retries) -> str:
-    """Say how a step runs that does not fit with all that the allocator caches.
-
-    >>> retries_words(Retries(at_first=2, per_step=0.0))
-    'runs, but empties the cache 2 times in its first steps'
-    """
-    if retries.per_step:
-        return f"runs, but empties the cache {'each step' if retries.per_step >= 1 else 'every few steps'}"
-    return f"runs, but empties the cache {times(retries.at_first)} in its first steps"
 
 
 def byte_range(low_bytes: int, high_bytes: int) -> str:

@@ -300,5 +300,5 @@ def test_a_cache_that_was_emptied_is_reported():
         replace(each, measured=replace(each.measured, alloc_retries=3)) for each in [epoch(22 * GIB, 20 * GIB)] * 2
     ]
     assert last_line(records).endswith(
-        "2 epochs, the allocator's cache emptied 6 times to make room: a smaller batch may be faster."
+        "2 epochs, the allocator's cache emptied 6 times to make room: a smaller batch is faster."
     )

@@ -58,10 +58,6 @@ class PeakMeter:
         measured = or_none(self._gauge.read) if self._gauge is not None else None
         return replace(measured or Measured(0, "unknown"), parts=dict(parts))
 
-    def held_bytes(self) -> int | None:
-        """Read what the training holds now; None if that cannot be read."""
-        return or_none(self._gauge.held_bytes) if self._gauge is not None else None
-
     def close(self) -> None:
         """Stop measuring; `start` begins again."""
         if self._gauge is not None:
@@ -88,9 +84,6 @@ class _Gauge:
         raise NotImplementedError
 
     def read(self) -> Measured:
-        raise NotImplementedError
-
-    def held_bytes(self) -> int:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -123,9 +116,6 @@ class _AllocatorGauge(_Gauge):
         source = f"torch.{self._device.type} + {seen_by}" if outside else f"torch.{self._device.type}, {seen_by}"
         return Measured(reserved + outside, source, {}, allocated, reserved, retries, ooms)
 
-    def held_bytes(self) -> int:
-        return int(self._torch.memory_allocated(self._device))
-
 
 class _HighWaterGauge(_Gauge):
     """The kernel's own count of a process's peak resident memory, which the process may reset (Linux).
@@ -145,15 +135,10 @@ class _HighWaterGauge(_Gauge):
         return True
 
     def read(self) -> Measured:
-        return Measured(self._held_bytes + self._grown("VmHWM"), "peak resident memory")
-
-    def held_bytes(self) -> int:
-        return self._held_bytes + self._grown("VmRSS")
-
-    def _grown(self, to: str) -> int:
         then, now = self._at_start, status_bytes(self._process)
         mapped = max(0, now.get("RssFile", 0) - then.get("RssFile", 0))
-        return max(0, now[to] - then["VmRSS"] - mapped)
+        grown = max(0, now["VmHWM"] - then["VmRSS"] - mapped)
+        return Measured(self._held_bytes + grown, "peak resident memory")
 
 
 class _SampledGauge(_Gauge):
@@ -178,12 +163,16 @@ class _SampledGauge(_Gauge):
         peak = max(self._peak_bytes, self._ask())
         return Measured(max(0, peak + self._offset_bytes), f"{self._counter}, sampled every 10 ms")
 
-    def held_bytes(self) -> int:
-        return max(0, self._ask() + self._offset_bytes)
-
     def close(self) -> None:
         self._closed.set()
         self._thread.join(timeout=1)
+
+
+def held_now(device: torch.device) -> int:
+    """Read the bytes that are allocated on a device; on the CPU, the process's resident memory."""
+    if device.type == "cpu":
+        return int(psutil.Process().memory_info().rss)
+    return int(torch.get_device_module(device).memory_allocated(device))
 
 
 def allocated_now(device: torch.device) -> Mapping[str, int]:

@@ -129,11 +129,6 @@ class Allocator:
         self._next_address = SMALL_SEGMENT
         self._nothing = Block(BlockPool(True, 0, settings), 0, 0)
 
-    @property
-    def segment_count(self) -> int:
-        """Segments held now; an expandable segment counts once."""
-        return len(self._segments)
-
     def alloc(self, nbytes: int, stream: int = 0) -> Block | None:
         """The block that serves a request, or None if it does not fit the capacity even with the cache released."""
         if nbytes == 0:  # PyTorch gives no memory to an empty tensor [NativeCachingAllocator::allocate]
@@ -182,11 +177,6 @@ class Allocator:
                     self._unmap(block)
                 elif not block.is_split:
                     self._release(block)
-
-    def release(self, addresses: Iterable[int]) -> None:
-        """Release some segments, each of which is one free block."""
-        for address in addresses:
-            self._release(self._segments[address])
 
     def adopt(
         self, address: int, nbytes: int, stream: int, allocated: Iterable[tuple[int, int]], *, small: bool

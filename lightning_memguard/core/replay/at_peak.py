@@ -16,12 +16,9 @@ _NOT_OF_A_LINE = ("parameters", "buffers", "gradients", "optimizer_state", "batc
 class LineShare:
     """Bytes that one line of code has requested, or that belong to one part.
 
-    Attributes:
-        nbytes: of the blocks.
-        part: the one that most of the bytes belong to.
-        line: as ``"<file>:<line>:<function>"``; empty for a part that no line has requested.
-        modules: the modules that ran the line, the one with most bytes first.
-        actual_bytes: of the blocks that are really there; None if that is not recorded.
+    ``part`` is that of most of the bytes, ``line`` is ``"<file>:<line>:<function>"`` or empty for a part that no line
+    has requested, and ``modules`` have run the line, the one with most bytes first. ``actual_bytes`` are those of the
+    blocks that are really there; None if that is not recorded.
     """
 
     nbytes: int
@@ -47,13 +44,8 @@ def shares_at_peak(trace: Trace, settings: AllocatorSettings) -> list[LineShare]
         parts[key or event.part][event.part] += nbytes
         if key:
             modules[key][event.module] += nbytes
-    shares = (
-        LineShare(
-            sum(of_key.values()),
-            of_key.most_common(1)[0][0],
-            key if key in modules else "",
-            tuple(module for module, _ in modules[key].most_common() if module) if key in modules else (),
-        )
-        for key, of_key in parts.items()
-    )
+    shares = []
+    for key, of_key in parts.items():
+        ran = tuple(module for module, _ in modules[key].most_common() if module) if key in modules else ()
+        shares.append(LineShare(of_key.total(), of_key.most_common(1)[0][0], key if key in modules else "", ran))
     return sorted(shares, key=lambda share: -share.nbytes)

@@ -21,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_memguard.core.replay.allocator import SMALL_LIMIT, SMALL_SEGMENT, Allocator, Block, BlockPool
+from lightning_memguard.core.replay.allocator import SMALL_LIMIT, SMALL_SEGMENT, Allocator, Block
 from lightning_memguard.core.replay.settings import LARGE_SEGMENT, ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings
 from lightning_memguard.errors import MemGuardError
 
@@ -402,23 +402,6 @@ def _filled(
 # -- replaying
 
 
-@dataclass
-class Differences:
-    """How a replay at recorded addresses compares with the record: how much is equal, and how much is not."""
-
-    allocations: int = 0
-    other_addresses: int = 0
-    segments: int = 0
-    other_segments: int = 0
-    releases: int = 0
-    other_releases: int = 0
-
-    @property
-    def total(self) -> int:
-        """All that is not equal."""
-        return self.other_addresses + self.other_segments + self.other_releases
-
-
 @dataclass(frozen=True)
 class Holder:
     """A stack whose blocks keep segments that have free memory."""
@@ -443,7 +426,6 @@ class HistoryReplay:
         holders: the stacks behind those blocks, the one that keeps most free bytes first.
         retries: how often the whole cache was given back to make room.
         out_of_memory_entry: place of the first entry that did not fit the capacity; the replay ends there.
-        differences: from the record, if its addresses were used.
     """
 
     settings: AllocatorSettings
@@ -455,7 +437,6 @@ class HistoryReplay:
     holders: tuple[Holder, ...] = ()
     retries: int = 0
     out_of_memory_entry: int | None = None
-    differences: Differences | None = None
 
 
 def replay_history(history: History, settings: AllocatorSettings | None = None) -> HistoryReplay:
@@ -468,53 +449,19 @@ def replay_history(history: History, settings: AllocatorSettings | None = None) 
         settings: None for those of the record.
     """
     settings = settings or history.settings
-    replaying = _Replaying(history, Allocator(settings))
+    replaying = Replaying(history, Allocator(settings))
     result = replaying.run()
-    at_peak = _Replaying(history, Allocator(settings))
+    at_peak = Replaying(history, Allocator(settings))
     at_peak.run(replaying.peak_at)
     allocated, cached, pinned, holders = at_peak.fragmentation()
     return replace(result, allocated_at_peak_bytes=allocated, cached_bytes=cached, pinned_bytes=pinned, holders=holders)
 
 
-def replay_as_recorded(history: History) -> HistoryReplay:
-    """Replay a history with the recorded addresses of segments, and compare the replay with the record."""
-    return _Replaying(history, _AtRecordedAddresses(history.settings)).run()
-
-
-class _AtRecordedAddresses(Allocator):
-    """An allocator that the device gives the recorded addresses."""
-
-    def __init__(self, settings: AllocatorSettings) -> None:
-        super().__init__(settings)
-        self.expected: list[tuple[int, int]] = []  # address and bytes of what the record reserves next
-        self.differences = Differences()
-
-    def _new_segment(self, pool: BlockPool, nbytes: int, mapped: bool) -> Block:
-        if self.expected:
-            self._next_address = self.expected[0][0]
-        block = super()._new_segment(pool, nbytes, mapped)
-        if mapped:
-            self._compare_reserved(nbytes)
-        return block
-
-    def _map(self, block: Block, nbytes: int) -> Block | None:
-        before = self.reserved_bytes
-        mapped = super()._map(block, nbytes)
-        self._compare_reserved(self.reserved_bytes - before)
-        return mapped
-
-    def _compare_reserved(self, nbytes: int) -> None:
-        equal = bool(self.expected) and self.expected.pop(0)[1] == nbytes
-        self.differences.segments += equal
-        self.differences.other_segments += not equal
-
-
-class _Replaying:
+class Replaying:
     """One replay of a history."""
 
     def __init__(self, history: History, allocator: Allocator) -> None:
         self.history, self.allocator = history, allocator
-        self.recorded = allocator if isinstance(allocator, _AtRecordedAddresses) else None
         self.blocks: dict[int, tuple[Block, int]] = {}  # by recorded address: the block and its stack
         self.peak_at = -1
         same_kind = allocator.settings.expandable_segments == history.settings.expandable_segments
@@ -550,54 +497,33 @@ class _Replaying:
                 peak_used = max(peak_used, used)
                 if allocator.reserved_bytes > peak_reserved:
                     peak_reserved, self.peak_at = allocator.reserved_bytes, place
-                if self.recorded:
-                    self._compare(self.recorded, block, address)
+                self.served(block, address)
             elif action == "free_requested" and address in self.blocks:
                 used -= self.blocks[address][0].size_bytes
             elif action == "free_completed" and address in self.blocks:
                 allocator.free(self.blocks.pop(address)[0])
-            elif action in _RESERVING and self.recorded:
-                self.recorded.expected.append((address, nbytes))
             elif place in releases:
-                self._release(entries[place : releases[place].end], releases[place])
-        differences = self.recorded.differences if self.recorded else None
+                self.release(entries[place : releases[place].end], releases[place])
+            else:
+                self.other(action, address, nbytes)
         return HistoryReplay(
             allocator.settings,
             peak_used,
             peak_reserved,
             retries=allocator.retries,
             out_of_memory_entry=failed,
-            differences=differences,
         )
 
-    def _compare(self, recorded: _AtRecordedAddresses, block: Block, address: int) -> None:
-        differences = recorded.differences
-        differences.allocations += 1
-        differences.other_addresses += block.address != address and block.size_bytes > 0
-        differences.other_segments += len(recorded.expected)
-        recorded.expected.clear()
+    def served(self, block: Block, address: int) -> None:
+        """A request was served; where the record has it."""
 
-    def _release(self, entries: Sequence[HistoryEntry], release: _Release) -> None:
-        recorded, settings = self.recorded, self.allocator.settings
-        if recorded is None:
-            if not (release.under_pressure and settings.capacity_bytes):
-                self.allocator.empty_cache()
-            return
-        differences = recorded.differences
-        if settings.expandable_segments:
-            before = recorded.reserved_bytes
-            recorded.empty_cache()
-            equal = before - recorded.reserved_bytes == sum(entry.nbytes for entry in entries)
-            differences.releases += equal * len(entries)
-            differences.other_releases += (not equal) * len(entries)
-            return
-        free = {segment.address: segment.total_bytes for segment in recorded.segments() if _is_free(segment.blocks)}
-        equal_ones = [entry.address for entry in entries if free.pop(entry.address, None) == entry.nbytes]
-        differences.releases += len(equal_ones)
-        differences.other_releases += len(entries) - len(equal_ones)
-        if release.is_whole:
-            differences.other_releases += len(free)
-        recorded.release(equal_ones)
+    def other(self, action: str, address: int, nbytes: int) -> None:
+        """What the record says of its device; the replay's own decides."""
+
+    def release(self, entries: Sequence[HistoryEntry], release: Release) -> None:  # noqa: ARG002
+        """Release the cache as the record did, unless it did so for want of memory and the replay has a capacity."""
+        if not (release.under_pressure and self.allocator.settings.capacity_bytes):
+            self.allocator.empty_cache()
 
     def fragmentation(self) -> tuple[int, int, int, tuple[Holder, ...]]:
         """Bytes allocated, cached in free segments, and free in others; and the stacks that keep the latter."""
@@ -628,11 +554,11 @@ class _Replaying:
         return self.allocator.allocated_bytes, cached, pinned, tuple(holders)
 
 
-_RESERVING = frozenset(action for action, sign in _RESERVED.items() if sign > 0)
+RESERVING = frozenset(action for action, sign in _RESERVED.items() if sign > 0)
 _RELEASING = frozenset(action for action, sign in _RESERVED.items() if sign < 0)
 
 
-class _Release(NamedTuple):
+class Release(NamedTuple):
     """A run of entries that give segments or pages back: up to ``end``, and why."""
 
     end: int
@@ -640,7 +566,7 @@ class _Release(NamedTuple):
     is_whole: bool
 
 
-def _releases(history: History) -> Iterator[tuple[int, _Release]]:
+def _releases(history: History) -> Iterator[tuple[int, Release]]:
     """The runs of releases by their first entry.
 
     ``torch.cuda.empty_cache`` leaves the same entries as an allocator that makes room for a request. It was the latter
@@ -661,11 +587,7 @@ def _releases(history: History) -> Iterator[tuple[int, _Release]]:
         stack = entries[place].stack
         asked_for = stack >= 0 and any(frame.endswith(":empty_cache") for frame in history.stacks[stack])
         short = (not asked_for and after is not None) and (
-            after.action == "oom" or (after.action in _RESERVING and reserved[place] + after.nbytes > most)
+            after.action == "oom" or (after.action in RESERVING and reserved[place] + after.nbytes > most)
         )
-        yield place, _Release(end, short, is_whole=place > 0 and not partly)
+        yield place, Release(end, short, is_whole=place > 0 and not partly)
         place = end
-
-
-def _is_free(blocks: Sequence[Block]) -> bool:
-    return len(blocks) == 1 and not blocks[0].allocated

@@ -26,7 +26,6 @@ class Steps:
         allocator: what replays them; None for exact memory, which is neither rounded nor cached.
         block: the allocator's block that the last event allocated or freed.
         out_of_memory_event: the event that did not fit; None until then.
-        peak_reserved_bytes, segments, fragmentation: see `Replay`; of the allocator, so far.
 
     >>> steps = Steps(Trace(8, "cuda", "fake", (Event("alloc", 0, 700), Event("free", 0, 700))), AllocatorSettings())
     >>> [(change, steps.reserved_bytes) for change in steps]
@@ -38,8 +37,6 @@ class Steps:
         self.allocator = Allocator(settings) if settings.kind == "cuda" else None
         self.block: Block | None = None
         self.out_of_memory_event: Event | None = None
-        self.peak_reserved_bytes = self.segments = 0
-        self.fragmentation = 1.0
         self._capacity_bytes = settings.capacity_bytes
         self._kept_sizes: dict[tuple[int, tuple[int, ...]], int] = {}  # of requests with other sizes
 
@@ -110,10 +107,6 @@ class Steps:
                     self.out_of_memory_event = event
                     return
                 blocks[event.block] = block
-                if allocator.peak_reserved_bytes > self.peak_reserved_bytes:
-                    self.peak_reserved_bytes = allocator.peak_reserved_bytes
-                    self.segments = allocator.segment_count
-                    self.fragmentation = allocator.peak_reserved_bytes / allocator.allocated_bytes
                 yield block.size_bytes
             else:
                 self.block = block = blocks.pop(event.block)
@@ -141,9 +134,6 @@ class Replay:
         parts: bytes alive at the peak of allocated, by part; they sum to it. If a block is larger than requested,
             the rest counts as the block's part.
         peak_event: the event that first reached the peak of allocated; None if nothing was allocated.
-        segments: segments that made up the peak of reserved; an expandable segment counts once.
-        retries: how often the whole cache was released to make room for one request.
-        fragmentation: reserved over allocated at the peak of reserved; 1.0 when every reserved byte was in use.
         out_of_memory_event: the first event that did not fit the capacity even then; the replay ends before it.
     """
 
@@ -151,9 +141,6 @@ class Replay:
     peak_reserved_bytes: int
     parts: Mapping[str, int] = field(default_factory=dict)
     peak_event: Event | None = None
-    segments: int = 0
-    retries: int = 0
-    fragmentation: float = 1.0
     out_of_memory_event: Event | None = None
 
     @classmethod
@@ -166,12 +153,9 @@ class Replay:
         peak_bytes = parts.total()
         return cls(
             peak_allocated_bytes=peak_bytes,
-            peak_reserved_bytes=max(peak_bytes, steps.peak_reserved_bytes),  # the same for exact memory
+            peak_reserved_bytes=steps.allocator.peak_reserved_bytes if steps.allocator else peak_bytes,
             parts=dict(parts),
             peak_event=peak_event,
-            segments=steps.segments,
-            retries=steps.allocator.retries if steps.allocator else 0,
-            fragmentation=steps.fragmentation,
             out_of_memory_event=steps.out_of_memory_event,
         )
 

@@ -31,11 +31,6 @@ def retries_within(trace: Trace, settings: AllocatorSettings, capacity_bytes: in
     The last step of the trace is repeated: most steps settle, as the segments reserved after a release are larger and
     serve the next step.
 
-    Args:
-        trace: the events of a few steps.
-        settings: the rules of the allocator.
-        capacity_bytes: device memory that the allocator may reserve.
-
     >>> step = [Event("alloc", 1, 30 << 20), Event("free", 1, 30 << 20), Event("alloc", 2, 40 << 20)]
     >>> trace = Trace(8, "cuda", "fake", (*step, Event("free", 2, 40 << 20)))
     >>> [retries_within(trace, AllocatorSettings(), mib << 20) for mib in (70, 40, 39)]
@@ -65,9 +60,7 @@ def _last_step(events: Sequence[Event]) -> tuple[Sequence[Event], Iterator[list[
     A trace ends by freeing all that is left. Here a block that the step leaves, such as a gradient, stays if the step
     has freed one of its kind that was left by the step before.
     """
-    end = len(events)
-    while end and events[end - 1].action == "free":
-        end -= 1
+    end = next((place for place in range(len(events), 0, -1) if events[place - 1].action == "alloc"), 0)
     body = [*events[:end]]
     step = [event for event in body if event.step == body[-1].step]
     made = {event.block for event in step if event.action == "alloc"}
@@ -76,7 +69,7 @@ def _last_step(events: Sequence[Event]) -> tuple[Sequence[Event], Iterator[list[
         if event.action == "free" and event.block not in made:
             taken[event.nbytes, event.part, event.stream].append(event.block)
     for event in events[end:]:
-        of_kind = taken.get((event.nbytes, event.part, event.stream))
+        of_kind = taken[event.nbytes, event.part, event.stream]
         if event.block in made and of_kind:
             heirs[of_kind.pop()] = event.block
         elif event.block in made:

@@ -20,13 +20,11 @@ from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, s
 from lightning_memguard.core.decision.decision import HostUse
 from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.core.device.memory_info import or_none
-from lightning_memguard.report.failure import WorkerDeath
+from lightning_memguard.report.failure import worker_words
 from lightning_memguard.training.facts.ranks import attempt
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
-
-_LAST_ERRORS = ("last_exc", "last_value")  # since Python 3.12, and before
 
 
 def held_elsewhere(trainer: Trainer, module: LightningModule, error: BaseException) -> dict[str, int]:
@@ -41,7 +39,7 @@ def held_elsewhere(trainer: Trainer, module: LightningModule, error: BaseExcepti
     variables = vars(sys.modules.get("__main__", ModuleType("")))
     outputs = variables.get("Out"), *(variables.get("_" * count) for count in (1, 2, 3))
     held["the notebook's `Out[]`"] = [*_tensors(outputs)]
-    for name in _LAST_ERRORS:
+    for name in ("last_exc", "last_value"):  # since Python 3.12, and before
         if getattr(sys, name, error) is not error:
             held[f"an earlier error's frames (`sys.{name}`)"] = [*_in_frames(getattr(sys, name))]
     held["the frames of this error, until it is let go"] = [*_in_frames(error)]
@@ -86,33 +84,22 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 # -- workers
 
-_DEAD = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: (Bus error|Killed)")
-_SIGNALS = {"Bus error": "SIGBUS", "Killed": "SIGKILL"}
 _FULL = re.compile(r"unable to (?:allocate shared memory|write to file </torch|resize file </torch|mmap)[^\n]*")
 
 
-def worker_death(error: BaseException, host: HostUse | None, kills_before: int | None) -> WorkerDeath | None:
-    """Return what is known of a loader's worker that died of memory; None for other errors.
-
-    Args:
-        error: as it has reached the Trainer.
-        host: what the run was predicted to take of it.
-        kills_before: `oom_kills` when the run began.
-    """
-    text = "\n".join(map(str, _chain(error)))
-    signals = {name for name, signal in _SIGNALS.items() if signal in _signals_of(error)} | {*_DEAD.findall(text)}
-    is_full = "Bus error" in signals or ("DataLoader worker" in text and _FULL.search(text))
-    if not is_full and "Killed" not in signals:
-        return None
-    shared = or_none(psutil.disk_usage, "/dev/shm")  # noqa: S108 - nothing is written there
+def worker_note(error: BaseException, host: HostUse | None, kills_before: int | None) -> str:
+    """Say why a loader's worker died of memory; empty for other errors. ``kills_before``: `oom_kills` at setup."""
+    text, signals = "\n".join(map(str, _chain(error))), _signals_of(error)
+    is_full = "SIGBUS" in signals or "signal: Bus error" in text or ("DataLoader worker" in text and _FULL.search(text))
+    if not is_full and "SIGKILL" not in signals and "signal: Killed" not in text:
+        return ""
     kills = oom_kills()
-    return WorkerDeath(
-        "shared memory" if is_full else "killed",
-        shared_bytes=shared.total if shared else None,
-        needed_bytes=host.shared_bytes if host and host.shared_bytes else None,
-        workers_bytes=attempt(_of_children).value or 0,
-        host=available_memory(),
-        oom_kills=None if kills is None or kills_before is None else kills - kills_before,
+    return worker_words(
+        psutil.disk_usage("/dev/shm").total if is_full else None,  # noqa: S108 - nothing is written there
+        host.shared_bytes if host else 0,
+        attempt(_of_children).value or 0,
+        available_memory(),
+        None if kills is None or kills_before is None else kills - kills_before,
     )
 
 
@@ -130,8 +117,5 @@ def _of_children() -> int:
 
 def oom_kills() -> int | None:
     """How many processes the kernel has killed since it booted, as memory ran out; None off Linux."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return None
+    lines = (or_none(Path("/proc/vmstat").read_text) or "").splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

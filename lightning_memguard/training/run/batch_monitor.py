@@ -123,11 +123,8 @@ def failure(
     ratio = _ratio(measured, (larger.footprint if larger else decided).peak_device_bytes)
     smaller = None if watch.is_fixed else would_fit(watch, _budget_now(watch, device), ratio, alike=alike)
     shapes = watch.shapes, watch.predicted_shapes
-    if larger:
-        shares = attempt(lambda: _shares(alike.own_trace_at(larger.footprint.batch_size), alike, device)).value
-    else:
-        shares = attempt(lambda: _shares(watch.profile.trace_at(decided.batch_size), alike, device)).value
-    of_larger = larger.footprint if larger else None
+    of_larger, trace_at = (larger.footprint, alike.own_trace_at) if larger else (None, watch.profile.trace_at)
+    shares = attempt(lambda: _shares(trace_at((of_larger or decided).batch_size), alike, device)).value
     return Failure(decided, measured, budget, now, *shapes, smaller, of_larger, shares or (), **found)
 
 

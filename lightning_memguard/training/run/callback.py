@@ -402,15 +402,13 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add to an error of memory what was predicted and what would have fit; leave the Trainer as it was."""
         try:
+            no_run = "MemGuard made no prediction." if ran_out_of_memory(exception) else ""
             run = self._run
-            if isinstance(exception, (RuntimeError, MemoryError)):
-                text = attempt(lambda: run.note_on(exception)).value if run else ""
-                if not run and ran_out_of_memory(exception):
-                    text = "MemGuard made no prediction."
-                if text and sys.version_info >= (3, 11):
-                    exception.add_note(text)
-                elif text:
-                    warn(text)
+            text = attempt(lambda: run.note_on(exception)).value if run else no_run
+            if text and sys.version_info >= (3, 11):
+                exception.add_note(text)
+            elif text:
+                warn(text)
         finally:
             self._close()
 

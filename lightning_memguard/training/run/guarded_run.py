@@ -17,11 +17,12 @@ from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.device.children import ChildrenMeter
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
-from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter
+from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter, held_now
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
-from lightning_memguard.report.failure import announcement, note, overrun_words, refusal_words, worker_words
+from lightning_memguard.report.failure import announcement, note, overrun_words, refusal_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import Report
@@ -35,7 +36,7 @@ from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
 from lightning_memguard.training.rescue.rescuer import Rescuer
-from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_death
+from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, fits_now, fitting, size_within_budget
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
@@ -318,13 +319,10 @@ class GuardedRun:
             self._try_writing("snapshot", recorder.close)
 
     def check_peak(self, batch_idx: int) -> None:
-        """Warn of a run that has passed its budget, after 2, 4, 8, ... batches of an epoch: early, and at no cost.
-
-        Note what it holds between its steps then, for an error to compare.
-        """
+        """Warn of a run that has passed its budget, after 2, 4, 8, ... batches of an epoch: early, and at no cost."""
         if batch_idx.bit_count() == 1:
-            steps, held = self.trainer.global_step, self._meter.held_bytes()
-            if held is not None and steps:
+            steps, held = self.trainer.global_step, or_none(held_now, self.device)
+            if held and steps:  # for an error to compare
                 self._between_steps = [*self._between_steps[:1], (steps, held)]
         if self._checks_peak and batch_idx > 1 and batch_idx.bit_count() == 1:
             self._warn_of_overrun(self._with_children(self._meter.read({})))
@@ -532,13 +530,9 @@ class GuardedRun:
     # -- when it is over
 
     def note_on(self, error: BaseException) -> str:
-        """Say what a run that ran out of memory was predicted to take, what would have fit, and why no rescue came.
-
-        Of a worker that died of memory, say why; empty for other errors.
-        """
+        """Say why memory ran out, what would have fit, and why no rescue came; empty for other errors."""
         if not ran_out_of_memory(error):
-            death = worker_death(error, self.decision.host, self._oom_kills)
-            return worker_words(death) if death else ""
+            return worker_note(error, self.decision.host, self._oom_kills)
         refused = self._rescuer.refused if self._rescuer else ""
         return "\n".join(filter(None, (self._note_on_prediction(error), refusal_words(refused))))
 

@@ -256,7 +256,7 @@ def of_workers(trainer: Any, data: Dying) -> str:
 
 @notes_there
 @pytest.mark.parametrize(
-    ("kills_before", "words"), [(-3, "memory 3 times since"), (0, "was killed, but not for memory")]
+    ("kills_before", "words"), [(-3, "want of memory 3 times since"), (0, "was killed, but not by the kernel")]
 )
 def test_a_worker_that_was_killed_is_explained(
     trainer: Any, monkeypatch: pytest.MonkeyPatch, kills_before: int, words: str
@@ -275,7 +275,7 @@ def test_a_worker_that_ran_out_of_shared_memory_is_explained(trainer: Any) -> No
     """Two workers that fetch two batches ahead, and two that were given out: six batches of 2 MiB."""
     note = of_workers(trainer, Dying(signal.SIGBUS))
     assert note.startswith("A worker of the loader ran out of /dev/shm, which has ")
-    assert "The workers put up to 12.0 MiB there" in note
+    assert "fetched ahead take up to 12.0 MiB" in note
     assert not of_workers(trainer, Dying(signal.SIGSEGV))
 
 
