@@ -10,6 +10,7 @@ from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.memory_info import MemoryInfo
 from lightning_memguard.core.replay.at_peak import LineShare
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.trace.kept import Kept, places
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.report.words import at_size, counted, part_words, peak_words, size_of
 from lightning_memguard.units import format_bytes
@@ -94,7 +95,12 @@ def refusal_words(reason: str) -> str:
 
 
 def overrun_words(
-    predicted: Footprint, measured: Measured, budget: Budget, would_fit: int | None, larger: Larger | None
+    predicted: Footprint,
+    measured: Measured,
+    budget: Budget,
+    would_fit: int | None,
+    larger: Larger | None,
+    kept: Sequence[Kept] = (),
 ) -> str:
     """Say by how much a run passed its budget, and what would have kept it within.
 
@@ -104,6 +110,7 @@ def overrun_words(
         budget: what there was.
         would_fit: the largest batch size that would have kept the budget; 0 if none would, None if it is not known.
         larger: a batch that was larger than those predicted from; None if there was none.
+        kept: what the run leaves behind until memory ends, if that is known: no batch size helps then.
     """
     taken, most = measured.peak_bytes, format_bytes(predicted.most_device_bytes)
     if larger:
@@ -111,6 +118,8 @@ def overrun_words(
     way_out = f"Lower {size_of(predicted)}, or raise `margin`"
     if would_fit is not None:
         way_out = f"{_size_that_fits(would_fit, larger is not None)} stayed within it: {_remedy(would_fit)}"
+    if kept:
+        way_out = f"It grows by what is left behind{places(kept[:1])}, as was said before"
     return (
         f"This run has taken {format_bytes(taken)} ({measured.source}) {at_size(predicted)}, "
         f"{format_bytes(taken - budget.free_bytes)} over its budget of {format_bytes(budget.free_bytes)}; at most "

@@ -9,6 +9,7 @@ import pytest
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.report.failure import (
     Failure,
     Larger,
@@ -85,6 +86,12 @@ def test_a_passed_budget_is_compared_with_the_largest_batch(size, larger, end):
     text = overrun_words(FOOTPRINT, Measured(9 * GIB, "rss"), BUDGET, size, larger)
     assert end in text
     assert ("for a batch of [8, 20] 4.0 GiB were predicted" in text) == (larger is not None)
+
+
+def test_no_batch_size_is_advised_for_memory_that_is_left_behind():
+    kept = (Kept("self.outputs", "model.py:41", False, "step", True, 262144),)
+    text = overrun_words(FOOTPRINT, Measured(9 * GIB, "rss"), BUDGET, None, None, kept)
+    assert text.endswith("It grows by what is left behind in `self.outputs` (model.py:41), as was said before.")
 
 
 def test_where_the_data_sets_the_sizes_of_its_batches_none_is_advised():

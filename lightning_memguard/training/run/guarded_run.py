@@ -333,8 +333,9 @@ class GuardedRun:
             return
         if self._checks_peak and measured.peak_bytes > budget.free_bytes:
             self._checks_peak = False
-            size = attempt(lambda: size_within_budget(watch, footprint, measured)).value
-            self._warn(overrun_words(footprint, measured, budget, size, watch.largest and watch.largest[0]))
+            kept = self.decision.kept if self.decision.runs_out_at else ()
+            size = None if kept else attempt(lambda: size_within_budget(watch, footprint, measured)).value
+            self._warn(overrun_words(footprint, measured, budget, size, watch.largest and watch.largest[0], kept))
 
     def check_batch(self, role: str, batch: object, batch_idx: int) -> None:
         """Warn of a batch that is larger than predicted; return what collating it has freed."""
