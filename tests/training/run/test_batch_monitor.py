@@ -267,15 +267,15 @@ def test_a_worker_that_was_killed_is_explained(
     monkeypatch.setattr(aftermath, "oom_kills", lambda: next(counts))
     note = of_workers(trainer, Dying(signal.SIGKILL))
     assert words in note
-    assert ("fetched ahead take up to 12.0 MiB" in note) == bool(kills_before)
+    assert ("fetched ahead take up to 10.0 MiB" in note) == bool(kills_before)
 
 
 @notes_there
 def test_a_worker_that_ran_out_of_shared_memory_is_explained(trainer: Any) -> None:
-    """Two workers that fetch two batches ahead, and two that were given out: six batches of 2 MiB."""
+    """Two workers that fetch two batches ahead, and the one in use: five batches of 2 MiB."""
     note = of_workers(trainer, Dying(signal.SIGBUS))
     assert note.startswith("A worker of the loader ran out of /dev/shm, which has ")
-    assert "fetched ahead take up to 12.0 MiB" in note
+    assert "fetched ahead take up to 10.0 MiB" in note
     assert not of_workers(trainer, Dying(signal.SIGSEGV))
 
 
