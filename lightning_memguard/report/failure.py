@@ -13,12 +13,13 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.kept import Kept, places
 from lightning_memguard.core.trace.trace import Shapes
 from lightning_memguard.report.words import at_size, counted, part_words, peak_words, size_of
-from lightning_memguard.units import format_bytes
+from lightning_memguard.units import MIB, format_bytes
 
 _MOST_SHAPES = 6
 _MOST_SHARES = 5
 _OF_LINES = ("activations", "temporaries", "workspaces")
 _WORTH_NAMING = 0.02  # of the predicted peak
+_NOISE_BYTES = 16 * MIB  # of a process's resident memory
 _LESS_MEMORY = "bf16-mixed precision, activation checkpointing, or a smaller model"
 
 
@@ -176,7 +177,8 @@ def note(failure: Failure) -> str:
 
 def _at_peak(failure: Failure) -> Iterator[str]:
     if failure.at_peak:
-        yield "At the predicted peak, most of it is held by:"
+        peak = (failure.larger or failure.predicted).peak_allocated_bytes
+        yield f"At the predicted peak of {format_bytes(peak)}, most is held by:"
     for share in failure.at_peak[:_MOST_SHARES]:
         actual = share.actual_bytes
         if actual is None and failure.measured and not share.line:
@@ -204,7 +206,7 @@ def _elsewhere(failure: Failure) -> Iterator[str]:
 def _grown(failure: Failure) -> Iterator[str]:
     if len(failure.between_steps) > 1:
         (first, before), (last, now) = failure.between_steps
-        if now - before > _WORTH_NAMING * failure.predicted.peak_device_bytes:
+        if now - before > max(_NOISE_BYTES, _WORTH_NAMING * failure.predicted.peak_device_bytes):
             yield (
                 f"Between steps, this process held {format_bytes(before)} after step {first} and {format_bytes(now)} "
                 f"after step {last}: {format_bytes(now - before)} more."

@@ -53,6 +53,14 @@ def test_out_of_memory_after_a_whole_prediction():
     ]
 
 
+@pytest.mark.parametrize(("now", "is_named"), [(3 * GIB, True), (2 * GIB + GIB // 16, False)])
+def test_what_has_grown_between_steps_is_named_if_it_is_more_than_noise(now, is_named):
+    text = note(replace(FAILURE, between_steps=[(1, 2 * GIB), (64, now)]))
+    grown = "Between steps, this process held 2.0 GiB after step 1 and 3.0 GiB after step 64: 1.0 GiB more."
+    assert (grown in text) is is_named
+    assert ("Between steps" in text) is is_named
+
+
 @pytest.mark.parametrize(
     ("size", "larger", "end"),
     [

@@ -235,6 +235,20 @@ def test_on_cuda_a_context_that_cannot_be_separated_from_other_processes_is_left
     assert (measured.peak_bytes, measured.source) == (GIB, "torch.cuda, context not seen")
 
 
+def test_on_cuda_the_lines_that_hold_memory_are_read_if_the_allocator_records_them(gpu, monkeypatch):
+    frames = [{"filename": "/home/me/net.py", "line": 7, "name": "forward"}]
+    blocks = [
+        {"size": 3 * MIB, "state": "active_allocated", "frames": frames},
+        {"size": MIB, "state": "inactive", "frames": frames},
+    ]
+    segment = {"device": 0, "address": 0, "total_size": 4 * MIB, "stream": 0, "segment_type": "large", "blocks": blocks}
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: {"segments": [segment], "device_traces": [[]]})
+    assert meter_module.allocated_now(CUDA) == {"/home/me/net.py:7:forward": 3 * MIB}
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
+    assert meter_module.allocated_now(CUDA) == {}
+
+
 def test_on_apple_gpus_the_drivers_figure_is_sampled(monkeypatch):
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 3 * GIB)
     meter = PeakMeter(torch.device("mps"))

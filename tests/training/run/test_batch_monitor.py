@@ -141,6 +141,7 @@ def test_an_out_of_memory_error_carries_what_was_predicted(trainer: Any, error: 
 def test_the_note_names_the_batch_that_was_larger(trainer: Any) -> None:
     note = "\n".join(fails(trainer, on_a_gpu, Growing([500] * 100), at=50, budget="64MiB").__notes__)
     assert "The batch had [100, 500]; the prediction is for [100, 10], and this batch is predicted to need " in note
+    assert "  6.1 MiB  temporaries of test_batch_monitor.py:" in note  # 100 x 500 x 32 floats
     size = int(note.partition("For batches like it, batch size ")[2].partition(" ")[0])
     assert 10 < size < 100
     assert f"set max_batch_size={size}, or raise `margin`, or truncate long samples." in note
@@ -207,7 +208,7 @@ def test_the_note_names_the_lines_that_hold_the_memory_and_what_was_kept_besides
             trainer(MemGuard("check")).fit(Keeping(), loader)
     lines = "\n".join(caught.value.__notes__).splitlines()
     file, start = Path(__file__).name, Keeping.training_step.__code__.co_firstlineno
-    begin = lines.index("At the predicted peak, most of it is held by:")
+    begin = next(place for place, line in enumerate(lines) if line.startswith("At the predicted peak of "))
     held = [line.strip() for line in lines[begin + 1 :] if line.startswith("  ")]
     assert len(held) <= 5
     assert f"500.0 KiB  activations of {file}:{start + 1} (training_step), in embedding" in held
@@ -216,6 +217,31 @@ def test_the_note_names_the_lines_that_hold_the_memory_and_what_was_kept_besides
     assert any(
         "kept on the device: `Keeping.outputs` with the graphs of its tensors (500.0 KiB)" in line for line in lines
     )
+
+
+def test_what_outlives_the_step_is_told_by_who_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor counts once, for the first who keeps it; those of the model and the optimizer do not count."""
+
+    def caught(nbytes: int, *others: torch.Tensor) -> Exception:
+        large = torch.zeros(nbytes, dtype=torch.uint8)  # of this frame
+        try:
+            int(f"not a number: {large.numel()}, {len(others)}")
+        except ValueError as error:
+            return error
+
+    module = Keeping()
+    module.outputs += [module.embedding.weight, torch.zeros(3 * MIB, dtype=torch.uint8)]
+    shown = torch.zeros(5 * MIB, dtype=torch.uint8)
+    monkeypatch.setattr(sys.modules["__main__"], "Out", {3: shown, 4: [module.outputs[1]]}, raising=False)
+    monkeypatch.setattr(sys, "last_value", caught(2 * MIB), raising=False)
+    trainer = pl.Trainer(logger=False, accelerator="cpu", enable_checkpointing=False)
+    held = aftermath.held_elsewhere(trainer, module, caught(7 * MIB, shown))
+    assert [(who, nbytes) for who, nbytes in held.items() if nbytes] == [
+        ("the frames of this error, until it is let go", 7 * MIB),
+        ("the notebook's `Out[]`", 5 * MIB),
+        ("`Keeping.outputs`", 3 * MIB),
+        ("an earlier error's frames (`sys.last_value`)", 2 * MIB),
+    ]
 
 
 # -- workers
