@@ -150,13 +150,6 @@ def _saved_by(node: Any) -> Iterator[object]:
                 return
 
 
-def holder_of(tensor: Tensor, roots: Mapping[str, object]) -> Holding | None:
-    """Find what holds a tensor's memory; None if that is not reached from these roots."""
-    wanted = tensor.untyped_storage()._cdata
-    tensors: Iterator[Any] = (each for each in holdings(roots) if isinstance(each.thing, Tensor))
-    return next((each for each in tensors if each.thing.untyped_storage()._cdata == wanted), None)
-
-
 def roots_of(module: nn.Module, others: Iterable[object] = ()) -> dict[str, object]:
     """A module, other objects by the names of their classes, and the files they were written in."""
     roots: dict[str, object] = {"self": module}

@@ -12,9 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memguard.core.capture.holders import Holder, holder_of, holdings, roots_of, use_of
+from lightning_memguard.core.capture.holders import Holder, Holding, holdings, roots_of, use_of
 
 EVERYTHING: list[torch.Tensor] = []
+
+
+def holder_of(tensor: torch.Tensor, roots: dict[str, object]) -> Holding | None:
+    """What holds a tensor's memory, reached from these roots."""
+    wanted = tensor.untyped_storage()._cdata
+    tensors = ((each, each.thing) for each in holdings(roots))
+    storages = ((each, thing.untyped_storage()._cdata) for each, thing in tensors if isinstance(thing, torch.Tensor))
+    return next((each for each, storage in storages if storage == wanted), None)
 
 
 @functools.cache
