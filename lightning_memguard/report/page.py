@@ -183,8 +183,7 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
 <div class="scroll">{charts.table("epochs", heads, rows, "Predicted and measured peak by epoch")}</div></section>"""
 
 
-# Columns that are shown if they are not all zero.
-_COUNTS: dict[str, Callable[[EpochRecord], int]] = {
+_COUNTS: dict[str, Callable[[EpochRecord], int]] = {  # shown if not all are zero
     "Rescued steps": lambda record: record.rescued,
     "Cache emptied": lambda record: record.measured.alloc_retries or 0,
 }

@@ -52,13 +52,11 @@ def _attributes(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str
     """The tensors, and containers of some, that are attributes of the module, its children and the callbacks."""
     owners = {f"{type(module).__name__}{path and '.'}{path}": child for path, child in module.named_modules()}
     owners |= {type(each).__name__: each for each in (*trainer.callbacks, trainer.datamodule) if each}  # type: ignore[attr-defined]
+    own = vars(nn.Module())
     for owner, thing in owners.items():
         for name, value in [*getattr(thing, "__dict__", {}).items()]:
-            if name not in vars(_EMPTY) and isinstance(value, (Tensor, dict, UserDict, *LISTS)):
+            if name not in own and isinstance(value, (Tensor, dict, UserDict, *LISTS)):
                 yield f"{owner}.{name}", value
-
-
-_EMPTY = nn.Module()
 
 
 def _in_frames(error: BaseException) -> Iterator[Tensor]:
