@@ -471,8 +471,9 @@ class GuardedRun:
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
         if self.trains and self.records:
-            measured = self._measure()
-            if measured.peak_bytes > self.records[-1].measured.peak_bytes:
+            measured, last = self._measure(), self.records[-1].measured
+            if measured.peak_bytes > last.peak_bytes:
+                measured = replace(measured, alloc_retries=last.alloc_retries, ooms=last.ooms)
                 self.records[-1] = replace(self.records[-1], measured=measured)
         if self.records and self.trainer.is_global_zero:
             page = self._write_page()
