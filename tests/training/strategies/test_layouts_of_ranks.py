@@ -66,7 +66,7 @@ def test_both_ranks_take_the_largest_size_that_fits_and_train_as_at_a_size_set_b
         assert rank["peak"] <= USABLE < rank["larger"]
         assert set(rank["sizes"]) == {rank["size"]}
     largest = max(here["measured"], there["measured"])
-    assert here["peak"] * 0.999 <= largest <= here["peak"] * 1.03  # gloo's threads may free a block of the first step
+    assert here["peak"] * 0.999 <= largest <= here["peak"] * 1.03  # gloo's threads may free a block a step late
 
 
 def test_what_a_rank_gathers_of_the_others_has_a_name(seen: dict[str, tuple[Seen, Seen]]) -> None:
