@@ -5,7 +5,7 @@ read at each batch by a callback of ours: the first epoch in which its peak has 
 
     python benchmarks/leaks.py                    # the leaks
     python benchmarks/leaks.py --only dataset     # those whose name contains this
-    python benchmarks/leaks.py --quiet            # the patterns of the field, and the zoo: none leaves memory behind
+    python benchmarks/leaks.py --quiet            # programs of field.py, the zoo, rescue.py: none leaves memory behind
     python benchmarks/leaks.py --quiet --train    # the same, trained for some epochs
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch.utils.data import DataLoader
 
+import rescue
 from lightning_memguard import MemGuard
 from shared.leaky import LEAKS, Leak, loader, random_data
 from shared.process import in_fork, memory_of
@@ -124,11 +125,16 @@ def programs() -> dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]]:
         data = DataLoader(case.dataset(3 * size), batch_size=size)
         return case.build(optimizer), data, {**case.trainer_kwargs, **QUIET, "accelerator": "cpu"}
 
+    def of_rescue(program: Any) -> tuple[Any, Any, dict[str, Any]]:
+        data = DataLoader(rescue.DATA, rescue.BATCH, collate_fn=program.collate)
+        return program.module(), data, {**QUIET, "accelerator": "cpu", **program.settings}
+
     for name, pattern in field.load_patterns().items():
         found[name] = functools.partial(of_field, pattern)
     for case in CASES:
         for optimizer in case.optimizers:
             found[f"zoo: {case.name}, {optimizer}"] = functools.partial(of_zoo, case, optimizer)
+    found |= {f"rescued: {program.name}": functools.partial(of_rescue, program) for program in rescue.PROGRAMS.values()}
     return found
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1] / "lightning_memguard"
 ROOMS = {
     "": ["_version", "errors", "units"],
     "core": ["__init__", "foreign"],
-    "core/trace": ["__init__", "scratch", "kept", "trace", "growth", "packed"],
+    "core/trace": ["__init__", "scratch", "kept", "trace", "growth", "packed", "signature"],
     "core/replay": [
         "__init__",
         "settings",
@@ -28,6 +28,7 @@ ROOMS = {
         "timeline",
         "snapshot",
         "footprint",
+        "learned",
     ],
     "core/kernels": [
         "__init__",
@@ -68,6 +69,7 @@ ROOMS = {
         "budget",
         "meter",
         "children",
+        "measurements",
     ],
     "core/isolation": ["__init__", "child", "pool"],
     "core/batch": [
@@ -179,6 +181,7 @@ ROOMS = {
         "growth_watch",
         "progress",
         "profile",
+        "earlier_runs",
         "choose",
         "tune",
         "resume",
@@ -189,7 +192,7 @@ ROOMS = {
         "callback",
     ],
     "cli": ["__init__", "status", "options", "names", "config", "inputs", "tables"],
-    "cli/commands": ["__init__", "plan", "layers", "snapshot", "replay", "compare", "gpus", "devices"],
+    "cli/commands": ["__init__", "plan", "layers", "snapshot", "replay", "compare", "gpus", "devices", "history"],
     "cli/main": [],
     "__main__": [],
 }
@@ -219,6 +222,7 @@ NOT_STD = {
     "core/capture/predict.py",
     "core/kernels/attention.py",
     "core/kernels/table.py",
+    "core/device/measurements.py",
     "core/device/nvml.py",
     "core/device/malloc.py",
     "core/device/process.py",

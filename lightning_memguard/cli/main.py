@@ -1,4 +1,4 @@
-"""The command line: ``memguard plan``, ``layers``, ``snapshot``, ``replay``, ``compare``, ``gpus``, ``devices``.
+"""The command line: ``memguard plan``, ``layers``, ``snapshot``, ``replay``, ``compare``, ``gpus``, ``history``, ...
 
 The parser and the dispatch. torch and Lightning are imported when a command needs them, so that ``--help`` is quick.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_memguard._version import __version__
-from lightning_memguard.cli.commands import compare, devices, gpus, layers, plan, replay, snapshot
+from lightning_memguard.cli.commands import compare, devices, gpus, history, layers, plan, replay, snapshot
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 FITS, DOES_NOT_FIT, BAD_USE, INTERRUPTED = 0, 1, 2, 130
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"memguard {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (plan, layers, snapshot, replay, compare, gpus, devices):
+    for command in (plan, layers, snapshot, replay, compare, gpus, devices, history):
         name, text = command.__name__.rpartition(".")[2], command.HELP
         epilog = getattr(command, "EPILOG", None)
         added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=epilog)

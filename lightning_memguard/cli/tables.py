@@ -22,7 +22,10 @@ from lightning_memguard.report.words import counted
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning_memguard.core.decision.advice import Advice
+    from lightning_memguard.core.device.measurements import Measurement
     from lightning_memguard.core.layers.layers import Layer, LayerTable
     from lightning_memguard.core.layers.textbook import TextbookSum, WeightMemory
     from lightning_memguard.core.replay.alternatives import Alternative
@@ -339,3 +342,32 @@ def print_budgets(budgets: Mapping[str, Budget | str], console: Console) -> None
             total, free = format_bytes(budget.total_bytes), format_bytes(budget.free_bytes)
             table.add_row(name, budget.device, total, free, budget.source)
     console.print(table)
+
+
+def print_measurements(found: Sequence[Measurement], damaged: int, path: Path, console: Console) -> None:
+    """Print what fits on GPUs have measured, the latest last."""
+    if not found:
+        console.print(f"{path} holds no measurement; a fit on a GPU writes some.", soft_wrap=True)
+        return
+    heads = (
+        "Time",
+        "Module",
+        "GPU",
+        "Precision",
+        ">Batch size",
+        ">Predicted",
+        ">Measured",
+        ">Measured / predicted",
+        "Step",
+    )
+    table = new_table(f"Measurements in {path}", *heads)
+    for each in found:
+        peaks = format_bytes(each.predicted_bytes), format_bytes(each.measured_bytes)
+        ratio = f"{each.measured_bytes / each.predicted_bytes - 1:+.1%}"
+        when = each.time[:16].replace("T", " ")
+        table.add_row(
+            when, each.module, each.setting.gpu, each.precision, str(each.batch_size), *peaks, ratio, each.step
+        )
+    console.print(table)
+    if damaged:
+        console.print(f"{counted(damaged, 'line')} cannot be read; `memguard history --clear` deletes the file.")

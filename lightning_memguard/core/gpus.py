@@ -102,6 +102,14 @@ _SERIES = ("quadro", "rtx", "gtx")  # prefixes that are often left out
 _BUILD = re.compile(r"pcie|sxm\d?|nvl|hbm3e?|active|ada|blackwell")  # suffixes that are often left out
 
 
+def is_named(gpu: Gpu, name: str) -> bool:
+    """Whether a device's own name, as torch reports it, is that of a GPU."""
+    try:
+        return find(name) == gpu
+    except MemGuardError:  # the name is of several, or unknown
+        return gpu.name == name
+
+
 def _words(name: str) -> list[str]:
     """The words that distinguish GPUs: "NVIDIA A100-SXM4-40GB" is ["a100", "sxm4", "40gb"]."""
     spaced = re.sub(r"[^a-z0-9]+", " ", _BRANDS.sub(" ", name.lower()))

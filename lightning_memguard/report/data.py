@@ -19,7 +19,7 @@ def footprint_data(footprint: Footprint) -> dict[str, Any]:
         "low": dict(vars(footprint.low)) if footprint.low else None,
         "high": dict(vars(footprint.high)) if footprint.high else None,
         "parts_bytes": dict(footprint.parts),
-        **picked(footprint, "phase", "module", "operator", "method"),
+        **picked(footprint, "phase", "module", "operator", "method", "correction_bytes", "learned_from"),
         "notes": list(footprint.notes),
     }
 

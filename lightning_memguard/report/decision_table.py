@@ -93,7 +93,8 @@ def _total_lines(decision: Decision, footprint: Footprint, budget: Budget, kind:
         at_most = f" (at most {format_bytes(most)})" if most > peak else ""
         in_copy = "" if footprint.method in ("fake", "compiled") else f"; {how}"
         step = "" if footprint.phase in ("checkpoint", "collate") else " step"
-        words = f"Peak of {_kind(footprint, kind)}{step}{at_most}, in the {peak_words(footprint)}{in_copy}"
+        learned = f"; from {footprint.learned_from}" if footprint.learned_from else ""
+        words = f"Peak of {_kind(footprint, kind)}{step}{at_most}, in the {peak_words(footprint)}{in_copy}{learned}"
     if peak != footprint.peak_allocated_bytes:
         allocated, reserved = map(format_bytes, (footprint.peak_allocated_bytes, footprint.peak_reserved_bytes))
         outside = format_bytes(footprint.outside_bytes)
@@ -223,7 +224,8 @@ def method_words(footprint: Footprint) -> str:
     """Say where the peak is and how it was obtained; of a partial prediction, what is missing."""
     if footprint.is_partial:
         return f"{_METHODS[footprint.method]}."
-    return f"Peak in the {peak_words(footprint)}; {_METHODS[footprint.method]}."
+    learned = f"; corrected from {footprint.learned_from}" if footprint.learned_from else ""
+    return f"Peak in the {peak_words(footprint)}; {_METHODS[footprint.method]}{learned}."
 
 
 def why(decision: Decision) -> str:

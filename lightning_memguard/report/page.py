@@ -24,7 +24,7 @@ from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report import charts
 from lightning_memguard.report.decision_table import method_words, totals_of, why
 from lightning_memguard.report.page_data import Report, report_data
-from lightning_memguard.report.words import COLORS, batch_sizes, part_words, peak_words, with_stage
+from lightning_memguard.report.words import COLORS, batch_sizes, byte_range, part_words, peak_words, with_stage
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -177,9 +177,12 @@ def _epochs(records: Sequence[EpochRecord]) -> str:
     rows = "".join(_epoch(record, longest * 1.05 or 1, [of(record) for of in counts.values()]) for record in shown)
     heads = ("Epoch", "Batch size", "Predicted", "Measured", "Error", "Headroom", *counts)
     heads += ('<span class="hidden">Measured, and predicted on it</span>',)
+    after = shown[-1].expected_bytes
+    narrowed = f" After the epochs before it, the last was expected to take {byte_range(*after)}." if after else ""
     sources = ", ".join(dict.fromkeys(escape(record.measured.source) for record in shown))
     return f"""<section><h2>Predicted versus measured</h2>
-<p class="sub">Measured: {sources}. The bar is the measured peak, the mark on it the predicted one.{omitted}</p>
+<p class="sub">Measured: {sources}. The bar is the measured peak, the mark on it the predicted one.
+{narrowed}{omitted}</p>
 <div class="scroll">{charts.table("epochs", heads, rows, "Predicted and measured peak by epoch")}</div></section>"""
 
 

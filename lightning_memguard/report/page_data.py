@@ -132,6 +132,7 @@ def _record_data(record: EpochRecord) -> dict[str, Any]:
         "out_of_memory": record.out_of_memory,
         "predicted_peak_device_bytes": record.predicted.peak_device_bytes,
         "predicted_parts_bytes": dict(record.predicted.parts),
+        "expected_peak_bytes": record.expected_bytes,
         "measured_peak_bytes": measured.peak_bytes,
         "measured_source": measured.source,
         "predicted_host_bytes": record.predicted_host_bytes or None,

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("prediction and output").add_argument
     add("--inference", action="store_true", help="predict a forward pass under no_grad instead of a training step")
     add("--advise", action="store_true", help="suggest changes that save memory, each with its predicted peak")
+    add("--measured", metavar="FILE", help="correct by the measurements of a machine, see `memguard history`")
     add("--report", metavar="DIR", help="write memguard_report.html, for the first device, to DIR")
 
 
@@ -59,6 +60,7 @@ def run(options: argparse.Namespace) -> bool:
             _check_folder(options.report)
         budget = None if options.budget is None else parse_bytes(options.budget)
         limits = Limits(options.margin, budget, options.min_batch_size, options.max_batch_size)
+        measured = Path(options.measured) if options.measured else None
         devices = list(dict.fromkeys(options.device or default_devices()))
         for device in devices:
             check_device(device)
@@ -66,7 +68,7 @@ def run(options: argparse.Namespace) -> bool:
         plans = []
         for device in devices:
             say(f"tracing the step on {device}")
-            plan_it = partial(plan_on, device=device, limits=limits)
+            plan_it = partial(plan_on, device=device, limits=limits, measured=measured)
             subject, plan = with_memory_if_needed(options, subject, say, plan_it)
             plans.append(plan)
         adviser, advice = _advise(plans, say) if options.advise else (None, ())

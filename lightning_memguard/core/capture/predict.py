@@ -22,10 +22,12 @@ from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.core.isolation.pool import processors
 from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
+from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.compiled import NOTE
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
+from lightning_memguard.core.trace.signature import SIGNED_SIZE, signature_of
 from lightning_memguard.core.trace.trace import Method, Shapes, Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.units import format_bytes
@@ -77,6 +79,7 @@ class Prediction:
         kind: the place among them of the one that is predicted, as it takes the most.
         stopped: why too few captures were made to check how the step grows, or what other values change.
         guessed: sizes that were asked for after the deadline.
+        learned: what earlier runs of the step have measured.
     """
 
     program: Program
@@ -99,6 +102,7 @@ class Prediction:
     kind: int = 0
     stopped: str = ""
     guessed: set[int] = field(default_factory=set, compare=False)
+    learned: Learned | None = None
     # What it was asked for so far; a copy starts with its own.
     _known_traces: dict[int, tuple[Trace, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
     _known_footprints: dict[int, Footprint] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -227,8 +231,16 @@ class Prediction:
             if self.unfrozen:
                 most = _with_later(most, self._footprint_of(self.unfrozen.trace_at(batch_size)))
             batch = " x ".join(map(str, next(iter(self.expected_batch(batch_size)[0]), ()))) if self.kinds else ""
-            known[batch_size] = replace(most, batch=batch, notes=tuple(dict.fromkeys((*self.notes, *most.notes))))
+            most = replace(most, batch=batch, notes=tuple(dict.fromkeys((*self.notes, *most.notes))))
+            known[batch_size] = self.learned.corrected(most) if self.learned else most
         return known[batch_size]
+
+    @property
+    def signature(self) -> str:
+        """The step's signature, which no batch size changes; empty if its events are not known at every size."""
+        if self.growth is None or self.compiles or self.variants:
+            return ""
+        return signature_of(self.growth.at(SIGNED_SIZE))
 
     @property
     def _captured(self) -> set[int]:

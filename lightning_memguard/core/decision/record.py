@@ -42,7 +42,8 @@ class EpochRecord:
     ``margin_bytes`` of the budget were to be kept free. ``rescued`` steps were done in parts of their batch, on any
     rank: ``out_of_memory`` of them since the whole batch ran out of memory, the others since it would have.
     ``loader_batch_sizes`` are those of each loader, if there are several. ``predicted_host_bytes`` is `HostUse.parts`
-    together.
+    together. ``expected_bytes`` is the range that the epochs before this one leave for the peak of the device; None for
+    the first, and on the CPU.
     """
 
     epoch: int
@@ -55,6 +56,7 @@ class EpochRecord:
     out_of_memory: int = 0
     loader_batch_sizes: tuple[int, ...] = ()
     predicted_host_bytes: int = 0
+    expected_bytes: tuple[int, int] | None = None
 
     @property
     def has_error(self) -> bool:
@@ -99,9 +101,9 @@ class EpochRecord:
         if self.measured.host_bytes is not None:
             metrics["memguard/host_predicted_gib"] = self.predicted_host_bytes / GIB
             metrics["memguard/host_actual_gib"] = self.measured.host_bytes / GIB
-        if predicted.low and predicted.high:
-            metrics["memguard/predicted_low_gib"] = predicted.low.device_bytes / GIB
-            metrics["memguard/predicted_high_gib"] = predicted.high.device_bytes / GIB
+        bounds = predicted.low and predicted.high and (predicted.low.device_bytes, predicted.high.device_bytes)
+        for name, nbytes in zip(("low", "high"), self.expected_bytes or bounds or (), strict=False):
+            metrics[f"memguard/predicted_{name}_gib"] = nbytes / GIB
         if self.measured.alloc_retries is not None:
             metrics["memguard/alloc_retries"] = float(self.measured.alloc_retries)
         metrics |= {f"memguard/parts/{part}_gib": nbytes / GIB for part, nbytes in predicted.parts.items()}

@@ -73,6 +73,21 @@ def gpu_facts_of(device: torch.device) -> GpuFacts:
     return gpu_facts(index, torch.cuda.get_device_properties(index), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver, such as ``"570.86.15"``.
+
+    Raises:
+        pynvml.NVMLError: NVML does not answer.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        or_none(pynvml.nvmlShutdown)
+
+
 def nvml_memory_of(device: torch.device) -> MemoryInfo | None:
     """`nvml_memory` of the GPU that torch means by ``device``."""
     return nvml_memory(gpu_facts_of(device))

@@ -65,6 +65,8 @@ class Footprint:
         trace: the events it was computed from, if they were kept, as `estimate` does.
         settings: the rules of the allocator they were replayed by.
         batch: the shape of the batch, such as ``"3 x 512"``, if the data sets its size; else empty.
+        correction_bytes: how much larger the peak on the device is by earlier measurements; negative if it is smaller.
+        learned_from: these measurements in words, such as ``"3 earlier runs on this GPU"``; empty without any.
     """
 
     batch_size: int
@@ -84,6 +86,8 @@ class Footprint:
     trace: Trace | None = field(default=None, repr=False, compare=False)
     settings: AllocatorSettings | None = field(default=None, repr=False, compare=False)
     batch: str = ""
+    correction_bytes: int = 0
+    learned_from: str = ""
 
     @property
     def most_device_bytes(self) -> int:

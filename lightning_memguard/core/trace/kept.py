@@ -62,6 +62,10 @@ class RunsOut:
     step: int
 
 
+# No run lasts longer that sets no end itself: a metric's list of four bytes a step is no leak.
+MOST_EPOCHS, MOST_STEPS = 10_000, 100_000_000
+
+
 def runs_out(
     room_bytes: int, step_bytes: int, epoch_bytes: int, batches: int | None, epochs: float, steps: float
 ) -> RunsOut | None:

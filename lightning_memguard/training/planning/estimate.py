@@ -5,7 +5,9 @@ It is not in core/, because a LightningModule is stepped in Lightning's order.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -40,6 +42,7 @@ def estimate(
     strategy: str | Strategy = "auto",
     devices: int = 1,
     num_nodes: int = 1,
+    measured: str | os.PathLike[str] | None = None,
 ) -> Footprint:
     """Predict the memory of one training step, or of one inference.
 
@@ -61,12 +64,14 @@ def estimate(
             Fabric takes it: ``"ddp"``, ``"fsdp"``, or its `DDPStrategy`, `FSDPStrategy` or `ModelParallelStrategy`.
         devices: how many devices on each node; there need not be any.
         num_nodes: how many nodes.
+        measured: a file of measurements (``memguard history`` names it), perhaps of another machine: what runs of
+            this step measured on such a GPU corrects the prediction.
 
     Returns:
         The footprint at ``batch_size``; under a ``strategy``, that of the rank that holds most.
 
     Raises:
-        MemGuardError: an argument is unknown, or a plain module comes without ``step``.
+        MemGuardError: an argument is unknown, a plain module comes without ``step``, or ``measured`` cannot be read.
         CannotTraceError: the batch holds no tensor, or the step cannot be run on a copy.
 
     Example:
@@ -94,7 +99,8 @@ def estimate(
     target, size = target_of(device, model).talking(subject.communicators), subject.batch_size
     for note in target.notes:
         warn(f"estimate: {note}.")
-    prediction = predicted(subject, target, capacity_bytes=target.capacity_bytes)
+    file = None if measured is None else Path(measured)
+    prediction = predicted(subject, target, capacity_bytes=target.capacity_bytes, measured=file)
     found, trace = prediction.footprint_at(size), prediction.own_trace_at(size)
     trace = replace(trace.only("point"), kernels=(), scratch_spans=())
     return replace(found, trace=trace, settings=prediction.settings)

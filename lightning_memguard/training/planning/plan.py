@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, isolated
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
@@ -60,16 +61,17 @@ class Plan:
         return self.footprint.most_device_bytes / self.budget.free_bytes if self.budget.free_bytes else math.inf
 
 
-def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan:
+def plan_on(subject: Subject, device: str, limits: Limits | None = None, measured: Path | None = None) -> Plan:
     """Find out whether a subject fits a device, and the largest batch size that does.
 
     Args:
         subject: the model, its batch and its settings.
         device: ``"cpu"``, ``"cuda"``, or the name of a GPU, which need not be there.
         limits: what the batch size is chosen from.
+        measured: a file of measurements that corrects the prediction, see `estimate`.
 
     Raises:
-        MemGuardError: the device is unknown, or the budget is more than it has.
+        MemGuardError: the device is unknown, the budget is more than it has, or the file cannot be read.
         CannotTraceError: the step cannot be predicted.
 
     Example:
@@ -82,11 +84,11 @@ def plan_on(subject: Subject, device: str, limits: Limits | None = None) -> Plan
         (True, 64, 'Tesla T4')
     """
     with Captures():
-        return _plan(subject, device, limits or Limits())
+        return _plan(subject, device, limits or Limits(), measured)
 
 
-def _plan(subject: Subject, device: str, limits: Limits) -> Plan:
-    prediction, budget = predict_on(subject, device, limits)
+def _plan(subject: Subject, device: str, limits: Limits, measured: Path | None) -> Plan:
+    prediction, budget = predict_on(subject, device, limits, measured)
     proven = prediction.proven_at(subject.batch_size)
     if proven.compiles:
         prediction = proven
@@ -156,14 +158,17 @@ def _started_anyway(prediction: Prediction, budget: Budget, request: Request) ->
     )
 
 
-def predict_on(subject: Subject, device: str, limits: Limits | None = None) -> tuple[Prediction, Budget]:
+def predict_on(
+    subject: Subject, device: str, limits: Limits | None = None, measured: Path | None = None
+) -> tuple[Prediction, Budget]:
     """Capture the step as it would run on a device, and read what that offers.
 
     Raises:
         CannotTraceError: the step cannot be predicted.
     """
     target, budget = target_and_budget(device, limits or Limits(), subject.model)
-    return predicted(subject, target.talking(subject.communicators), scalable=not subject.fixed_because), budget
+    target = target.talking(subject.communicators)
+    return predicted(subject, target, scalable=not subject.fixed_because, measured=measured), budget
 
 
 def layers_on(subject: Subject, device: str) -> LayerTable:

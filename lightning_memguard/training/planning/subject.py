@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
@@ -16,11 +17,14 @@ from lightning_memguard.core.capture.capture import quiet
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram, Program, check_precision, without_memory
 from lightning_memguard.core.decision.decision import check_count
-from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.device.measurements import Store, learned_from
+from lightning_memguard.core.gpus import Gpu, is_named
 from lightning_memguard.core.layers.layers import run_model
+from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.fake_cuda import simulated_cuda
 from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.loader_access import set_data_source
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, find
@@ -294,12 +298,18 @@ def program_of(subject: Subject, target: Target) -> Program:
 
 
 def predicted(
-    subject: Subject, target: Target, *, scalable: bool = False, capacity_bytes: int | None = None
+    subject: Subject,
+    target: Target,
+    *,
+    scalable: bool = False,
+    capacity_bytes: int | None = None,
+    measured: Path | None = None,
 ) -> Prediction:
-    """Capture the step as it would run on a device.
+    """Capture the step as it would run on a device; correct it by a file of ``measured`` peaks, if there is one.
 
     Raises:
         CannotTraceError: the step cannot be predicted.
+        MemGuardError: the file of measurements cannot be read.
     """
     settings = replace(AllocatorSettings.for_device(target.device.type, os.environ), capacity_bytes=capacity_bytes)
     program, size = program_of(subject, target), subject.batch_size
@@ -310,7 +320,28 @@ def predicted(
             f"The step cannot be predicted: {'; '.join(prediction.notes)}. The batch it was given: {subject.shapes}. "
             f"What stays without it (parameters, gradients, optimizer state) is {format_bytes(states)}."
         )
-    return replace(prediction, notes=tuple(dict.fromkeys((*prediction.notes, *target.notes, *subject.notes))))
+    notes = tuple(dict.fromkeys((*prediction.notes, *target.notes, *subject.notes)))
+    learned = _learned(prediction, target.gpu, measured) if measured else None
+    return replace(prediction, notes=notes, learned=learned)
+
+
+def _learned(prediction: Prediction, gpu: Gpu | None, file: Path) -> Learned:
+    """Return what a file of measurements tells of a step on a GPU, whatever software it ran on.
+
+    Raises:
+        MemGuardError: the file cannot be read.
+    """
+    if not file.exists():
+        raise MemGuardError(f"{file} does not exist; `memguard history` says where a machine keeps its measurements.")
+    found, damaged = Store(file).read()
+    notes = [f"{counted(damaged, 'line')} of {file} cannot be read and is not used"] if damaged else []
+    step = prediction.signature
+    same = [each for each in found if step and each.step == step]
+    ours = [each for each in same if gpu is not None and is_named(gpu, each.setting.gpu)]
+    if not ours:
+        there = ", ".join(sorted({each.setting.gpu for each in same}))
+        notes.append(f"{file} has no measurement of this step on this GPU{f', but on {there}' if there else ''}")
+    return replace(learned_from(ours, step, gpu.name if gpu else ""), notes=tuple(notes))
 
 
 def lightning_program(subject: Subject, target: Target) -> LightningProgram:

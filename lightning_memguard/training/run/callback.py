@@ -107,6 +107,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         on_oom: what becomes of a step that runs out of memory. ``None`` (the default) does it again in parts of its
             batch if that is shown to be the same step, operator by operator; ``"split"`` also if it differs in a known
             way, and says which; ``"raise"`` ends the run with a note. ``mode="check"`` always raises.
+        learn: store what a fit on a GPU measures in a file in your cache folder, and correct predictions of the same
+            step by what earlier runs measured; see ``memguard history``. Nothing leaves the machine.
 
     Attributes:
         decision: the batch size of the last run and why, once one has been set up; else None.
@@ -136,6 +138,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         keep_effective_batch_size: int | Literal["if_smaller"] | None = "if_smaller",
         on_oom: Literal["split", "raise"] | None = None,
         max_setup_seconds: float | None = 60.0,
+        learn: bool = True,
     ) -> None:
         super().__init__()
         if mode not in ("tune", "check"):
@@ -161,6 +164,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             max_setup_seconds,
             host_bytes,
             keep_effective_batch_size == "if_smaller",
+            learn,
         )
         self.records: list[EpochRecord] = []
         self.evaluations: dict[str, EpochRecord] = {}

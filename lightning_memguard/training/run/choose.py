@@ -14,6 +14,7 @@ from lightning_memguard.core.decision.decision import Budget, Decision, LimitedB
 from lightning_memguard.core.isolation.pool import ChildPool
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
@@ -43,13 +44,15 @@ class _Terms:
     validation_batch_size: int | None
     extra: tuple[tuple[str, int], ...]
     context_bytes: int | tuple[int, int, int]
+    learned: Learned | None
 
     @classmethod
     def of(cls, profile: RunProfile) -> _Terms:
         """Read the values from a profile."""
         validation = profile.validation
-        size, context = validation.batch_size if validation else None, profile.prediction.context_bytes
-        return cls(profile.budget, profile.request, size, tuple(profile.extra.items()), context)
+        size, step = validation.batch_size if validation else None, profile.prediction
+        extra = tuple(profile.extra.items())
+        return cls(profile.budget, profile.request, size, extra, step.context_bytes, step.learned)
 
     def put_to(self, profile: RunProfile) -> RunProfile:
         """Return the profile with these values."""
@@ -57,7 +60,7 @@ class _Terms:
         if validation is not None and self.validation_batch_size is not None:
             validation = replace(validation, batch_size=self.validation_batch_size)
         asked = replace(profile, budget=self.budget, request=self.request, extra=dict(self.extra))
-        return replace(asked, validation=validation).with_context(self.context_bytes)
+        return replace(asked, validation=validation).with_context(self.context_bytes).learning(self.learned)
 
 
 class Planner:

@@ -19,7 +19,9 @@ from lightning_memguard.core.device.children import ChildrenMeter
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
 from lightning_memguard.core.device.memory_info import or_none
 from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter, held_now
+from lightning_memguard.core.replay.learned import range_after
 from lightning_memguard.core.replay.snapshot import save_snapshot
+from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
 from lightning_memguard.report.failure import announcement, note, overrun_words, refusal_words
@@ -386,7 +388,7 @@ class GuardedRun:
         if budget is None or watch is None:
             return
         peak = self.records[-1].measured.peak_bytes if self.records else 0
-        epochs = math.inf if last is None or last < 0 else last
+        epochs = MOST_EPOCHS if last is None or last < 0 else last
         if steps > 0 and of_epoch:
             epochs = min(epochs, math.ceil(steps / of_epoch))
         grown = watch.note(peak, budget.free_bytes, trainer.current_epoch, epochs)
@@ -406,6 +408,7 @@ class GuardedRun:
         if record is None:
             return
         self.records.append(record)
+        attempt(lambda: self._remember(record))
         self._restart_measuring()
         self._warn_of_overrun(record.measured)
         try:
@@ -413,6 +416,13 @@ class GuardedRun:
         finally:
             if len(self.records).bit_count() == 1:  # after 1, 2, 4, 8, ... epochs: some take no time
                 self._write_page()
+
+    def _remember(self, record: EpochRecord) -> None:
+        """Store what was measured for later runs."""
+        profile = self.tuning.profile
+        if profile is not None and self.trainer.is_global_zero:
+            precision, module = str(self.trainer.precision), type(self.module).__name__
+            self.tuning.earlier.remember(record, self.decision, profile, precision, module)
 
     def end_evaluation(self) -> EpochRecord | None:
         """Make the record of a run that only validates, tests or predicts."""
@@ -431,7 +441,11 @@ class GuardedRun:
         bounds = (budget.free_bytes, budget.margin_bytes)
         loaders = decision.loader_batch_sizes
         on_host = sum(decision.host.parts.values()) if decision.host else 0
-        return EpochRecord(epoch, size, decision.footprint, measured, *bounds, rescued, failed, loaders, on_host)
+        seen = [
+            each.measured.peak_bytes for each in self.records if each.has_error and each.measured.peak_reserved_bytes
+        ]
+        again = range_after(max(seen)) if seen else None
+        return EpochRecord(epoch, size, decision.footprint, measured, *bounds, rescued, failed, loaders, on_host, again)
 
     def _rescued_on_all_ranks(self) -> tuple[int, int]:
         """How many steps ran out of memory, and how many were done in parts, on any rank. All ranks call it."""

@@ -21,6 +21,7 @@ from lightning_memguard.core.decision.decision import Budget, HostUse, LimitedBy
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.process import process_bytes
 from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.fake_cuda import gpu_of
 from lightning_memguard.core.trace.growth import grow
@@ -181,13 +182,18 @@ class RunProfile:
         """Return the profile with other bytes of the process on its device outside the allocator."""
         return self._with_predictions(lambda each: replace(each, context_bytes=nbytes))
 
+    def learning(self, learned: Learned | None) -> RunProfile:
+        """Return the profile with what earlier runs of its training step have measured."""
+        return replace(self, prediction=replace(self.prediction, learned=learned))
+
     def accumulating(self) -> RunProfile:
         """Return the profile of the run if it accumulates gradients, which its step keeps from batch to batch."""
         run, known, validation = self.run.accumulating(), self.prediction, self.validation
         if run is self.run:
             return self
         size = self.request.batch_size
-        step = replace(predict(run.program, size, known.settings, context_bytes=known.context_bytes), held=known.held)
+        step = predict(run.program, size, known.settings, context_bytes=known.context_bytes)
+        step = replace(step, held=known.held, learned=known.learned)
         if validation is not None:
             validation = replace(validation, prediction=_next_to(step, run, validation.prediction))
         return replace(self, run=run, prediction=step, validation=validation)

@@ -12,7 +12,7 @@ from lightning_memguard.core.decision.advice import shortlist, what_would_fit
 from lightning_memguard.core.decision.decision import Decision, Request
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.malloc import trim_heap
-from lightning_memguard.core.trace.kept import runs_out
+from lightning_memguard.core.trace.kept import MOST_EPOCHS, MOST_STEPS, runs_out
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.data.loaders import batches_taken
@@ -22,6 +22,7 @@ from lightning_memguard.training.planning.advise import AdviceReport, try_remedi
 from lightning_memguard.training.planning.search import Context, or_the_smallest
 from lightning_memguard.training.rescue.cut import Cut, cut_of
 from lightning_memguard.training.run.choose import Choice, Planner, choose
+from lightning_memguard.training.run.earlier_runs import EarlierRuns
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import Reading, RunProfile, read_run
 from lightning_memguard.training.run.progress import SetupLine
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 class Tuning:
     """The result of `tune`. ``profile`` is None if the run was not tuned; ``decision.reason`` says why.
 
-    ``cuts`` say how batches are cut by sample, by role, as far as is known.
+    ``cuts`` say how batches are cut by sample, by role, as far as is known. ``earlier`` is what this GPU has measured.
     """
 
     decision: Decision
@@ -46,6 +47,7 @@ class Tuning:
     profile: RunProfile | None = None
     ranks: Ranks = field(default_factory=Ranks)
     cuts: Mapping[Role, Cut] = field(default_factory=dict)
+    earlier: EarlierRuns = field(default_factory=EarlierRuns)
 
 
 _ADVICE_SECONDS = 20.0  # the run cannot start: its user should soon know why
@@ -75,13 +77,15 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             context = attempt(lambda: process_bytes or context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
             profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, profile.held_bytes))
+            earlier = EarlierRuns.of(profile, wanted=settings.learns)
+            profile = profile.learning(ranks.gather(attempt(partial(earlier.learned, profile)).value)[0])
             answers = ranks.gather((profile.request.free_to_choose, profile.request.fixed_because))
             profile = replace(profile, request=_common(profile.request, answers))
             try:
                 decision, profile = _choose(profile, ranks, planner)
             except DoesNotFitError as error:
                 raise _with_advice(error, profile) from None
-        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, cuts))
+        tuning = with_steps(Tuning(decision, facts.role, _without_samples(profile), ranks, cuts, earlier))
         del reading, profile
         trim_heap()  # of the samples drawn
         return tuning
@@ -165,8 +169,8 @@ def _with_end(decision: Decision, profile: RunProfile) -> Decision:
         often = times if every is None else max(1, int(times)) / every
         of_epoch += int(left * (batches_taken(facts, info, size) or 0) * often)
     room = budget.free_bytes - footprint.peak_device_bytes
-    epochs = math.inf if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
-    steps = math.inf if trainer.max_steps < 0 else trainer.max_steps * decision.accumulate_grad_batches
+    epochs = MOST_EPOCHS if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
+    steps = MOST_STEPS if trainer.max_steps < 0 else trainer.max_steps * decision.accumulate_grad_batches
     return replace(decision, kept=profile.kept, runs_out_at=runs_out(room, of_step, of_epoch, batches, epochs, steps))
 
 

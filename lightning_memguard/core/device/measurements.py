@@ -1,0 +1,193 @@
+"""Predicted and measured peaks of earlier runs on this machine's GPUs: lines of JSON in the user's cache folder.
+
+Nothing leaves the machine. The file may be deleted at any time, and copied to another machine to plan by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.nvml import driver_version
+from lightning_memguard.core.replay.learned import Learned, Sighting
+from lightning_memguard.errors import MemGuardError
+
+_MOST_LINES = 2000  # some 1 MB; then the older half goes
+_OF_ONE_SIZE = 5  # the latest measurements of a step at one batch size count
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Hardware and software on which the peak of a step depends, apart from the step itself."""
+
+    gpu: str
+    driver: str
+    torch: str
+    cuda: str
+    cudnn: str
+    allocator: str
+
+    def difference(self, other: Setting) -> str:
+        """Name what differs: ``"cudnn 91002 instead of 92000"``; empty if nothing does."""
+        pairs = ((field.name, getattr(other, field.name), getattr(self, field.name)) for field in fields(self))
+        changed = (each for each in pairs if each[1] != each[2])
+        return ", ".join(f"{name} {theirs or 'unset'} instead of {ours or 'unset'}" for name, theirs, ours in changed)
+
+
+def setting_of(device: torch.device) -> Setting | None:
+    """Read the setting of a CUDA device; None for another device.
+
+    Raises:
+        RuntimeError: it cannot be used.
+    """
+    if device.type != "cuda":
+        return None
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    cudnn = str(torch.backends.cudnn.version() or "") if torch.backends.cudnn.enabled else "off"
+    benchmark = " benchmark" if torch.backends.cudnn.benchmark else ""
+    driver, cuda = or_none(driver_version) or "", torch.version.cuda or ""
+    name = torch.cuda.get_device_name(device)
+    return Setting(name, driver, torch.__version__, cuda, cudnn + benchmark, settings)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The peak of one run at one batch size.
+
+    Attributes:
+        run: names the run; a later measurement of the same run replaces this one.
+        time: when, as ISO 8601.
+        module: the name of the module's class, for people.
+        step: its signature, see `lightning_memguard.core.trace.signature`.
+        precision: as Lightning names it.
+        batch_size: samples on this rank.
+        predicted_bytes: the peak on the device, without any correction.
+        measured_bytes: the peak on the device.
+        measured_reserved_bytes: what the allocator had reserved of it; the rest are CUDA's context and libraries.
+        workspace_bytes: of the predicted peak, what is scratch of kernels.
+        setting: what it ran on.
+    """
+
+    run: str
+    time: str
+    module: str
+    step: str
+    precision: str
+    batch_size: int
+    predicted_bytes: int
+    measured_bytes: int
+    measured_reserved_bytes: int
+    workspace_bytes: int
+    setting: Setting
+
+    @classmethod
+    def read(cls, line: str) -> Measurement | None:
+        """Read a line of the file; None if it is damaged, or another version wrote it."""
+        try:
+            values = json.loads(line)
+            found = cls(**{**values, "setting": Setting(**values["setting"])})
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        texts = [*asdict(found.setting).values(), found.run, found.time, found.module, found.step, found.precision]
+        sizes = found.batch_size, found.predicted_bytes, found.measured_bytes
+        others = found.measured_reserved_bytes, found.workspace_bytes
+        typed = {*map(type, texts)} == {str} and {*map(type, (*sizes, *others))} == {int}
+        return found if typed and min(sizes) > 0 and min(others) >= 0 else None
+
+
+def default_path() -> Path:
+    """Return the file below the user's cache folder; ``XDG_CACHE_HOME`` moves it."""
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-memguard" / "measurements.jsonl"
+    )
+
+
+@dataclass(frozen=True)
+class Store:
+    """The file of measurements. Several processes may read and write it at once."""
+
+    path: Path
+
+    def add(self, measurement: Measurement) -> None:
+        """Append a measurement; when the file has grown long, the older ones go.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        line = f"{json.dumps(asdict(measurement))}\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            if len(lines) > _MOST_LINES:
+                self._replace(lines[-_MOST_LINES // 2 :])
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self.path.with_suffix(".lock").open("w") as file:
+            with contextlib.suppress(ImportError):  # Windows has no such lock
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _replace(self, lines: Iterable[str]) -> None:
+        """Write the whole file at once, for readers that take no lock."""
+        descriptor, name = tempfile.mkstemp(dir=self.path.parent)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.writelines(lines)
+        Path(name).replace(self.path)
+
+    def read(self) -> tuple[list[Measurement], int]:
+        """Return the measurements, the oldest first and each run's last, and the number of damaged lines.
+
+        Raises:
+            MemGuardError: there is a file, and it cannot be read.
+        """
+        try:
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return [], 0
+        except OSError as error:
+            raise MemGuardError(f"The measurements in {self.path} cannot be read: {error.strerror}.") from error
+        found, damaged = dict[tuple[str, int], Measurement](), 0
+        for line in filter(None, map(str.strip, text.splitlines())):
+            each = Measurement.read(line)
+            if each is None:
+                damaged += 1
+                continue
+            found.pop((each.run, each.batch_size), None)
+            found[each.run, each.batch_size] = each
+        return [*found.values()], damaged
+
+    def clear(self) -> None:
+        """Delete the file.
+
+        Raises:
+            OSError: it cannot be deleted.
+        """
+        for path in (self.path, self.path.with_suffix(".lock")):
+            path.unlink(missing_ok=True)
+
+
+def learned_from(measurements: Iterable[Measurement], step: str, where: str = "this GPU") -> Learned:
+    """Return what measurements of a step tell; of each batch size the latest count."""
+    by_size: dict[int, list[Measurement]] = {}
+    for each in measurements:
+        if each.step == step:
+            by_size.setdefault(each.batch_size, []).append(each)
+    return Learned(step, tuple(_sighting(size, found[-_OF_ONE_SIZE:]) for size, found in by_size.items()), where)
+
+
+def _sighting(size: int, found: list[Measurement]) -> Sighting:
+    middle = sorted(found, key=lambda each: each.measured_bytes / each.predicted_bytes)[len(found) // 2]
+    return Sighting(size, middle.predicted_bytes, middle.measured_bytes, len(found))

@@ -1,0 +1,93 @@
+"""What earlier runs of a step measured on this GPU, and what this one adds: predictions learn from it."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.core.device.measurements import (
+    Measurement,
+    Setting,
+    Store,
+    default_path,
+    learned_from,
+    setting_of,
+)
+from lightning_memguard.core.replay.learned import Learned
+from lightning_memguard.report.words import counted
+from lightning_memguard.training.facts.ranks import attempt
+
+if TYPE_CHECKING:
+    from lightning_memguard.training.run.profile import RunProfile
+
+_CHANGED = 0.002  # of the peak: less is not worth another line
+
+
+@dataclass
+class EarlierRuns:
+    """The file of measurements, for one run; each failure is silent but for the log: nothing depends on the file.
+
+    ``setting`` is None if there is nothing to learn from or for: the device is no GPU of NVIDIA's, the user does not
+    want it, or the file is out of reach.
+    """
+
+    setting: Setting | None = None
+    store: Store = field(default_factory=lambda: Store(default_path()))
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _stored_bytes: int = 0
+
+    @classmethod
+    def of(cls, profile: RunProfile, *, wanted: bool) -> EarlierRuns:
+        """Find the file; read what this run's GPU and software are."""
+        facts = profile.facts
+        made = attempt(lambda: cls(setting_of(facts.device))) if wanted and facts.stage == "fit" else None
+        return (made and made.value) or cls()
+
+    def learned(self, profile: RunProfile) -> Learned | None:
+        """Return what was measured of this run's step on this GPU; None if there can be nothing."""
+        step = profile.prediction.signature if self.setting else ""
+        if self.setting is None or not step:
+            return None
+        found, damaged = self.store.read()
+        same = [each for each in found if each.step == step]
+        ours = [each for each in same if each.setting == self.setting]
+        notes = []
+        if damaged:
+            notes.append(f"{counted(damaged, 'line')} of {self.store.path} cannot be read and is not used")
+        if same and not ours:
+            change = self.setting.difference(same[-1].setting)
+            notes.append(f"{counted(len(same), 'earlier measurement')} of this step is not used: {change}")
+        return replace(learned_from(ours, step), notes=tuple(notes))
+
+    def remember(
+        self, record: EpochRecord, decision: Decision, profile: RunProfile, precision: str, module: str
+    ) -> None:
+        """Store what an epoch has measured, if it tells of the step: nothing else was there, and no step was split."""
+        learned, measured, predicted = profile.prediction.learned, record.measured, record.predicted
+        if self.setting is None or learned is None or not record.has_error or predicted.is_evaluation:
+            return
+        disturbed = record.rescued or record.out_of_memory or measured.alloc_retries or measured.ooms
+        if disturbed or decision.kept or not measured.peak_reserved_bytes:
+            return
+        if abs(measured.peak_bytes - self._stored_bytes) <= _CHANGED * measured.peak_bytes:
+            return
+        self.store.add(
+            Measurement(
+                self.run,
+                datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                module,
+                learned.step,
+                precision,
+                record.batch_size,
+                predicted.peak_device_bytes - predicted.correction_bytes,
+                measured.peak_bytes,
+                measured.peak_reserved_bytes,
+                predicted.parts.get("workspaces", 0),
+                self.setting,
+            )
+        )
+        self._stored_bytes = measured.peak_bytes

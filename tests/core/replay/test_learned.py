@@ -1,0 +1,92 @@
+"""What was measured at some sizes corrects a footprint near them, and no further than it can be trusted."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.learned import Learned, Sighting
+
+PARTS = {"parameters": 300, "activations": 500, "workspaces": 100}
+
+
+def predicted(size: int, device: int = 1200, low: int = 1100, high: int = 1600, **more: object) -> Footprint:
+    """900 allocated, 1,000 reserved, 200 outside the allocator."""
+    return Footprint(
+        size, "cuda", 900, device - 200, device, PARTS, yielding_bytes=300,
+        low=Peak(850, low - 200, low), high=Peak(1200, high - 200, high), **more,
+    )  # fmt: skip
+
+
+def learned(**measured: float) -> Learned:
+    """By batch size, the measured share of the predicted peak."""
+    return Learned("step", tuple(Sighting(int(size[1:]), 1200, int(1200 * share)) for size, share in measured.items()))
+
+
+def test_near_a_measured_size_the_whole_error_is_corrected_and_the_range_is_narrow() -> None:
+    found = learned(n64=1.1).corrected(predicted(70))
+    assert (found.peak_device_bytes, found.peak_reserved_bytes, found.peak_allocated_bytes) == (1320, 1120, 900)
+    assert found.low is not None
+    assert found.high is not None
+    assert 0.94 * 1320 < found.low.device_bytes < 1320 < found.high.device_bytes < 1.06 * 1320
+    assert found.correction_bytes == 120
+    assert found.learned_from == "1 earlier run on this GPU"
+    assert found.outside_bytes == 200
+    assert found.most_device_bytes <= found.high.device_bytes
+
+
+def test_far_away_nothing_is_corrected() -> None:
+    before = predicted(512)
+    assert learned(n64=1.1).corrected(before) == before
+
+
+def test_between_near_and_far_the_correction_fades_and_the_range_widens() -> None:
+    sizes = [64, 80, 100, 120, 150]
+    found = [learned(n64=1.1).corrected(predicted(size)) for size in sizes]
+    peaks = [each.peak_device_bytes for each in found]
+    widths = [each.high.device_bytes - each.low.device_bytes for each in found if each.high and each.low]
+    assert peaks == sorted(peaks, reverse=True)
+    assert widths == sorted(widths)
+    assert 1200 < peaks[-1] < peaks[0] == 1320
+
+
+def test_between_two_measured_sizes_the_ratio_is_between_theirs() -> None:
+    both = learned(n64=1.0, n81=1.2)
+    assert [both.corrected(predicted(size)).peak_device_bytes for size in (64, 81)] == [1200, 1440]
+    assert 1300 < both.corrected(predicted(72)).peak_device_bytes < 1330
+    assert both.corrected(predicted(72)).learned_from == "2 earlier runs on this GPU"
+
+
+def test_a_range_always_brackets_its_point() -> None:
+    """Whatever was measured, and however far away."""
+    for share in (0.3, 0.8, 1.0, 1.3, 3.0):
+        for size in (1, 20, 40, 50, 60, 64, 70, 90, 120, 180, 1000):
+            found = learned(n64=share).corrected(predicted(size))
+            assert found.low is not None
+            assert found.high is not None
+            assert found.low.device_bytes <= found.peak_device_bytes <= found.high.device_bytes
+            assert sum(found.parts.values()) == found.peak_allocated_bytes <= found.peak_reserved_bytes
+            assert min(found.parts.values()) >= 0
+
+
+def test_less_than_is_allocated_takes_scratch_first() -> None:
+    found = learned(n64=0.85).corrected(predicted(64))
+    assert found.peak_device_bytes == 1020
+    assert found.peak_allocated_bytes == found.peak_reserved_bytes == 820
+    assert found.parts == {"parameters": 300, "activations": 500, "workspaces": 20}
+
+
+def test_an_exact_prediction_gets_a_range_once_it_was_measured() -> None:
+    found = learned(n64=1.02).corrected(Footprint(64, "cuda", 900, 1000, 1200, PARTS))
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low.device_bytes < 1224 < found.high.device_bytes
+
+
+@pytest.mark.parametrize("footprint", [predicted(64, method="states"), predicted(64, correction_bytes=5)])
+def test_what_is_partial_or_was_corrected_stays(footprint: Footprint) -> None:
+    assert learned(n64=1.1).corrected(footprint) == footprint
+
+
+def test_nothing_measured_changes_nothing() -> None:
+    assert Learned("step").corrected(predicted(64)) == predicted(64)
