@@ -46,7 +46,7 @@ from lightning_memguard.core.simulation import (
     sdpa,
     streams,
 )
-from lightning_memguard.core.simulation.backward import graph_task, in_place, walking
+from lightning_memguard.core.simulation.backward import graph_task, in_place, masked, walking
 from lightning_memguard.core.simulation.constants import forget_written
 from lightning_memguard.core.simulation.fake import Function, by_name, training_threads
 from lightning_memguard.core.simulation.value_sizes import ValueSizes
@@ -330,7 +330,7 @@ class Recorder(TorchDispatchMode):
         known = fake.known_result(func, args, kwargs)
         if known is not None:
             return known
-        written = in_place(func)
+        args, written = masked(func, args), in_place(func)
         if (written is not None and self._is_of_this_node(args[0])) or self._is_bias_of_linear(func, args):
             func = written or _ADD_
         taken_apart = self._taken_apart(func)

@@ -66,7 +66,8 @@ def _layer_norm_backward(call: CpuCall) -> Scratch:
     """`LayerNormBackwardKernelImplInternal` (aten/src/ATen/native/cpu/layer_norm_kernel.cpp): sums of each thread."""
     x = call["input"]
     copies = copy_bytes(call["grad_out"]) + copy_bytes(x)
-    return Scratch(after=(copies + 2 * call.target.threads * math.prod(call["normalized_shape"]) * x.element_size(),))
+    sums = 2 * call.target.threads * math.prod(call["normalized_shape"]) * x.element_size()
+    return Scratch(after=(copies + sums * any(call["output_mask"][1:]),))
 
 
 # `GroupNormBackwardKernelImplInternal` (aten/src/ATen/native/cpu/group_norm_kernel.cpp)

@@ -25,7 +25,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lightning_memguard.core.foreign import added, nothing, patched
+from lightning_memguard.core.foreign import added, aten, nothing, patched
 from lightning_memguard.core.kernels.layout import is_non_overlapping_and_dense
 from lightning_memguard.core.simulation import plain
 
@@ -493,7 +493,11 @@ class _Walk:
         for hook in tuple(metadata.get(_PRE_HOOKS, {}).values()):
             changed = hook(tuple(grads))
             grads = grads if changed is None else list(changed)
-        outputs = self._call(node, grads)
+        _running.append((node.name(), self._wanted_of(node)))
+        try:
+            outputs = self._call(node, grads)
+        finally:
+            _running.pop()
         for hook in tuple(metadata.get(_POST_HOOKS, {}).values()):
             changed = hook(tuple(outputs), tuple(grads))
             if changed is not None:
@@ -506,6 +510,11 @@ class _Walk:
                 if outputs[place] is not None:
                     torch.isnan(outputs[place]).any()  # for the memory it takes: nothing fake has a value
         self._distribute(node, outputs)
+
+    def _wanted_of(self, node: _Node) -> tuple[bool, ...]:
+        """Say which results of a node somebody waits for (`task_should_compute_output`)."""
+        followers = (following for following, _ in self.edges[node])
+        return tuple(self.needed is None or each in self.needed or each in self.captures for each in followers)
 
     def _call(self, node: _Node, grads: _Grads) -> list[Any]:
         """`call_function`: run the node and give its results the shapes that their receivers expect."""
@@ -521,6 +530,8 @@ class _Walk:
             else node(*grads)
         )
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]  # no second name for the results
+        for at in range(len(outputs)):
+            outputs[at] = outputs[at] if _running[-1][1][at] else None
         for at, (following, place) in enumerate(self.edges[node][: len(outputs)]):
             if following is not None and outputs[at] is not None:
                 outputs[at] = _valid(outputs[at], following, place)
@@ -615,6 +626,26 @@ def _run_input_hooks(node: _Node, metadata: dict[str, Any], grads: list[Any]) ->
             tensor.grad = grads[place].clone() if kept is None else kept + grads[place]
 
 
+_running: list[tuple[str, tuple[bool, ...]]] = []  # nodes, and which of their results are wanted; innermost last
+_MASKED = {
+    "ConvolutionBackward0": aten.convolution_backward.default,
+    "NativeBatchNormBackward0": aten.native_batch_norm_backward.default,
+    "NativeGroupNormBackward0": aten.native_group_norm_backward.default,
+    "NativeLayerNormBackward0": aten.native_layer_norm_backward.default,
+}
+
+
+def masked(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an operator, whose mask leaves out gradients that ``autograd.grad`` is not asked for.
+
+    A formula asks the engine which ones those are; without an engine it computes all of them.
+    """
+    name, wanted = _running[-1] if _running else ("", ())
+    if _MASKED.get(name) is not func or all(wanted):
+        return args
+    return *args[:-1], [given and want for given, want in zip(args[-1], wanted, strict=True)]
+
+
 _in_place: list[dict[OpOverload, OpOverload]] = []  # of the formula that runs, innermost last
 
 
@@ -625,6 +656,10 @@ def in_place(func: OpOverload) -> OpOverload | None:
 
 def _outputs_of_plain_tensors(node: Any, grads: _Grads) -> Any:
     """Run one of autograd's own nodes as for plain tensors."""
+    wanted = _running[-1][1]
+    if not all(wanted) and node.name() in plain.BY_RESULT and grads[0] is not None:
+        formulas = zip(plain.BY_RESULT[node.name()], wanted, strict=True)
+        return [formula(node, grads[0]) if want else None for formula, want in formulas]
     own = plain.formula(node)
     if own is not None and grads[0] is not None and not any(other for other, _ in node.next_functions[1:]):
         return own(node, *grads)

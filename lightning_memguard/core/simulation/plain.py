@@ -64,6 +64,43 @@ def _of(*names: str) -> Callable[[_Formula], _Formula]:
     return add
 
 
+def _of_first(first: str) -> Callable[[Any, Tensor], Tensor]:
+    """`mm_mat1_grad` of a product whose first matrix has this name; the gradient is laid out as the matrix."""
+
+    def formula(node: Any, grad: Tensor) -> Tensor:
+        other, sizes = node._saved_mat2, getattr(node, f"_saved_{first}_sym_sizes")
+        turned = tuple(getattr(node, f"_saved_{first}_sym_strides")) == (1, sizes[0])
+        return other.mm(grad.t()).t() if turned else grad.mm(other.t())
+
+    return formula
+
+
+def _of_second(first: str) -> Callable[[Any, Tensor], Tensor]:
+    """`mm_mat2_grad`, likewise."""
+
+    def formula(node: Any, grad: Tensor) -> Tensor:
+        other = getattr(node, f"_saved_{first}")
+        turned = tuple(node._saved_mat2_sym_strides) == (1, node._saved_mat2_sym_sizes[0])
+        return grad.t().mm(other).t() if turned else other.t().mm(grad)
+
+    return formula
+
+
+# How a node computes each of its gradients, for ``autograd.grad`` of some inputs: the engine asks for those alone.
+BY_RESULT: dict[str, tuple[Callable[[Any, Tensor], Tensor], ...]] = {
+    "MulBackward0": (
+        lambda node, grad: grad * node._saved_other.conj(),
+        lambda node, grad: grad * node._saved_self.conj(),
+    ),
+    "MmBackward0": (_of_first("self"), _of_second("self")),
+    "AddmmBackward0": (lambda _, grad: grad, _of_first("mat1"), _of_second("mat1")),
+    "BmmBackward0": (
+        lambda node, grad: grad.bmm(node._saved_mat2.transpose(1, 2)),
+        lambda node, grad: node._saved_self.transpose(1, 2).bmm(grad),
+    ),
+}
+
+
 @_of("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
 def _evenly_distributed(node: Any, grad: Tensor) -> tuple[Tensor]:
     """`evenly_distribute_backward`; on the CPU as if no value were nan."""
