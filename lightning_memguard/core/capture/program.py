@@ -215,7 +215,7 @@ def check_precision(name: str) -> None:
 
 @dataclass(frozen=True)
 class LoopProgram(Program):
-    """``zero_grad``, forward, backward, ``step``: the loop that PyTorch's tutorials write, over a plain module.
+    """The optimizer's ``zero_grad``, forward, backward, ``step``: the loop of PyTorch's tutorials, over a plain module.
 
     Attributes: those of `Program`, and
         model: any module; only copies of it run.
@@ -346,7 +346,8 @@ class LoopProgram(Program):
             if index >= self._least_steps and leftovers.are_known(optimizers):
                 break
             recorder.mark("zero_grad", step=index)
-            module_copy.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             batch = self._next_batch(recorder, batch_size, fake)  # alive until the next, as a loop variable is
             loss = self._step(recorder, module_copy, batch, fake=fake, first=index == 0)
             recorder.mark("backward")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
@@ -15,6 +17,7 @@ import pytorch_lightning
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memguard import CannotTraceError, MemGuardError, estimate
@@ -96,6 +99,40 @@ def test_a_plain_module_is_stepped_in_pytorchs_own_loop(n):
     }
     assert (footprint.batch_size, footprint.device, footprint.phase) == (n, "cpu", "backward")
     assert (footprint.method, footprint.notes) == ("fake", ())
+
+
+class InPlace(torch.optim.Adam):
+    """Keeps the gradients' memory, as ``zero_grad(set_to_none=False)`` does."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, InPlace])
+@pytest.mark.parametrize("trained", [1, 2], ids=["of one layer", "of both layers"])
+def test_gradients_are_cleared_by_the_optimizer_as_the_profiler_sees_it(kind, trained, monkeypatch):
+    """Those of parameters that it does not have stay."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    truth = importlib.import_module("shared.truth")
+    batch = torch.ones(512, 128)
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return kind([*parameters][-2 * trained :])
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        real = model()
+        real_optimizer = optimizer(real.parameters())
+        for _ in range(3):
+            real_optimizer.zero_grad()
+            given = batch.clone()
+            sum_of_outputs(real, given).backward()
+            real_optimizer.step()
+    _, measured = truth.peak_of(truth.memory_events(profiler))
+    found = estimate(model(), batch, step=sum_of_outputs, optimizer=optimizer, device="cpu")
+    assert abs(found.peak_allocated_bytes - measured) <= 64
 
 
 def test_on_the_cpu_the_device_holds_the_tensors_and_at_most_what_a_process_takes_besides():
