@@ -2,14 +2,14 @@
 
     python benchmarks/cudnn_table.py            # writes lightning_memguard/core/kernels/cudnn_table.csv
 
-For each kind of convolution it asks for the first choice over a set of shapes, and keeps the 10th percentile, the
-median and the 90th percentile of its share of image, weight and result together, in percent, rounded to 5.
+For each kind of convolution it asks for the first choice over a set of shapes, and keeps the median of its share of
+image, weight and result together, in percent, rounded to 5.
 """
 
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_memguard.core.kernels import cudnn
@@ -43,20 +43,8 @@ def questions(capability: tuple[int, int]) -> Iterator[cudnn.Question]:
         yield cudnn.Question(*tensors, *move, capability, tf32, deterministic=False)
 
 
-def rounded(share: float) -> int:
-    """In percent, to the next 5."""
-    return 5 * round(share * 20)
-
-
-def spread(shares: Sequence[float]) -> tuple[int, int, int]:
-    """10th percentile, median and 90th percentile."""
-    ordered = sorted(shares)
-    tenth = round(0.1 * (len(ordered) - 1))
-    return rounded(ordered[tenth]), rounded(statistics.median(ordered)), rounded(ordered[-1 - tenth])
-
-
 def main() -> None:
-    found: dict[tuple[str, ...], dict[tuple[int, int], tuple[int, int, int]]] = defaultdict(dict)
+    found: dict[tuple[str, ...], dict[tuple[int, int], int]] = defaultdict(dict)
     for capability in CAPABILITIES:
         shares: dict[tuple[str, ...], list[float]] = defaultdict(list)
         for question in questions(capability):
@@ -64,18 +52,18 @@ def main() -> None:
             if sizes is not None:
                 shares[kind_of(question)].append(sizes[0] / tensors_bytes(question))
         for kind, values in shares.items():
-            found[kind][capability] = spread(values)
+            found[kind][capability] = 5 * round(20 * statistics.median(values))
         print(f"{capability[0]}.{capability[1]}: {sum(map(len, shares.values()))} answers", flush=True)
     lines = [
-        f"# First choices of cuDNN {cudnn.version()}: shares of image, weight and result together, in percent.",
+        f"# First choices of cuDNN {cudnn.version()}: medians of the share of all three tensors together, in percent.",
         "# Made by benchmarks/cudnn_table.py.",
-        "operation,window,numbers,layout,low,point,high,capabilities",
+        "operation,window,numbers,layout,percent,capabilities",
     ]
     for kind, by_capability in sorted(found.items()):
-        same: dict[tuple[int, int, int], list[str]] = defaultdict(list)
-        for capability, spans in by_capability.items():
-            same[spans].append("{}.{}".format(*capability))
-        lines += [",".join((*kind, *map(str, spans), ";".join(names))) for spans, names in same.items()]
+        same: dict[int, list[str]] = defaultdict(list)
+        for capability, percent in by_capability.items():
+            same[percent].append("{}.{}".format(*capability))
+        lines += [",".join((*kind, str(percent), ";".join(names))) for percent, names in same.items()]
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

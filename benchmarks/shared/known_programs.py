@@ -21,7 +21,7 @@ from lightning_memguard.core.capture.recorder import Recorder, gradients_of, sta
 from lightning_memguard.core.device.context import CONTEXT_BYTES
 from lightning_memguard.core.gpus import find
 from lightning_memguard.core.replay.compare import compare
-from lightning_memguard.core.replay.footprint import Peak, footprint
+from lightning_memguard.core.replay.footprint import footprint
 from lightning_memguard.core.replay.history import History, histories_of
 from lightning_memguard.core.replay.replay import replay
 from lightning_memguard.core.replay.settings import AllocatorSettings
@@ -423,6 +423,5 @@ def predicted(name: str, history: History, *, events: bool = False, save: Path |
 def bounds(trace: Trace, settings: AllocatorSettings) -> tuple[tuple[int, int], tuple[int, int]]:
     """At least and at most, of allocated and of reserved; the same figure twice where all is known."""
     found = footprint(trace, settings)
-    known = Peak(found.peak_allocated_bytes, found.peak_reserved_bytes, found.peak_device_bytes)
-    low, high = found.low or known, found.high or known
+    low, high = found.lowest, found.highest
     return (low.allocated_bytes, high.allocated_bytes), (low.reserved_bytes, high.reserved_bytes)

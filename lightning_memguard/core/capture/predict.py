@@ -6,8 +6,8 @@ The ways to capture a step are here, best first; every trace says how it was cap
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 
 from lightning_memguard.core.capture.capture import (
     FIRST,
@@ -253,9 +253,8 @@ class Prediction:
         grown = self.footprint_at(near)
         of_batch = grown.peak_allocated_bytes - sum(grown.parts[part] for part in _STATIC)
         more = grown.peak_allocated_bytes + int(of_batch * (times**2 - 1)) - guessed.peak_allocated_bytes
-        high = Peak(*(nbytes + max(0, more) for nbytes in vars(guessed.high or _peak(guessed)).values()))
         note = f"not captured at this size: at most as if what belongs to the batch grew with its square from {near}"
-        return replace(guessed, low=guessed.low or _peak(guessed), high=high, notes=(*guessed.notes, note))
+        return guessed.widened(guessed.highest.plus(max(0, more)), note=note)
 
     @property
     def _is_of_one_draw(self) -> bool:
@@ -265,13 +264,11 @@ class Prediction:
     def _with_unknown_values(self, found: Footprint) -> Footprint:
         """A footprint with a range for what values may change, as no capture has told how much that is."""
         of_batch = found.peak_allocated_bytes - sum(found.parts[part] for part in _STATIC)
-        low, high = ([*vars(each or _peak(found)).values()] for each in (found.low, found.high))
         if self.method == "real":
-            high, note = [nbytes + of_batch for nbytes in high], "as if what belongs to the batch took twice as much"
+            other, most = found.highest.plus(of_batch), "as if what belongs to the batch took twice as much"
         else:
-            low, note = [nbytes - of_batch for nbytes in low], "with results as large as their operators can make them"
-        notes = *found.notes, f"other values were not tried: at most {note}"
-        return replace(found, low=Peak(*low), high=Peak(*high), notes=notes)
+            other, most = found.lowest.plus(-of_batch), "with results as large as their operators can make them"
+        return found.widened(other, note=f"other values were not tried: at most {most}")
 
     def _estimate_at(self, batch_size: int) -> Footprint:
         """The compiled step at a size between or beyond those captured: peaks are close to lines.
@@ -338,35 +335,24 @@ class Prediction:
 
 def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint | None) -> Footprint:
     """The largest of several, between the least seen and as much above the largest as that is above the least."""
-    least = _widest((each.low or _peak(each) for each in found), min)
-    largest = _widest((each.high or _peak(each) for each in found), max)
-    high = Peak(*(2 * top - low for top, low in zip(vars(largest).values(), vars(least).values(), strict=True)))
+    points, lows, highs = ([getattr(each, name) for each in found] for name in ("peak", "lowest", "highest"))
+    top, spread = Peak.widest(highs, max), [max(each) - min(each) for each in zip(*map(astuple, points), strict=True)]
+    beyond = Peak(*map(sum, zip(astuple(top), spread, strict=True)))
     if ceiling is not None:  # which is above all that was seen
-        high = high.widest(ceiling.high or _peak(ceiling), min).widest(largest, max)
-    if high == least:
+        beyond = Peak.widest((beyond, ceiling.highest), min)
+    wide = most.widened(*lows, top, beyond)
+    if wide.high == wide.low:
         return most
-    seen = [format_bytes(each.allocated_bytes) for each in (least, largest)]
+    seen = [format_bytes(of(each.allocated_bytes for each in points)) for of in (min, max)]
     note = f"the memory of a step depends on its batch: {seen[0]} to {seen[1]} in those drawn; the most is predicted"
-    return replace(most, low=least, high=high, notes=(*most.notes, *([note] if seen[0] != seen[1] else [])))
+    return replace(wide, notes=(*most.notes, *([note] if seen[0] != seen[1] else [])))
 
 
 def _with_later(now: Footprint, later: Footprint) -> Footprint:
     """The step of the first epoch, and at most one that trains all parameters."""
-    high = (now.high or _peak(now)).widest(later.high or _peak(later), max)
-    more = format_bytes(high.allocated_bytes)
+    more = format_bytes(max(now.highest.allocated_bytes, later.highest.allocated_bytes))
     note = f"parameters that are frozen now may be trained in a later epoch: with all of them, a step takes {more}"
-    return replace(now, low=now.low or _peak(now), high=high, notes=(*now.notes, note))
-
-
-def _widest(peaks: Iterable[Peak], of: Callable[[int, int], int]) -> Peak:
-    first, *rest = peaks
-    for peak in rest:
-        first = first.widest(peak, of)
-    return first
-
-
-def _peak(found: Footprint) -> Peak:
-    return Peak(found.peak_allocated_bytes, found.peak_reserved_bytes, found.peak_device_bytes)
+    return now.widened(later.highest, note=note)
 
 
 def predict(
@@ -653,8 +639,7 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
         found, most = sampled.footprint_at(likely), worst.footprint_at(likely)
     except CannotTraceError:
         return None
-    worst_bytes = (most.high or _peak(most)).allocated_bytes
-    return sampled if worst_bytes > _CLEARLY * found.peak_allocated_bytes else None
+    return sampled if most.highest.allocated_bytes > _CLEARLY * found.peak_allocated_bytes else None
 
 
 def _most_probed() -> int:

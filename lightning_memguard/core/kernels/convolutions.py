@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 RULES = Rules[CudaTarget]()
 
-_NEAREST = 4  # plans that another version of cuDNN may try first
-_REFUSED = 2  # of the same version: the first, or the next if the device refuses that
 _NARROW = 64  # channels of the narrower side
 
 
@@ -26,10 +24,10 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
     """Return the workspace that cuDNN takes for one convolution, or for one of its gradients.
 
     The plan that its heuristics name first runs, and its workspace is the likely size (`run_single_conv` in
-    aten/src/ATen/native/cudnn/Conv_v8.cpp); if that does not fit, the next one. Versions of cuDNN choose differently
-    (9.8 and 9.19 name the same plan first in 89 % of convolutions), so if another one runs than is asked, the range
-    is that of the plans named next, and of convolutions of this kind. With `torch.backends.cudnn.benchmark` all plans
-    are tried, and the fastest stays: each may be it.
+    aten/src/ATen/native/cudnn/Conv_v8.cpp); if that does not fit, the next one. With `torch.backends.cudnn.benchmark`
+    all plans are tried, and the fastest stays. Versions of cuDNN choose differently (9.8 and 9.19 name the same plan
+    first in 89 % of convolutions), and no GPU has confirmed what is asked without one, so the range begins at the plan
+    without a workspace, of which there always is one.
     """
     x, weight, gpu = call["input"], call["weight"], call.target
     channels_last = _takes_channels_last(x, weight)
@@ -53,25 +51,18 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
         deterministic=gpu.deterministic,
         every=gpu.benchmark,
     )
-    low, point, high = cudnn_table.span(question)
-    sizes = cudnn.workspaces(question)
-    if sizes is None:
-        sizes = (point, 0)
-    else:
-        same = 0 < gpu.cudnn == cudnn.version()
-        plans = sizes if gpu.benchmark else sizes[: _REFUSED if same else _NEAREST]
-        may_run = plans if same else (*plans, low, high)
-        low, point, high = min(may_run), sizes[0], max(may_run)
-    if _is_narrow(weight):
-        low = point = 0
-    return ByteRange(low, point, high, sizes) if high else 0
+    plans = cudnn.workspaces(question) or (cudnn_table.likely(question), 0)
+    point, most = 0 if _is_narrow(weight) else plans[0], max(plans if gpu.benchmark else plans[:1])
+    if 0 < gpu.cudnn < cudnn.FIRST_VERSION and not gpu.benchmark:
+        most = point  # measured runs with such a version took no copies there
+    return ByteRange(0, point, most, plans) if most else 0
 
 
 def _is_narrow(weight: Tensor) -> bool:
     """A product of few channels: cuDNN's heuristics name copies first, which measured runs did not take.
 
     The threshold was chosen on those runs, of MobileNetV2, MNASNet and RegNet on an RTX 3060 and 4060 with an older
-    cuDNN than can be asked (`benchmarks/accuracy.py`); the copies stay in the upper end of the range.
+    cuDNN than can be asked (`benchmarks/accuracy.py`); for newer ones, the copies stay in the upper end of the range.
     """
     return math.prod(weight.shape[2:]) == 1 and min(weight.shape[:2]) < _NARROW
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 Operation = Literal["forward", "input", "weight"]
 
-_FIRST_VERSION = 90800  # the first that can be asked without a device
+FIRST_VERSION = 90800  # the first that can be asked without a device
 _FIRST_CAPABILITY = (7, 5)  # of newer versions, which name plans for older GPUs that none of them could run
 _LEAST, _ENOUGH_BYTES = 4, 1 << 20  # plans to ask for, and a workspace that fits wherever the tensors do
 
@@ -128,7 +128,7 @@ def _started() -> _Process | None:
         process = _Process(libraries)
     except (OSError, ValueError):
         return None
-    return process if process.version >= _FIRST_VERSION else None
+    return process if process.version >= FIRST_VERSION else None
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from lightning_memguard.core.kernels.cudnn import Question
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _VOLTA, _TURING = (7, 0), (7, 5)
-_NOTHING = (0, 0, 0)
 
 
 def kind_of(question: Question) -> tuple[str, str, str, str]:
@@ -37,27 +36,26 @@ def tensors_bytes(question: Question) -> int:
     return sum(map(math.prod, (question.x, question.weight, question.y))) * _BYTES.get(question.kind, 0)
 
 
-def span(question: Question) -> tuple[int, int, int]:
-    """Return the workspace in bytes: at least, likely, at most.
+def likely(question: Question) -> int:
+    """Return the likely workspace in bytes.
 
     A GPU between two of the table is like the older; the first with tensor cores is like Turing. Nothing for float64,
     and for GPUs without tensor cores.
     """
-    rows = _table().get(kind_of(question), {})
-    known = [capability for capability in rows if capability <= max(question.capability, _TURING)]
-    shares = rows[max(known)] if known and question.capability >= _VOLTA else _NOTHING
-    low, point, high = (tensors_bytes(question) * share // 100 for share in shares)
-    return low, point, high
+    shares = _table().get(kind_of(question), {})
+    known = [capability for capability in shares if capability <= max(question.capability, _TURING)]
+    percent = shares[max(known)] if known and question.capability >= _VOLTA else 0
+    return tensors_bytes(question) * percent // 100
 
 
 @functools.cache
-def _table() -> dict[tuple[str, str, str, str], dict[tuple[int, int], tuple[int, int, int]]]:
-    """Read the shares in percent (at least, likely, at most), by kind and compute capability."""
+def _table() -> dict[tuple[str, str, str, str], dict[tuple[int, int], int]]:
+    """Read the shares in percent, by kind and compute capability."""
     text = files("lightning_memguard.core.kernels").joinpath("cudnn_table.csv").read_text(encoding="utf-8")
-    table: dict[tuple[str, str, str, str], dict[tuple[int, int], tuple[int, int, int]]] = {}
+    table: dict[tuple[str, str, str, str], dict[tuple[int, int], int]] = {}
     for row in csv.DictReader(line for line in text.splitlines() if not line.startswith("#")):
         kind = row["operation"], row["window"], row["numbers"], row["layout"]
         for capability in row["capabilities"].split(";"):
             major, minor = capability.split(".")
-            table.setdefault(kind, {})[int(major), int(minor)] = int(row["low"]), int(row["point"]), int(row["high"])
+            table.setdefault(kind, {})[int(major), int(minor)] = int(row["percent"])
     return table

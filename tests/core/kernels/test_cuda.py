@@ -407,27 +407,6 @@ def test_softmax_backward_multiplies_first():
     assert blocks(rule("_log_softmax_backward_data", (tensor(10, 4).T, x, 1, torch.float32), x)) == [160]
 
 
-@pytest.mark.parametrize(
-    ("runs", "benchmark", "span"),
-    [
-        (92000, False, (64, 64, 640)),
-        (91900, False, (0, 64, 4096)),
-        (0, False, (0, 64, 4096)),
-        (92000, True, (8, 64, 640)),
-    ],
-)
-def test_the_range_of_a_workspace_is_that_of_the_plans_that_may_run(monkeypatch, runs, benchmark, span):
-    """The cuDNN that is asked may run its first two plans; another version, those of other convolutions too."""
-    monkeypatch.setattr(cudnn, "workspaces", lambda _: (64, 640, 8))
-    monkeypatch.setattr(cudnn, "version", lambda: 92000)
-    monkeypatch.setattr(cudnn_table, "span", lambda _: (0, 1024, 4096))
-    x, weight = tensor(2, 64, 8, 8), tensor(64, 64, 3, 3)
-    args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    target = replace(H200, cudnn=runs, benchmark=benchmark)
-    found = next(each for each in blocks(rule("convolution", args, tensor(2, 64, 8, 8), target)) if each)
-    assert found[:3] == span
-
-
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_reflection_pads_a_contiguous_copy(dims: int) -> None:
     sides = (4, 5, 6)[:dims]
@@ -502,29 +481,30 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[cudnn.Question]:
 @pytest.fixture
 def without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan of cuDNN takes one."""
-    monkeypatch.setattr(cudnn_table, "span", lambda _: (0, 0, 0))
+    monkeypatch.setattr(cudnn_table, "likely", lambda _: 0)
     monkeypatch.setattr(cudnn, "workspaces", lambda _: (0,))
 
 
-def test_a_workspace_is_that_of_the_plan_that_cudnn_names_first(monkeypatch):
+def test_a_workspace_is_that_of_the_plan_that_cudnn_names_first_or_none(monkeypatch):
+    """With `torch.backends.cudnn.benchmark` that of any plan."""
     sizes = (300, 800, 100, 200, 5000, 0)
     monkeypatch.setattr(cudnn, "workspaces", lambda _: sizes)
-    monkeypatch.setattr(cudnn_table, "span", lambda _: (150, 400, 700))
     x, weight, y = tensor(2, 64, 6, 6), tensor(64, 64, 3, 3), tensor(2, 64, 6, 6)
-    expected = ByteRange(100, 300, 800, sizes)
+    expected = ByteRange(0, 300, 300, sizes)
     assert blocks(rule("convolution", conv(x, weight), y)) == [expected]
     both = rule("convolution_backward", conv_backward(y, x, weight, [True, True, False]), [x, weight])
     assert (both.between, both.after) == ({0: ((expected,),)}, ((expected,),))
     fastest = replace(H200, benchmark=True)
-    assert blocks(rule("convolution", conv(x, weight), y, fastest)) == [expected._replace(low=0, high=5000)]
+    assert blocks(rule("convolution", conv(x, weight), y, fastest)) == [expected._replace(high=5000)]
 
 
 def test_narrow_products_were_not_seen_to_take_the_copies_that_cudnn_names(monkeypatch):
     monkeypatch.setattr(cudnn, "workspaces", lambda _: (300,))
-    monkeypatch.setattr(cudnn_table, "span", lambda _: (300, 300, 300))
     x, y = tensor(2, 24, 6, 6), tensor(2, 144, 6, 6)
     assert blocks(rule("convolution", conv(x, tensor(144, 24, 1, 1)), y)) == [ByteRange(0, 0, 300, (300,))]
-    assert blocks(rule("convolution", conv(x, tensor(144, 24, 3, 3)), y)) == [ByteRange(300, 300, 300, (300,))]
+    assert blocks(rule("convolution", conv(x, tensor(144, 24, 3, 3)), y)) == [ByteRange(0, 300, 300, (300,))]
+    measured = replace(H200, cudnn=90100)
+    assert rule("convolution", conv(x, tensor(144, 24, 1, 1)), y, measured) == NONE
 
 
 def test_cudnn_is_asked_for_each_gradient_as_pytorch_asks(asked):

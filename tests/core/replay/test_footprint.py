@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
+from lightning_memguard.core.replay.footprint import LESS_CACHED, MORE_CACHED, Footprint, Peak, footprint
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.scratch import ByteRange
 from lightning_memguard.core.trace.trace import PARTS, Event, Trace, scratch_events
@@ -153,7 +153,7 @@ def test_a_context_whose_bounds_are_equal_is_known():
 
 def test_the_widest_of_two_peaks_takes_each_figure_by_itself():
     one, other = Peak(1, 20, 300), Peak(10, 2, 400)
-    assert (one.widest(other, min), one.widest(other, max)) == (Peak(1, 2, 300), Peak(10, 20, 400))
+    assert [Peak.widest((one, other), of) for of in (min, max)] == [Peak(1, 2, 300), Peak(10, 20, 400)]
 
 
 blocks = st.integers(0, 64 * MIB)
@@ -180,20 +180,23 @@ def test_where_a_larger_block_leaves_a_smaller_reserve_the_larger_context_still_
     found = footprint(with_scratch(ByteRange(0, 1, MIB + 1), model=3 * MIB), CUDA, context_bytes=(10, 20, 30))
     alone = footprint(with_scratch(MIB + 1, model=3 * MIB), CUDA)
     assert alone.peak_reserved_bytes == 20 * MIB < found.peak_reserved_bytes == 22 * MIB
-    assert found.yielding_bytes == int(0.2 * (19 * MIB - 512))
+    assert found.yielding_bytes == int(MORE_CACHED * 22 * MIB)
     assert found.high == Peak(4 * MIB + 512, 22 * MIB, 22 * MIB + 30).fragmented(found.yielding_bytes)
-    assert found.low == Peak(3 * MIB, 20 * MIB, 20 * MIB + 10).fragmented(-found.yielding_bytes)
+    assert found.low == Peak(3 * MIB, 20 * MIB, 20 * MIB + 10).fragmented(-int(LESS_CACHED * 22 * MIB))
 
 
-def test_what_a_run_may_have_more_in_its_cache_is_in_its_bounds_but_not_held_against_a_budget():
+CACHING = (Event("alloc", 0, 20 * MIB), Event("free", 0, 20 * MIB), Event("alloc", 1, 40 * MIB))
+
+
+@pytest.mark.parametrize(("context", "outside"), [(50, (50, 50)), ((10, 20, 30), (10, 30))])
+def test_what_a_run_may_have_more_in_its_cache_is_in_its_range_but_not_held_against_a_budget(context, outside):
     """It would be given back: 40 MiB are allocated of 60 reserved, since they find no place in the first 20."""
-    step = (Event("alloc", 0, 20 * MIB), Event("free", 0, 20 * MIB), Event("alloc", 1, 40 * MIB))
-    found = footprint(trace_of(*step, device="cuda"), CUDA, context_bytes=(10, 20, 30))
+    found = footprint(trace_of(*CACHING, device="cuda"), CUDA, context)
+    less, more = int(LESS_CACHED * 60 * MIB), int(MORE_CACHED * 60 * MIB)
     assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (40 * MIB, 60 * MIB)
-    assert found.yielding_bytes == 4 * MIB
-    assert found.low == Peak(40 * MIB, 56 * MIB, 56 * MIB + 10)
-    assert found.high == Peak(40 * MIB, 64 * MIB, 64 * MIB + 30)
-    assert found.most_device_bytes == 60 * MIB + 30
+    assert found.low == Peak(40 * MIB, 60 * MIB - less, 60 * MIB - less + outside[0])
+    assert found.high == Peak(40 * MIB, 60 * MIB + more, 60 * MIB + more + outside[1])
+    assert (found.yielding_bytes, found.most_device_bytes) == (more, 60 * MIB + outside[1])
 
 
 def test_a_workspace_that_has_other_sizes_is_not_held_against_a_budget():
@@ -209,17 +212,10 @@ def test_a_workspace_that_has_other_sizes_is_not_held_against_a_budget():
 
 
 def test_the_cache_grows_no_further_than_the_device():
-    step = (Event("alloc", 0, 20 * MIB), Event("free", 0, 20 * MIB), Event("alloc", 1, 40 * MIB))
-    settings = AllocatorSettings(capacity_bytes=62 * MIB)
-    found = footprint(trace_of(*step, device="cuda"), settings, context_bytes=(10, 20, 30))
-    assert found.yielding_bytes == 2 * MIB
-    assert found.high == Peak(40 * MIB, 62 * MIB, 62 * MIB + 30)
-
-
-def test_where_all_is_known_nothing_is_said_of_the_cache():
-    step = (Event("alloc", 0, 20 * MIB), Event("free", 0, 20 * MIB), Event("alloc", 1, 40 * MIB))
-    found = footprint(trace_of(*step, device="cuda"), CUDA)
-    assert (found.low, found.high, found.yielding_bytes) == (None, None, 0)
+    settings = AllocatorSettings(capacity_bytes=61 * MIB)
+    found = footprint(trace_of(*CACHING, device="cuda"), settings, context_bytes=(10, 20, 30))
+    assert found.yielding_bytes == MIB
+    assert found.high == Peak(40 * MIB, 61 * MIB, 61 * MIB + 30)
 
 
 def test_a_peak_never_has_less_reserved_than_allocated():
