@@ -22,7 +22,7 @@ from typing import Literal
 Operation = Literal["forward", "input", "weight"]
 
 FIRST_VERSION = 90800  # the first that can be asked without a device
-_FIRST_CAPABILITY = (7, 5)  # of newer versions, which name plans for older GPUs that none of them could run
+FIRST_CAPABILITY = (7, 5)  # of newer versions, which name plans for older GPUs that none of them could run
 _LEAST, _ENOUGH_BYTES = 4, 1 << 20  # plans to ask for, and a workspace that fits wherever the tensors do
 
 
@@ -65,7 +65,7 @@ def workspaces(question: Question) -> tuple[int, ...] | None:
 
     None if no cuDNN can be asked, or it has no plan without the device.
     """
-    process = _of_this_process() if question.capability >= _FIRST_CAPABILITY else None
+    process = _of_this_process() if question.capability >= FIRST_CAPABILITY else None
     return process.ask(question) if process else None
 
 

@@ -498,6 +498,13 @@ def test_a_workspace_is_that_of_the_plan_that_cudnn_names_first_or_none(monkeypa
     assert blocks(rule("convolution", conv(x, weight), y, fastest)) == [expected._replace(high=5000)]
 
 
+def test_for_a_gpu_that_cudnn_does_not_answer_for_a_workspace_is_at_most_as_large_as_the_tensors(monkeypatch):
+    monkeypatch.setattr(cudnn, "workspaces", lambda _: None)
+    x, weight, y = tensor(2, 64, 6, 6), tensor(64, 64, 3, 3), tensor(2, 64, 6, 6)
+    (found,) = blocks(rule("convolution", conv(x, weight), y, CudaTarget((7, 0), 80)))
+    assert (found.low, found.high) == (0, 4 * (x.numel() + weight.numel() + y.numel()))
+
+
 def test_narrow_products_were_not_seen_to_take_the_copies_that_cudnn_names(monkeypatch):
     monkeypatch.setattr(cudnn, "workspaces", lambda _: (300,))
     x, y = tensor(2, 24, 6, 6), tensor(2, 144, 6, 6)
