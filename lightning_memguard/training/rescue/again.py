@@ -18,7 +18,7 @@ import importlib
 import math
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -35,14 +35,13 @@ from lightning_memguard.training.rescue.other_ranks import (
     OtherRanks,
     clears_otherwise,
     hooks_once,
-    without_experiments,
     without_gradients,
 )
-from lightning_memguard.training.rescue.parts import Passes
+from lightning_memguard.training.rescue.parts import Passes, Step
 from lightning_memguard.training.rescue.policy import Policy, Samples
 from lightning_memguard.training.rescue.sample_layout import Refused
 from lightning_memguard.training.rescue.sizes import plain
-from lightning_memguard.training.rescue.state import EVERYWHERE, Left, Noted, StepState
+from lightning_memguard.training.rescue.state import Noted, StepState
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -78,94 +77,6 @@ class Gradients:
             for p, grad, version in zip(self._parameters, self._grads, self._versions, strict=True)
             if p.grad is not grad or (grad is not None and grad._version != version)
         }
-
-
-class Step:
-    """One step on a batch: of training (`TrainingStep`), or of validation and test (`EvaluationStep`)."""
-
-    def __init__(self, again: Again, batch: Any, place: int) -> None:
-        self.again, self.batch, self.place = again, batch, place
-        self.passes: Passes | None = None
-        self.failed = False  # as a whole
-        self.noted: Noted | None = None
-
-    @abstractmethod
-    def obstacle(self, error: BaseException | None) -> str:
-        """Why it must not be run again by itself; empty if it may be. ``error`` is what it raised, if it was run."""
-
-    @abstractmethod
-    def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:
-        """Run a part forward; ``final`` where its backward pass follows, ``is_last`` where no other part does."""
-
-    @abstractmethod
-    def finished(self, passes: Passes) -> Any:
-        """Return the result of the whole step."""
-
-    @contextlib.contextmanager
-    def logging(self, *, wanted: bool) -> Iterator[None]:
-        """Log values of the whole batch, once: while the last part runs."""
-        results, passes = self.again.results(), self.passes
-        if results is None or passes is None:
-            yield
-            return
-        log, reset = results.log, results.reset
-
-        def logged(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            passes.check_number(f"the value that it logs as `{name}`", value)
-            if wanted:
-                with passes.flow.silent():
-                    log(fx, name, value, *map(plain, args), **{key: plain(each) for key, each in kwargs.items()})
-
-        def emptied(*args: Any, **kwargs: Any) -> None:
-            with passes.flow.silent():
-                reset(*args, **kwargs)
-
-        results.log, results.reset = logged, emptied
-        try:
-            with without_experiments(self.again.trainer.loggers):
-                yield
-        finally:
-            vars(results).pop("log", None)
-            vars(results).pop("reset", None)
-
-    def losses(self, result: Any) -> list[torch.Tensor]:  # noqa: ARG002
-        """See `lightning_memguard.training.rescue.parts.Step`, also below."""
-        return []
-
-    def outputs(self, result: Any) -> Any:  # noqa: D102
-        return result
-
-    def backward(self, result: Any, share: float, *, is_last: bool) -> None:  # noqa: ARG002, D102
-        return
-
-    def begin(self) -> None:  # noqa: D102
-        if self.noted is not None:
-            self.again.state.put_back(self.noted)
-
-    def left(self) -> Iterable[Left]:  # noqa: D102
-        return () if self.noted is None else self.again.state.tensors_left(self.noted)
-
-    def noted_tensors(self) -> list[torch.Tensor] | None:  # noqa: D102
-        return self.again.state.tensors(self.noted) if self.failed and self.noted is not None else None
-
-    def unknown_draws(self) -> Collection[str]:  # noqa: D102
-        return EVERYWHERE if self.noted is None else self.again.state.unknown_draws(self.noted)
-
-    def is_memory(self, error: BaseException) -> bool:  # noqa: D102
-        return ran_out_of_memory(error)
-
-    def before_parts(self) -> None:
-        """The second passes begin."""
-
-    def before_whole(self) -> None:
-        """The step has to run as a whole after all."""
-
-    @contextlib.contextmanager
-    def smaller(self, start: int, stop: int) -> Iterator[int]:
-        """Some samples ran out of memory: release it; how many of them to take at once."""
-        free(self.again.device, again=True)
-        self.again.ranks.failed()
-        yield self.again.policy.smaller(self.again.part_of(self, start, stop))
 
 
 class TrainingStep(Step):
@@ -267,6 +178,7 @@ class EvaluationStep(Step):
 
     def __init__(self, again: Again, own: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> None:
         super().__init__(again, batch, int(rest[0]) if rest else 0)
+        self.again: Again = again
         self.own, self.rest = own, rest
 
     def obstacle(self, error: BaseException | None) -> str:  # noqa: ARG002, D102

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 
+from lightning_memguard.core.foreign import patched
 from lightning_memguard.training.rescue.flow import Flow
 from lightning_memguard.training.rescue.reductions import AllReduce
-from lightning_memguard.training.rescue.sample_layout import Layout, Refused, get
+from lightning_memguard.training.rescue.sample_layout import Layout, Refused
 
 _NEVER = ("CheckpointFunction", "BackwardHookFunction")  # they run other people's code in their backward pass
 
@@ -62,7 +62,7 @@ class CustomFunctions:
                 self._note(cls.__name__, args, out)
             return out
 
-        with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        with patched(torch.autograd.Function, apply=classmethod(apply)):
             yield
 
     def _note(self, name: str, args: tuple[Any, ...], out: Any) -> None:
@@ -72,8 +72,9 @@ class CustomFunctions:
             return
         if name in _NEVER:
             raise Refused(f"{name} runs code of its own in the backward pass")
-        inputs = [self._layout(each) if isinstance(each, torch.Tensor) else None for each in args]
-        self._calls.append(CustomCall(name, node, inputs, [self._layout(each) for each in outs], outs))
+        known = self._flow.known
+        inputs = [known(each) if isinstance(each, torch.Tensor) else None for each in args]
+        self._calls.append(CustomCall(name, node, inputs, [*map(known, outs)], outs))
 
     def refuse_unseen(self, loss: torch.Tensor) -> None:
         """Look for users' functions in a loss's graph.
@@ -96,9 +97,6 @@ class CustomFunctions:
                 name = type(node).__name__.removesuffix("Backward")
                 raise Refused(f"the backward pass of {name}, a custom autograd function, may mix samples")
             todo += [each for each, _ in node.next_functions]
-
-    def _layout(self, tensor: torch.Tensor) -> Layout | None:
-        return get(tensor, self._flow.token)
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -138,7 +136,7 @@ class CustomFunctions:
         for grad, layout in zip(grads, call.inputs, strict=False):
             if grad is None:
                 continue
-            found = self._layout(grad)
+            found = flow.known(grad)
             if layout is not None and layout.kind == "rows":
                 same = found is not None and found.is_aligned(layout)
             else:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.training.rescue import rules
 from lightning_memguard.training.rescue.sample_layout import (
     CONSTANT,
@@ -157,6 +158,15 @@ class Flow(TorchDispatchMode):
                     raise refuse("it reads a tensor over which places of samples were written")
         return found
 
+    def known(self, tensor: torch.Tensor) -> Layout | None:
+        """The layout that a tensor was given in this pass; None if it has none."""
+        return get(tensor, self.token)
+
+    def kind(self, value: object) -> str:
+        """The kind of a tensor's layout; empty if it has none."""
+        layout = get(value, self.token) if isinstance(value, torch.Tensor) else None
+        return "" if layout is None else layout.kind
+
     def put(self, tensor: torch.Tensor, layout: Layout) -> None:
         """Say how the samples lie in a tensor."""
         put(tensor, self.token, layout)
@@ -226,7 +236,7 @@ class Flow(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if self.is_single and not self.recomputes:
             return self._run_single(info, args, kwargs)
-        tensors = rules.tensors_in(args, kwargs)
+        tensors = [*operands([args, kwargs])]
         call = rules.OperatorCall(
             info, args, kwargs, tensors, [self.layout(tensor) for tensor in tensors], self.samples
         )
@@ -236,11 +246,11 @@ class Flow(TorchDispatchMode):
     def _after(self, call: rules.OperatorCall, out: Any) -> Any:
         """Say how the samples lie in what an operator has returned."""
         info = call.info
-        call.outs = rules.flat(out)
+        call.outs = [*operands(out)]
         layouts = self._found(call)
         self._follow(call, layouts)
         for tensor, layout in zip(call.outs, layouts, strict=True):
-            if info.mutates and any(tensor is each for each in call.tensors):
+            if info.written and any(tensor is each for each in call.tensors):
                 self._after_write(call, tensor, layout)
             put(tensor, self.token, layout)
             if info.empties and tensor.numel():
@@ -249,12 +259,12 @@ class Flow(TorchDispatchMode):
 
     def run_as_one(self, func: Any, kernel: Any, args: tuple[Any, ...]) -> Any:
         """Run an operator that is made of others as one that has a rule; autograd sees the others."""
-        info, tensors = rules.info_of(func), rules.tensors_in(args, {})
+        info, tensors = rules.info_of(func), [*operands(args)]
         call = rules.OperatorCall(info, args, {}, tensors, [self.layout(tensor) for tensor in tensors], self.samples)
         if not self.is_single or self.recomputes:
             self._before(call)
         with self.silent():
-            out = self._draw_own(kernel, call) if call.has("dropout") else kernel(*args)
+            out = self._draw_own(kernel, call) if "dropout" in call.arguments else kernel(*args)
         return out if self.is_single and not self.recomputes else self._after(call, out)
 
     def _alias(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -270,29 +280,29 @@ class Flow(TorchDispatchMode):
         self._check(call)
         if self._raw:
             self._check_raw(call)
-        if call.info.mutates:
+        if call.info.written:
             self._before_write(call)
             if self.noted is not None:
                 self._note_versions(call)
 
     def _run_single(self, info: rules.Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator for one sample; `Reductions` says how it lies in what a function returns."""
-        tensors = rules.tensors_in(args, kwargs)
+        tensors = [*operands([args, kwargs])]
         call = rules.OperatorCall(
             info, args, kwargs, tensors, [get(each, self.token) or CONSTANT for each in tensors], 1
         )
         self._check(call)
-        if info.mutates:
+        if info.written:
             self._before_write(call)
         drawn = next(self.to_draw, None) if info.draws else None
         return info.func(*args, **kwargs) if drawn is None else self._draw(info.func, call, drawn)
 
     def _check_raw(self, call: rules.OperatorCall) -> None:
         """Memory that no operator has written to was written by a kernel that nothing is known of."""
-        written = {_storage(tensor) for tensor in call.written()} if call.info.mutates else set()
+        written = {_storage(tensor) for tensor in call.written()} if call.info.written else set()
         for tensor in call.tensors:
             key = _storage(tensor)
-            if key in self._raw and key not in written and not rules.only_views(call.info):
+            if key in self._raw and key not in written and call.info.name not in rules.VIEWS:
                 raise refuse(f"{call.info.name} reads what a kernel has written that does not go through PyTorch")
         self._raw -= written
 
@@ -407,7 +417,7 @@ class Flow(TorchDispatchMode):
                 raise refuse(f"{name} writes to a tensor through `.data`, so its value before the step is not known")
 
     def _after_write(self, call: rules.OperatorCall, tensor: torch.Tensor, layout: Layout) -> None:
-        if rules.only_views(call.info):  # `transpose_` and its like
+        if call.info.name in rules.VIEWS:  # `transpose_` and its like
             return
         before = next(o for t, o in zip(call.tensors, call.layouts, strict=True) if t is tensor)
         if layout.has_samples and self._is_outside(tensor, fresh=True):

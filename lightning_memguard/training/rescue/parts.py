@@ -6,78 +6,130 @@ batch's value. Then each part runs once more, with its backward pass. See `reduc
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
-from unittest import mock
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from lightning_memguard.core.batch.nesting import children_of, map_tensors, rebuilt
+from lightning_memguard.core.foreign import added, patched
 from lightning_memguard.training.rescue.custom import CustomFunctions
 from lightning_memguard.training.rescue.cut import Cut, Entries, even_parts, part_of, uneven_parts
 from lightning_memguard.training.rescue.flow import Flow, by_storage
-from lightning_memguard.training.rescue.memory import release
+from lightning_memguard.training.rescue.memory import free, ran_out_of_memory, release
+from lightning_memguard.training.rescue.other_ranks import without_experiments
 from lightning_memguard.training.rescue.reductions import Lengths, Reductions, Totals, lengths
 from lightning_memguard.training.rescue.sample_layout import (
     Layout,
     Refused,
     Waits,
     forget,
-    get,
     join,
     refuse,
     refuse_after,
 )
 from lightning_memguard.training.rescue.sizes import Size, plain
-from lightning_memguard.training.rescue.state import Left, random_states
+from lightning_memguard.training.rescue.state import EVERYWHERE, Left, Noted, random_states
 
 _ROUNDS = 8  # forward passes of a part, each of which reads values that the one before has made known
 _SCRIPT = 2  # samples that show which dimension is theirs, where parts hold a single one
 
 
-class RepeatableStep(Protocol):
-    """A step that can be run again, and the state that it may change."""
+class Step:
+    """One step on a batch, which can be run again, and the state that it may change; ``again`` is what repeats it."""
 
-    batch: Any
-    passes: Passes | None
+    def __init__(self, again: Any, batch: Any, place: int) -> None:
+        self.again, self.batch, self.place = again, batch, place
+        self.passes: Passes | None = None
+        self.failed = False  # as a whole
+        self.noted: Noted | None = None
 
-    def begin(self) -> None:
-        """Make everything as it was before the step."""
+    @abstractmethod
+    def obstacle(self, error: BaseException | None) -> str:
+        """Why it must not be run again by itself; empty if it may be. ``error`` is what it raised, if it was run."""
 
-    def noted_tensors(self) -> list[torch.Tensor] | None:
-        """The tensors whose versions were noted before an attempt that failed; None if none did."""
-
-    def unknown_draws(self) -> Collection[str]:
-        """The random numbers whose states before the step are not known; see `random_states`."""
-
+    @abstractmethod
     def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:
         """Run a part forward; ``final`` where its backward pass follows, ``is_last`` where no other part does."""
 
-    def losses(self, result: Any) -> list[torch.Tensor]:
+    @abstractmethod
+    def finished(self, passes: Passes) -> Any:
+        """Return the result of the whole step."""
+
+    @contextmanager
+    def logging(self, *, wanted: bool) -> Iterator[None]:
+        """Log values of the whole batch, once: while the last part runs."""
+        results, passes = self.again.results(), self.passes
+        if results is None or passes is None:
+            yield
+            return
+        log, reset = results.log, results.reset
+
+        def logged(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            passes.check_number(f"the value that it logs as `{name}`", value)
+            if wanted:
+                with passes.flow.silent():
+                    log(fx, name, value, *map(plain, args), **{key: plain(each) for key, each in kwargs.items()})
+
+        def emptied(*args: Any, **kwargs: Any) -> None:
+            with passes.flow.silent():
+                reset(*args, **kwargs)
+
+        with added(results, log=logged, reset=emptied), without_experiments(self.again.trainer.loggers):
+            yield
+
+    def losses(self, result: Any) -> list[torch.Tensor]:  # noqa: ARG002
         """The tensors that are differentiated."""
+        return []
 
     def outputs(self, result: Any) -> Any:
         """The results that are joined."""
+        return result
 
     def backward(self, result: Any, share: float, *, is_last: bool) -> None:
         """Run the backward pass; the loss is scaled by the part's share of the samples."""
 
+    def begin(self) -> None:
+        """Make everything as it was before the step."""
+        if self.noted is not None:
+            self.again.state.put_back(self.noted)
+
     def left(self) -> Iterable[Left]:
         """The tensors that it has left in Python's state."""
+        return () if self.noted is None else self.again.state.tensors_left(self.noted)
+
+    def noted_tensors(self) -> list[torch.Tensor] | None:
+        """The tensors whose versions were noted before an attempt that failed; None if none did."""
+        return self.again.state.tensors(self.noted) if self.failed and self.noted is not None else None
+
+    def unknown_draws(self) -> Collection[str]:
+        """The random numbers whose states before the step are not known; see `random_states`."""
+        return EVERYWHERE if self.noted is None else self.again.state.unknown_draws(self.noted)
 
     def is_memory(self, error: BaseException) -> bool:
         """Whether an exception says that memory ran out."""
+        return ran_out_of_memory(error)
 
-    def smaller(self, start: int, stop: int) -> contextlib.AbstractContextManager[int]:
-        """Some samples ran out of memory in their last pass; how many to take at once, until it exits."""
+    def before_parts(self) -> None:
+        """The second passes begin."""
+
+    def before_whole(self) -> None:
+        """The step has to run as a whole after all."""
+
+    @contextmanager
+    def smaller(self, start: int, stop: int) -> Iterator[int]:
+        """Some samples ran out of memory in their last pass: release it; how many of them to take at once."""
+        free(self.again.device, again=True)
+        self.again.ranks.failed()
+        yield self.again.policy.smaller(self.again.part_of(self, start, stop))
 
 
 @dataclass
@@ -100,7 +152,7 @@ class Passes:
         by_name: go on where the difference is of a known kind; see `changes`.
     """
 
-    def __init__(self, step: RepeatableStep, cut: Cut, total: int, module: nn.Module, *, by_name: bool) -> None:
+    def __init__(self, step: Step, cut: Cut, total: int, module: nn.Module, *, by_name: bool) -> None:
         self.step, self.cut, self.total = step, cut, total
         self.module = module
         self.flow = Flow(total, [*module.parameters(), *module.buffers()], by_name=by_name)
@@ -179,8 +231,7 @@ class Passes:
     def _inspect(self, result: Any) -> None:
         """Refuse what the operators did not show."""
         for loss in self.step.losses(result):
-            layout = get(loss, self.flow.token)
-            if layout is None or layout.kind not in ("whole", "constant"):
+            if self.flow.kind(loss) not in ("whole", "constant"):
                 raise Refused("the loss is that of single samples")
             self.custom.refuse_unseen(loss)
         for each in self.step.left():
@@ -197,10 +248,8 @@ class Passes:
 
     def check_number(self, what: str, value: Any) -> None:
         """Refuse a value of single samples where one of the whole batch is expected."""
-        if isinstance(value, torch.Tensor):
-            layout = get(value, self.flow.token)
-            if layout is not None and layout.kind not in ("whole", "constant"):
-                raise refuse(f"{what} is one of single samples")
+        if self.flow.kind(value) not in ("", "whole", "constant"):
+            raise refuse(f"{what} is one of single samples")
 
     # -- then: the step
 
@@ -246,7 +295,7 @@ class Passes:
         self.largest = max(self.largest, stop - start)
 
     def _samples_in(self, tensor: torch.Tensor) -> Layout | None:
-        layout = get(tensor, self.flow.token)
+        layout = self.flow.known(tensor)
         return layout if layout is not None and layout.has_samples else None
 
     def _as_part(self, tensor: torch.Tensor) -> Any:
@@ -305,7 +354,7 @@ class Passes:
         with ExitStack() as around:
             around.enter_context(torch.compiler.set_stance("force_eager"))
             for name in ("grad", "backward"):
-                around.enter_context(mock.patch.object(torch.autograd, name, _refused(getattr(torch.autograd, name))))
+                around.enter_context(patched(torch.autograd, **{name: _refused(getattr(torch.autograd, name))}))
             around.enter_context(lengths(self.reductions))
             around.enter_context(self.custom.watched())
             around.enter_context(self.flow)
@@ -347,7 +396,7 @@ class Passes:
 
         self.flow.idle = self.flow.recomputes = True
         try:
-            with self.custom.followed(), mock.patch.object(torch.autograd, "_engine_run_backward", run_backward):
+            with self.custom.followed(), patched(torch.autograd, _engine_run_backward=run_backward):
                 yield
         finally:
             self.flow.strict = None

@@ -23,10 +23,12 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from lightning_memguard.core.foreign import patched
+from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.training.rescue.cut import Entries
 from lightning_memguard.training.rescue.flow import Flow, Outside, fits
-from lightning_memguard.training.rescue.rules import Drawn, check_gradient, flat, shape_of, tensors_in
-from lightning_memguard.training.rescue.sample_layout import CONSTANT, WHOLE, Layout, Refused, Waits, get, refuse
+from lightning_memguard.training.rescue.rules import Drawn, check_gradient, shape_of
+from lightning_memguard.training.rescue.sample_layout import CONSTANT, WHOLE, Layout, Refused, Waits, refuse
 from lightning_memguard.training.rescue.sizes import Size, as_shape, plain, sizes_in
 
 _CLOSE = 1e-3  # relative, between two runs of a part
@@ -241,7 +243,7 @@ class Reductions(TorchFunctionMode):
         if flow.idle:
             return self._recomputed(func, args, kwargs)
         x = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        layout = get(x, flow.token) if x is not None else None
+        layout = flow.known(x) if x is not None else None
         known = self._known(func, name, layout, args, kwargs)
         if known is not None:
             return known
@@ -249,9 +251,7 @@ class Reductions(TorchFunctionMode):
             raise refuse("backward inside of the step")
         if flow.extends and not self.checkpoints:
             self.checkpoints = _in_checkpoint()
-        if (
-            flow.strict is not None
-        ):  # in a backward pass, sums are the part's: gradients of weights add up by themselves
+        if flow.strict is not None:  # backward, sums are the part's: gradients of weights add up by themselves
             sized = sizes_in(args) or sizes_in([*kwargs.values()])
             out = self._with_sizes(func, name, args, kwargs) if sized else _NO
             return func(*args, **kwargs) if out is _NO else out
@@ -263,7 +263,7 @@ class Reductions(TorchFunctionMode):
         if out is _NO:
             out = func(*args, **kwargs)
             self._end_call(func, name, args, kwargs, out)
-        return self._settled_all(out)
+        return self._settled(out)
 
     def _begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note where a function takes tensors from; a part of one sample is told how its random numbers lie."""
@@ -271,8 +271,8 @@ class Reductions(TorchFunctionMode):
         if flow.is_single and self.place < len(self.script):
             flow.to_draw = iter(self.script[self.place].draws)
         flow.drawn = []
-        for tensor in tensors_in(args, kwargs) if flow.extends or flow.is_single else ():
-            if get(tensor, flow.token) is None and not flow.is_constant(tensor):
+        for tensor in operands([args, kwargs]) if flow.extends or flow.is_single else ():
+            if flow.known(tensor) is None and not flow.is_constant(tensor):
                 with flow.silent():
                     self._outside(tensor)
 
@@ -291,11 +291,11 @@ class Reductions(TorchFunctionMode):
         Which of several dimensions of size one is that of the samples cannot be seen; and C++ takes other ways through
         its operators where a size is one.
         """
-        flow, outs = self.flow, flat(out)
+        flow, outs = self.flow, [*operands(out)]
         if not outs:
             return
         if name in _BROADCASTS and not flow.is_single:
-            self._broadcast(outs, tensors_in(args, kwargs))
+            self._broadcast(outs, [*operands([args, kwargs])])
         if flow.recomputes:
             return
         if func in _FROM_VALUES:
@@ -309,18 +309,18 @@ class Reductions(TorchFunctionMode):
         if place >= len(self.script) and (flow.extends or flow.is_single):
             if flow.is_single:
                 raise refuse("a part of one sample runs something else than larger ones")
-            found = [get(each, flow.token) or CONSTANT for each in outs]
+            found = [flow.known(each) or CONSTANT for each in outs]
             shapes = [shape_of(*each) for each in zip(outs, found, strict=True)]
             self.script.append(FunctionCall(func, numbers, found, shapes, flow.drawn))
         elif flow.is_single:
-            self._told(self.script[place], func, numbers, outs, tensors_in(args, kwargs))
+            self._told(self.script[place], func, numbers, outs, [*operands([args, kwargs])])
 
     def _broadcast(self, outs: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
         """Numbers alike for all samples, expanded to their shape, have a row for each of them."""
         flow = self.flow
-        rows = [(t, o) for t in (*outs, *taken) if (o := get(t, flow.token)) is not None and o.kind == "rows"]
+        rows = [(t, o) for t in (*outs, *taken) if (o := flow.known(t)) is not None and o.kind == "rows"]
         for each in outs:
-            layout = get(each, flow.token)
+            layout = flow.known(each)
             if rows and layout is not None and layout.kind in ("constant", "whole"):
                 tensor, like = rows[0]
                 dim = like.dim - tensor.dim() + each.dim()
@@ -334,15 +334,12 @@ class Reductions(TorchFunctionMode):
         shapes = [shape_of(*each) for each in zip(outs, known.layouts, strict=False)]
         if (known.func, known.numbers, known.shapes) != (func, numbers, shapes) or len(outs) != len(known.layouts):
             raise refuse("a part of one sample runs something else than larger ones")
-        pending = any(layout is not None and layout.pending for layout in self._layouts(taken))
+        pending = any(layout is not None and layout.pending for layout in map(self.flow.known, taken))
         self.flow.pending |= pending
         for each, layout in zip(outs, known.layouts, strict=True):
             if layout.has_samples and not layout.ragged and not fits(each, layout, 1):
                 raise refuse("a function returns rows that do not belong to samples")
             self.flow.put(each, layout.waiting(pending))
-
-    def _layouts(self, tensors: list[torch.Tensor]) -> list[Layout | None]:
-        return [get(tensor, self.flow.token) for tensor in tensors]
 
     def _recomputed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Code of the user's that runs in the backward pass, in an activation checkpoint."""
@@ -420,7 +417,7 @@ class Reductions(TorchFunctionMode):
             count = torch.tensor(part, dtype=torch.int64)
             flow.put(count, Layout("max" if layout.kind == "packing" else "sum"))
         whole = self.settle(count)
-        if get(whole, flow.token).pending:  # type: ignore[union-attr]
+        if flow.known(whole).pending:  # type: ignore[union-attr]
             raise Waits
         with flow.silent():  # all parts are padded to the longest sequence
             return int(whole) if layout.kind == "packing" else Size(int(whole), part)
@@ -435,7 +432,7 @@ class Reductions(TorchFunctionMode):
         """The result of ``len`` for a tensor, or for a list that has an entry for each sample."""
         if isinstance(tensor, Entries):
             return self._samples(CONSTANT, list.__len__(tensor) // self.flow.samples)
-        layout = get(tensor, self.flow.token)
+        layout = self.flow.known(tensor)
         with self.flow.silent():
             size: int = tensor.__len__()
         if layout is None or self.flow.quiet or layout.dim != 0 or not layout.has_samples:
@@ -482,9 +479,9 @@ class Reductions(TorchFunctionMode):
         """A function over samples as one of sums; with sizes as the part has them; `_NO` for any other."""
         if sizes_in(args) or (kwargs and sizes_in([*kwargs.values()])):
             return self._with_sizes(func, name, args, kwargs)
-        if func in _LOSSES and any(self._has_rows(each) for each in tensors_in(args, kwargs)):
+        if func in _LOSSES and any(self.flow.kind(each) == "rows" for each in operands([args, kwargs])):
             return self._loss(func, name, args, kwargs)
-        if name in _PACKED and len(args) > 1 and not kwargs and self._is_packing(args[1]):
+        if name in _PACKED and len(args) > 1 and not kwargs and self.flow.kind(args[1]) == "packing":
             out = self.flow.run_as_one(_PACKED[name], func, args)
             self._end_call(func, name, args, kwargs, out)
             return out
@@ -518,14 +515,6 @@ class Reductions(TorchFunctionMode):
         self._end_call(func, func.__name__, tuple(each for each in args if type(each) is not int), kwargs, out)
         return out
 
-    def _is_packing(self, value: Any) -> bool:
-        layout = get(value, self.flow.token) if isinstance(value, torch.Tensor) else None
-        return layout is not None and layout.kind == "packing"
-
-    def _has_rows(self, tensor: torch.Tensor) -> bool:
-        layout = get(tensor, self.flow.token)
-        return layout is not None and layout.kind == "rows"
-
     def _reduced_dims(self, given: dict[str, Any], x: torch.Tensor) -> set[int] | None:
         if "axis" in given:
             given["dim"] = given.pop("axis")
@@ -552,7 +541,7 @@ class Reductions(TorchFunctionMode):
             out = self._called(func, tuple(shaped[: len(args)]), dict(zip(kwargs, shaped[len(args) :], strict=True)))
         finally:
             self.flow.sized = None
-        layouts = self._layouts(flat(out)) if name in _MAKES and sizes_in(own) else []
+        layouts = map(self.flow.known, operands(out)) if name in _MAKES and sizes_in(own) else ()
         if not all(layout is not None and layout.has_samples for layout in layouts):
             raise refuse(f"{name} depends on how many samples there are, or on their values")
         return out
@@ -639,19 +628,11 @@ class Reductions(TorchFunctionMode):
 
     # -- contributions
 
-    def _settled_all(self, out: Any) -> Any:
-        if isinstance(out, torch.Tensor):
-            return self._settled(out)
-        if isinstance(out, (tuple, list)) and any(self._is_partial(each) for each in flat(out)):
-            return tree_map(lambda each: self._settled(each) if isinstance(each, torch.Tensor) else each, out)
-        return out
-
-    def _is_partial(self, tensor: torch.Tensor) -> bool:
-        layout = get(tensor, self.flow.token)
-        return layout is not None and layout.is_partial
-
-    def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.settle(tensor) if self._is_partial(tensor) else tensor
+    def _settled(self, out: Any) -> Any:
+        kind = self.flow.kind
+        if not any(kind(each) in _COMBINE for each in operands(out)):
+            return out
+        return tree_map(lambda each: self.settle(each) if kind(each) in _COMBINE else each, out)
 
     def settle(self, own: torch.Tensor) -> torch.Tensor:
         """The whole batch's value of a part's contribution.
@@ -702,18 +683,6 @@ def _var(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[st
     return ((squares - rest.square() / count) / (count - correction)).to(x.dtype)
 
 
-def _std(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
-    return _var(run, x, dims, given).sqrt()
-
-
-def _var_mean(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
-    return _var(run, x, dims, given), _mean(run, x, dims, given)
-
-
-def _std_mean(run: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
-    return _var(run, x, dims, given).sqrt(), _mean(run, x, dims, given)
-
-
 def _norm(_: Reductions, x: torch.Tensor, dims: set[int] | None, given: dict[str, Any]) -> Any:
     order = given.get("ord", given.get("p", 2))
     order = 2 if order in (None, "fro") else order
@@ -739,8 +708,10 @@ _SHAPE, _DATA = torch.Tensor.shape.__get__, torch.Tensor.data.__get__  # type: i
 _INSTANCE_NORM = inspect.signature(F.instance_norm)
 
 _REWRITES: dict[str, Callable[..., Any]] = {
-    "mean": _mean, "var": _var, "std": _std, "var_mean": _var_mean, "std_mean": _std_mean, "norm": _norm,
-    "linalg_vector_norm": _norm, "linalg_norm": _norm, "logsumexp": _logsumexp,
+    "mean": _mean, "var": _var, "std": lambda *call: _var(*call).sqrt(),
+    "var_mean": lambda *call: (_var(*call), _mean(*call)),
+    "std_mean": lambda *call: (_var(*call).sqrt(), _mean(*call)), "norm": _norm, "linalg_vector_norm": _norm,
+    "linalg_norm": _norm, "logsumexp": _logsumexp,
 }  # fmt: skip
 _PARAMETERS = {
     "mean": ("dim", "keepdim"), "var": ("dim", "unbiased", "keepdim"), "std": ("dim", "unbiased", "keepdim"),
@@ -816,7 +787,7 @@ def _is_all(taken: slice, size: int) -> bool:
 @contextmanager
 def lengths(run: Reductions) -> Iterator[None]:
     """Have ``len`` of a tensor return what its shape does; Python makes a plain number of what ``__len__`` returns."""
-    own, thread = builtins.len, threading.get_ident()
+    own, thread = len, threading.get_ident()
 
     @functools.wraps(own)
     def length(value: Any, /) -> int:
@@ -824,8 +795,5 @@ def lengths(run: Reductions) -> Iterator[None]:
             return run.length(value)
         return own(value)
 
-    builtins.len = length
-    try:
+    with patched(builtins, len=length):
         yield
-    finally:
-        builtins.len = own

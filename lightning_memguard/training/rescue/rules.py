@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 
+from lightning_memguard.core.kernels.arguments import operands
+from lightning_memguard.core.simulation.fake import by_name
 from lightning_memguard.training.rescue.sample_layout import CONSTANT, WHOLE, Kind, Layout, refuse
 
 Rule = Callable[["OperatorCall"], "Layout | list[Layout]"]
@@ -26,7 +28,7 @@ class Info:
     Attributes:
         func: its overload.
         name: without the underscore of the form that writes to its first argument.
-        written: the places of the arguments that it writes to.
+        written: the names of the arguments that it writes to.
         draws: whether it may draw random numbers.
         pointwise: whether each element follows from those at the same place.
         empties: whether what it returns is not written yet.
@@ -36,16 +38,11 @@ class Info:
     func: Any
     namespace: str
     name: str
-    written: tuple[int, ...]
+    written: tuple[str, ...]
     draws: bool
     pointwise: bool
     empties: bool
     is_composite: bool
-
-    @property
-    def mutates(self) -> bool:
-        """Whether it writes to an argument."""
-        return bool(self.written)
 
 
 @functools.cache
@@ -54,33 +51,14 @@ def info_of(func: Any) -> Info:
     name = func.overloadpacket.__name__
     name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     written = tuple(
-        place
-        for place, each in enumerate(func._schema.arguments)
+        each.name
+        for each in func._schema.arguments
         if (each.alias_info is not None and each.alias_info.is_write) or each.name in ("running_mean", "running_var")
     )
     draws = torch.Tag.nondeterministic_seeded in func.tags
     pointwise = (torch.Tag.pointwise in func.tags or name in _POINTWISE) and func.namespace == "aten"
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return Info(func, func.namespace, name, written, draws, pointwise, name in _EMPTY, is_composite)
-
-
-def flat(value: Any) -> list[torch.Tensor]:
-    """The tensors of an operator's argument or result."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [each for inner in value for each in flat(inner)]
-    return []
-
-
-def tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator takes."""
-    return [tensor for value in (*args, *kwargs.values()) for tensor in flat(value)]
-
-
-def only_views(info: Info) -> bool:
-    """Whether an operator looks at shapes only, or makes a view."""
-    return info.name in _VIEWS
 
 
 def shape_of(tensor: torch.Tensor, layout: Layout) -> tuple[int | None, ...]:
@@ -116,21 +94,18 @@ class OperatorCall:
         self.is_tracked = bool(self.kinds - {"constant"})
         self.pending = any(layout.pending for layout in self.layouts)
 
-    def get(self, name: str) -> Any:
-        """An argument by its name in the schema."""
-        for place, each in enumerate(self.info.func._schema.arguments):
-            if each.name == name:
-                return self.args[place] if place < len(self.args) else self.kwargs.get(name, each.default_value)
-        return None
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments, by their names in the schema."""
+        return by_name(self.info.func, self.args, self.kwargs)
 
-    def has(self, name: str) -> bool:
-        """Whether the schema has an argument of this name."""
-        return any(each.name == name for each in self.info.func._schema.arguments)
+    def get(self, name: str) -> Any:
+        """An argument; None if the schema has none of this name."""
+        return self.arguments.get(name)
 
     def written(self) -> list[torch.Tensor]:
         """The tensors that are written to."""
-        names = [self.info.func._schema.arguments[place].name for place in self.info.written]
-        return [tensor for name in names for tensor in flat(self.get(name))]
+        return [*operands([self.get(name) for name in self.info.written])]
 
     def of(self, value: Any) -> Layout:
         """The layout of an argument."""
@@ -149,7 +124,7 @@ class OperatorCall:
     @property
     def first(self) -> tuple[torch.Tensor, Layout]:
         """The first tensor with samples, and how they lie."""
-        return next((t, o) for t, o in zip(self.tensors, self.layouts, strict=True) if o.has_samples)
+        return self.rows()[0]
 
     def rows(self) -> list[tuple[torch.Tensor, Layout]]:
         """The tensors with samples."""
@@ -167,6 +142,11 @@ class OperatorCall:
         """
         raise refuse(f"{self.info.name} mixes samples")
 
+    def mixes_if(self, mixes: object) -> None:
+        """Refuse it if it mixes samples."""
+        if mixes:
+            self.mixes()
+
     def is_random(self) -> bool:
         """Whether this call draws."""
         name = self.info.name
@@ -174,7 +154,7 @@ class OperatorCall:
             return self.get("train") is not False and self.get("p") > 0
         if "dot_product" in name:
             return bool(self.get("dropout_p"))
-        if self.has("dropout"):  # recurrent layers
+        if "dropout" in self.arguments:  # recurrent layers
             return bool(self.get("dropout")) and bool(self.get("train"))
         if name in ("mkldnn_rnn_layer", "rrelu_with_noise"):
             return bool(self.get("train") or self.get("training"))
@@ -247,11 +227,12 @@ def _arrangement(call: OperatorCall) -> int:
 
 
 def _indices(call: OperatorCall) -> list[torch.Tensor]:
-    return flat(call.get("indices" if call.has("indices") else "index" if call.has("index") else "mask"))
+    named = (call.get(name) for name in ("indices", "index", "mask") if name in call.arguments)
+    return [*operands(next(named, None))]
 
 
 def _source(call: OperatorCall) -> Any:
-    return call.get(next((name for name in ("values", "source") if call.has(name)), "src"))
+    return call.get(next((name for name in ("values", "source") if name in call.arguments), "src"))
 
 
 def _inverse(call: OperatorCall) -> Layout:
@@ -279,7 +260,7 @@ def _by_rule(call: OperatorCall) -> list[Layout]:
     if rule is not None:
         found = rule(call)
         return found if isinstance(found, list) else [found] * len(call.outs)
-    if call.has("reduction"):
+    if "reduction" in call.arguments:
         return _loss(call)
     if call.info.pointwise:
         return [pointwise(call)] * len(call.outs)
@@ -362,7 +343,7 @@ def _rule(names: str) -> Callable[[Rule], Rule]:
 def _dims(call: OperatorCall, *names: str) -> set[int]:
     """The dimensions that an argument names; all if it names none."""
     n = call.first[0].dim()
-    given = next((call.get(name) for name in names if call.has(name)), None)
+    given = next((call.get(name) for name in names if name in call.arguments), None)
     if given is None or given == []:
         return set(range(n))
     return {dim % n for dim in ([given] if isinstance(given, int) else given)}
@@ -535,10 +516,8 @@ def _pad(call: OperatorCall) -> Layout:
 def _along(call: OperatorCall, dims: set[int]) -> Layout:
     """An operator that works along dimensions, for each index of the others."""
     _, layout = call.first
-    if layout.dim in dims or len({(t.dim(), o.place()) for t, o in call.rows()}) != 1:
-        call.mixes()
-    if not all(is_same_for_all(tensor, layout.dim) for tensor in call.others() if tensor.dim()):
-        call.mixes()
+    call.mixes_if(layout.dim in dims or len({(t.dim(), o.place()) for t, o in call.rows()}) != 1)
+    call.mixes_if(not all(is_same_for_all(tensor, layout.dim) for tensor in call.others() if tensor.dim()))
     return replace(layout, ragged=any(o.ragged for _, o in call.rows()))
 
 
@@ -555,10 +534,8 @@ def _sort(call: OperatorCall) -> list[Layout]:
     x, layout = call.first
     if x.dim() > 1:
         return [_along(call, _dims(call, "dim"))] * len(call.outs)
-    if layout.place() != (0, 1, 1) or layout.ragged or call.info.written:
-        call.mixes()
-    if layout.kind == "order" and call.get("descending"):
-        call.mixes()
+    call.mixes_if(layout.place() != (0, 1, 1) or layout.ragged or call.info.written)
+    call.mixes_if(layout.kind == "order" and call.get("descending"))
     arranged = layout.into if layout.kind == "order" else call.arranged
     found = [replace(layout, arranged=arranged), Layout("order", arranged=arranged, into=layout.arranged)]
     return found[-len(call.outs) :]
@@ -568,10 +545,9 @@ def _sort(call: OperatorCall) -> list[Layout]:
 def _pack(call: OperatorCall) -> list[Layout]:
     """The tokens of all samples, in an order of their own, and how many samples have each."""
     x, lengths = map(call.of, call.args[:2])
-    if x.place() != (0 if call.args[2] else 1, 1, 1) or lengths.place() != (0, 1, 1) or x.arranged != lengths.arranged:
-        call.mixes()
-    if x.kind != "rows" or lengths.kind != "rows" or x.ragged or lengths.ragged:
-        call.mixes()
+    call.mixes_if(x.place() != (0 if call.args[2] else 1, 1, 1))
+    call.mixes_if(lengths.place() != (0, 1, 1) or x.arranged != lengths.arranged)
+    call.mixes_if(x.kind != "rows" or lengths.kind != "rows" or x.ragged or lengths.ragged)
     tokens = Layout("rows", ragged=True, arranged=call.arranged)
     return [tokens, replace(tokens, kind="packing", into=x.arranged)]
 
@@ -580,17 +556,14 @@ def _pack(call: OperatorCall) -> list[Layout]:
 def _packed(call: OperatorCall) -> list[Layout]:
     """Operators that return or take a row for each sample have them in the order of the packed ones."""
     tokens, sizes, name = call.of(call.args[0]), call.of(call.args[1]), call.info.name
-    if (tokens.kind, tokens.dim, sizes.kind, tokens.arranged) != ("rows", 0, "packing", sizes.arranged):
-        call.mixes()
+    call.mixes_if((tokens.kind, tokens.dim, sizes.kind, tokens.arranged) != ("rows", 0, "packing", sizes.arranged))
     if name == "_pad_packed_sequence":
         return [Layout("rows", 0 if call.args[2] else 1, arranged=sizes.into), Layout("rows", arranged=sizes.into)]
     state = Layout("rows", 1, arranged=sizes.into)
-    states = flat(call.args[2])
+    states = [*operands(call.args[2])]
     aligned = [call.of(each).waiting(False) == state for each in states]
-    if not all(same or is_same_for_all(each, 1) for same, each in zip(aligned, states, strict=True)):
-        call.mixes()
-    if len(call.rows()) != 2 + sum(aligned):
-        call.mixes()
+    call.mixes_if(not all(same or is_same_for_all(each, 1) for same, each in zip(aligned, states, strict=True)))
+    call.mixes_if(len(call.rows()) != 2 + sum(aligned))
     return [tokens, *[state] * (len(call.outs) - 1)]
 
 
@@ -598,10 +571,8 @@ def _packed(call: OperatorCall) -> list[Layout]:
        "_linalg_solve_ex linalg_qr _linalg_svd _linalg_eigh linalg_lu_factor_ex cholesky_solve")  # fmt: skip
 def _matrices(call: OperatorCall) -> list[Layout]:
     x, layout = call.first
-    if layout.dim >= x.dim() - 2 or any(o.place() != layout.place() for _, o in call.rows()):
-        call.mixes()
-    if not all(tensor.dim() <= 2 or is_same_for_all(tensor, layout.dim) for tensor in call.others()):
-        call.mixes()
+    call.mixes_if(layout.dim >= x.dim() - 2 or any(o.place() != layout.place() for _, o in call.rows()))
+    call.mixes_if(not all(tensor.dim() <= 2 or is_same_for_all(tensor, layout.dim) for tensor in call.others()))
     return [layout] * len(call.outs)
 
 
@@ -613,10 +584,8 @@ def _errors(_: OperatorCall) -> list[Layout]:
 @_rule("diagonal")
 def _diagonal(call: OperatorCall) -> Layout:
     x, layout = call.first
-    dims = {(call.get("dim1") if call.get("dim1") is not None else 0) % x.dim()}
-    dims.add((call.get("dim2") if call.get("dim2") is not None else 1) % x.dim())
-    if layout.dim in dims:
-        call.mixes()
+    dims = {call.get("dim1") % x.dim(), call.get("dim2") % x.dim()}
+    call.mixes_if(layout.dim in dims)
     return layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
 
 
@@ -633,7 +602,7 @@ def _reduce(call: OperatorCall) -> list[Layout]:
     if len(call.rows()) > 1 or len(call.tensors) > 1:
         return [pointwise(call)] * len(call.outs)  # max(a, b)
     x, layout = call.first
-    dims = _dims(call, "dim") if call.has("dim") else set(range(x.dim()))
+    dims = _dims(call, "dim") if "dim" in call.arguments else set(range(x.dim()))
     if layout.dim not in dims:
         moved = layout if call.get("keepdim") else layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
         return [moved] * len(call.outs)
@@ -649,6 +618,14 @@ def _bincount(call: OperatorCall) -> Layout:
     return Layout("sum")
 
 
+def _lies_as(call: OperatorCall, tensor: torch.Tensor, layout: Layout, dim: int) -> bool:
+    """Whether a tensor has its samples in this dimension, counted from the end, or is the same for all of them."""
+    own = call.of(tensor)
+    if not own.has_samples:
+        return is_same_for_all(tensor, dim)
+    return own.dim - tensor.dim() == dim and own.place()[1:] == layout.place()[1:]
+
+
 _PRODUCTS = {"mm": "mk,kn->mn", "addmm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "baddbmm": "bmk,bkn->bmn",
              "dot": "k,k->", "vdot": "k,k->", "mv": "mk,k->m", "addmv": "mk,k->m", "addbmm": "bmk,bkn->mn",
              "ger": "m,n->mn", "outer": "m,n->mn"}  # fmt: skip
@@ -658,32 +635,23 @@ _PRODUCTS = {"mm": "mk,kn->mn", "addmm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "ba
 def _product(call: OperatorCall) -> Layout:
     inputs, out = _PRODUCTS[call.info.name].split("->")
     added = call.args[0] if call.info.name.startswith(("add", "badd")) else None
-    operands = call.args[1:3] if added is not None else call.args[:2]
+    factors = call.args[1:3] if added is not None else call.args[:2]
     by: dict[str, list[Layout]] = {}
-    for tensor, letters in zip(operands, inputs.split(","), strict=True):
+    for tensor, letters in zip(factors, inputs.split(","), strict=True):
         layout = call.of(tensor)
         if layout.has_samples:
             by.setdefault(letters[layout.dim], []).append(layout)
-    if len(by) != 1:
-        call.mixes()
+    call.mixes_if(len(by) != 1)
     ((letter, found),) = by.items()
-    if len({layout.place()[1:] for layout in found}) != 1:
-        call.mixes()
-    for tensor, letters in zip(operands, inputs.split(","), strict=True):
-        if letter in letters and not call.of(tensor).has_samples and not is_same_for_all(tensor, letters.index(letter)):
-            call.mixes()
+    call.mixes_if(len({layout.place()[1:] for layout in found}) != 1)
+    others = [(each, letters) for each, letters in zip(factors, inputs.split(","), strict=True) if letter in letters]
+    for tensor, letters in others:
+        call.mixes_if(not call.of(tensor).has_samples and not is_same_for_all(tensor, letters.index(letter)))
     if letter not in out:
-        if added is not None:
-            call.mixes()
+        call.mixes_if(added is not None)
         return Layout("sum")
     layout = replace(found[0], dim=out.index(letter))
-    if added is not None:
-        of_added = call.of(added)
-        if of_added.has_samples and (of_added.dim - added.dim(), *of_added.place()[1:]) != (
-            layout.dim - len(out), *layout.place()[1:]):  # fmt: skip
-            call.mixes()
-        if not of_added.has_samples and not is_same_for_all(added, layout.dim - len(out)):
-            call.mixes()
+    call.mixes_if(added is not None and not _lies_as(call, added, layout, layout.dim - len(out)))
     return layout
 
 
@@ -704,38 +672,26 @@ _BATCHED = ("convolution _convolution mkldnn_convolution max_pool2d_with_indices
 def _batched(call: OperatorCall) -> list[Layout]:
     """The first dimension is the batch's."""
     x, layout = call.first
-    if any((o.dim, o.outer) != (0, 1) for _, o in call.rows()) or call.of(call.tensors[0]).kind != "rows":
-        call.mixes()
-    if len({t.shape[0] for t, _ in call.rows()}) != 1:
-        call.mixes()
+    call.mixes_if(any((o.dim, o.outer) != (0, 1) for _, o in call.rows()) or call.of(call.tensors[0]).kind != "rows")
+    call.mixes_if(len({t.shape[0] for t, _ in call.rows()}) != 1)
     if "dot_product" in call.info.name or "dist" in call.info.name or "grid_sampler" in call.info.name:
         rows_to_table = "dist" in call.info.name and x.dim() == 2
         aligned = [tensor for tensor in call.others() if tensor.dim() == x.dim() and not rows_to_table]
-        if not all(is_same_for_all(tensor, 0) for tensor in aligned) or (rows_to_table and len(call.rows()) > 1):
-            call.mixes()
+        call.mixes_if(not all(is_same_for_all(tensor, 0) for tensor in aligned))
+        call.mixes_if(rows_to_table and len(call.rows()) > 1)
         return [layout if t.dim() and t.shape[0] == x.shape[0] else CONSTANT for t in call.outs]
-    if "convolution" in call.info.name and len(call.rows()) != 1:
-        call.mixes()
-    if ("shuffle" in call.info.name or "im2col" in call.info.name) and x.dim() < 4:
-        call.mixes()
-    if not all(t.dim() and t.shape[0] == x.shape[0] for t in call.outs):
-        call.mixes()
+    call.mixes_if("convolution" in call.info.name and len(call.rows()) != 1)
+    call.mixes_if(("shuffle" in call.info.name or "im2col" in call.info.name) and x.dim() < 4)
+    call.mixes_if(not all(t.dim() and t.shape[0] == x.shape[0] for t in call.outs))
     return [layout] * len(call.outs)
 
 
-@_rule("native_layer_norm _fused_rms_norm")
-def _layer_norm(call: OperatorCall) -> list[Layout]:
+@_rule("native_layer_norm _fused_rms_norm native_group_norm")
+def _norm(call: OperatorCall) -> list[Layout]:
     x, layout = call.first
-    if len(call.rows()) != 1 or layout.dim >= x.dim() - len(call.get("normalized_shape")):
-        call.mixes()
-    return [layout] * len(call.outs)
-
-
-@_rule("native_group_norm")
-def _group_norm(call: OperatorCall) -> list[Layout]:
-    _, layout = call.first
-    if len(call.rows()) != 1 or (layout.dim, layout.outer, layout.inner) != (0, 1, 1):
-        call.mixes()
+    shape = call.get("normalized_shape")
+    apart = layout.place() == (0, 1, 1) if shape is None else layout.dim < x.dim() - len(shape)
+    call.mixes_if(len(call.rows()) != 1 or not apart)
     return [layout] * len(call.outs)
 
 
@@ -743,10 +699,9 @@ def _group_norm(call: OperatorCall) -> list[Layout]:
        "_batch_norm_no_update cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit_functional")  # fmt: skip
 def _batch_norm(call: OperatorCall) -> list[Layout]:
     _, layout = call.first
-    training = call.get("training") if call.has("training") else call.get("train")
+    training = call.get("training") if "training" in call.arguments else call.get("train")
     training = call.info.name == "_batch_norm_with_update" if training is None else training
-    if len(call.rows()) != 1 or (layout.dim == 1 and not training):
-        call.mixes()
+    call.mixes_if(len(call.rows()) != 1 or (layout.dim == 1 and not training))
     if training and layout.dim != 1:
         raise BatchNorm("batch norm in training mode normalizes by the statistics of all samples", layout)
     rest = [Layout("rows", 0, layout.outer, layout.inner) if t.numel() and training else CONSTANT for t in call.outs]
@@ -764,16 +719,14 @@ class BatchNorm(Exception):  # noqa: N818 - see `Flow`
 @_rule("mkldnn_rnn_layer _cudnn_rnn")
 def _rnn(call: OperatorCall) -> list[Layout]:
     x, layout = call.first
-    if any((o.dim - t.dim(), o.outer, o.inner) != (-2, 1, 1) for t, o in call.rows()) or layout.ragged:
-        call.mixes()
+    call.mixes_if(any((o.dim - t.dim(), o.outer, o.inner) != (-2, 1, 1) for t, o in call.rows()) or layout.ragged)
     samples = x.shape[-2]
     return [Layout("rows", t.dim() - 2) if t.dim() > 1 and t.shape[-2] == samples else WHOLE for t in call.outs]
 
 
 @_rule("embedding")
 def _embedding(call: OperatorCall) -> Layout:
-    if call.of(call.get("weight")).has_samples:
-        call.mixes()
+    call.mixes_if(call.of(call.get("weight")).has_samples)
     return call.of(call.get("indices"))
 
 
@@ -781,8 +734,7 @@ def _embedding(call: OperatorCall) -> Layout:
 def _nll(call: OperatorCall) -> list[Layout]:
     if call.get("reduction") != 0 or len(call.rows()) != 2 or len({o.place() for _, o in call.rows()}) != 1:
         raise refuse("the mean of nll_loss over the samples, inside of one function")
-    if call.first[1].dim != 0:
-        call.mixes()
+    call.mixes_if(call.first[1].dim != 0)
     return [call.first[1], WHOLE]
 
 
@@ -791,13 +743,10 @@ def _ctc(call: OperatorCall) -> list[Layout]:
     """Log probabilities are (time, batch, classes); targets (batch, length), or those of all samples in a row."""
     probabilities, targets = call.of(call.get("log_probs")), call.of(call.get("targets"))
     in_a_row = call.get("targets").dim() == 1 and targets.ragged
-    if probabilities.place() != (1, 1, 1) or targets.place() != (0, 1, 1) or not targets.has_samples:
-        call.mixes()
-    if not all(isinstance(call.get(name), torch.Tensor) for name in ("input_lengths", "target_lengths")):
-        call.mixes()
+    call.mixes_if(probabilities.place() != (1, 1, 1) or targets.place() != (0, 1, 1) or not targets.has_samples)
+    call.mixes_if(not all(isinstance(call.get(name), torch.Tensor) for name in ("input_lengths", "target_lengths")))
     lengths = [call.of(call.get(name)) for name in ("input_lengths", "target_lengths")]
-    if not (in_a_row or call.get("targets").dim() == 2) or any(o.place() != (0, 1, 1) for o in lengths):
-        call.mixes()
+    call.mixes_if(not (in_a_row or call.get("targets").dim() == 2) or any(o.place() != (0, 1, 1) for o in lengths))
     return [Layout("rows", 0)] * len(call.outs)
 
 
@@ -810,8 +759,7 @@ def _loss(call: OperatorCall) -> list[Layout]:
 @_rule("nonzero")
 def _nonzero(call: OperatorCall) -> Layout:
     """A column of places of samples, and others; see `_select`."""
-    if call.first[1] != Layout("rows", pending=call.pending):
-        call.mixes()
+    call.mixes_if(call.first[1] != Layout("rows", pending=call.pending))
     return Layout("order", ragged=True)
 
 
@@ -826,8 +774,7 @@ def _index(call: OperatorCall) -> Layout:
     if not layout.has_samples:
         return _table(call, at, given)
     if layout.dim not in at:
-        if any(o.has_samples for _, o in given) or at[-1] - at[0] + 1 != len(at):
-            call.mixes()
+        call.mixes_if(any(o.has_samples for _, o in given) or at[-1] - at[0] + 1 != len(at))
         grown = max(index.dim() for index, _ in given) - len(at)
         return layout if layout.dim < at[0] else layout.at(layout.dim + grown)
     return _own_rows(call, layout, at, given)
@@ -835,17 +782,15 @@ def _index(call: OperatorCall) -> Layout:
 
 def _own_rows(call: OperatorCall, layout: Layout, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
     """Each sample's own entries: ``x[arange(n), labels]``."""
-    if at != list(range(at[0], at[0] + len(at))) or layout.place() != (at[0], 1, 1) or given[0][1].kind != "order":
-        call.mixes()
+    call.mixes_if(at != list(range(at[0], at[0] + len(at))))
+    call.mixes_if(layout.place() != (at[0], 1, 1) or given[0][1].kind != "order")
     rank = max(index.dim() for index, _ in given)
     dims = {o.dim - index.dim() + rank for index, o in given if o.has_samples}
     same = all(is_same_for_all(index, next(iter(dims)) - rank) for index, o in given if not o.has_samples)
-    if len(dims) != 1 or not same or any(o.place()[1:] != (1, 1) for _, o in given if o.has_samples):
-        call.mixes()
-    if any(o.kind == "order" for _, o in given[1:]) or len({o.ragged for _, o in given if o.has_samples}) != 1:
-        call.mixes()
-    if given[0][1].ragged and given[0][0].dim() != 1:
-        call.mixes()
+    call.mixes_if(len(dims) != 1 or not same or any(o.place()[1:] != (1, 1) for _, o in given if o.has_samples))
+    call.mixes_if(any(o.kind == "order" for _, o in given[1:]))
+    call.mixes_if(len({o.ragged for _, o in given if o.has_samples}) != 1)
+    call.mixes_if(given[0][1].ragged and given[0][0].dim() != 1)
     return Layout("rows", dims.pop() + at[0], ragged=given[0][1].ragged)
 
 
@@ -853,31 +798,24 @@ def _table(call: OperatorCall, at: list[int], given: list[tuple[torch.Tensor, La
     """A table, looked up for each sample."""
     rank = max(index.dim() for index, _ in given)
     places = {(o.dim - index.dim() + rank, o.outer, o.inner) for index, o in given if o.has_samples}
-    if len(places) != 1 or at[-1] - at[0] + 1 != len(at) or any(o.kind == "order" for _, o in given):
-        call.mixes()
+    call.mixes_if(len(places) != 1 or at[-1] - at[0] + 1 != len(at) or any(o.kind == "order" for _, o in given))
     ((dim, outer, inner),) = places
-    if not all(is_same_for_all(index, dim - rank) for index, o in given if not o.has_samples):
-        call.mixes()
+    call.mixes_if(not all(is_same_for_all(index, dim - rank) for index, o in given if not o.has_samples))
     return Layout("rows", dim + at[0], outer, inner, any(o.ragged for _, o in given))
 
 
 def _masked(call: OperatorCall, layout: Layout, at: list[int], given: list[tuple[torch.Tensor, Layout]]) -> Layout:
-    if len(at) != 1:
-        call.mixes()
+    call.mixes_if(len(at) != 1)
     place, (mask, of_mask) = at[0], given[0]
     if not of_mask.has_samples:
         if layout.has_samples and of_mask.kind == "constant" and layout.dim < place:
             return layout
         call.mixes()
-    if (of_mask.dim, of_mask.outer) != (0, 1) or of_mask.kind != "rows":
-        call.mixes()
+    call.mixes_if((of_mask.dim, of_mask.outer) != (0, 1) or of_mask.kind != "rows")
     x = call.args[0]
-    if layout.has_samples and (layout.dim, layout.outer, layout.inner) != (place, 1, of_mask.inner):
-        call.mixes()
-    if not layout.has_samples and not is_same_for_all(x, place):
-        call.mixes()
-    if call.info.name == "masked_select" and x.dim() != mask.dim():
-        call.mixes()
+    call.mixes_if(layout.has_samples and (layout.dim, layout.outer, layout.inner) != (place, 1, of_mask.inner))
+    call.mixes_if(not layout.has_samples and not is_same_for_all(x, place))
+    call.mixes_if(call.info.name == "masked_select" and x.dim() != mask.dim())
     return Layout("rows", place, 1, 1, ragged=True)
 
 
@@ -887,52 +825,40 @@ def _index_put(call: OperatorCall) -> Layout:
     layout, at = call.of(x), [place for place, index in enumerate(indices) if index is not None]
     given = [(indices[place], call.of(indices[place])) for place in at]
     of_values = call.of(values)
-    if not layout.has_samples:
-        call.mixes()
+    call.mixes_if(not layout.has_samples)
     if len(at) == 1 and given[0][0].dtype == torch.bool:
         _, of_mask = given[0]
         aligned = of_mask.has_samples and layout.place() == (at[0], 1, of_mask.inner) and of_mask.place()[:2] == (0, 1)
-        if not aligned or (of_values.has_samples and (of_values.dim, of_values.ragged) != (at[0], True)):
-            call.mixes()
-        if not of_values.has_samples and values.dim() and values.shape[0] != 1:
-            call.mixes()
+        call.mixes_if(not aligned or (of_values.has_samples and (of_values.dim, of_values.ragged) != (at[0], True)))
+        call.mixes_if(not of_values.has_samples and values.dim() and values.shape[0] != 1)
         return layout
     if layout.dim not in at:
         rank = x.dim() - len(at) + max(index.dim() for index, _ in given)
-        dim = layout.dim - rank + (0 if layout.dim < at[0] else rank - x.dim())
-        same = of_values.place()[1:] == layout.place()[1:] and of_values.dim - values.dim() == dim
-        same = same if of_values.has_samples else is_same_for_all(values, dim)
-        if same and not any(o.has_samples for _, o in given) and at[-1] - at[0] + 1 == len(at):
-            return layout
-        call.mixes()
+        dim = layout.dim - (rank if layout.dim < at[0] else x.dim())
+        call.mixes_if(any(o.has_samples for _, o in given) or at[-1] - at[0] + 1 != len(at))
+        call.mixes_if(not _lies_as(call, values, layout, dim))
+        return layout
     dim = _own_rows(call, layout, at, given).dim - (x.dim() - len(at) + max(i.dim() for i, _ in given))
-    if not (of_values.dim - values.dim() == dim if of_values.has_samples else is_same_for_all(values, dim)):
-        call.mixes()
+    call.mixes_if(not (of_values.dim - values.dim() == dim if of_values.has_samples else is_same_for_all(values, dim)))
     return layout
 
 
 @_rule("index_select index_add index_copy")
 def _index_select(call: OperatorCall) -> Layout:
-    x, layout = call.first
-    dim = call.get("dim") % x.dim()
-    if call.of(call.get("index")).kind == "order" and call.info.name == "index_add":
-        of_x, of_source = call.of(call.args[0]), call.of(call.get("source"))
-        same = of_x.has_samples and of_source.has_samples and of_x.place() == of_source.place() == (dim, 1, 1)
-        if not same or call.get("index").dim() != 1:
-            call.mixes()
+    (x, layout), index, selects = call.first, call.get("index"), call.info.name == "index_select"
+    dim, of_x, of_index = call.get("dim") % x.dim(), call.of(call.args[0]), call.of(index)
+    if of_index.kind == "order":
+        call.mixes_if(not of_x.has_samples or of_x.place() != (dim, 1, 1) or index.dim() != 1)
+        if call.info.name != "index_add":
+            return replace(of_x, ragged=of_index.ragged)
+        of_source = call.of(call.get("source"))
+        call.mixes_if(not of_source.has_samples or of_source.place() != (dim, 1, 1))
         return of_x
-    if call.of(call.get("index")).kind == "order":
-        of_x = call.of(call.args[0])
-        if not of_x.has_samples or of_x.place() != (dim, 1, 1) or call.get("index").dim() != 1:
-            call.mixes()
-        return replace(call.of(call.args[0]), ragged=call.of(call.get("index")).ragged)
-    if call.of(call.get("index")).has_samples and call.info.name == "index_select":
-        if call.of(call.args[0]).has_samples or call.of(call.get("index")).place() != (0, 1, 1):
-            call.mixes()
+    if of_index.has_samples and selects:
+        call.mixes_if(of_x.has_samples or of_index.place() != (0, 1, 1))
         return Layout("rows", call.get("dim") % call.args[0].dim(), ragged=layout.ragged)
-    if not layout.has_samples or dim == layout.dim or call.of(call.get("index")).has_samples:
-        call.mixes()
-    return _along(call, {dim}) if call.info.name != "index_select" else layout
+    call.mixes_if(dim == layout.dim or of_index.has_samples)
+    return layout if selects else _along(call, {dim})
 
 
 @_rule("native_dropout")
@@ -971,7 +897,7 @@ def draw_whole(call: OperatorCall, drawn: Drawn, total: int) -> Callable[[Take],
         return None
     if call.tensors and shape_of(call.tensors[0], layout) != drawn.shape:
         raise refuse(f"{name} draws in another way for a single sample")
-    if name in _FILLS and call.info.mutates and len(call.tensors) == 1:
+    if name in _FILLS and call.info.written and len(call.tensors) == 1:
         return lambda take: call.args[0].copy_(take(_drawn_like(call, drawn, total)))
     if name in ("rand_like", "randn_like", "randint_like") or (name == "bernoulli" and len(call.args) == 2):
         return lambda take: take(_drawn_like(call, drawn, total)).clone()
@@ -1003,7 +929,7 @@ def _dropped(call: OperatorCall, mask: torch.Tensor) -> tuple[torch.Tensor, torc
     return call.args[0] * mask * (1 / (1 - p) if p < 1 else 0), mask.clone()
 
 
-_VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias", "detach",
+VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias", "detach",
           "select", "slice", "split", "split_with_sizes", "unbind", "as_strided", "diagonal", "empty_like",
           "zeros_like", "ones_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones",
           "new_full"}  # fmt: skip
