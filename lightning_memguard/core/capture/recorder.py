@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
         self._expected: list[tuple[str, str, int]] = []
         self._stream = 0
         self._streams: dict[int, int] = {}  # by block, if it is not the default one
-        self.waiting = streams.Waiting(self)
+        self.waiting = streams.Waiting(self.block_of_another, self.wait, self.come_back)
         self._scratch_blocks = 0  # numbered below zero: how many there are may change with the batch size
         self._kernels: list[Kernel] = []
         self._scratch_spans: list[ScratchSpan] = []
@@ -634,10 +634,6 @@ def _line_of_the_model(frame: FrameType | None) -> str:
     return ""
 
 
-def _is_the_models(frame: FrameType) -> bool:
-    return _is_of_the_model(str(frame.f_globals.get("__name__", "")))
-
-
 @functools.cache
 def _is_of_the_model(name: str) -> bool:
     return name.partition(".")[0] not in _NOT_THE_MODEL
@@ -728,7 +724,7 @@ def _restore_numbers(value: object, numbers: Iterator[int]) -> Any:
 def line_behind(error: BaseException) -> str:
     """The innermost line of the model's own code in an error's traceback, as ``file:line``; empty if there is none."""
     for frame, lineno in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if _is_the_models(frame):
+        if _is_of_the_model(str(frame.f_globals.get("__name__", ""))):
             return f"{frame.f_code.co_filename}:{lineno}"
     return ""
 
@@ -837,7 +833,7 @@ def watching(recorder: Recorder, module: nn.Module) -> Iterator[None]:
         else:
             exits.enter_context(compiled.noting(lambda note: recorder.assumptions.update({note: None})))
             exits.enter_context(patched(torch, get_rng_state=_watched(recorder, torch.get_rng_state)))
-            exits.enter_context(one_rank.watched(recorder))
+            exits.enter_context(one_rank.watched(recorder.note_resized, recorder.paused))
             exits.enter_context(paths_mode)
             exits.enter_context(fast_paths.taken())
         exits.enter_context(recorder)

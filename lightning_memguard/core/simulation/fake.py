@@ -491,13 +491,13 @@ class NoAddressError(CannotTraceError):
     """A kernel in C asked where a fake tensor is."""
 
 
-def _refuse_address(_: FakeTensor) -> int:
-    raise NoAddressError("A kernel in C asks for memory, which fake tensors lack.")
-
-
 def without_addresses() -> AbstractContextManager[object]:
     """Refuse the address of a fake tensor while the context is open: it is 0, and a kernel in C would write to it."""
-    return patched(FakeTensor, data_ptr=_refuse_address)
+
+    def refuse(_: FakeTensor) -> int:
+        raise NoAddressError("A kernel in C asks for memory, which fake tensors lack.")
+
+    return patched(FakeTensor, data_ptr=refuse)
 
 
 def unseen(func: OpOverload) -> str:
@@ -526,15 +526,14 @@ def worst_case_result(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     return rule(*args, **kwargs)
 
 
-def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
-    """Index with each boolean mask as the indices of all its elements; torch's fake kernel does the rest."""
+def index(x: Tensor, indices: Sequence[Tensor | None], kept_of: Callable[[Tensor], int] = torch.numel) -> Tensor:
+    """Index with each boolean mask as the indices of so many of its elements; torch's fake kernel does the rest."""
     expanded: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
-            kept = index.new_empty((index.numel(),), dtype=torch.long)
-            expanded.extend([kept] * index.dim())
+    for each in indices:
+        if each is not None and each.dtype in (torch.bool, torch.uint8):
+            expanded += [each.new_empty((kept_of(each),), dtype=torch.long)] * each.dim()
         else:
-            expanded.append(index)
+            expanded.append(each)
     return _aten.index.Tensor(x, expanded)  # type: ignore[no-any-return]
 
 
@@ -564,7 +563,7 @@ _WORST_CASE: dict[OpOverload, Callable[..., object]] = {
     _aten.bincount.default: _bincount,
     _aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.long),
     _aten.masked_select.default: lambda x, mask: x.new_empty(torch.broadcast_shapes(x.shape, mask.shape).numel()),
-    _aten.index.Tensor: _index,
+    _aten.index.Tensor: index,
     _aten._unique2.default: _unique,
     _aten._pack_padded_sequence.default: _pack_padded,
 }

@@ -15,9 +15,9 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,16 +37,6 @@ _set_aside: list[object] = []  # process groups of the parent: their destructors
 def ranks_here() -> int:
     """How many ranks there are, where this process is made to be one of several; else 1."""
     return _sizes[-1] if _sizes else 1
-
-
-class Watcher(Protocol):
-    """The recorder's side of what no operator does."""
-
-    def note_resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage was resized in place."""
-
-    def paused(self) -> AbstractContextManager[Any]:
-        """Nothing inside is of the step."""
 
 
 # -- the group
@@ -118,15 +108,14 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     from torch.distributed import device_mesh
 
     # Random numbers are as on plain tensors.
-    yield patched(importlib.import_module("torch.distributed.tensor._dispatch"), is_rng_supported_mesh=_is_not)
+    yield patched(importlib.import_module("torch.distributed.tensor._dispatch"), is_rng_supported_mesh=lambda *_: False)
     yield patched(importlib.import_module("torch.distributed.tensor._random"), _rng_tracker=None)
     for name in _READS_RANKS:
         method = vars(device_mesh.DeviceMesh).get(name)
         if method is not None:
             yield patched(device_mesh.DeviceMesh, **{name: _on_real_tensors(method)})
-    if hasattr(device_mesh, "init_device_mesh"):
-        yield patched(device_mesh, init_device_mesh=_on_real_tensors(device_mesh.init_device_mesh))
-        yield patched(dist, init_device_mesh=device_mesh.init_device_mesh)
+    yield patched(device_mesh, init_device_mesh=_on_real_tensors(device_mesh.init_device_mesh))
+    yield patched(dist, init_device_mesh=device_mesh.init_device_mesh)
     new_group = dist.new_group
 
     def like_the_first(ranks: Any = None, timeout: Any = None, _: object = None, *rest: Any, **kwargs: Any) -> Any:
@@ -136,8 +125,8 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
 
     for home in (dist, dist.distributed_c10d):
         yield patched(home, new_group=like_the_first)
-        for name in _OF_OBJECTS:
-            yield patched(home, **{name: functools.partial(_refuse, name)})
+        for name in OF_OBJECTS:
+            yield patched(home, **{name: functools.partial(refuse_call, name)})
     yield patched(dist.ProcessGroup, monitored_barrier=nothing)  # Lightning's, around ``prepare_data``
     accelerator = torch._C._get_accelerator
     yield patched(torch._C, _get_accelerator=lambda *args: _simulated_device() or accelerator(*args))
@@ -150,10 +139,6 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
 def _first_of_all(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
     """The chunk of the first rank in place of each: a thousand views of each parameter would take most of the time."""
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // count))] * count
-
-
-def _is_not(*_: object) -> bool:
-    return False
 
 
 def _simulated_device() -> torch.device | None:
@@ -175,14 +160,15 @@ _READS_RANKS = (
     *("__init__", "__getitem__", "_create_sub_mesh", "_create_flatten_mesh", "_flatten", "_unflatten", "from_group"),
     *("_get_all_submeshes", "_concatenate", "get_all_groups", "_compute_coordinate_on_dim"),
 )
-# What these return depends on the other ranks.
-_OF_OBJECTS = (
+OF_OBJECTS = (
     *("all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list"),
     "send_object_list",
 )
+"""Functions of torch.distributed whose results depend on the other ranks."""
 
 
-def _refuse(name: str, /, *_: object, **__: object) -> None:
+def refuse_call(name: str, /, *_: object, **__: object) -> None:
+    """Refuse a call of one of `OF_OBJECTS`."""
     raise CannotTraceError(f"the step calls torch.distributed.{name}, whose result only the other ranks know")
 
 
@@ -208,38 +194,33 @@ def _real(value: object) -> object:
 
 
 @contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
+def watched(
+    note_resized: Callable[[torch.UntypedStorage], object], paused: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[None]:
     """Tell a recorder of storages that are resized, and pause it while DTensor asks for shapes."""
     if not _sizes:
         yield
         return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: torch.UntypedStorage, *args: Any) -> Any:
         result = resize(storage, *args)
-        watcher.note_resized(storage)
+        note_resized(storage)
         return result
 
-    with ExitStack() as exits:
-        exits.enter_context(patched(torch.UntypedStorage, resize_=resize_and_tell))
-        propagator = _sharding_propagator()
-        if propagator is not None:
-            ask = propagator._propagate_tensor_meta_non_cached
+    ask: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
-            def ask_aside(*args: Any) -> Any:
-                with watcher.paused():
-                    return ask(*args)
+    def ask_aside(*args: Any) -> Any:
+        with paused():
+            return ask(*args)
 
-            exits.enter_context(patched(propagator, _propagate_tensor_meta_non_cached=ask_aside))
+    with (
+        patched(torch.UntypedStorage, resize_=resize_and_tell),
+        patched(ShardingPropagator, _propagate_tensor_meta_non_cached=ask_aside),
+    ):
         yield
-
-
-def _sharding_propagator() -> Any:
-    try:
-        from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    except ImportError:
-        return None
-    return ShardingPropagator
 
 
 @functools.cache

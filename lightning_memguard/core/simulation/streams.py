@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -104,10 +104,6 @@ def _on_stream(stream: FakeStream | None) -> Iterator[None]:
         yield
 
 
-def _set_stream(stream: FakeStream) -> None:
-    _streams[-1] = stream
-
-
 def _synchronize(*_: object) -> None:
     for waiting in _watched:
         waiting.end(lambda _: True)
@@ -122,25 +118,12 @@ def functions() -> dict[str, Callable[..., Any]]:
         "StreamContext": _on_stream,
         "current_stream": lambda *_: _streams[-1],
         "default_stream": lambda *_: _streams[0],
-        "set_stream": _set_stream,
+        "set_stream": lambda stream: _streams.__setitem__(-1, stream),
         "synchronize": _synchronize,
     }
 
 
 # -- blocks that another stream uses
-
-
-class StreamWatcher(Protocol):
-    """Records blocks."""
-
-    def block_of_another(self, tensor: torch.Tensor, stream: int) -> int | None:
-        """The block behind a tensor, if it is not this stream's."""
-
-    def wait(self, block: int) -> int:
-        """A block that is freed waits, at most, for its memory to come back; returns what waits in its place."""
-
-    def come_back(self, waiting: int) -> None:
-        """Free the placeholder of a block that waited."""
 
 
 class _Late(NamedTuple):
@@ -151,17 +134,28 @@ class _Late(NamedTuple):
 
 
 class Waiting:
-    """Blocks that another stream uses, and those that were freed and wait for it."""
+    """Blocks that another stream uses, and those that were freed and wait for it.
 
-    def __init__(self, watcher: StreamWatcher) -> None:
-        self._watcher = watcher
+    Args:
+        block_of: finds the block behind a tensor, if it is not this stream's.
+        wait: has a block that is freed wait, at most, for its memory to come back; returns what waits in its place.
+        come_back: frees what waited in place of a block.
+    """
+
+    def __init__(
+        self,
+        block_of: Callable[[torch.Tensor, int], int | None],
+        wait: Callable[[int], int],
+        come_back: Callable[[int], object],
+    ) -> None:
+        self._block_of, self._wait, self._come_back = block_of, wait, come_back
         self._users: dict[int, int] = {}  # block -> the stream
         self._late: list[_Late] = []
         self._step = 0
 
     def use(self, tensor: torch.Tensor, user: int) -> None:
         """A stream uses a tensor."""
-        block = self._watcher.block_of_another(tensor, user)
+        block = self._block_of(tensor, user)
         if block is not None:
             self._users[block] = user
 
@@ -169,13 +163,13 @@ class Waiting:
         """A block is freed."""
         user = self._users.pop(block, None)
         if user is not None:
-            self._late.append(_Late(self._watcher.wait(block), user, next(_clock), self._step))
+            self._late.append(_Late(self._wait(block), user, next(_clock), self._step))
 
     def end(self, is_done: Callable[[_Late], bool]) -> None:
         """The host knows that streams are done with some of them."""
         for late in [each for each in self._late if is_done(each)]:
             self._late.remove(late)
-            self._watcher.come_back(late.waiting)
+            self._come_back(late.waiting)
 
     def begin_step(self, step: int) -> None:
         """The host is less than a step ahead of the GPU: a stream of commands holds about a thousand."""

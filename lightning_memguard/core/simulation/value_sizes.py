@@ -107,14 +107,7 @@ def _unique(share: Share, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Te
 
 def _index(share: Share, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     counts, of = iter(share[0]), share[1]
-    expanded: list[Tensor | None] = []
-    for index in indices:
-        if index is None or index.dtype not in (torch.bool, torch.uint8):
-            expanded.append(index)
-            continue
-        kept = index.new_empty((_scaled(next(counts, of), of, index.numel()),), dtype=torch.long)
-        expanded += [kept] * index.dim()
-    return _aten.index.Tensor(x, expanded)  # type: ignore[no-any-return]
+    return fake.index(x, indices, lambda mask: _scaled(next(counts, of), of, mask.numel()))
 
 
 def _pack(share: Share, x: Tensor, _: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:

@@ -17,19 +17,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_memguard.core.foreign import patched
-from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.core.simulation.one_rank import OF_OBJECTS, refuse_call
 
 _WRITE_INTO = """
     all_reduce all_gather all_gather_into_tensor all_gather_single all_gather_coalesced all_reduce_coalesced all_to_all
     all_to_all_single barrier broadcast gather isend irecv monitored_barrier recv reduce reduce_scatter
     reduce_scatter_single reduce_scatter_tensor scatter send destroy_process_group
 """.split()  # noqa: SIM905 - the formatter would put each name on a line of its own
-# What these return depends on the other ranks.
-_RETURN_VALUES = """
-    all_gather_object batch_isend_irecv broadcast_object_list gather_object recv_object_list scatter_object_list
-    send_object_list
-""".split()  # noqa: SIM905
-
+_RETURN_VALUES = (*OF_OBJECTS, "batch_isend_irecv")
 NAMES = (*_WRITE_INTO, *_RETURN_VALUES)
 
 
@@ -52,10 +47,6 @@ class _Group:
     barrier = monitored_barrier = staticmethod(_nothing)
 
 
-def _refuse(name: str, /, *_: object, **__: object) -> None:
-    raise CannotTraceError(f"the step calls torch.distributed.{name}, whose result only the other ranks know")
-
-
 @contextlib.contextmanager
 def no_collectives() -> Iterator[None]:
     """Keep collective calls inside from reaching other ranks."""
@@ -64,7 +55,7 @@ def no_collectives() -> Iterator[None]:
         return
     replacements = {
         **dict.fromkeys(_WRITE_INTO, _nothing),
-        **{name: partial(_refuse, name) for name in _RETURN_VALUES},
+        **{name: partial(refuse_call, name) for name in _RETURN_VALUES},
         "new_group": lambda *_, **__: _Group(),
     }
     with ExitStack() as exits:
