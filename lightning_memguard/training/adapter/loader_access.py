@@ -9,7 +9,7 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -121,3 +121,35 @@ def hyperparameters_of(owner: object) -> list[MutableMapping[str, Any]]:
     """Return what ``save_hyperparameters`` stored, and the copy of it that loggers get; empty if it was not called."""
     both = (getattr(owner, name, None) for name in ("_hparams", "_hparams_initial"))
     return [hparams for hparams in both if hparams is not None]
+
+
+def set_batch_size(
+    module: LightningModule, datamodule: LightningDataModule | None, batch_size: int
+) -> Callable[[], None]:
+    """Set ``batch_size`` wherever module or datamodule keeps one: attribute, hparams, and the copy that loggers get.
+
+    Returns:
+        A function that sets back what still has this size.
+    """
+    undo = ExitStack()
+    for owner in (module, *([] if datamodule is None else [datamodule])):
+        before = getattr(owner, "batch_size", None)
+        if isinstance(before, int):
+            with suppress(AttributeError):  # a property without a setter follows something else
+                setattr(owner, "batch_size", batch_size)  # noqa: B010 - neither class declares one
+                undo.callback(_set_attribute_back, owner, batch_size, before)
+        for hparams in hyperparameters_of(owner):
+            if "batch_size" in hparams:
+                undo.callback(_set_item_back, hparams, batch_size, hparams["batch_size"])
+                hparams["batch_size"] = batch_size
+    return undo.close
+
+
+def _set_attribute_back(owner: object, ours: int, before: int) -> None:
+    if getattr(owner, "batch_size", None) == ours:
+        setattr(owner, "batch_size", before)  # noqa: B010 - as above
+
+
+def _set_item_back(hparams: MutableMapping[str, Any], ours: int, before: object) -> None:
+    if hparams.get("batch_size") == ours:
+        hparams["batch_size"] = before

@@ -32,14 +32,8 @@ from lightning_memguard.core.layers.layers import LayerTable, table_of
 from lightning_memguard.core.simulation.fake import fake_copy, real_copy
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
-from lightning_memguard.training.adapter.loader_access import preserve_loader_classes
-from lightning_memguard.training.adapter.shadow import (
-    LightningStep,
-    PhaseMarkerMixin,
-    Shadow,
-    StepsDone,
-    lending_optimizers,
-)
+from lightning_memguard.training.adapter.loader_access import preserve_loader_classes, set_batch_size
+from lightning_memguard.training.adapter.shadow import LightningStep, Shadow, StepsDone, lending_optimizers
 from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.strategies import ddp, deepspeed
 from lightning_memguard.training.strategies.no_collectives import no_collectives
@@ -101,9 +95,7 @@ class LightningProgram(LightningStep):
 
     @override
     def with_bucket_views(self) -> LightningProgram | None:
-        if not ddp.wraps_in_ddp(self.strategy) or ddp.Arguments.of(self.strategy).gradient_as_bucket_view:
-            return None
-        return self._with(strategy=ddp.with_bucket_views(self.strategy))
+        return ddp.with_bucket_views(self)
 
     @override
     def unfrozen(self) -> LightningProgram | None:
@@ -189,7 +181,7 @@ class LightningProgram(LightningStep):
                     change(model)
                 watch.enter_context(watching(recorder, model) if recorded else _ReadableTotals())
                 if recorded:
-                    self._record_surroundings(recorder, model, shadow.marker)
+                    self._record_surroundings(recorder, model, shadow)
 
             shadow = Shadow(self, device, recorder, start, batch_size)
             for path, child in self.module.named_modules():
@@ -210,7 +202,7 @@ class LightningProgram(LightningStep):
             fake_copy(self.module, mode, device, instead) if mode else real_copy(self.module, instead).to(device)
         )
         _copy_optimizers(self.module, module_copy)
-        _set_batch_size(module_copy, batch_size)
+        set_batch_size(module_copy, None, batch_size)
         module_copy.configure_callbacks = lambda: []  # noqa: PIE807 - Lightning may read its __code__
         module_copy.prepare_data = lambda: None
         if is_a(self.strategy, "ModelParallelStrategy") and self.layout is None:
@@ -222,7 +214,7 @@ class LightningProgram(LightningStep):
             module_copy.setup = lambda stage: setup(stage=type(stage)(self.setup_stage))
         return module_copy  # type: ignore[no-any-return]
 
-    def _record_surroundings(self, recorder: Recorder, model: nn.Module, marker: PhaseMarkerMixin) -> None:
+    def _record_surroundings(self, recorder: Recorder, model: nn.Module, shadow: Shadow) -> None:
         """Record what the run has on the device besides the module's own tensors."""
         is_fit = self.stage == "fit"
         if is_fit or not self.setup_stage:  # a fit's own validation runs in its wrapper
@@ -230,8 +222,9 @@ class LightningProgram(LightningStep):
         if self.callback_bytes:
             recorder.keep(self.callback_bytes, "callbacks")
         recorder.mark_held()
-        marker.averages += callbacks.averages(self.trainer.callbacks, self.device, model) if is_fit else []  # type: ignore[attr-defined]
-        for average in marker.averages:
+        others: Any = self.trainer
+        shadow.marker.averages += callbacks.averages(others.callbacks, self.device, model) if is_fit else []
+        for average in shadow.marker.averages:
             recorder.label(average.tensors, "callbacks")
 
 
@@ -271,15 +264,6 @@ def _copy_optimizers(module: LightningModule, module_copy: LightningModule) -> N
     own = functools.partial(partial.func, *partial.args, **copy.deepcopy(partial.keywords, memo))
     bound = types.MethodType(functools.update_wrapper(own, partial.func), module_copy)
     module_copy.configure_optimizers = bound  # type: ignore[method-assign]
-
-
-def _set_batch_size(module_copy: LightningModule, batch_size: int) -> None:
-    """Set a size that the module keeps to that of its batches."""
-    if isinstance(getattr(module_copy, "batch_size", None), int):
-        with contextlib.suppress(AttributeError):
-            module_copy.batch_size = batch_size  # type: ignore[assignment]
-    if "batch_size" in getattr(module_copy, "hparams", {}):
-        module_copy.hparams["batch_size"] = batch_size
 
 
 def logging_step(trainer: Trainer) -> int:

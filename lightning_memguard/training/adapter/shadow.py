@@ -29,16 +29,10 @@ from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.trace.kept import places
+from lightning_memguard.training.adapter import stand_ins
 from lightning_memguard.training.adapter.callbacks import Average
 from lightning_memguard.training.adapter.kept import find_kept
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
-from lightning_memguard.training.adapter.stand_ins import (
-    IdleCallback,
-    SilentLogger,
-    attribute_of,
-    idle_datamodule,
-    log_dir_of,
-)
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, ROLES, Role, Stage
@@ -165,9 +159,9 @@ class Shadow:
         )
         quiet = {"should_update_logs": False}  # turning metrics into numbers needs values
         trainer._logger_connector.__class__ = type("QuietConnector", (type(trainer._logger_connector),), quiet)
-        trainer.loggers = [SilentLogger(logger) for logger in user.loggers]  # type: ignore[misc]
-        trainer.callbacks = [*map(IdleCallback, getattr(user, "callbacks", ())), self.marker]  # type: ignore[attr-defined]
-        trainer.datamodule = idle_datamodule(program.datamodule, self.marker.batch_size)  # type: ignore[attr-defined]
+        trainer.loggers = [stand_ins.SilentLogger(logger) for logger in user.loggers]  # type: ignore[misc]
+        trainer.callbacks = [*map(stand_ins.IdleCallback, getattr(user, "callbacks", ())), self.marker]  # type: ignore[attr-defined]
+        trainer.datamodule = stand_ins.idle_datamodule(program.datamodule, self.marker.batch_size)  # type: ignore[attr-defined]
         # since Lightning 2.6, it asks the other ranks
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         trainer.memguard_shadow = self  # type: ignore[attr-defined]
@@ -233,7 +227,7 @@ class ShadowTrainerMixin:
 
     @property
     def log_dir(self) -> str | None:
-        return log_dir_of(self.memguard_shadow.program.trainer)  # type: ignore[no-any-return]
+        return stand_ins.log_dir_of(self.memguard_shadow.program.trainer)  # type: ignore[no-any-return]
 
     @property
     def ckpt_path(self) -> object:
@@ -254,7 +248,7 @@ class ShadowTrainerMixin:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "memguard_shadow" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return attribute_of(vars(self)["memguard_shadow"].program.trainer, name, self)
+        return stand_ins.attribute_of(vars(self)["memguard_shadow"].program.trainer, name, self)
 
 
 @contextlib.contextmanager
@@ -506,12 +500,8 @@ class SizedLoader(EndlessLoader):
 
 def _call_after_step(optimizer: Optimizer, call: Callable[[Optimizer], object]) -> None:
     """Call a function after each step, of optimizers too that wrap another and have no hooks, as Opacus' has none."""
-
-    def call_it(stepped: Optimizer, *_: object) -> None:
-        call(stepped)
-
     try:
-        optimizer.register_step_post_hook(call_it)
+        optimizer.register_step_post_hook(lambda stepped, *_: call(stepped))  # type: ignore[arg-type]
     except AttributeError:
         step = optimizer.step
 

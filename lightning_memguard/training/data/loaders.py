@@ -7,7 +7,7 @@ import copy
 import functools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from lightning_memguard.training.facts.ranks import warn
 from lightning_memguard.training.facts.run_facts import LIMIT_NAMES, Role, RunFacts
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+    from pytorch_lightning import Trainer
     from pytorch_lightning.utilities import CombinedLoader
 
 
@@ -352,40 +352,3 @@ def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) 
     sized = [(source.loader, known.size_of(source, batch_size)) for source in known.sources]
     own = [loader if fixed else resizing.resize(loader, size, "") for loader, size in sized]
     return loader_access.arrange(known.combined, own)
-
-
-def set_batch_size(
-    module: LightningModule, datamodule: LightningDataModule | None, batch_size: int
-) -> Callable[[], None]:
-    """Set ``batch_size`` wherever module or datamodule keeps one: attribute, hparams, and the copy that loggers get.
-
-    Returns:
-        A function that sets back what still has this size.
-    """
-    undo: list[Callable[[], object]] = []
-    for owner in (module, *([] if datamodule is None else [datamodule])):
-        before = getattr(owner, "batch_size", None)
-        if isinstance(before, int):
-            with contextlib.suppress(AttributeError):  # a property without a setter follows something else
-                setattr(owner, "batch_size", batch_size)  # noqa: B010 - neither class declares one
-                undo.append(functools.partial(_set_attribute_back, owner, batch_size, before))
-        for hparams in loader_access.hyperparameters_of(owner):
-            if "batch_size" in hparams:
-                undo.append(functools.partial(_set_item_back, hparams, batch_size, hparams["batch_size"]))
-                hparams["batch_size"] = batch_size
-
-    def set_back() -> None:
-        for each in reversed(undo):
-            each()
-
-    return set_back
-
-
-def _set_attribute_back(owner: object, ours: int, before: int) -> None:
-    if getattr(owner, "batch_size", None) == ours:
-        setattr(owner, "batch_size", before)  # noqa: B010 - as above
-
-
-def _set_item_back(hparams: MutableMapping[str, Any], ours: int, before: object) -> None:
-    if hparams.get("batch_size") == ours:
-        hparams["batch_size"] = before

@@ -35,6 +35,7 @@ from lightning_memguard.training.data.copies import copy_for_reading, preserve_s
 from lightning_memguard.training.data.draws import ArrangedDraws, CollatedDraws, TakenDraws, share_memory
 from lightning_memguard.training.data.loaders import LoaderInfo, Source
 from lightning_memguard.training.data.resizing import is_built_in, makes_own_batches, trial_at
+from lightning_memguard.training.facts.ranks import attempt
 
 T = TypeVar("T")
 
@@ -235,23 +236,17 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
     note = "" if all_seen or not largest.vary else f"predicted for the largest of {drawn}; {_BEYOND}"
     batches, multiple = largest.batches(unit, factor)
     in_order = stream or _decides_what_comes_together(loader)
-    if in_order and not (stream or _is_sequential(loader)):
+    sequential = not makes_own_batches(loader) and is_built_in(_sampler_of(loader), torch_data.SequentialSampler)
+    if in_order and not stream and not sequential:
         kept = _next_to_each_other(loader, len(largest.kept(sort=False)))
     else:
         kept = largest.kept(sort=not stream and in_order)
-    kept_by_dataset = not stream and _share(lambda: share_memory(largest.first[1], *_read(loader, [largest.first[0]])))
-    stay = kept_by_dataset and _share(lambda: share_memory(largest.collate([largest.first[1]]), largest.first[1]))
+    index, first = largest.first
+    kept_by_dataset = not stream and bool(attempt(lambda: share_memory(first, *_read(loader, [index]))).value)
+    stay = kept_by_dataset and bool(attempt(lambda: share_memory(largest.collate([first]), first)).value)
     draws = CollatedDraws(largest.collate, kept, largest.largest, unit, factor, unit * multiple, in_order, stay)
     samples = largest.seen if all_seen else None
     return LoaderSamples(replace(batches, draws=draws), note, unit * multiple, samples, not kept_by_dataset)
-
-
-def _share(ask: Callable[[], bool]) -> bool:
-    """Whether a dataset gives tensors that it keeps, or the collate function hands them on."""
-    try:
-        return ask()
-    except Exception:  # noqa: BLE001 - a dataset may raise anything
-        return False
 
 
 class _LargestSamples:
@@ -375,10 +370,6 @@ def _decides_what_comes_together(loader: DataLoader[Any]) -> bool:
         return True
     by_chance = (torch_data.RandomSampler, torch_data.SubsetRandomSampler, torch_data.WeightedRandomSampler)
     return not is_built_in(_sampler_of(loader), *by_chance, torch_data.DistributedSampler)
-
-
-def _is_sequential(loader: DataLoader[Any]) -> bool:
-    return not makes_own_batches(loader) and is_built_in(_sampler_of(loader), torch_data.SequentialSampler)
 
 
 def _next_to_each_other(loader: DataLoader[Any], count: int) -> list[Any]:

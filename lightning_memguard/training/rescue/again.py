@@ -31,12 +31,7 @@ from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.rescue.cut import Cut, cuts_for, part_of
 from lightning_memguard.training.rescue.memory import free, ran_out_of_memory, release
-from lightning_memguard.training.rescue.other_ranks import (
-    OtherRanks,
-    clears_otherwise,
-    hooks_once,
-    without_gradients,
-)
+from lightning_memguard.training.rescue.other_ranks import OtherRanks, clears_otherwise, hooks_once, without_gradients
 from lightning_memguard.training.rescue.parts import Passes, Step
 from lightning_memguard.training.rescue.policy import Policy, Samples
 from lightning_memguard.training.rescue.sample_layout import Refused

@@ -27,15 +27,7 @@ from lightning_memguard.training.rescue.flow import Flow, by_storage
 from lightning_memguard.training.rescue.memory import free, ran_out_of_memory, release
 from lightning_memguard.training.rescue.other_ranks import without_experiments
 from lightning_memguard.training.rescue.reductions import Lengths, Reductions, Totals, lengths
-from lightning_memguard.training.rescue.sample_layout import (
-    Layout,
-    Refused,
-    Waits,
-    forget,
-    join,
-    refuse,
-    refuse_after,
-)
+from lightning_memguard.training.rescue.sample_layout import Layout, Refused, Waits, forget, join, refuse, refuse_after
 from lightning_memguard.training.rescue.sizes import Size, plain
 from lightning_memguard.training.rescue.state import EVERYWHERE, Left, Noted, random_states
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_memguard.report.failure import Larger, rescue_words
@@ -45,7 +46,7 @@ class Rescuer:
         self._trainer: Any = trainer
         self._announce = announce
         self._announced: set[str] = set()
-        self.policy = Policy(fits_now, fitting, self._training_step)
+        self.policy = Policy(fits_now, fitting, partial(self._say, "training"))
         self._training: Again | None = None
         self._evaluation: Again | None = None
         known = cuts or {}
@@ -56,7 +57,7 @@ class Rescuer:
         self._is_manual = not module.automatic_optimization
         if trainer.state.fn == "fit" and not self._is_manual:
             self._training = self._made(lambda: guard(TrainingAgain, self.policy, "train"))
-        evaluation = Policy(notify=self._evaluation_step)
+        evaluation = Policy(notify=partial(self._say, "evaluation"))
         self._evaluation = self._made(lambda: guard(EvaluationAgain, evaluation, "val"))
 
     def _made(self, make: Callable[[], Again]) -> Again | None:
@@ -93,12 +94,6 @@ class Rescuer:
         fixed = footprint.outside_bytes + sum(footprint.parts.get(part, 0) for part in _FIXED)
         share = (larger.budget.usable_bytes - fixed) / max(1, footprint.most_device_bytes - fixed)
         return self.policy.expect(batch, share)
-
-    def _training_step(self, rescue: Rescue) -> None:
-        self._say("training", rescue)
-
-    def _evaluation_step(self, rescue: Rescue) -> None:
-        self._say("evaluation", rescue)
 
     def _say(self, kind: str, rescue: Rescue) -> None:
         if kind not in self._announced:

@@ -60,7 +60,7 @@ class _Kind(NamedTuple):
 
     save: Callable[[Any], Any]
     pairs: Callable[[Any], Iterable[tuple[Any, Any]]]  # of what was saved
-    put: Callable[[Any, Any], None]
+    put: Callable[[Any, Any], object]
     live: Callable[[Any], Iterable[tuple[Any, Any]]]  # of the container now
     replace: Callable[[Any, Any, Any], None] = setitem
     label: str = "{0}[{1!r}]"
@@ -641,10 +641,6 @@ def _put_large(container: Any, length: int) -> None:
         del container[length:]
 
 
-def _training(modules: list[dict[str, Any]]) -> list[bool]:
-    return [*map(itemgetter("training"), modules)]
-
-
 def _put_training(modules: list[dict[str, Any]], saved: list[bool]) -> None:
     for attributes, training in zip(modules, saved, strict=True):
         attributes["training"] = training
@@ -655,18 +651,10 @@ def _put_no_buffers(modules: list[dict[str, Any]], _: object) -> None:
         buffers.clear()
 
 
-def _requires_grad(parameters: list[nn.Parameter]) -> list[bool]:
-    return [*map(attrgetter("requires_grad"), parameters)]
-
-
 def _put_requires_grad(parameters: list[nn.Parameter], saved: list[bool]) -> None:
     for parameter, requires_grad in zip(parameters, saved, strict=True):
         if parameter.requires_grad != requires_grad:
             parameter.requires_grad_(requires_grad)
-
-
-def _put_generator(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
 
 
 def _has_grown(container: Any, length: int) -> bool:
@@ -720,8 +708,10 @@ _SET = _Kind(frozenset, _nothing, _put_set, _nothing)
 _SLOTS = _Kind(_slots, dict.items, _put_slots, lambda each: _slots(each).items(), object.__setattr__, "{0}.{1}")
 _SIZE = _Kind(len, _nothing, lambda *_: None, _nothing)  # all is listed again if it changes
 _NO_BUFFERS = _SIZE._replace(save=any, put=_put_no_buffers)
-_TRAINING = _SIZE._replace(save=_training, put=_put_training)
-_REQUIRES_GRAD = _SIZE._replace(save=_requires_grad, put=_put_requires_grad)
+_TRAINING = _SIZE._replace(save=lambda layers: [*map(itemgetter("training"), layers)], put=_put_training)
+_REQUIRES_GRAD = _SIZE._replace(
+    save=lambda parameters: [*map(attrgetter("requires_grad"), parameters)], put=_put_requires_grad
+)
 _OPAQUE = _Kind(len, _nothing, _put_large, _nothing, compares=False)
 _LARGE = _OPAQUE
 _ARRAY = _OPAQUE._replace(save=np.copy, put=np.copyto)
@@ -733,7 +723,7 @@ _KINDS: dict[type, _Kind] = {
     deque: _LIST,
     set: _SET,
     np.ndarray: _ARRAY,
-    torch.Generator: _OPAQUE._replace(save=torch.Generator.get_state, put=_put_generator),
+    torch.Generator: _OPAQUE._replace(save=torch.Generator.get_state, put=torch.Generator.set_state),
     random.Random: _OPAQUE._replace(save=random.Random.getstate, put=random.Random.setstate),
     np.random.RandomState: _OPAQUE._replace(save=np.random.RandomState.get_state, put=np.random.RandomState.set_state),
     np.random.Generator: _OPAQUE._replace(

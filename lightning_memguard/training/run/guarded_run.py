@@ -31,9 +31,10 @@ from lightning_memguard.report.page_data import Report
 from lightning_memguard.report.whole_run import kept_words
 from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
+from lightning_memguard.training.adapter.loader_access import set_batch_size
 from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
 from lightning_memguard.training.adapter.program import logging_step
-from lightning_memguard.training.data.loaders import rewrite_loaders, set_batch_size
+from lightning_memguard.training.data.loaders import rewrite_loaders
 from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
 from lightning_memguard.training.rescue.memory import ran_out_of_memory

@@ -16,8 +16,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ from lightning_memguard.training.facts.lightning_types import is_a
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
     from pytorch_lightning.strategies import DDPStrategy
+
+P = TypeVar("P")
 
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = 1 * _MIB  # dist._DEFAULT_FIRST_BUCKET_BYTES
@@ -53,11 +55,17 @@ def wraps_in_ddp(strategy: object) -> TypeGuard[DDPStrategy]:
     return is_a(strategy, "DDPStrategy") and not is_a(strategy, *_OTHER_WRAPPERS)
 
 
-def with_bucket_views(strategy: DDPStrategy) -> DDPStrategy:
-    """A shallow copy of a DDPStrategy to read from, whose gradients are views of their buckets."""
-    other: Any = copy.copy(strategy)
+def with_bucket_views(program: P) -> P | None:
+    """A program whose gradients are views of their buckets under DDP; None if they are, or if it has another strategy.
+
+    Its strategy is a shallow copy, to read from.
+    """
+    own: Any = program
+    if not wraps_in_ddp(own.strategy) or Arguments.of(own.strategy).gradient_as_bucket_view:
+        return None
+    other = copy.copy(own.strategy)
     other._ddp_kwargs = {**other._ddp_kwargs, "gradient_as_bucket_view": True}
-    return other  # type: ignore[no-any-return]
+    return replace(own, strategy=other)  # type: ignore[no-any-return]
 
 
 def steps_until_steady(strategy: object) -> int:

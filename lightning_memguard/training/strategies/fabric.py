@@ -10,7 +10,7 @@ import contextlib
 import copy
 import importlib
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,9 +95,7 @@ class FabricProgram(LoopProgram):
 
     @override
     def with_bucket_views(self) -> FabricProgram | None:
-        if not ddp.wraps_in_ddp(self.strategy) or ddp.Arguments.of(self.strategy).gradient_as_bucket_view:
-            return None
-        return replace(self, strategy=ddp.with_bucket_views(self.strategy))
+        return ddp.with_bucket_views(self)
 
     @property
     def _layout(self) -> Layout | None:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from lightning_memguard import CannotResizeLoaderError, CannotTraceError
-from lightning_memguard.training.adapter.loader_access import set_data_source
+from lightning_memguard.training.adapter.loader_access import set_batch_size, set_data_source
 from lightning_memguard.training.data import loaders, samples
 from lightning_memguard.training.data.resizing import resize
 from lightning_memguard.training.facts.run_facts import read_run_facts
@@ -230,7 +230,7 @@ class Data(pl.LightningDataModule):
 def test_a_size_is_set_wherever_it_is_kept(small: Any) -> None:
     """Module attribute, datamodule hyperparameter, and the copy of it that loggers get."""
     module, data = small(batch_size=8), Data()
-    set_back = loaders.set_batch_size(module, data, 48)
+    set_back = set_batch_size(module, data, 48)
     assert module.batch_size == 48
     assert data.hparams["batch_size"] == data.hparams_initial["batch_size"] == 48
     set_back()
@@ -239,7 +239,7 @@ def test_a_size_is_set_wherever_it_is_kept(small: Any) -> None:
 
 def test_a_size_that_its_owner_has_changed_since_is_not_set_back(small: Any) -> None:
     module = small(batch_size=8)
-    set_back = loaders.set_batch_size(module, None, 48)
+    set_back = set_batch_size(module, None, 48)
     module.batch_size = 5
     set_back()
     assert module.batch_size == 5
