@@ -1,4 +1,4 @@
-"""The peak of the first of several ranks under Fabric's own strategy, by PyTorch's profiler; to be run as a script."""
+"""The peak of the first of several ranks under Fabric's own strategy, by PyTorch's profiler; to be run in a child."""
 
 from __future__ import annotations
 
@@ -73,7 +73,3 @@ def measure(case: str, ranks: int) -> int:
     strategy.setup_environment()
     benchmark().CASES[case] = lambda _: strategy.setup_module
     return benchmark().measure("gpt", case, ranks, SAMPLES)[0]  # type: ignore[no-any-return]
-
-
-if __name__ == "__main__":
-    print(measure(sys.argv[1], int(sys.argv[2])))

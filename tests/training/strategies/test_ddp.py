@@ -1,6 +1,6 @@
 """Memory that DistributedDataParallel adds to a step, against a real training of two gloo processes.
 
-The truth is taken by this very file, run as two processes: PyTorch's profiler lists each block that rank 0's CPU
+The truth is taken in two children: PyTorch's profiler lists each block that rank 0's CPU
 allocator hands out. Nothing of ours runs there.
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,13 +181,14 @@ def walk(nodes: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ..
         yield from walk(node.children, (*path, node.name))
 
 
-def main(out: str) -> None:
+def train_all(out: Path, rank: int, port: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rank = int(os.environ["LOCAL_RANK"])
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    os.environ.update(world | {"LOCAL_RANK": str(rank), "RANK": str(rank)})
     told = {f"{name}, {lightly}": train(name, lightly, rank) for name, lightly in RUNS}
     if rank == 0:
-        Path(out).write_text(json.dumps(told))
+        out.write_text(json.dumps(told))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -223,20 +223,13 @@ def trained(folder: Path) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    package = {"PYTHONPATH": str(Path(__file__).parents[3])}
-    world = package | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(out)],
-            env={**os.environ, **world, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=600)[0] for rank in ranks]
-    assert out.exists(), said[0][-3000:]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=train_all, args=(out, rank, port)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(600)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
     told: dict[str, Any] = json.loads(out.read_text())
     return told
 
@@ -511,7 +504,3 @@ def test_only_strategies_that_wrap_in_ddp_are_attached(package: Any) -> None:
     assert not ddp.wraps_in_ddp(package.strategies.SingleDeviceStrategy())
     assert ddp.steps_until_steady(package.strategies.SingleDeviceStrategy()) == 2
     assert ddp.steps_until_steady(strategy_of(package, {"static_graph": True})) == 3
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
