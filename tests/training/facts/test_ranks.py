@@ -17,10 +17,11 @@ from lightning_memguard import CannotTraceError, DoesNotFitError
 from lightning_memguard.core.decision.decision import Budget
 from lightning_memguard.training.facts import ranks as ranks_module
 from lightning_memguard.training.facts.ranks import Attempt, Ranks
+from tests.forks import on_ranks
+from tests.training.facts import two_ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker makes what the tests of this module share
 
-PROGRAM = Path(__file__).with_name("two_ranks.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
 Seen = dict[str, Any]
 
@@ -29,9 +30,7 @@ Seen = dict[str, Any]
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
     """Observations of each rank in every scenario of the program, run once."""
     folder = tmp_path_factory.mktemp("ranks")
-    words = [sys.executable, PROGRAM, folder]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False, env=ENVIRONMENT, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(2, two_ranks.main, folder)
     both = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     return {name: (both[0][name], both[1][name]) for name in both[0]}
 
@@ -113,7 +112,7 @@ def test_spawned_ranks_choose_alike(tmp_path: Path) -> None:
     program = tmp_path / "spawned.py"
     program.write_text(
         "import sys\n"
-        f"sys.path.insert(0, {str(PROGRAM.parent)!r})\n"
+        f"sys.path.insert(0, {str(Path(two_ranks.__file__).parent)!r})\n"
         "from two_ranks import MemGuard, KIB, Module, pl, DataLoader, TensorDataset, torch, count_tensors_alone\n"
         "count_tensors_alone()\n"
         "class Telling(Module):\n"

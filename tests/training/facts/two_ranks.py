@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.training.run import profile, tune
 from lightning_memguard.units import KIB
-from tests.warm import warm
 
-if __name__ == "__main__":
-    MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
+RANK = 0
 
 
 class Module(pl.LightningModule):
@@ -212,17 +208,15 @@ def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     }
 
 
-def main(folder: Path, names: list[str]) -> None:
-    seen = {name: run() for name, run in scenarios(folder).items() if not names or name in names}
-    (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
+def main(rank: int, folder: Path) -> None:
+    global RANK  # noqa: PLW0603
+    RANK = rank
+    MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
+    count_tensors_alone()
+    seen = {name: run() for name, run in scenarios(folder).items()}
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
 
 
 def count_tensors_alone() -> None:
     """Count no other memory of a process, which would be most of these budgets."""
     profile.process_bytes = lambda *_: 0  # type: ignore[assignment]
-
-
-if __name__ == "__main__":
-    count_tensors_alone()
-    warm()
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import multiprocessing
-import os
-import socket
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +33,7 @@ from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.training.adapter import program as program_module
 from lightning_memguard.training.adapter import shadow
 from lightning_memguard.training.strategies import ddp
+from tests.forks import on_ranks
 
 pytestmark = pytest.mark.xdist_group("ddp")  # one worker makes what the tests of this module share
 
@@ -181,14 +179,11 @@ def walk(nodes: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ..
         yield from walk(node.children, (*path, node.name))
 
 
-def train_all(out: Path, rank: int, port: int) -> None:
+def train_all(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    os.environ.update(world | {"LOCAL_RANK": str(rank), "RANK": str(rank)})
     told = {f"{name}, {lightly}": train(name, lightly, rank) for name, lightly in RUNS}
     if rank == 0:
-        out.write_text(json.dumps(told))
+        (folder / "truth.json").write_text(json.dumps(told))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -219,18 +214,8 @@ def trained(folder: Path) -> dict[str, Any]:
     """Train all cases on two processes, and read what rank 0 wrote."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
-    out = folder / "truth.json"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=train_all, args=(out, rank, port)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(600)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    told: dict[str, Any] = json.loads(out.read_text())
+    on_ranks(2, train_all, folder)
+    told: dict[str, Any] = json.loads((folder / "truth.json").read_text())
     return told
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,33 +21,21 @@ from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.facts.run_facts import read_run_facts
 from lightning_memguard.training.strategies.sharded import Layout
 from lightning_memguard.units import KIB
+from tests.forks import on_ranks
+from tests.training.strategies import two_shards
 
 pytestmark = pytest.mark.xdist_group("layouts")  # one worker makes what the tests of this module share
 
-PROGRAM = Path(__file__).with_name("two_shards.py")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
 USABLE = 1200 * KIB * 0.95
 Seen = dict[str, Any]
-
-
-def run(folder: Path, devices: int, *scenarios: str) -> list[dict[str, Seen]]:
-    done = subprocess.run(
-        [sys.executable, PROGRAM, folder, str(devices), *scenarios],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env=ENVIRONMENT,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(devices)]
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
     """Observations of each rank in every scenario of the program, run once."""
-    here, there = run(tmp_path_factory.mktemp("shards"), 2)
+    folder = tmp_path_factory.mktemp("shards")
+    on_ranks(2, two_shards.main, folder)
+    here, there = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
     return {name: (here[name], there[name]) for name in here}
 
 

@@ -1,4 +1,4 @@
-"""Run by test_layout.py: fits that shard, on gloo processes of this machine; each rank writes what it saw."""
+"""Run by test_layouts_of_ranks.py: fits that shard, on gloo processes; each rank writes what it saw."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,13 +28,7 @@ from lightning_memguard.training.data import loaders
 from lightning_memguard.training.run import choose, tune
 from lightning_memguard.training.run import profile as profiles
 from lightning_memguard.units import KIB
-from tests.warm import warm
 
-if __name__ == "__main__":
-    MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
-    for home in (loaders, choose):
-        home.spoiled_by = lambda *_: None  # type: ignore[attr-defined]  # limits only end these fits early
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
 BUDGET = 1200 * KIB
 STEPS = 10  # of fits that are measured
 PLAIN = torch.Tensor, nn.Parameter
@@ -226,7 +219,7 @@ def tuned(data: int, tensor: int) -> Seen:
 
 def one_fails() -> Seen:
     failing = mock.patch.object(tune, "read_run", side_effect=ZeroDivisionError("only here"))
-    with failing if RANK == 1 else mock.patch.object(tune, "read_run", tune.read_run):
+    with failing if os.environ["LOCAL_RANK"] == "1" else mock.patch.object(tune, "read_run", tune.read_run):
         return fit(MemGuard(budget=BUDGET), strategy(2, 1), 2)[0]
 
 
@@ -256,9 +249,7 @@ def resumes(folder: Path) -> Seen:
     return {**seen_of(other), "before": seen_of(guard)["size"], "sizes": module.sizes, "printed": printed.getvalue()}
 
 
-def scenarios(devices: int, folder: Path) -> dict[str, Callable[[], Seen]]:
-    if devices == 4:
-        return {"both": lambda: tuned(2, 2)}
+def scenarios(folder: Path) -> dict[str, Callable[[], Seen]]:
     return {
         "fsdp": lambda: tuned(2, 1),
         "tensor": lambda: tuned(1, 2),
@@ -272,12 +263,10 @@ def scenarios(devices: int, folder: Path) -> dict[str, Callable[[], Seen]]:
     }
 
 
-def main(folder: Path, devices: int, names: list[str]) -> None:
+def main(rank: int, folder: Path) -> None:
+    MemGuard.__init__.__kwdefaults__["min_steps_per_epoch"] = None  # epochs of a few steps
+    for home in (loaders, choose):
+        home.spoiled_by = lambda *_: None  # type: ignore[attr-defined]  # limits only end these fits early
     profiles.process_bytes = lambda *_: 0  # type: ignore[assignment]  # it would be most of the budget
-    warm()
-    seen = {name: run() for name, run in scenarios(devices, folder).items() if not names or name in names}
-    (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    seen = {name: run() for name, run in scenarios(folder).items()}
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
