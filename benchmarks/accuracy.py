@@ -49,7 +49,6 @@ from torch import nn
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
-
 OLD_CUDNN = 90_100  # of torch 2.6; that of torch 2.3 is older still. Neither can be asked
 LAZY_KERNELS = 26 * MIB  # loaded by CUDA after the first sample; data/README.md
 MOST_LAZY_KERNELS = 2 * LAZY_KERNELS
@@ -517,6 +516,7 @@ def show_recording(path: Path, pool: Any) -> None:
 
 def main() -> None:
     from lightning_memguard.core.kernels import cudnn
+    from shared.lives import show_lives
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="models whose name contains this")
@@ -533,6 +533,7 @@ def main() -> None:
         if aside:
             show_aside(runs[len(rows) :])
         show_halves(runs)
+        show_lives(runs, lambda run: run.is_shown)
         for path in recordings():
             show_recording(path, pool)
     if arguments.json:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 
-# Of published runs of one step on one GPU (`benchmarks/accuracy.py`, the half of the models that these were chosen on):
-# nine of ten corrected peaks are this near to the measured one if the sizes are, and a correction helps up to the far
-# distance, in doublings of the batch size. Beyond it, kernels may be others.
+# Distances, in doublings of the batch size, up to which a measurement is trusted wholly and at all, and half the width of
+# the range near it. They were chosen on published runs of half of the models (`benchmarks/shared/lives.py`): beyond a
+# doubling, a correction does not make the error of the others smaller, as their kernels are others.
 _NEAR, _FAR = 0.25, 1.0
-_WIDTH = 0.035
+_WIDTH = 0.04
 
 
 @dataclass(frozen=True)
@@ -49,29 +49,26 @@ class Learned:
         """Correct the reserved and total peak of a footprint, and its range, by the measurements at the nearest sizes.
 
         Near them the whole error is corrected; the farther away, the less, and the more of the predicted range stays.
+        Measurements that disagree widen the range to hold what each of them tells.
         """
         size, footprint = footprint.batch_size, replace(footprint, notes=(*footprint.notes, *self.notes))
-        near = sorted(self.sightings, key=lambda each: _distance(each, size))
-        if not near or footprint.is_partial or footprint.correction_bytes:
+        used = [each for each in self.sightings if _distance(each, size) < _FAR]
+        if not used or footprint.is_partial or footprint.correction_bytes:
             return footprint
-        doubt = (_distance(near[0], size) - _NEAR) / (_FAR - _NEAR)
-        if doubt >= 1:
-            return footprint
-        doubt = max(0.0, doubt)
-        before = footprint.peak_device_bytes
+        doubt = max(0.0, min(_distance(each, size) for each in used) - _NEAR) / (_FAR - _NEAR)
+        before, ratios = footprint.peak_device_bytes, [each.ratio for each in used]
         peak = int(before * self._ratio(size) ** (1 - doubt))
-        low = footprint.low.device_bytes if footprint.low else before
-        high = footprint.high.device_bytes if footprint.high else before
-        low = min(peak, int((1 - doubt) * (1 - _WIDTH) * peak + doubt * low))
-        high = max(peak, int((1 - doubt) * (1 + _WIDTH) * peak + doubt * high))
-        used = [each for each in near if _distance(each, size) < _FAR]
+        least, most = (1 - _WIDTH) * min(ratios) * before, (1 + _WIDTH) * max(ratios) * before
+        low = min(peak, int((1 - doubt) * least + doubt * footprint.lowest.device_bytes))
+        high = max(peak, int((1 - doubt) * most + doubt * footprint.highest.device_bytes))
+        runs = sum(each.runs for each in used)
         return replace(
             _with_peak(footprint, peak),
-            low=_moved(footprint.low or _peak(footprint), low),
-            high=_moved(footprint.high or _peak(footprint), high),
+            low=_moved(footprint.lowest, low),
+            high=_moved(footprint.highest, high),
             yielding_bytes=min(footprint.yielding_bytes, high - peak),
             correction_bytes=peak - before,
-            learned_from=f"{(runs := sum(each.runs for each in used))} earlier run{'s' * (runs > 1)} on {self.where}",
+            learned_from=f"{runs} earlier run{'s' * (runs > 1)} on {self.where}",
         )
 
     def _ratio(self, size: int) -> float:
@@ -93,10 +90,6 @@ def _distance(sighting: Sighting, size: int) -> float:
     return abs(math.log2(size / sighting.batch_size))
 
 
-def _peak(footprint: Footprint) -> Peak:
-    return Peak(footprint.peak_allocated_bytes, footprint.peak_reserved_bytes, footprint.peak_device_bytes)
-
-
 def _moved(peak: Peak, device_bytes: int) -> Peak:
     reserved = peak.reserved_bytes + device_bytes - peak.device_bytes
     return Peak(min(peak.allocated_bytes, reserved), reserved, device_bytes)
@@ -107,7 +100,7 @@ def _with_peak(footprint: Footprint, device_bytes: int) -> Footprint:
 
     Less scratch than predicted is the likely cause; what is missing beyond it is taken from what comes and goes.
     """
-    moved = _moved(_peak(footprint), device_bytes)
+    moved = _moved(footprint.peak, device_bytes)
     parts, missing = dict(footprint.parts), footprint.peak_allocated_bytes - moved.allocated_bytes
     for part in ("workspaces", "temporaries", "activations", *parts):
         less = min(missing, parts.get(part, 0))

@@ -41,7 +41,7 @@ def test_far_away_nothing_is_corrected() -> None:
 
 
 def test_between_near_and_far_the_correction_fades_and_the_range_widens() -> None:
-    sizes = [64, 80, 100, 120, 150]
+    sizes = [64, 80, 90, 100, 120]
     found = [learned(n64=1.1).corrected(predicted(size)) for size in sizes]
     peaks = [each.peak_device_bytes for each in found]
     widths = [each.high.device_bytes - each.low.device_bytes for each in found if each.high and each.low]
