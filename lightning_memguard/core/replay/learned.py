@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 
-# Distances, in doublings of the batch size, up to which a measurement is trusted wholly and at all, and half the width of
-# the range near it. They were chosen on published runs of half of the models (`benchmarks/shared/lives.py`): beyond a
-# doubling, a correction does not make the error of the others smaller, as their kernels are others.
+# Distances, in doublings of the batch size, up to which a measurement is trusted wholly and at all, and half the width
+# of the range near it. They were chosen on published runs of half of the models (`benchmarks/shared/lives.py`): beyond
+# a doubling, a correction does not make the error of the others smaller, as their kernels are others.
 _NEAR, _FAR = 0.25, 1.0
 _WIDTH = 0.04
 

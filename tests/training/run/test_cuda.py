@@ -62,3 +62,21 @@ def test_the_allocated_peak_is_near_the_allocators_own(trainer: Any, small: Any,
     (record,) = guard.records
     assert record.predicted.method == "fake"
     assert record.predicted.peak_allocated_bytes == pytest.approx(record.measured.peak_allocated_bytes, rel=0.05)
+
+
+def test_the_second_fit_learns_from_the_first(
+    trainer: Any, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prediction is nearer to what is measured, in a range that holds it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data = TensorDataset(torch.randn(65536, 16), torch.randint(0, 4, (65536,)))
+    records = []
+    for _ in range(2):
+        guard = MemGuard("check")
+        trainer(guard, accelerator="gpu", devices=1).fit(small(), DataLoader(data, batch_size=16384))
+        records += guard.records
+    first, second = records
+    assert second.predicted.learned_from == "1 earlier run on this GPU"
+    assert abs(second.error_ratio) <= max(abs(first.error_ratio), 0.01)
+    low, high = second.predicted.lowest.device_bytes, second.predicted.highest.device_bytes
+    assert low <= second.measured.peak_bytes <= high
