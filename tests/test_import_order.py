@@ -19,6 +19,7 @@ ROOMS = {
         "__init__",
         "settings",
         "allocator",
+        "pickles",
         "history",
         "compare",
         "alternatives",

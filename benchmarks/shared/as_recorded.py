@@ -35,7 +35,9 @@ class Differences:
 def replay_as_recorded(history: History) -> tuple[HistoryReplay, Differences]:
     """Replay a history with the recorded addresses of segments, and compare the replay with the record."""
     allocator = _AtRecordedAddresses(history.settings)
-    return _Comparing(history, allocator).run(), allocator.differences
+    comparing = _Comparing(history, allocator)
+    comparing.asks_again_at = None
+    return comparing.run(), allocator.differences
 
 
 class _AtRecordedAddresses(Allocator):

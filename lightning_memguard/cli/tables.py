@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_memguard.core.layers.layers import Layer, LayerTable
     from lightning_memguard.core.layers.textbook import TextbookSum, WeightMemory
     from lightning_memguard.core.replay.alternatives import Alternative
-    from lightning_memguard.core.replay.history import History, Holder
+    from lightning_memguard.core.replay.history import History, Holder, OutOfMemory, Stack
     from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
@@ -194,25 +194,53 @@ MOST_HOLDERS = 5  # that are shown
 
 
 def print_alternatives(
-    history: History, rows: Sequence[Alternative], capacity_bytes: int | None, console: Console
+    history: History,
+    rows: Sequence[Alternative],
+    capacity_bytes: int | None,
+    console: Console,
+    failure: OutOfMemory | None = None,
+    named: bool = False,
 ) -> None:
-    """A history as recorded and under other settings: what each reserves, and where the free memory is."""
-    recorded = rows[0].replay
+    """A history as recorded and under other settings: what each reserves, and where the free memory is.
+
+    Args:
+        history: of one device.
+        rows: see `alternatives`.
+        capacity_bytes: what the process may reserve; None: what it could when ``failure`` was recorded, if anything.
+        console: to print to.
+        failure: the request that was refused, if one was.
+        named: whether to name the device.
+    """
+    recorded, compared = rows[0].replay, rows[rows[-1].laid_out_again].replay
+    device = f"Device {history.device}: " if named else ""
     kind = "Predicted" if history.predicted else "Recorded"
     begins = f"; {format_bytes(history.start_bytes)} were allocated before" if history.start else ""
-    console.print(f"{kind} history of {len(history.entries):,} entries{begins}.")
-    within = f" within {format_bytes(capacity_bytes)}" if capacity_bytes else ""
-    columns = ("Setting", ">Peak reserved", ">Change", ">Cached", ">Fragmented", *([">Fits"] if capacity_bytes else ()))
-    table = new_table(f"Peak reserved under allocator settings{within}", *columns)
+    console.print(f"{device}{kind} history of {len(history.entries):,} entries{begins}.")
+    if failure:
+        for line in _failure_words(failure):
+            console.print(line, soft_wrap=True)
+    limit = capacity_bytes or (failure.capacity_bytes if failure else None)
+    within = f" within {format_bytes(limit)}" if limit else ""
+    columns = ("Setting", ">Peak reserved", ">Change", ">Cached", ">Fragmented", *([">Fits"] if limit else ()))
+    table = new_table(f"{device}Peak reserved under allocator settings{within}", *columns)
     for row in rows:
         found = row.replay
-        change = found.peak_reserved_bytes / max(1, recorded.peak_reserved_bytes) - 1
+        change = found.peak_reserved_bytes / max(1, compared.peak_reserved_bytes) - 1
         figures = [format_bytes(found.peak_reserved_bytes), f"{change:+.1%}" if row.setting else ""]
         figures += [format_bytes(found.cached_bytes), format_bytes(found.pinned_bytes)]
         released = f", after releasing its cache {_times(found.retries)}" if found.retries else ""
         figures += [f"{'yes' if row.fits else 'NO'}{released}"]
-        table.add_row(row.setting or "as it was", *figures[: len(columns) - 1])
+        table.add_row(_setting_words(row, history.settings.text), *figures[: len(columns) - 1])
     console.print(table)
+    if failure and limit:
+        console.print(_what_saves(rows, limit, is_recorded=not capacity_bytes), soft_wrap=True)
+    if rows[-1].laid_out_again:
+        console.print(
+            f"Note: it begins with {format_bytes(history.start_reserved_bytes)} reserved and never reserves more: what "
+            "fragmented them was before. Rows after the first begin with the blocks allocated then, laid out again. "
+            "Record from the start of the process to compare more.",
+            soft_wrap=True,
+        )
     short = history.ran_short_at_bytes
     if short and capacity_bytes and capacity_bytes >= short:
         most = format_bytes(max(history.reserved_bytes))
@@ -229,19 +257,75 @@ def print_alternatives(
         "collection works only with torch.cuda.set_per_process_memory_fraction below 1.",
         soft_wrap=True,
     )
-    if recorded.holders:
+    if compared.pinned_bytes:
         console.print("Blocks that kept most of the fragmented memory at the peak:")
-    for where, blocks, held, kept in _by_place(recorded.holders)[:MOST_HOLDERS]:
+    for where, blocks, held, kept in _by_place(compared.holders)[:MOST_HOLDERS]:
+        if not kept:
+            break
         text = f"{format_bytes(kept)} by {counted(blocks, 'block')} of {format_bytes(held)} in total"
         console.print(f"  {text}: {where}", soft_wrap=True)
+
+
+def _setting_words(row: Alternative, own: str) -> str:
+    if row.setting:
+        return f"{row.setting} instead of {row.was}" if row.was else row.setting
+    return f"as it was{f': {own}' if own else ''}{', laid out again' if row.laid_out_again else ''}"
+
+
+def _failure_words(failure: OutOfMemory) -> Iterator[str]:
+    """Where and why a request was refused, and who held the memory."""
+    earlier = f", after {counted(failure.earlier, 'earlier failure')}" if failure.earlier else ""
+    asked, free = format_bytes(failure.nbytes), format_bytes(failure.device_free_bytes)
+    reserved, allocated = format_bytes(failure.reserved_bytes), format_bytes(failure.allocated_bytes)
+    pieces = f"the largest free piece there was {format_bytes(failure.largest_free_bytes)}"
+    yield f"It ran out of memory at entry {failure.entry + 1:,}{earlier}: {asked} for {_place(failure.stack)}."
+    yield f"{reserved} were reserved then, {allocated} of them allocated; {pieces}, and the device had {free} free."
+    capacity, needed = format_bytes(failure.capacity_bytes), failure.allocated_bytes + failure.nbytes
+    if not failure.missing_bytes:
+        yield "In the replay it fits into what was reserved: the record does not tell why it was refused."
+    elif failure.missing_bytes <= failure.device_free_bytes:
+        yield (
+            f"The device had room: a limit of at most {capacity} was set (torch.cuda.set_per_process_memory_fraction), "
+            "or the history is not whole."
+        )
+    elif needed > failure.capacity_bytes:
+        yield (
+            f"With it {format_bytes(needed)} would be allocated, and the process could reserve {capacity}: no setting "
+            f"makes room. At least {format_bytes(needed - failure.capacity_bytes)} less must be allocated."
+        )
+    else:
+        unused = format_bytes(failure.capacity_bytes - failure.allocated_bytes)
+        yield (
+            f"Of {capacity} that the process could reserve, {unused} were not allocated, but in pieces: it was short "
+            f"by {format_bytes(failure.short_bytes)}."
+        )
+    yield "Blocks that held most of the memory then:"
+    for where, blocks, held, _ in sorted(_by_place(failure.holders), key=lambda row: -row[2])[:MOST_HOLDERS]:
+        yield f"  {format_bytes(held)} in {counted(blocks, 'block')}: {where}"
+
+
+def _what_saves(rows: Sequence[Alternative], limit: int, *, is_recorded: bool) -> str:
+    """Which settings serve the request that was refused, or how much less would."""
+    best = min(rows, key=lambda row: row.replay.peak_reserved_bytes)
+    if is_recorded and rows[0].fits:
+        return "Note: the replay of the record serves what was refused: other settings may have been refused it too."
+    saved = [_setting_words(row, "") for row in rows if row.fits]
+    if saved:
+        return f"It would have been served: {'; '.join(saved)}."
+    with_it = f"; with {_setting_words(best, '')}, it is short by" if best.setting else ": it is short by"
+    return f"No setting serves it{with_it} {format_bytes(best.replay.peak_reserved_bytes - limit)}."
+
+
+def _place(stack: Stack) -> str:
+    where = " at ".join(filter(None, (operator_of(stack), without_folders(line_of(stack)))))
+    return where or "allocated before the history, or operator not recorded"
 
 
 def _by_place(holders: Sequence[Holder]) -> list[tuple[str, int, int, int]]:
     """Group blocks by the place of their request: count, bytes, and free bytes they keep; most free bytes first."""
     places: dict[str, tuple[int, int, int]] = {}
     for each in holders:
-        where = " at ".join(filter(None, (operator_of(each.stack), without_folders(line_of(each.stack)))))
-        where = where or "allocated before the history, or operator not recorded"
+        where = _place(each.stack)
         blocks, held, free = places.get(where, (0, 0, 0))
         places[where] = blocks + each.blocks, held + each.allocated_bytes, free + each.free_bytes
     return sorted(((where, *figures) for where, figures in places.items()), key=lambda row: -row[3])

@@ -461,6 +461,37 @@ def test_a_capacity_that_the_process_did_not_have_is_noted(capsys, project: Path
     assert note not in shown(capsys, "replay", "step.json", "--capacity", "80MiB")
 
 
+def test_a_history_that_ran_out_of_memory_says_why_and_what_would_have_helped(capsys, project: Path) -> None:
+    first, size, third = 1 << 32, 60 * MIB, 20 * MIB
+    actions = [("segment_alloc", 0, size), *((action, 0, size) for action in ("alloc", "free_requested"))]
+    actions += [("free_completed", 0, size), *(("alloc", third * place, third) for place in range(3))]
+    actions += [("free_requested", third, third), ("free_completed", third, third)]
+    entries = [[action, first + at, nbytes, 0, 0] for action, at, nbytes in actions] + [
+        ["oom", 25 * MIB, 30 * MIB, 0, 1]
+    ]
+    blocks = [{"size": third, "state": "inactive" if place == 1 else "active_allocated"} for place in range(3)]
+    segment = {"address": first, "total_size": size, "stream": 0, "segment_type": "large", "blocks": blocks}
+    frames = [["/code/net.py:3:forward"], ["??:0:at::_ops::bmm::call", "/code/net.py:7:forward"]]
+    content = {"segments": [segment], "device_traces": [[], entries], "frames": frames}
+    content["segments"][0]["device"] = 1
+    (project / "oom.json").write_text(json.dumps(content), encoding="utf-8")
+    text = shown(capsys, "replay", "oom.json")
+    for line in (
+        "Device 1: Recorded history of 10 entries.",
+        "It ran out of memory at entry 10: 30.0 MiB for aten::bmm at net.py:7:forward.",
+        "60.0 MiB were reserved then, 40.0 MiB of them allocated; the largest free piece there was 20.0 MiB, and the ",
+        "Of 85.0 MiB that the process could reserve, 45.0 MiB were not allocated, but in pieces: it was short by 5.0 ",
+        "  40.0 MiB in 2 blocks: net.py:3:forward",
+        "It would have been served: expandable_segments:True.",
+    ):
+        assert line in text
+    assert main(["replay", "oom.json", "--setting", "max_split_size_mb:128"]) == DOES_NOT_FIT
+    assert "No setting serves it: it is short by 5.0 MiB." in capsys.readouterr().out
+    (found,) = answered(capsys, "replay", "oom.json")
+    assert (found["device"], found["capacity_bytes"]) == (1, 85 * MIB)
+    assert (found["out_of_memory"]["operator"], found["out_of_memory"]["short_bytes"]) == ("aten::bmm", 5 * MIB)
+
+
 def test_two_snapshots_are_compared(capsys, project: Path) -> None:
     shown(capsys, "snapshot", *NET, *DATA, "--device", "T4", "-o", "step.pickle")
     shown(capsys, "snapshot", *NET, "depth=2", *DATA, "--device", "T4", "-o", "deeper.pickle")

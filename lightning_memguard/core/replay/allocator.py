@@ -146,6 +146,14 @@ class Allocator:
         self.allocated_bytes += block.size_bytes
         return block
 
+    def alloc_beyond(self, nbytes: int, stream: int = 0) -> Block:
+        """The block that serves a request that was refused, on a device as large as that takes."""
+        capacity, self._capacity = self._capacity, UNLIMITED
+        block = self.alloc(nbytes, stream)
+        self._capacity = capacity
+        assert block is not None
+        return block
+
     def free(self, block: Block) -> None:
         """Put a block back into the cache, joined with free neighbors [free_block]."""
         if block is self._nothing:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from lightning_memguard.core.replay.history import History, HistoryReplay, replay_history
-from lightning_memguard.core.replay.settings import AllocatorSettings
 
 VARIABLE = "PYTORCH_ALLOC_CONF"  # torch 2.9 or newer; before, PYTORCH_CUDA_ALLOC_CONF
 
@@ -23,13 +22,6 @@ SETTINGS = (
 NO_COST_SETTINGS = ("expandable_segments:True", "max_split_size_mb:128", "max_split_size_mb:512")
 
 
-def under(settings: AllocatorSettings, text: str) -> AllocatorSettings:
-    """Settings with one more, on the same device."""
-    changed = AllocatorSettings.for_device("cuda", {VARIABLE: text})
-    values = {name: value for name, value in asdict(changed).items() if value != getattr(AllocatorSettings(), name)}
-    return replace(settings, **values)
-
-
 @dataclass(frozen=True)
 class Alternative:
     """A history under other settings.
@@ -38,36 +30,48 @@ class Alternative:
         setting: as it is written in the variable; empty for those of the record.
         replay: what it would have held.
         fits: whether that is within the capacity; None if none was given.
+        was: what the record has in place of the setting.
+        laid_out_again: whether it starts from the blocks of the record in segments of its own.
     """
 
     setting: str
     replay: HistoryReplay
     fits: bool | None
+    was: str = ""
+    laid_out_again: bool = False
 
 
 def alternatives(
-    history: History, settings: Sequence[str] = SETTINGS, capacity_bytes: int | None = None
+    history: History, settings: Sequence[str] | None = None, capacity_bytes: int | None = None
 ) -> tuple[Alternative, ...]:
     """A history as recorded, and under each of some settings.
 
+    One that never reserves more than at its start does not tell how its segments came to be. Then the record's settings
+    are replayed a second time, and all others too, from the blocks of the start laid out again.
+
     Args:
         history: recorded or predicted.
-        settings: as they are written in the variable; one replaces those of the record.
+        settings: as they are written in the variable; one replaces those of the record. None: those that change it.
         capacity_bytes: what the process may reserve; the allocator gives its cache back before it exceeds that.
 
     Returns:
         The record's own settings first, then the others in their order.
     """
-    named = [("", history.settings), *((text, under(AllocatorSettings(), text)) for text in settings)]
-    return tuple(_alternative(history, text, found, capacity_bytes) for text, found in named)
+    own = history.settings
+    if settings is None:
+        opposite = ("expandable_segments:False",) if own.expandable_segments else ()
+        settings = [text for text in (*opposite, *SETTINGS) if own.with_setting(text) != own]
+    tried = [("", False), *([] if history.grew else [("", True)]), *((text, not history.grew) for text in settings)]
+    return tuple(_alternative(history, text, capacity_bytes, again) for text, again in tried)
 
 
-def _alternative(history: History, text: str, settings: AllocatorSettings, capacity_bytes: int | None) -> Alternative:
-    if capacity_bytes is None:
-        return Alternative(text, replay_history(history, settings), None)
-    share = min(settings.per_process_memory_fraction, 0.999 if settings.garbage_collection_threshold else 1.0)
-    within = replace(settings, capacity_bytes=capacity_bytes, per_process_memory_fraction=share)
-    found = replay_history(history, within)
-    if found.out_of_memory_entry is None:
-        return Alternative(text, found, True)
-    return Alternative(text, replay_history(history, settings), False)
+def _alternative(history: History, text: str, capacity_bytes: int | None, again: bool) -> Alternative:
+    settings, was = history.settings.with_setting(text), history.settings.replaced_by(text)
+    if capacity_bytes is not None:
+        share = min(settings.per_process_memory_fraction, 0.999 if settings.garbage_collection_threshold else 1.0)
+        within = replace(settings, capacity_bytes=capacity_bytes, per_process_memory_fraction=share)
+        found = replay_history(history, within, laid_out_again=again)
+        if found.out_of_memory_entry in (None, history.refused_at):
+            return Alternative(text, found, found.out_of_memory_entry is None, was, again)
+    fits = None if capacity_bytes is None else False
+    return Alternative(text, replay_history(history, settings, laid_out_again=again), fits, was, again)

@@ -8,10 +8,8 @@ undoing its entries.
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
-import pickle
 import re
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
@@ -21,16 +19,21 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning_memguard.core.replay import pickles
 from lightning_memguard.core.replay.allocator import SMALL_LIMIT, SMALL_SEGMENT, Allocator, Block
 from lightning_memguard.core.replay.settings import LARGE_SEGMENT, ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings
 from lightning_memguard.errors import MemGuardError
+from lightning_memguard.units import MIB, format_bytes
 
 Stack = tuple[str, ...]
 """Place in the code that requested a block, innermost first, as ``file:line:function``."""
 
 
 class HistoryEntry(NamedTuple):
-    """One action of the allocator, by PyTorch's names; ``stack`` is an index into `History.stacks`."""
+    """One action of the allocator, by PyTorch's names; ``stack`` is an index into `History.stacks`.
+
+    Of ``oom``, a request that was refused, ``address`` is what the device had free.
+    """
 
     action: str
     address: int
@@ -83,6 +86,7 @@ class History:
         entries: the allocator's actions, in order.
         stacks: the table of stacks.
         predicted: whether `lightning_memguard.core.replay.snapshot.save_snapshot` wrote it.
+        device: the index of the device.
     """
 
     settings: AllocatorSettings
@@ -90,6 +94,7 @@ class History:
     entries: tuple[HistoryEntry, ...]
     stacks: tuple[Stack, ...]
     predicted: bool = False
+    device: int = 0
 
     @property
     def start_bytes(self) -> int:
@@ -108,6 +113,16 @@ class History:
         return tuple(accumulate(changes, initial=self.start_reserved_bytes))
 
     @property
+    def grew(self) -> bool:
+        """Whether it reserves more than before its first entry."""
+        return not self.start or max(self.reserved_bytes) > self.start_reserved_bytes
+
+    @property
+    def refused_at(self) -> int | None:
+        """The place of the last request that ran out of memory."""
+        return max((place for place, entry in enumerate(self.entries) if entry.action == "oom"), default=None)
+
+    @property
     def ran_short_at_bytes(self) -> int | None:
         """The least that could not be reserved, so that the cache was released instead; None if that never happened."""
         reserved = self.reserved_bytes
@@ -118,16 +133,9 @@ class History:
 # -- reading
 
 
-class _OnlyPlainValues(pickle.Unpickler):
-    """Reads dicts, lists, strings and numbers; a pickle that names a class or function could run anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise MemGuardError(
-            f"it asks for {module}.{name}; a memory snapshot holds only plain values, and nothing else is loaded."
-        )
-
-    def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
-        raise MemGuardError("it refers to objects outside of the file; a memory snapshot does not.")
+_MOST_UNPACKED = 200  # times the bytes of a .gz; snapshots compress to a tenth or a fiftieth
+_MOST_BYTES = 1 << 48  # of a request or a segment
+_MOST_TEXT = 400  # characters of a file's or a function's name
 
 
 def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
@@ -143,14 +151,9 @@ def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
     """
     source = Path(path)
     try:
-        content = source.read_bytes()
-        if source.suffix == ".gz":
-            content = gzip.decompress(content)
-        plain = content.lstrip()[:1] == b"{"
-        snapshot = json.loads(content) if plain else _OnlyPlainValues(io.BytesIO(content)).load()
-        if not isinstance(snapshot, Mapping) or "segments" not in snapshot or "device_traces" not in snapshot:
-            raise MemGuardError("it is not what torch.cuda.memory._dump_snapshot writes.")  # noqa: TRY301
-        histories = tuple(histories_of(snapshot))
+        content = _content(source)
+        snapshot = json.loads(content) if content[:1] == b"{" else pickles.loads(content)
+        histories = _histories_in(snapshot, len(content))
     except MemGuardError as error:
         raise MemGuardError(f"{source} was not read: {error}") from None
     except Exception as error:
@@ -166,6 +169,26 @@ def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
     return histories
 
 
+def _content(source: Path) -> bytes:
+    if source.suffix != ".gz":
+        return source.read_bytes()
+    most = 64 * MIB + _MOST_UNPACKED * source.stat().st_size
+    with gzip.open(source) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise MemGuardError(f"it unpacks to more than {format_bytes(most)}, which a memory snapshot does not.")
+    return content
+
+
+def _histories_in(snapshot: Any, nbytes: int) -> tuple[History, ...]:
+    if not isinstance(snapshot, Mapping) or "segments" not in snapshot or "device_traces" not in snapshot:
+        raise MemGuardError("it is not what torch.cuda.memory._dump_snapshot writes.")
+    lists = (*snapshot["device_traces"], *(each["blocks"] for each in snapshot["segments"]))
+    if sum(map(len, (*lists, *(snapshot.get("frames") or ())))) > nbytes:
+        raise MemGuardError("it repeats its own parts more often than it has bytes, which a memory snapshot does not.")
+    return tuple(histories_of(snapshot))
+
+
 def histories_of(snapshot: Mapping[str, Any]) -> Iterator[History]:
     """The histories in what ``torch.cuda.memory._snapshot()`` returns, one for each device that has one."""
     stacks = _Stacks(snapshot.get("frames"))
@@ -175,14 +198,15 @@ def histories_of(snapshot: Mapping[str, Any]) -> Iterator[History]:
         known = tuple(entry for entry in entries if entry.action in _ACTIONS)
         if not known:
             continue
-        if any(tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) for segment in snapshot["segments"]):
+        segments = [segment for segment in snapshot["segments"] if segment.get("device", 0) == device]
+        if any(tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) for segment in segments):
             raise MemGuardError("it has private pools (CUDA graphs, torch.cuda.MemPool), which are not replayed.")
-        end = [_segment(segment, stacks) for segment in snapshot["segments"] if segment.get("device", 0) == device]
+        end = [_segment(segment, stacks) for segment in segments]
         expandable = settings.expandable_segments or any(segment.expandable for segment in end)
         settings_here = replace(settings, expandable_segments=expandable)
         start = _undone(end, known, Allocator(settings_here))
         predicted = any(entry.action == "snapshot" and _is_ours(stacks.rows[entry.stack]) for entry in entries)
-        yield History(settings_here, start, known, tuple(stacks.rows), predicted)
+        yield History(settings_here, start, known, tuple(stacks.rows), predicted, device)
 
 
 # What the allocator did; "snapshot" and annotations of users are left out.
@@ -203,42 +227,71 @@ class _Stacks:
     """The stacks of a snapshot, each once."""
 
     def __init__(self, table: Sequence[Sequence[str]] | None) -> None:
-        self.rows: list[Stack] = [tuple(stack) for stack in table or ()]
+        self.rows: list[Stack] = [tuple(_text(frame) for frame in stack) for stack in table or ()]
         self._numbers = {stack: number for number, stack in enumerate(self.rows)}
         self._seen: dict[int, int] = {}  # by identity: a pickle holds equal stacks once
+        self._frames: dict[int, str] = {}
 
     def number(self, frames: int | Sequence[Mapping[str, Any]] | None) -> int:
         if isinstance(frames, int):
-            return frames
+            return frames if -1 <= frames < len(self.rows) else -1
         if not frames:
             return -1
         if id(frames) not in self._seen:
-            stack = tuple(f"{frame['filename']}:{frame['line']}:{frame['name']}" for frame in frames)
+            stack = tuple(self._frames.get(id(frame)) or self._frame(frame) for frame in frames)
             if stack not in self._numbers:
                 self._numbers[stack] = len(self.rows)
                 self.rows.append(stack)
             self._seen[id(frames)] = self._numbers[stack]
         return self._seen[id(frames)]
 
+    def _frame(self, frame: Mapping[str, Any]) -> str:
+        line = _number(frame["line"], "a line")
+        self._frames[id(frame)] = f"{_text(frame['filename'])}:{line}:{_text(frame['name'])}"
+        return self._frames[id(frame)]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise MemGuardError(f"it has a {type(value).__name__} for text.")
+    return value[-_MOST_TEXT:]
+
+
+def _number(value: Any, what: str, most: int = 1 << 64) -> int:
+    if type(value) is not int or not 0 <= value < most:
+        shown = f"{value:.3g}" if isinstance(value, (int, float)) else f"a {type(value).__name__}"
+        raise MemGuardError(f"it has {what} of {shown}, which is no number that PyTorch writes there.")
+    return value
+
 
 def _entry(entry: Any, stacks: _Stacks) -> HistoryEntry:
     if isinstance(entry, Mapping):
-        number = stacks.number(entry.get("frames"))
-        return HistoryEntry(entry["action"], entry.get("addr", 0), entry.get("size", 0), entry.get("stream", 0), number)
-    return HistoryEntry(*entry)
+        if tuple(entry.get("pool_id", (0, 0))) != (0, 0):
+            raise MemGuardError("it has private pools (CUDA graphs, torch.cuda.MemPool), which are not replayed.")
+        where = entry.get("device_free", 0) if entry["action"] == "oom" else entry.get("addr", 0)
+        entry = entry["action"], where, entry.get("size", 0), entry.get("stream", 0), entry.get("frames")
+    action, where, nbytes, stream, frames = entry
+    stack = stacks.number(frames)
+    return HistoryEntry(
+        *(_text(action), _number(where, "an address"), _number(nbytes, "a size", _MOST_BYTES)),
+        *(_number(stream, "a stream"), stack),
+    )
 
 
 def _segment(segment: Mapping[str, Any], stacks: _Stacks) -> HeldSegment:
-    held, address = [], segment["address"]
+    begin, nbytes = _number(segment["address"], "an address"), _number(segment["total_size"], "a size", _MOST_BYTES)
+    held, address = [], begin
     for block in segment["blocks"]:
+        size = _number(block["size"], "a size", _MOST_BYTES)
         if block["state"] in ("active_allocated", "active_pending_free", "active_awaiting_free"):
             frames = block["frames"] if "frames" in block else _frames_of_old(block)
-            requested = block.get("requested_size", block["size"])
-            held.append(HeldBlock(address, block["size"], requested, stacks.number(frames)))
-        address += block["size"]
+            requested = _number(block.get("requested_size", size), "a size", size + 1)
+            held.append(HeldBlock(address, size, requested, stacks.number(frames)))
+        address += size
+    if address != begin + nbytes:
+        raise MemGuardError(f"it contradicts itself: the segment at {begin:#x} is not as large as its blocks.")
     small, expandable = segment["segment_type"] == "small", bool(segment.get("is_expandable"))
-    where = segment["address"], segment["total_size"], segment["stream"]
-    return HeldSegment(*where, small, expandable, tuple(held))
+    return HeldSegment(begin, nbytes, _number(segment["stream"], "a stream"), small, expandable, tuple(held))
 
 
 def _frames_of_old(block: Mapping[str, Any]) -> Any:
@@ -248,10 +301,13 @@ def _frames_of_old(block: Mapping[str, Any]) -> Any:
 
 
 def _settings(given: Mapping[str, Any]) -> AllocatorSettings:
+    """The settings as PyTorch read them; what it does not list follows from the variable, as it was set."""
     largest = given.get("max_split_size", -1)
     divisions = given.get("roundup_power2_divisions") or {}
     rounded = tuple(int(value) for _, value in sorted(divisions.items(), key=lambda item: int(item[0])))
-    return AllocatorSettings(
+    variable = next((text for name, text in given.items() if name.endswith("ALLOC_CONF")), "")
+    return replace(
+        AllocatorSettings.for_device("cuda", {"PYTORCH_CUDA_ALLOC_CONF": variable}),
         expandable_segments=bool(given.get("expandable_segments", False)),
         max_split_size_bytes=largest if 0 < largest < 1 << 62 else None,
         garbage_collection_threshold=float(given.get("garbage_collection_threshold", 0.0)),
@@ -314,7 +370,16 @@ def _undone(
     segments = {segment.address: replace(segment, blocks=()) for segment in end}
     live = {block.address: block for segment in end for block in segment.blocks}
     addresses = sorted(live)
-    for action, address, nbytes, stream, _ in reversed(entries):
+    for place in range(len(entries) - 1, -1, -1):
+        action, address, nbytes, stream, _ = entries[place]
+        taken = action in ("alloc", "segment_alloc")
+        if nbytes and (taken or action in ("free_completed", "segment_free")):
+            there = live if action in ("alloc", "free_completed") else segments
+            if (address in there) is not taken:
+                raise MemGuardError(
+                    f"it contradicts itself: entry {place + 1:,} ({action} of {format_bytes(nbytes)} at {address:#x}) "
+                    "does not agree with what follows. Was it edited, or put together from several?"
+                )
         if action == "alloc" and address in live:
             del live[address]
             at = bisect_left(addresses, address)
@@ -381,10 +446,12 @@ def _filled(
 ) -> Iterator[HeldSegment]:
     """The segments with the blocks in them."""
     addresses = [block.address for block in live]
+    placed = 0
     never_split = allocator.settings.max_split_size_bytes or UNLIMITED
     for segment in segments:
         end = segment.address + segment.nbytes
         inside = live[bisect_left(addresses, segment.address) : bisect_left(addresses, end)]
+        placed += len(inside)
         small = segment.small
         if segment.expandable:
             at = bisect_left(kinds, (segment.address, False))
@@ -394,9 +461,13 @@ def _filled(
         for block, after in zip(inside, [*(block.address for block in inside[1:]), end], strict=False):
             # A free block of the large pool has more than 1 MiB: less is the rest of a block that was not split.
             gap = after - block.address - block.nbytes
+            if gap < 0:
+                raise MemGuardError(f"it contradicts itself: two blocks overlap at {after:#x}.")
             unsplit = not small and not segment.expandable and (gap <= SMALL_LIMIT or segment.nbytes >= never_split)
             blocks.append(block._replace(nbytes=block.nbytes + gap) if unsplit else block)
         yield replace(segment, small=small, blocks=tuple(blocks))
+    if placed != len(live):
+        raise MemGuardError("it contradicts itself: it frees blocks that are in no segment, or in two.")
 
 
 # -- replaying
@@ -404,7 +475,7 @@ def _filled(
 
 @dataclass(frozen=True)
 class Holder:
-    """A stack whose blocks keep segments that have free memory."""
+    """A stack that requested blocks, and the free memory in their segments, shared equally among the blocks there."""
 
     stack: Stack
     blocks: int
@@ -417,18 +488,18 @@ class HistoryReplay:
     """Memory that an allocator would have held while a history ran.
 
     Attributes:
-        settings: the allocator's.
         peak_allocated_bytes: as ``torch.cuda.max_memory_allocated()``.
         peak_reserved_bytes: as ``torch.cuda.max_memory_reserved()``.
-        allocated_at_peak_bytes: allocated when the reserved bytes were largest.
+        allocated_at_peak_bytes: allocated when the reserved bytes became largest; if they never grew, the most.
         cached_bytes: then, in segments without a block, which the allocator gives back when memory is short.
         pinned_bytes: then, free within segments that hold a block: fragmentation.
-        holders: the stacks behind those blocks, the one that keeps most free bytes first.
+        holders: the stacks behind the blocks, the one that keeps most free bytes first.
         retries: how often the whole cache was given back to make room.
-        out_of_memory_entry: place of the first entry that did not fit the capacity; the replay ends there.
+        out_of_memory_entry: place of the first entry that did not fit the capacity, -1 for what was there before; the
+            replay ends there. Of the requests that the record was refused, the last is asked again; it is served beyond
+            the capacity, so that the peaks are what it takes.
     """
 
-    settings: AllocatorSettings
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     allocated_at_peak_bytes: int = 0
@@ -439,7 +510,9 @@ class HistoryReplay:
     out_of_memory_entry: int | None = None
 
 
-def replay_history(history: History, settings: AllocatorSettings | None = None) -> HistoryReplay:
+def replay_history(
+    history: History, settings: AllocatorSettings | None = None, *, laid_out_again: bool = False
+) -> HistoryReplay:
     """Replay a history in an allocator with these settings and with addresses of its own for new segments.
 
     It starts from the recorded segments; with another kind of segments, from the blocks allocated then, laid out again.
@@ -447,26 +520,93 @@ def replay_history(history: History, settings: AllocatorSettings | None = None) 
     Args:
         history: see `read_histories`.
         settings: None for those of the record.
+        laid_out_again: start from the blocks with any settings.
     """
     settings = settings or history.settings
-    replaying = Replaying(history, Allocator(settings))
+    replaying = Replaying(history, Allocator(settings), laid_out_again)
     result = replaying.run()
-    at_peak = Replaying(history, Allocator(settings))
+    at_peak = Replaying(history, Allocator(settings), laid_out_again)
     at_peak.run(replaying.peak_at)
     allocated, cached, pinned, holders = at_peak.fragmentation()
     return replace(result, allocated_at_peak_bytes=allocated, cached_bytes=cached, pinned_bytes=pinned, holders=holders)
 
 
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The last request that a recorded process was refused, and what it held then, its cache released.
+
+    Attributes:
+        entry: its place in the history.
+        earlier: how many were refused before.
+        stack: of the request.
+        nbytes: of the request, as the allocator rounds it.
+        device_free_bytes: of the device.
+        reserved_bytes, allocated_bytes: of the process.
+        largest_free_bytes: the largest free piece in segments of its pool.
+        missing_bytes: what it took besides what was reserved.
+        capacity_bytes: what the process could have reserved, at most.
+        holders: the stacks that requested what was allocated.
+    """
+
+    entry: int
+    earlier: int
+    stack: Stack
+    nbytes: int
+    device_free_bytes: int
+    reserved_bytes: int
+    allocated_bytes: int
+    largest_free_bytes: int
+    missing_bytes: int
+    capacity_bytes: int
+    holders: tuple[Holder, ...]
+
+    @property
+    def short_bytes(self) -> int:
+        """By how much the device was too small."""
+        return self.reserved_bytes + self.missing_bytes - self.capacity_bytes
+
+
+def out_of_memory(history: History) -> OutOfMemory | None:
+    """Why the last request that was refused did not fit; None if none was."""
+    place = history.refused_at
+    if place is None:
+        return None
+    _, free, nbytes, stream, stack = history.entries[place]
+    replaying = Replaying(history, allocator := Allocator(history.settings))
+    replaying.run(place - 1)
+    allocated, *_, holders = replaying.fragmentation()
+    kind = "small" if nbytes <= SMALL_LIMIT else "large"
+    pool = (each for each in allocator.segments() if each.stream == stream and each.segment_type == kind)
+    largest = max((block.size_bytes for each in pool for block in each.blocks if not block.allocated), default=0)
+    missing = -allocator.reserved_bytes
+    allocator.alloc(nbytes, stream)
+    missing += allocator.reserved_bytes
+    reserved = history.reserved_bytes[place]
+    return OutOfMemory(
+        entry=place,
+        earlier=sum(entry.action == "oom" for entry in history.entries[:place]),
+        stack=history.stacks[stack] if stack >= 0 else (),
+        nbytes=nbytes,
+        device_free_bytes=free,
+        reserved_bytes=reserved,
+        allocated_bytes=allocated,
+        largest_free_bytes=largest,
+        missing_bytes=missing,
+        capacity_bytes=reserved + max(0, min(free, missing - 1)),
+        holders=holders,
+    )
+
+
 class Replaying:
     """One replay of a history."""
 
-    def __init__(self, history: History, allocator: Allocator) -> None:
+    def __init__(self, history: History, allocator: Allocator, laid_out_again: bool = False) -> None:
         self.history, self.allocator = history, allocator
         self.blocks: dict[int, tuple[Block, int]] = {}  # by recorded address: the block and its stack
-        self.peak_at = -1
+        self.peak_at, self.asks_again_at, self.fits = -1, history.refused_at, True
         same_kind = allocator.settings.expandable_segments == history.settings.expandable_segments
         for segment in history.start:
-            if same_kind:
+            if same_kind and not laid_out_again:
                 spans = [(block.address, block.nbytes) for block in segment.blocks]
                 taken: list[Block | None] = [
                     *allocator.adopt(segment.address, segment.nbytes, segment.stream, spans, small=segment.small)
@@ -476,28 +616,37 @@ class Replaying:
             for block, held in zip(taken, segment.blocks, strict=True):
                 if block is not None:
                     self.blocks[held.address] = block, held.stack
+                self.fits &= block is not None
+        capacity = allocator.settings.capacity_bytes
+        if capacity is not None and allocator.reserved_bytes > capacity:
+            allocator.empty_cache()
+            self.fits &= allocator.reserved_bytes <= capacity
 
     def run(self, until: int | None = None) -> HistoryReplay:
         """Replay all entries up to one, or to the first that does not fit the capacity."""
-        allocator, entries = self.allocator, self.history.entries
+        allocator = self.allocator
+        entries = self.history.entries[: None if until is None else until + 1] if self.fits else ()
         releases = dict(_releases(self.history))
         used = peak_used = allocator.allocated_bytes
-        peak_reserved = allocator.reserved_bytes
-        failed: int | None = None
+        peak_reserved, most_used_at = allocator.reserved_bytes, -1
+        failed = None if self.fits else -1
         for place, (action, address, nbytes, stream, stack) in enumerate(entries):
-            if until is not None and place > until:
-                break
-            if action == "alloc":
+            if action == "alloc" or place == self.asks_again_at:
                 block = allocator.alloc(nbytes, stream)
+                failed = place if block is None else None
+                block = block or (allocator.alloc_beyond(nbytes, stream) if action == "oom" else None)
                 if block is None:
-                    failed = place
                     break
-                self.blocks[address] = block, stack
-                used += block.size_bytes
-                peak_used = max(peak_used, used)
+                if used + block.size_bytes > peak_used:
+                    peak_used, most_used_at = used + block.size_bytes, place
                 if allocator.reserved_bytes > peak_reserved:
                     peak_reserved, self.peak_at = allocator.reserved_bytes, place
-                self.served(block, address)
+                self.blocks[address if action == "alloc" else -1] = block, stack
+                if action == "alloc":
+                    used += block.size_bytes
+                    self.served(block, address)
+                elif place != until:  # the record goes on without it
+                    allocator.free(self.blocks.pop(-1)[0])
             elif action == "free_requested" and address in self.blocks:
                 used -= self.blocks[address][0].size_bytes
             elif action == "free_completed" and address in self.blocks:
@@ -506,13 +655,9 @@ class Replaying:
                 self.release(entries[place : releases[place].end], releases[place])
             else:
                 self.other(action, address, nbytes)
-        return HistoryReplay(
-            allocator.settings,
-            peak_used,
-            peak_reserved,
-            retries=allocator.retries,
-            out_of_memory_entry=failed,
-        )
+        if self.peak_at < 0:
+            self.peak_at = most_used_at
+        return HistoryReplay(peak_used, peak_reserved, retries=allocator.retries, out_of_memory_entry=failed)
 
     def served(self, block: Block, address: int) -> None:
         """A request was served; where the record has it."""
@@ -547,7 +692,6 @@ class Replaying:
             (
                 Holder(table[stack] if stack >= 0 else (), int(blocks), int(nbytes), round(free))
                 for stack, (blocks, nbytes, free) in held.items()
-                if free
             ),
             key=lambda holder: -holder.free_bytes,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from lightning_memguard.errors import MemGuardError
@@ -76,6 +76,31 @@ class AllocatorSettings:
                 return _settings_from(variable, environ[variable])
         return cls()
 
+    def with_setting(self, text: str) -> AllocatorSettings:
+        """Return the settings with others in their place, which are written as in the variable.
+
+        >>> AllocatorSettings(expandable_segments=True).with_setting("max_split_size_mb:64").text
+        'expandable_segments:True,max_split_size_mb:64'
+        """
+        changed = _settings_from("PYTORCH_ALLOC_CONF", text)
+        return replace(self, **{_REPLAYED[key]: getattr(changed, _REPLAYED[key]) for key in _keys(text)})
+
+    @property
+    def text(self) -> str:
+        """The settings as written in the variable, without PyTorch's defaults."""
+        return ",".join(f"{key}:{self._value(key)}" for key in _REPLAYED if self._value(key) != _DEFAULTS._value(key))
+
+    def replaced_by(self, text: str) -> str:
+        """Return the part of `text` that a setting written as in the variable would change."""
+        return replace(_DEFAULTS, **{_REPLAYED[key]: getattr(self, _REPLAYED[key]) for key in _keys(text)}).text
+
+    def _value(self, key: str) -> str:
+        value = getattr(self, _REPLAYED[key])
+        if isinstance(value, tuple):
+            sizes = ",".join(f"{1 << place}:{divisions}" for place, divisions in enumerate(value))
+            return str(value[0]) if len({*value}) == 1 else f"[{sizes}]"
+        return f"{value // MIB}" if key.endswith("_mb") and value else f"{value}"
+
 
 # Reading the environment. c10/core/AllocatorConfig.cpp (AcceleratorAllocatorConfig::parseArgs) and
 # c10/cuda/CUDAAllocatorConfig.cpp (CUDAAllocatorConfig::parseArgs) share one syntax, `key:value,key:[a:1,b:2]`, in
@@ -116,10 +141,21 @@ def _settings_from(variable: str, text: str) -> AllocatorSettings:
     )
 
 
-_REPLAYED = (
-    *("expandable_segments", "max_split_size_mb", "max_non_split_rounding_mb", "roundup_power2_divisions"),
-    *("garbage_collection_threshold", "large_segment_size_mb", "per_process_memory_fraction", "backend"),
-)
+_REPLAYED = {
+    "expandable_segments": "expandable_segments",
+    "max_split_size_mb": "max_split_size_bytes",
+    "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
+    "roundup_power2_divisions": "roundup_power2_divisions",
+    "garbage_collection_threshold": "garbage_collection_threshold",
+    "large_segment_size_mb": "large_segment_size_bytes",
+    "per_process_memory_fraction": "per_process_memory_fraction",
+    "backend": "kind",
+}
+_DEFAULTS = AllocatorSettings()
+
+
+def _keys(text: str) -> list[str]:
+    return [option.key for option in _options("the setting", "".join(text.split())) if option.key in _REPLAYED]
 
 
 def check_replayed(text: str) -> None:

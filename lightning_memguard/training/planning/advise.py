@@ -16,7 +16,7 @@ from lightning_memguard.core.capture.capture import CaptureFailedError, Isolated
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.advice import Advice, in_order
 from lightning_memguard.core.decision.decision import Budget, Request, decide, largest_that
-from lightning_memguard.core.replay.alternatives import NO_COST_SETTINGS, VARIABLE, under
+from lightning_memguard.core.replay.alternatives import NO_COST_SETTINGS, VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import Method
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError
@@ -103,7 +103,7 @@ def setting_that_saves(prediction: Prediction, batch_size: int, share: float) ->
         return None
     asked = prediction.footprint_at(batch_size).most_device_bytes
     found = {
-        text: replace(prediction, settings=under(now, text)).footprint_at(batch_size).most_device_bytes
+        text: replace(prediction, settings=now.with_setting(text)).footprint_at(batch_size).most_device_bytes
         for text in NO_COST_SETTINGS
     }
     text = min(found, key=found.__getitem__)
@@ -120,7 +120,7 @@ def _settings_that_save(
     if known is None:
         return []
     text = known[0]
-    changed = replace(prediction, settings=under(prediction.settings, text))
+    changed = replace(prediction, settings=prediction.settings.with_setting(text))
     best, asked = changed.footprint_at(batch_size), prediction.footprint_at(batch_size)
     saved, size = asked.most_device_bytes - best.most_device_bytes, _largest(changed, budget, request)
     sizes = None if size is None or now is None else (size, now)

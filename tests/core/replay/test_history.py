@@ -8,6 +8,8 @@ import json
 import pickle
 import random
 import sys
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from lightning_memguard.core.replay.history import (
     histories_of,
     line_of,
     operator_of,
+    out_of_memory,
     read_histories,
     replay_history,
 )
@@ -29,7 +32,7 @@ from lightning_memguard.core.trace.trace import Event, Trace
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.units import MIB
 
-SIZES = (700, 4096, 300_000, MIB, 3 * MIB, 7 * MIB + 512, 12 * MIB, 30 * MIB + 4096)
+SIZES = (700, 4096, 50_000, MIB, 3 * MIB, 7 * MIB + 512, 12 * MIB, 30 * MIB + 4096)
 KINDS = {
     "default": AllocatorSettings(),
     "expandable": AllocatorSettings(expandable_segments=True),
@@ -193,18 +196,195 @@ def test_a_file_that_names_a_class_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "it ran" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"no pickle", "cannot be read as a memory snapshot"),
-        (pickle.dumps([1, 2]), "not what torch.cuda.memory._dump_snapshot writes"),
-        (pickle.dumps({"segments": [], "device_traces": [[]]}), "holds no history"),
-    ],
+def recorded(*actions: tuple[str, int, int], held: dict[int, list[int]] | None = None, **settings: Any) -> Any:
+    """A snapshot of actions at addresses in MiB; ``held``: the segments at its end, the free sizes in them negative."""
+    entries = [
+        {"action": action, "device_free" if action == "oom" else "addr": at * MIB, "size": size * MIB, "stream": 0}
+        for action, at, size in actions
+    ]
+    segments = [
+        {
+            "address": begin * MIB,
+            "total_size": sum(map(abs, sizes)) * MIB,
+            "stream": 0,
+            "segment_type": "large",
+            "blocks": [
+                {"size": abs(size) * MIB, "state": "active_allocated" if size > 0 else "inactive"} for size in sizes
+            ],
+        }
+        for begin, sizes in (held or {}).items()
+    ]
+    return {"segments": segments, "device_traces": [entries], "allocator_settings": settings}
+
+
+# 60 MiB, then three times 20 MiB in their place, of which the second is given back; 30 MiB more do not fit into 85.
+REFUSED: Any = recorded(
+    *(("segment_alloc", 100, 60), ("alloc", 100, 60), ("free_requested", 100, 60), ("free_completed", 100, 60)),
+    *(("alloc", 100, 20), ("alloc", 120, 20), ("alloc", 140, 20)),
+    *(("free_requested", 120, 20), ("free_completed", 120, 20), ("oom", 25, 30)),
+    held={100: [20, -20, 20]},
 )
-def test_what_is_no_history_is_said(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "file.pickle").write_bytes(content)
+
+
+def test_a_request_that_was_refused_is_asked_again() -> None:
+    (history,) = histories_of(REFUSED)
+    found = out_of_memory(history)
+    assert found is not None
+    assert (found.entry, found.nbytes, found.capacity_bytes, found.short_bytes) == (9, 30 * MIB, 85 * MIB, 5 * MIB)
+    assert (found.reserved_bytes, found.allocated_bytes, found.largest_free_bytes) == (60 * MIB, 40 * MIB, 20 * MIB)
+    assert sum(holder.allocated_bytes for holder in found.holders) == 40 * MIB
+    own, expandable = alternatives(history, ["expandable_segments:True"], found.capacity_bytes)
+    assert (own.fits, own.replay.peak_reserved_bytes, own.replay.out_of_memory_entry) == (False, 90 * MIB, 9)
+    assert (expandable.fits, expandable.replay.peak_reserved_bytes) == (True, 80 * MIB)
+    assert alternatives(history, (), 90 * MIB)[0].fits
+    assert replay_history(history).peak_reserved_bytes == 90 * MIB
+
+
+def test_an_earlier_request_that_was_refused_does_not_end_the_replay() -> None:
+    content = {**REFUSED, "device_traces": [[{**REFUSED["device_traces"][0][-1], "size": 70 * MIB}]]}
+    content["device_traces"][0] += REFUSED["device_traces"][0][4:]
+    content["device_traces"][0][:0] = REFUSED["device_traces"][0][:4]
+    (history,) = histories_of(content)
+    found = out_of_memory(history)
+    assert found is not None
+    assert (found.entry, found.earlier, found.capacity_bytes) == (10, 1, 85 * MIB)
+    assert [row.fits for row in alternatives(history, ["expandable_segments:True"], 85 * MIB)] == [False, True]
+
+
+def test_a_limit_below_the_memory_of_the_device_is_noticed() -> None:
+    content = {**REFUSED, "device_traces": [[*REFUSED["device_traces"][0]]]}
+    content["device_traces"][0][-1] = {**content["device_traces"][0][-1], "device_free": 900 * MIB}
+    (history,) = histories_of(content)
+    found = out_of_memory(history)
+    assert found is not None
+    assert found.missing_bytes < found.device_free_bytes
+    assert found.capacity_bytes == 90 * MIB - 1
+
+
+def test_a_history_that_never_grows_is_laid_out_again_for_other_settings() -> None:
+    warm = [("alloc", 120, 20), ("free_requested", 120, 20), ("free_completed", 120, 20)]
+    (history,) = histories_of(recorded(*warm, held={100: [20, -20, 20], 200: [-60]}))
+    own, again, expandable = alternatives(history, ["expandable_segments:True"])
+    assert [row.laid_out_again for row in (own, again, expandable)] == [False, True, True]
+    assert [row.replay.peak_reserved_bytes // MIB for row in (own, again, expandable)] == [120, 60, 60]
+    assert (own.replay.allocated_at_peak_bytes, own.replay.cached_bytes) == (60 * MIB, 60 * MIB)
+    assert [row.fits for row in alternatives(history, (), 70 * MIB)] == [True, True]
+    assert [row.fits for row in alternatives(history, (), 50 * MIB)] == [False, False]
+
+
+def test_alternatives_start_from_the_settings_of_the_record() -> None:
+    (history,) = histories_of(
+        {
+            **REFUSED,
+            "allocator_settings": {
+                "PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:40,max_split_size_mb:128",
+                "max_split_size": 128 * MIB,
+                "expandable_segments": True,
+            },
+        }
+    )
+    assert history.settings.text == "expandable_segments:True,max_split_size_mb:128,large_segment_size_mb:40"
+    rows = {row.setting: row.was for row in alternatives(history)}
+    assert rows["expandable_segments:False"] == "expandable_segments:True"
+    assert rows["max_split_size_mb:512"] == "max_split_size_mb:128"
+    assert rows["roundup_power2_divisions:4"] == ""
+    assert rows.keys().isdisjoint({"expandable_segments:True", "max_split_size_mb:128"})
+
+
+def test_each_device_has_a_history() -> None:
+    traces = REFUSED["device_traces"][0]
+    segments = [{**segment, "device": device} for segment in REFUSED["segments"] for device in (1, 3)]
+    found = [*histories_of({**REFUSED, "segments": segments, "device_traces": [[], traces, [], traces]})]
+    assert [history.device for history in found] == [1, 3]
+
+
+HEAD = b"\x80\x04"
+TRACES = b"}(\x8c\x08segments]\x8c\x0ddevice_traces"
+ENTRY: Any = {"action": "alloc", "addr": MIB, "size": 512, "stream": 0}
+
+
+def with_entries(*entries: Any, **more: Any) -> bytes:
+    return pickle.dumps({"segments": [], "device_traces": [[*entries]], "allocator_settings": {}, **more}, protocol=4)
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value] * 10
+    return value
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "a memo of 2**32 places": (HEAD + b"}r\xff\xff\xff\xff.", "claims to hold 4,294,967,295"),
+    "a memo, as text": (HEAD + b"}p4294967295\n.", "pickle of plain values"),
+    "text of 2**63 bytes": (HEAD + b"\x8d" + b"\xff" * 7 + b"\x7f.", "claims to hold"),
+    "bytes of 2**40 bytes": (HEAD + b"\x8e\0\0\0\0\0\1\0\0.", "pickle of plain values"),
+    "a byte array of 2**40 bytes": (HEAD + b"\x96\0\0\0\0\0\1\0\0.", "pickle of plain values"),
+    "a number of 2**31 bytes": (HEAD + b"\x8b\xff\xff\xff\x7f.", "pickle of plain values"),
+    "a frame of 2**63 bytes": (HEAD + b"\x95" + b"\xff" * 7 + b"\x7f}.", "cannot be read|not what torch"),
+    "duplicates": (HEAD + b"](" + b"2" * 5000 + b"e.", "pickle of plain values"),
+    "tuples in tuples as a key": (HEAD + b"}(" + b")" + b"\x85" * 50_000 + b"Nu.", "pickle of plain values"),
+    "pairs in pairs as a key": (HEAD + b"}(N" + b"N\x86" * 50_000 + b"Nu.", "pickle of plain values"),
+    "lists in lists": (HEAD + b"]" * 50_000 + b"a" * 49_999 + b".", "not what torch"),
+    "a list of one list": (
+        HEAD + TRACES + b"](](" + b"N" * 3000 + b"e\x94" + b"h\0" * 3000 + b"eu.",
+        "repeats its own",
+    ),
+    "no end": (with_entries(ENTRY)[:-9], "cannot be read|ends too early"),
+    "nothing": (b"", "ends too early"),
+    "zeros": (b"\0" * 4096, "pickle of plain values"),
+    "no pickle": (b"no pickle", "pickle of plain values"),
+    "another pickle": (pickle.dumps([1, 2]), "not what torch.cuda.memory._dump_snapshot writes"),
+    "no history": (pickle.dumps({"segments": [], "device_traces": [[]]}), "holds no history"),
+    "a persistent id": (HEAD + b"NQ.", "pickle of plain values"),
+    "JSON in JSON": (b'{"segments": ' + b"[" * 200_000, "cannot be read"),
+    "a number of 5,000 digits": (
+        b'{"segments": [], "device_traces": [[["alloc", ' + b"9" * 5000 + b"]]]}",
+        "cannot be",
+    ),
+    "short entries": (b'{"segments": [], "device_traces": [[["alloc", 1]]]}', "cannot be read"),
+    "gzip of a gibibyte": (gzip.compress(b"{" + b" " * (200 * MIB), 9), "unpacks to more than"),
+    "gzip of nothing": (b"\x1f\x8b\x08\0", "cannot be read"),
+    "text within text": (
+        with_entries({**ENTRY, "frames": [{"filename": nested(9), "line": 1, "name": "f"}]}),
+        "a list for text",
+    ),
+    "2**70 bytes": (with_entries({**ENTRY, "size": 1 << 70}), r"a size of 1\.18e\+21"),
+    "fewer than no bytes": (with_entries({**ENTRY, "size": -512}), "a size of -512"),
+    "text for an address": (with_entries({**ENTRY, "addr": "7f00"}), "an address of a str"),
+    "another allocator": (
+        with_entries(ENTRY, allocator_settings={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}),
+        "backend:cudaMallocAsync, where the CUDA driver decides",
+    ),
+    "its order reversed": (
+        pickle.dumps({**REFUSED, "device_traces": [REFUSED["device_traces"][0][::-1]]}),
+        "contradicts itself: entry",
+    ),
+    "two blocks in one place": (
+        pickle.dumps(recorded(("free_completed", 100, 40), ("free_completed", 120, 20), held={100: [-60]})),
+        "overlap",
+    ),
+    "a block in no segment": (pickle.dumps(recorded(("free_completed", 500, 40), held={100: [-60]})), "in no segment"),
+    "blocks larger than their segment": (
+        pickle.dumps({**REFUSED, "segments": [{**REFUSED["segments"][0], "total_size": MIB}]}),
+        "not as large as",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_that_is_no_history_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    content, message = HOSTILE[name]
+    path = tmp_path / ("file.json.gz" if "gzip" in name else "file.pickle")
+    path.write_bytes(content)
+    tracemalloc.start()
+    begin = time.perf_counter()
     with pytest.raises(MemGuardError, match=message):
-        read_histories(tmp_path / "file.pickle")
+        read_histories(path)
+    seconds, (_, peak) = time.perf_counter() - begin, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 5
+    assert peak < 128 * MIB
 
 
 def test_private_pools_are_refused(tmp_path: Path) -> None:
