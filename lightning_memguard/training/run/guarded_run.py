@@ -542,7 +542,8 @@ class GuardedRun:
 
     def _warn_on_any_rank(self, text: str) -> None:
         ranks = self.tuning.ranks
-        warn(text if ranks.size == 1 else f"Rank {ranks.rank}: {text}", stacklevel=4)
+        text = text if ranks.size == 1 else f"Rank {ranks.rank}: {text}"
+        warn(text if text.startswith("MemGuard") else f"MemGuard: {text}", stacklevel=4)
 
     # -- when it is over
 

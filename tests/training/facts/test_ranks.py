@@ -199,7 +199,7 @@ def test_ranks_that_run_out_of_memory_in_turns_take_the_same_steps(
         assert (rank["error"], rank["step"], rank["counts"]) == ("", 20, [[15, 15]])
         torch.testing.assert_close(rank["parameters"], whole["parameters"], rtol=0, atol=1e-6)
         (said,) = [text for text in rank["warned"] if "ran out of memory" in text]
-        assert said.startswith(f"Rank {number}: A training batch of 4 samples ran out of memory.")
+        assert said.startswith(f"MemGuard: Rank {number}: A training batch of 4 samples ran out of memory.")
 
 
 def test_batches_after_a_failure_are_done_in_parts_and_tried_whole_again(seen: dict[str, tuple[Seen, Seen]]) -> None:
