@@ -173,6 +173,10 @@ def rebuilt(tree: object, children: dict[Any, Any]) -> Any:
         except (TypeError, AttributeError):
             return children
     else:
+        own = getattr(clone, "__dict__", {})
         for name, value in children.items():
-            object.__setattr__(clone, name, value)
+            if name in own:  # though a property without a setter may have its name
+                own[name] = value
+            else:
+                object.__setattr__(clone, name, value)
     return clone

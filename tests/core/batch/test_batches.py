@@ -561,3 +561,20 @@ def test_a_tensor_whose_size_depends_on_values_is_refused(tensor, words):
     for make in (Batches(tensor, tensor, 2, 3).fake, lambda n: Batches(tensor, tensor, 2, 3).real(n, CPU)):
         with pytest.raises(CannotTraceError, match=words):
             make(5)
+
+
+class Keyed:
+    """As torch_geometric's storage of one kind of nodes: a property reads what only its dictionary can be given."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        vars(self).update(_key="paper", x=x)
+
+    @property
+    def _key(self) -> str:
+        return str(vars(self)["_key"])
+
+
+def test_an_attribute_behind_a_property_without_a_setter_is_copied() -> None:
+    copied = map_tensors([Keyed(torch.zeros(3))], torch.ones_like)[0]
+    assert copied._key == "paper"
+    assert torch.equal(copied.x, torch.ones(3))
