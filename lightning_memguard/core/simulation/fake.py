@@ -61,11 +61,18 @@ def _unknown(operation: Callable[..., float]) -> Callable[..., UnknownFloat]:
 
 
 class UnknownFloat(float):
-    """The result of ``.item()`` for a float that is unknown: it can be logged and printed, not compared."""
+    """The result of ``.item()`` for a float that is unknown: it can be logged and printed, not compared or counted."""
 
     def _refuse(self, *_: object) -> bool:
         raise ValueNeededError("The step compares the value of a tensor (`.item()`), which only a real run can give.")
 
+    def __int__(self) -> int:
+        raise ValueNeededError("The step counts by the value of a tensor (`.item()`), which only a real run can give.")
+
+    def __round__(self, digits: Any = None) -> Any:
+        return UnknownFloat(1.0) if digits is not None else int(self)
+
+    __trunc__ = __floor__ = __ceil__ = __int__
     __neg__, __abs__ = _unknown(operator.neg), _unknown(abs)
     __add__ = __radd__ = _unknown(operator.add)
     __mul__ = __rmul__ = _unknown(operator.mul)

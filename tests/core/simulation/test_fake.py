@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import math
 import random
 import subprocess
 import sys
@@ -335,6 +336,19 @@ def test_an_unknown_float_refuses_to_decide_which_way_a_step_takes(compare):
     with pytest.raises(ValueNeededError) as error:
         compare(UnknownFloat(1.0))
     assert str(error.value) == ("The step compares the value of a tensor (`.item()`), which only a real run can give.")
+
+
+@pytest.mark.parametrize(
+    "count", [int, round, math.floor, math.ceil, math.trunc, "{:d}".format, lambda x: [0, 1][int(x)]]
+)
+def test_an_unknown_float_is_no_count(count):
+    """It may be a random choice of an image's size, or a length."""
+    with pytest.raises((ValueNeededError, ValueError)):
+        count(UnknownFloat(1.0))
+
+
+def test_an_unknown_float_is_rounded_to_be_shown():
+    assert isinstance(round(UnknownFloat(1.0), 3), UnknownFloat)
 
 
 def test_an_unknown_float_stays_unknown_when_scaled():
