@@ -27,6 +27,7 @@ the least median width that strictly holds 90 % of them. The other half shows wh
 """
 
 import argparse
+import contextlib
 import csv
 import gzip
 import hashlib
@@ -38,11 +39,12 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -195,6 +197,39 @@ def language_model(name: str) -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
 
 
+@contextlib.contextmanager
+def transformers_of_2025(row: dict[str, str]) -> Iterator[None]:
+    """What transformers kept in spring 2025 (4.4x and 4.5x), if another version is installed.
+
+    `DynamicCache.update` took a layer's first keys and values as they were (they are copied now), and
+    `sdpa_attention_forward` made its arguments contiguous. OPT's keys and values were contiguous already.
+    """
+    if is_image(row) or "opt" in row["constructor"]:
+        yield
+        return
+    from transformers.cache_utils import DynamicLayer
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
+
+    appended, attention = DynamicLayer.update, ATTENTION["sdpa"]
+
+    def update(layer: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        if layer.is_initialized:
+            return appended(layer, keys, values, *args, **kwargs)
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        return keys, values
+
+    def contiguous(module: Any, *states: Any, **kwargs: Any) -> Any:
+        return attention(module, *(each.contiguous() for each in states[:3]), *states[3:], **kwargs)
+
+    with mock.patch.object(DynamicLayer, "update", update):
+        ATTENTION["sdpa"] = contiguous
+        try:
+            yield
+        finally:
+            ATTENTION["sdpa"] = attention
+
+
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Build without memory if possible; some models need values while they are built."""
     try:
@@ -234,7 +269,8 @@ def captured(row: dict[str, str]) -> Captured:
     given = model, batches_from_one(batch), step, optimizer, torch.device("cuda")
     program = LoopProgram(*given, gpu=gpus.find(row["gpu"]))
     settings = AllocatorSettings.for_device("cuda", {})
-    trace = capture(program, int(row["batch"]), "fake")
+    with transformers_of_2025(row):
+        trace = capture(program, int(row["batch"]), "fake")
     recent = row["version"].startswith("2025")
     setup = tuple(event for event in trace.events if event.phase == "setup")
     before = replay(replace(trace, events=setup), settings).peak_reserved_bytes if recent and is_image(row) else 0
@@ -378,14 +414,14 @@ def show_halves(runs: Sequence[Run]) -> None:
             print(f"\n{title}: {', '.join(sorted({run.model for run in half}))}")
             bounds(half)
     if chosen_on:
-        below, above = min(itertools.product(range(21), repeat=2), key=lambda steps: chosen_width(chosen_on, *steps))
-        print(f"  the first half chooses {below / 2:.1f} % below and {above / 2:.1f} % above the replays", end="")
-        print(f" (in use: {100 * LESS_CACHED:.1f} and {100 * MORE_CACHED:.1f} %)")
+        below, above = min(itertools.product(range(41), repeat=2), key=lambda steps: chosen_width(chosen_on, *steps))
+        print(f"  the first half chooses {below / 4} % of the allocated peak below and {above / 4} % above", end="")
+        print(f" (in use: {100 * LESS_CACHED:g} and {100 * MORE_CACHED:g} %)")
 
 
 def chosen_width(runs: Sequence[Run], below: int, above: int) -> float:
-    """The median width with these shares of the peak, in steps of half a percent; infinite if too few runs are held."""
-    ranges = [(run, run.least - below * run.reserved / 200, run.most + above * run.reserved / 200) for run in runs]
+    """The median width with these shares, in quarters of a percent; infinite if too few runs are held."""
+    ranges = [(run, run.least - below * run.allocated / 400, run.most + above * run.allocated / 400) for run in runs]
     held = sum(low <= run.measured <= high for run, low, high in ranges)
     widths = (100 * (high - low) / run.measured for run, low, high in ranges)
     return statistics.median(widths) if held >= 0.9 * len(runs) else math.inf

@@ -217,7 +217,7 @@ def footprint(trace: Trace, settings: AllocatorSettings, context_bytes: int | tu
 
 def _with_other_caches(found: Footprint, settings: AllocatorSettings) -> Footprint:
     """The footprint if the allocator caches less or more than in the replay, as a few blocks elsewhere make it do."""
-    less, more = (int(share * found.peak_reserved_bytes) for share in (LESS_CACHED, MORE_CACHED))
+    less, more = (int(share * found.peak_allocated_bytes) for share in (LESS_CACHED, MORE_CACHED))
     if settings.capacity_bytes is not None:
         more = min(more, max(0, settings.capacity_bytes - found.highest.reserved_bytes))
     return found.widened(found.lowest.fragmented(-less), found.highest.fragmented(more))
@@ -238,9 +238,9 @@ def _gives_way(event: Event) -> bool:
     return bool(event.otherwise) or event.operator == WAITS
 
 
-# Shares of the reserved peak by which measured runs are below and above all replays of their step: chosen on the runs
+# Shares of the allocated peak by which measured runs are below and above all replays of their step: chosen on the runs
 # of half of the published CNNs, and shown on those of the others (`benchmarks/accuracy.py`).
-LESS_CACHED, MORE_CACHED = 0.06, 0.025
+LESS_CACHED, MORE_CACHED = 0.0675, 0.025
 
 
 def _replay(trace: Trace, case: str, settings: AllocatorSettings) -> Replay:
