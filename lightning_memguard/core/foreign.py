@@ -98,7 +98,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "_saved_tensors_hooks_disable _saved_tensors_hooks_enable _make_saved_tensor _get_sequence_nr; "
             "node: _saved_self _saved_result _saved_dim _saved_keepdim _saved_reduction",
         ),
-        Need("try Adafactor", "torch.optim: _adafactor", "it is not advised"),
+        Need("follow Adafactor", "torch.optim: _adafactor", "its steps run for real, and it is not advised"),
     ),
     "lightning": (
         Need(

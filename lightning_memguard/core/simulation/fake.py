@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memguard.core.batch.known_values import KnownValues
+from lightning_memguard.core.foreign import added, find, patched
 from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.foreign import find, patched
 from lightning_memguard.core.simulation.constants import KnownFakeMode, known_value
 from lightning_memguard.errors import CannotTraceError
 
@@ -298,17 +298,24 @@ def seed_all(seed: int) -> None:
 def faking(mode: FakeTensorMode) -> Iterator[None]:
     """Run what is inside on fake tensors, compiled modules eagerly.
 
-    Patches ``nn.Module._apply`` and torch's lists of types for ``foreach``, for all threads of the process.
+    Patches ``nn.Module._apply``, torch's lists of types for ``foreach`` and the ``max`` of Adafactor, for all threads
+    of the process.
     """
     with ExitStack() as exits:
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(_modules_can_move())
         exits.enter_context(patched(torch._subclasses, FakeTensor=_Unknown))
+        exits.enter_context(added(find("torch.optim._adafactor"), max=_larger))
         for home in _USES_FOREACH:
             types = [*home._foreach_supported_types, FakeTensor]
             exits.enter_context(patched(home, _foreach_supported_types=types))
         exits.enter_context(mode)
         yield
+
+
+def _larger(first: float, second: float) -> float:
+    """``max`` for Adafactor, which scales its update by a norm that fake tensors lack; no block depends on it."""
+    return first if isinstance(second, UnknownFloat) else max(first, second)
 
 
 class _UnknownOnly(type):

@@ -5,7 +5,6 @@ Nothing is estimated by a rule of thumb: a remedy that cannot run is left out.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import time
@@ -220,18 +219,16 @@ class _Attempts:
         """Captured in the way in which the step as it is was, so that the two can be compared."""
         known, size, remedies = self.prediction, self.batch_size, [self.remedies[place] for place in places]
         program = functools.reduce(lambda program, remedy: remedy.apply(program), remedies, known.program)
-        with contextlib.ExitStack() as during:
-            for remedy in remedies:
-                size //= remedy.share
-                during.enter_context(remedy.during())
-            if known.method in _ONE_WAY:
-                changed = replace(known, program=program, growth=None, traces={}, ceiling=None)
-            else:
-                changed = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
-                changed = replace(changed, held=known.held)
-            if changed.method != known.method:
-                raise CannotTraceError(f"{_OTHERWISE[changed.method]}")
-            return changed.footprint_at(size)
+        for remedy in remedies:
+            size //= remedy.share
+        if known.method in _ONE_WAY:
+            changed = replace(known, program=program, growth=None, traces={}, ceiling=None)
+        else:
+            changed = predict(program, size, known.settings, context_bytes=known.context_bytes, scalable=False)
+            changed = replace(changed, held=known.held)
+        if changed.method != known.method:
+            raise CannotTraceError(f"{_OTHERWISE[changed.method]}")
+        return changed.footprint_at(size)
 
     def leave_out(self, name: str, why: str) -> None:
         self.left_out.append((name, why))

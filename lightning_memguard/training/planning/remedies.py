@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memguard.core.capture.predict import Prediction
 from lightning_memguard.core.capture.program import Program, SwapOptimizer
 from lightning_memguard.core.capture.recorder import written_path
-from lightning_memguard.core.foreign import added, find
-from lightning_memguard.core.simulation.fake import UnknownFloat
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
 from lightning_memguard.training.planning.structure import Structure, code_of
-
-During = Callable[[], contextlib.AbstractContextManager[object]]
 
 _BLOCKS_TRIED = 2  # groups of repeated blocks whose checkpointing is tried
 _FIRST_WITH_BF16 = (8, 0)  # compute capability; older GPUs are given float16
@@ -35,7 +30,7 @@ _MOST_SHARES = 10  # a batch is halved fewer times than this
 class Remedy:
     """One thing to change: its name, what to write, its cost in accuracy, time or behavior, the program with it.
 
-    Two of one ``kind`` are not combined. Its batches are ``share`` times smaller, and its step runs inside ``during``.
+    Two of one ``kind`` are not combined. Its batches are ``share`` times smaller.
     """
 
     name: str
@@ -44,7 +39,6 @@ class Remedy:
     cost: str
     apply: Callable[[Program], Program]
     share: int = 1
-    during: During = contextlib.nullcontext
 
 
 Family = tuple[Remedy, ...]
@@ -118,13 +112,8 @@ def _bucket_views(program: Program) -> Iterator[Remedy]:
 # -- other optimizers
 
 
-def _optimizer(name: str, how: str, cost: str, swap: SwapOptimizer, during: During = contextlib.nullcontext) -> Remedy:
-    return Remedy(name, "optimizer", how, cost, methodcaller("with_optimizer", swap), during=during)
-
-
-def _larger(first: float, second: float) -> float:
-    """``max`` for Adafactor, which scales its update by a norm. Fake tensors do not know it; no block depends on it."""
-    return first if isinstance(second, UnknownFloat) else max(first, second)
+def _optimizer(name: str, how: str, cost: str, swap: SwapOptimizer) -> Remedy:
+    return Remedy(name, "optimizer", how, cost, methodcaller("with_optimizer", swap))
 
 
 def _same_but(optimizer: Optimizer, name: str, value: bool) -> Optimizer:
@@ -192,7 +181,6 @@ _ADAPTIVE_OPTIMIZERS = (
         "torch.optim.Adafactor(parameters, lr=...)",
         "keeps second moments by row and column and no momentum: another learning rate, a slower optimizer step",
         _adafactor_of,
-        during=partial(added, find("torch.optim._adafactor"), max=_larger),
     ),
 )
 _SGD = _optimizer(

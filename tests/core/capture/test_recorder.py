@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -545,6 +546,9 @@ def profiled_peak(run: Callable[[], object]) -> int:
         (torch.optim.Adam, 300, "backward", 0),
         # Adam divides by a Python number, which PyTorch makes a tensor of 8 bytes, then of 4, inside the operator.
         (torch.optim.Adam, 2, "optimizer", 8 + 4),
+        (torch.optim.Adafactor, 300, "backward", 0),
+        (torch.optim.Adafactor, 2, "optimizer", 0),
+        (partial(torch.optim.Adafactor, foreach=True, weight_decay=0.1), 2, "optimizer", 0),
     ],
 )
 def test_the_peak_is_the_one_the_profiler_measures_to_the_byte(make_optimizer, batch_size, phase, unseen_bytes):
