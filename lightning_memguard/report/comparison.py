@@ -29,6 +29,7 @@ def comparison_text(found: Comparison) -> str:
         _bytes("peak", found.predicted_peak_bytes, found.actual_peak_bytes),
         _bytes("  there before the step", found.predicted_before_bytes, found.actual_before_bytes),
         _bytes("  added by the step", here, there),
+        _bytes("peak reserved", found.predicted_reserved_bytes, found.actual_reserved_bytes),
         _counts(found.predicted_requests, found.actual_requests),
         "",
         f"{found.equal_requests:,} allocations are alike: of the same size, in the same order.",

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_memguard.core.replay.history import History, Stack, line_of, operator_of, read_histories
@@ -61,6 +62,7 @@ class Comparison:
         predicted_before_bytes, actual_before_bytes: what was allocated when the step began.
         differences: that explain the rest, the largest effect on the peak first.
         predicted_left_out, actual_left_out: requests before and after the part that was compared.
+        predicted_reserved_bytes, actual_reserved_bytes: the most that was reserved during the step.
         same_kind: ``"predicted"`` or ``"recorded"`` if both snapshots are; else empty.
     """
 
@@ -74,6 +76,8 @@ class Comparison:
     differences: tuple[Difference, ...]
     predicted_left_out: int = 0
     actual_left_out: int = 0
+    predicted_reserved_bytes: int = 0
+    actual_reserved_bytes: int = 0
     same_kind: str = ""
 
     @property
@@ -100,11 +104,10 @@ def compare(predicted: History, actual: History) -> Comparison:
     """
     ours, theirs = (_Step.of(history, _last_step(history)) for history in (predicted, actual))
     mine, yours = len(ours.requests), len(theirs.requests)
-    if mine <= yours:
-        theirs = theirs.only(*_best_stretch(ours.requests, theirs.requests))
-    else:
-        ours = ours.only(*_best_stretch(theirs.requests, ours.requests))
-    pairs = aligned([each.nbytes for each in ours.requests], [each.nbytes for each in theirs.requests])
+    pairs, (first, last), (first_of_theirs, last_of_theirs) = _matched(
+        [each.nbytes for each in ours.requests], [each.nbytes for each in theirs.requests]
+    )
+    ours, theirs = ours.only(first, last), theirs.only(first_of_theirs, last_of_theirs)
     found = _differences(ours, theirs, pairs)
     return Comparison(
         predicted_requests=len(ours.requests),
@@ -117,6 +120,8 @@ def compare(predicted: History, actual: History) -> Comparison:
         differences=_largest_first(found),
         predicted_left_out=mine - len(ours.requests),
         actual_left_out=yours - len(theirs.requests),
+        predicted_reserved_bytes=ours.reserved_bytes,
+        actual_reserved_bytes=theirs.reserved_bytes,
         same_kind=("predicted" if actual.predicted else "recorded") if predicted.predicted == actual.predicted else "",
     )
 
@@ -144,6 +149,7 @@ class _Step:
 
     requests: list[BlockRequest]
     held: list[BlockRequest]
+    reserved: tuple[int, ...]  # by the history, before its first entry and after each
 
     @classmethod
     def of(cls, history: History, first: int) -> _Step:
@@ -164,14 +170,22 @@ class _Step:
                 found[at] = found[at]._replace(end=place)
         first = max(first, 0)
         return cls(
-            [each for each in found if each.begin >= first], [each for each in found if each.begin < first <= each.end]
+            [each for each in found if each.begin >= first],
+            [each for each in found if each.begin < first <= each.end],
+            history.reserved_bytes,
         )
 
     def only(self, begin: int, end: int) -> _Step:
         """A stretch of the requests."""
         first = self.requests[begin].begin if begin < len(self.requests) else 0
         earlier = [each for each in (*self.held, *self.requests[:begin]) if each.end >= first]
-        return _Step(self.requests[begin:end], earlier)
+        return _Step(self.requests[begin:end], earlier, self.reserved)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The most that was reserved from the first to the last request."""
+        begin, end = (self.requests[0].begin, self.requests[-1].begin) if self.requests else (0, 0)
+        return max(self.reserved[begin : end + 2])
 
     @property
     def before_bytes(self) -> int:
@@ -219,11 +233,54 @@ def _step_of(stack: Stack) -> str:
     return stack[-1].partition(":")[0] if stack and stack[-1].startswith("step ") else ""
 
 
-_GRAM = 4  # requests in a row by which a stretch is found
+_GRAM = 4  # requests in a row by which a part is found
 _MOST_PLACES = 32  # those that are in so many places say little
+_NEAR = 8  # requests between two that are matched
+_Pairs = list[tuple[int, int]]
 
 
-def _best_stretch(short: Sequence[BlockRequest], long: Sequence[BlockRequest]) -> tuple[int, int]:
+def _matched(ours: Sequence[int], theirs: Sequence[int]) -> tuple[_Pairs, tuple[int, int], tuple[int, int]]:
+    """Return the places of equal requests in the parts that are compared, and the bounds of these parts.
+
+    The longer history is compared where it matches last. What precedes the match belongs to it as far as both have it:
+    a history that begins in the middle of a step is compared from there on.
+    """
+    if len(ours) > len(theirs):
+        pairs, yours, mine = _matched(theirs, ours)
+        return [(a, b) for b, a in pairs], mine, yours
+    begin, end = _last_occurrence(ours, theirs)
+    found = _aligned_within(ours, theirs, begin, end)
+    if (begin, end) != (0, len(theirs)):
+        more = len(ours) // 16 + 8
+        wider = _aligned_within(ours, theirs, max(0, begin - more), end + more)
+        if len(wider) > len(found):
+            found, end = wider, min(wider[-1][1] + len(ours) - wider[-1][0], len(theirs))
+    lead = min(at := _first_solid(found))
+    first, begin = at[0] - lead, at[1] - lead
+    pairs = [(a - first, b - begin) for a, b in found if a >= first and b >= begin]
+    return pairs, (first, len(ours)), (begin, end)
+
+
+def _aligned_within(ours: Sequence[int], theirs: Sequence[int], begin: int, end: int) -> _Pairs:
+    """Align with a part of the other history. Of equal sizes, those that are nearest to the middle are paired."""
+    pairs = [(a, b + begin) for a, b in aligned(ours, theirs[begin:end])]
+    middle = len(pairs) // 2
+    for order, step in ((range(middle - 1, -1, -1), 1), (range(middle + 1, len(pairs)), -1)):
+        for at in order:
+            (mine, yours), (_, next_of_yours) = pairs[at], pairs[at + step]
+            places = range(next_of_yours - step, yours, -step)
+            pairs[at] = mine, next((place for place in places if theirs[place] == ours[mine]), yours)
+    return pairs
+
+
+def _first_solid(pairs: _Pairs) -> tuple[int, int]:
+    """Return the first pair that is near to the next ones: others are equal by chance."""
+    gaps = [max(c - a, d - b) for (a, b), (c, d) in pairwise(pairs)]
+    near = (place for place in range(len(gaps)) if max(gaps[place : place + _GRAM - 1]) <= _NEAR)
+    return pairs[next(near, 0)] if pairs else (0, 0)
+
+
+def _last_occurrence(short: Sequence[int], long: Sequence[int]) -> tuple[int, int]:
     """Return the bounds of the last occurrence of the shorter history in the longer one."""
     places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for at, gram in enumerate(_grams(short)):
@@ -241,8 +298,7 @@ def _best_stretch(short: Sequence[BlockRequest], long: Sequence[BlockRequest]) -
     return begin, begin + len(short)
 
 
-def _grams(requests: Sequence[BlockRequest]) -> Iterator[tuple[int, ...]]:
-    sizes = [request.nbytes for request in requests]
+def _grams(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return zip(*(sizes[shift:] for shift in range(_GRAM)), strict=False)
 
 

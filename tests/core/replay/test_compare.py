@@ -86,6 +86,30 @@ def test_what_was_there_before_counts_as_requested_in_both() -> None:
     assert found.actual_peak_bytes == found.predicted_peak_bytes == large + KIB
 
 
+def test_a_history_that_begins_within_a_step_is_compared_from_there_on() -> None:
+    events = [Event("alloc", place, (place + 1) * KIB) for place in range(60)]
+    whole = snapshot(Trace(8, "cuda", "fake", tuple(events)), AllocatorSettings())
+    (actual,) = histories_of({**whole, "device_traces": [whole["device_traces"][0][10:]]})
+    (predicted,) = histories_of(whole)
+    found = compare(predicted, recorded(actual))
+    assert found.differences == ()
+    assert (found.equal_requests, found.predicted_left_out) == (51, 9)
+    assert found.predicted_before_bytes == found.actual_before_bytes > 0
+    assert found.predicted_peak_bytes == found.actual_peak_bytes
+
+
+def test_a_step_begins_at_its_first_request_though_others_follow_that() -> None:
+    (first, _), (second, _), *_ = STEP
+    other = [(first, ""), MORE, MORE, (second, ""), MORE, *STEP[2:]]
+    before = [(size * 3, operator) for size, operator in STEP]
+    found = compare(history(STEP), recorded(history(before, before, other, start=MORE[0])))
+    assert (found.equal_requests, found.actual_requests) == (len(STEP), len(STEP) + 3)
+    assert found.actual_before_bytes == MORE[0]
+    assert {(each.kind, each.nbytes, each.count) for each in found.differences} == {("only actual", MORE[0], 3)}
+    assert "peak reserved " in comparison_text(found)
+    assert found.actual_reserved_bytes == 4 * MIB
+
+
 def test_the_report_has_code_only_where_it_is_asked_for() -> None:
     secret = "/home/someone/secret.py:3:forward"
     found = compare(history(STEP, [*STEP, MORE], code=secret), recorded(history(STEP, code=secret)))
