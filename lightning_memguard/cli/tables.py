@@ -201,16 +201,7 @@ def print_alternatives(
     failure: OutOfMemory | None = None,
     named: bool = False,
 ) -> None:
-    """A history as recorded and under other settings: what each reserves, and where the free memory is.
-
-    Args:
-        history: of one device.
-        rows: see `alternatives`.
-        capacity_bytes: what the process may reserve; None: what it could when ``failure`` was recorded, if anything.
-        console: to print to.
-        failure: the request that was refused, if one was.
-        named: whether to name the device.
-    """
+    """A history as recorded and under other settings: what each reserves, and where the free memory is."""
     recorded, compared = rows[0].replay, rows[rows[-1].laid_out_again].replay
     device = f"Device {history.device}: " if named else ""
     kind = "Predicted" if history.predicted else "Recorded"
@@ -275,30 +266,22 @@ def _setting_words(row: Alternative, own: str) -> str:
 def _failure_words(failure: OutOfMemory) -> Iterator[str]:
     """Where and why a request was refused, and who held the memory."""
     earlier = f", after {counted(failure.earlier, 'earlier failure')}" if failure.earlier else ""
-    asked, free = format_bytes(failure.nbytes), format_bytes(failure.device_free_bytes)
     reserved, allocated = format_bytes(failure.reserved_bytes), format_bytes(failure.allocated_bytes)
-    pieces = f"the largest free piece there was {format_bytes(failure.largest_free_bytes)}"
-    yield f"It ran out of memory at entry {failure.entry + 1:,}{earlier}: {asked} for {_place(failure.stack)}."
+    piece, free = format_bytes(failure.largest_free_bytes), format_bytes(failure.entry.address)
+    asked, capacity = format_bytes(failure.entry.nbytes), format_bytes(failure.capacity_bytes)
+    unused = failure.capacity_bytes - failure.allocated_bytes
+    yield f"It ran out of memory at entry {failure.place + 1:,}{earlier}: {asked} for {_place(failure.stack)}."
+    pieces = f"the largest free piece there was {piece}"
     yield f"{reserved} were reserved then, {allocated} of them allocated; {pieces}, and the device had {free} free."
-    capacity, needed = format_bytes(failure.capacity_bytes), failure.allocated_bytes + failure.nbytes
-    if not failure.missing_bytes:
-        yield "In the replay it fits into what was reserved: the record does not tell why it was refused."
-    elif failure.missing_bytes <= failure.device_free_bytes:
-        yield (
-            f"The device had room: a limit of at most {capacity} was set (torch.cuda.set_per_process_memory_fraction), "
-            "or the history is not whole."
-        )
-    elif needed > failure.capacity_bytes:
-        yield (
-            f"With it {format_bytes(needed)} would be allocated, and the process could reserve {capacity}: no setting "
-            f"makes room. At least {format_bytes(needed - failure.capacity_bytes)} less must be allocated."
-        )
+    if failure.missing_bytes <= failure.entry.address:
+        limit = f"a limit of at most {capacity} was set (torch.cuda.set_per_process_memory_fraction)"
+        yield f"That is enough, so {limit}, or the history is not whole."
+    elif failure.entry.nbytes > unused:
+        less = format_bytes(failure.entry.nbytes - unused)
+        yield f"It could reserve {capacity}: no setting makes room, at least {less} less would have to be allocated."
     else:
-        unused = format_bytes(failure.capacity_bytes - failure.allocated_bytes)
-        yield (
-            f"Of {capacity} that the process could reserve, {unused} were not allocated, but in pieces: it was short "
-            f"by {format_bytes(failure.short_bytes)}."
-        )
+        pieces = f"{format_bytes(unused)} were not allocated, but in pieces"
+        yield f"Of the {capacity} that it could reserve, {pieces}: it was short by {format_bytes(failure.short_bytes)}."
     yield "Blocks that held most of the memory then:"
     for where, blocks, held, _ in sorted(_by_place(failure.holders), key=lambda row: -row[2])[:MOST_HOLDERS]:
         yield f"  {format_bytes(held)} in {counted(blocks, 'block')}: {where}"

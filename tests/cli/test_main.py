@@ -480,7 +480,7 @@ def test_a_history_that_ran_out_of_memory_says_why_and_what_would_have_helped(ca
         "Device 1: Recorded history of 10 entries.",
         "It ran out of memory at entry 10: 30.0 MiB for aten::bmm at net.py:7:forward.",
         "60.0 MiB were reserved then, 40.0 MiB of them allocated; the largest free piece there was 20.0 MiB, and the ",
-        "Of 85.0 MiB that the process could reserve, 45.0 MiB were not allocated, but in pieces: it was short by 5.0 ",
+        "Of the 85.0 MiB that it could reserve, 45.0 MiB were not allocated, but in pieces: it was short by 5.0 MiB.",
         "  40.0 MiB in 2 blocks: net.py:3:forward",
         "It would have been served: expandable_segments:True.",
     ):

@@ -103,9 +103,10 @@ def _row(row: Alternative) -> dict[str, Any]:
 
 
 def _failure(failure: OutOfMemory) -> dict[str, Any]:
-    sizes = "nbytes", "device_free_bytes", "reserved_bytes", "allocated_bytes", "largest_free_bytes", "short_bytes"
+    asked = {"nbytes": failure.entry.nbytes, "device_free_bytes": failure.entry.address}
+    sizes = "reserved_bytes", "allocated_bytes", "largest_free_bytes", "short_bytes"
     holders = sorted(failure.holders, key=lambda holder: -holder.allocated_bytes)[: tables.MOST_HOLDERS]
-    known = {**_place(failure.stack), **picked(failure, "entry", "earlier", *sizes)}
+    known = {**_place(failure.stack), **picked(failure, "place", "earlier"), **asked, **picked(failure, *sizes)}
     return {**known, "held_by": [_holder(holder) for holder in holders]}
 
 

@@ -61,7 +61,8 @@ def alternatives(
     if settings is None:
         opposite = ("expandable_segments:False",) if own.expandable_segments else ()
         settings = [text for text in (*opposite, *SETTINGS) if own.with_setting(text) != own]
-    tried = [("", False), *([] if history.grew else [("", True)]), *((text, not history.grew) for text in settings)]
+    again = bool(history.start) and max(history.reserved_bytes) == history.start_reserved_bytes
+    tried = [("", False), *[("", True)] * again, *((text, again) for text in settings)]
     return tuple(_alternative(history, text, capacity_bytes, again) for text, again in tried)
 
 

@@ -113,11 +113,6 @@ class History:
         return tuple(accumulate(changes, initial=self.start_reserved_bytes))
 
     @property
-    def grew(self) -> bool:
-        """Whether it reserves more than before its first entry."""
-        return not self.start or max(self.reserved_bytes) > self.start_reserved_bytes
-
-    @property
     def refused_at(self) -> int | None:
         """The place of the last request that ran out of memory."""
         return max((place for place, entry in enumerate(self.entries) if entry.action == "oom"), default=None)
@@ -135,7 +130,7 @@ class History:
 
 _MOST_UNPACKED = 200  # times the bytes of a .gz; snapshots compress to a tenth or a fiftieth
 _MOST_BYTES = 1 << 48  # of a request or a segment
-_MOST_TEXT = 400  # characters of a file's or a function's name
+_MOST_TEXT = 1000  # characters of a file's or a function's name
 
 
 def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
@@ -238,7 +233,7 @@ class _Stacks:
         if not frames:
             return -1
         if id(frames) not in self._seen:
-            stack = tuple(self._frames.get(id(frame)) or self._frame(frame) for frame in frames)
+            stack = tuple(map(self._frame, frames))
             if stack not in self._numbers:
                 self._numbers[stack] = len(self.rows)
                 self.rows.append(stack)
@@ -246,15 +241,16 @@ class _Stacks:
         return self._seen[id(frames)]
 
     def _frame(self, frame: Mapping[str, Any]) -> str:
-        line = _number(frame["line"], "a line")
-        self._frames[id(frame)] = f"{_text(frame['filename'])}:{line}:{_text(frame['name'])}"
+        if id(frame) not in self._frames:
+            place = _text(frame["filename"]), str(int(frame["line"])), _text(frame["name"])
+            self._frames[id(frame)] = ":".join(place)
         return self._frames[id(frame)]
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise MemGuardError(f"it has a {type(value).__name__} for text.")
-    return value[-_MOST_TEXT:]
+    return value[:_MOST_TEXT]
 
 
 def _number(value: Any, what: str, most: int = 1 << 64) -> int:
@@ -266,16 +262,11 @@ def _number(value: Any, what: str, most: int = 1 << 64) -> int:
 
 def _entry(entry: Any, stacks: _Stacks) -> HistoryEntry:
     if isinstance(entry, Mapping):
-        if tuple(entry.get("pool_id", (0, 0))) != (0, 0):
-            raise MemGuardError("it has private pools (CUDA graphs, torch.cuda.MemPool), which are not replayed.")
         where = entry.get("device_free", 0) if entry["action"] == "oom" else entry.get("addr", 0)
         entry = entry["action"], where, entry.get("size", 0), entry.get("stream", 0), entry.get("frames")
     action, where, nbytes, stream, frames = entry
-    stack = stacks.number(frames)
-    return HistoryEntry(
-        *(_text(action), _number(where, "an address"), _number(nbytes, "a size", _MOST_BYTES)),
-        *(_number(stream, "a stream"), stack),
-    )
+    where, nbytes = _number(where, "an address"), _number(nbytes, "a size", _MOST_BYTES)
+    return HistoryEntry(_text(action), where, nbytes, _number(stream, "a stream"), stacks.number(frames))
 
 
 def _segment(segment: Mapping[str, Any], stacks: _Stacks) -> HeldSegment:
@@ -490,8 +481,8 @@ class HistoryReplay:
     Attributes:
         peak_allocated_bytes: as ``torch.cuda.max_memory_allocated()``.
         peak_reserved_bytes: as ``torch.cuda.max_memory_reserved()``.
-        allocated_at_peak_bytes: allocated when the reserved bytes became largest; if they never grew, the most.
-        cached_bytes: then, in segments without a block, which the allocator gives back when memory is short.
+        cached_bytes: when the reserved bytes became largest (or if they never grew, the allocated ones), in segments
+            without a block, which the allocator gives back when memory is short.
         pinned_bytes: then, free within segments that hold a block: fragmentation.
         holders: the stacks behind the blocks, the one that keeps most free bytes first.
         retries: how often the whole cache was given back to make room.
@@ -502,7 +493,6 @@ class HistoryReplay:
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    allocated_at_peak_bytes: int = 0
     cached_bytes: int = 0
     pinned_bytes: int = 0
     holders: tuple[Holder, ...] = ()
@@ -527,8 +517,8 @@ def replay_history(
     result = replaying.run()
     at_peak = Replaying(history, Allocator(settings), laid_out_again)
     at_peak.run(replaying.peak_at)
-    allocated, cached, pinned, holders = at_peak.fragmentation()
-    return replace(result, allocated_at_peak_bytes=allocated, cached_bytes=cached, pinned_bytes=pinned, holders=holders)
+    cached, pinned, holders = at_peak.fragmentation()
+    return replace(result, cached_bytes=cached, pinned_bytes=pinned, holders=holders)
 
 
 @dataclass(frozen=True)
@@ -536,29 +526,28 @@ class OutOfMemory:
     """The last request that a recorded process was refused, and what it held then, its cache released.
 
     Attributes:
-        entry: its place in the history.
-        earlier: how many were refused before.
-        stack: of the request.
-        nbytes: of the request, as the allocator rounds it.
-        device_free_bytes: of the device.
+        entry, stack: of the request; its bytes are rounded, its address is what the device had free.
+        place, earlier: its place in the history, and how many were refused before.
         reserved_bytes, allocated_bytes: of the process.
         largest_free_bytes: the largest free piece in segments of its pool.
         missing_bytes: what it took besides what was reserved.
-        capacity_bytes: what the process could have reserved, at most.
         holders: the stacks that requested what was allocated.
     """
 
-    entry: int
-    earlier: int
+    entry: HistoryEntry
     stack: Stack
-    nbytes: int
-    device_free_bytes: int
+    place: int
+    earlier: int
     reserved_bytes: int
     allocated_bytes: int
     largest_free_bytes: int
     missing_bytes: int
-    capacity_bytes: int
     holders: tuple[Holder, ...]
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the process could have reserved, at most."""
+        return self.reserved_bytes + max(0, min(self.entry.address, self.missing_bytes - 1))
 
     @property
     def short_bytes(self) -> int:
@@ -571,29 +560,17 @@ def out_of_memory(history: History) -> OutOfMemory | None:
     place = history.refused_at
     if place is None:
         return None
-    _, free, nbytes, stream, stack = history.entries[place]
-    replaying = Replaying(history, allocator := Allocator(history.settings))
+    entry, replaying = history.entries[place], Replaying(history, allocator := Allocator(history.settings))
     replaying.run(place - 1)
-    allocated, *_, holders = replaying.fragmentation()
-    kind = "small" if nbytes <= SMALL_LIMIT else "large"
-    pool = (each for each in allocator.segments() if each.stream == stream and each.segment_type == kind)
+    allocated, before, holders = allocator.allocated_bytes, allocator.reserved_bytes, replaying.fragmentation()[-1]
+    kind = "small" if entry.nbytes <= SMALL_LIMIT else "large"
+    pool = (each for each in allocator.segments() if (each.stream, each.segment_type) == (entry.stream, kind))
     largest = max((block.size_bytes for each in pool for block in each.blocks if not block.allocated), default=0)
-    missing = -allocator.reserved_bytes
-    allocator.alloc(nbytes, stream)
-    missing += allocator.reserved_bytes
-    reserved = history.reserved_bytes[place]
+    allocator.alloc(entry.nbytes, entry.stream)
     return OutOfMemory(
-        entry=place,
-        earlier=sum(entry.action == "oom" for entry in history.entries[:place]),
-        stack=history.stacks[stack] if stack >= 0 else (),
-        nbytes=nbytes,
-        device_free_bytes=free,
-        reserved_bytes=reserved,
-        allocated_bytes=allocated,
-        largest_free_bytes=largest,
-        missing_bytes=missing,
-        capacity_bytes=reserved + max(0, min(free, missing - 1)),
-        holders=holders,
+        *(entry, history.stacks[entry.stack] if entry.stack >= 0 else (), place),
+        *(sum(each.action == "oom" for each in history.entries[:place]), history.reserved_bytes[place], allocated),
+        *(largest, allocator.reserved_bytes - before, holders),
     )
 
 
@@ -670,8 +647,8 @@ class Replaying:
         if not (release.under_pressure and self.allocator.settings.capacity_bytes):
             self.allocator.empty_cache()
 
-    def fragmentation(self) -> tuple[int, int, int, tuple[Holder, ...]]:
-        """Bytes allocated, cached in free segments, and free in others; and the stacks that keep the latter."""
+    def fragmentation(self) -> tuple[int, int, tuple[Holder, ...]]:
+        """Bytes cached in free segments, and free in others; and the stacks of all blocks."""
         stacks = {block.address: stack for block, stack in self.blocks.values()}
         cached = pinned = 0
         held: defaultdict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0])
@@ -695,7 +672,7 @@ class Replaying:
             ),
             key=lambda holder: -holder.free_bytes,
         )
-        return self.allocator.allocated_bytes, cached, pinned, tuple(holders)
+        return cached, pinned, tuple(holders)
 
 
 RESERVING = frozenset(action for action, sign in _RESERVED.items() if sign > 0)
