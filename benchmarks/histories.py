@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_memguard.core.replay.history import History, read_histories, replay_history
+from lightning_memguard.core.replay.allocator import Allocator
+from lightning_memguard.core.replay.history import History, Replaying, read_histories
 from lightning_memguard.errors import MemGuardError
 from shared.as_recorded import replay_as_recorded
 
@@ -62,12 +63,13 @@ def histories_in(folder: Path) -> Iterator[tuple[str, History]]:
 
 
 def replayed(name: str, history: History) -> Replayed:
-    found, own = replay_as_recorded(history)[1], replay_history(history)
+    found, own = replay_as_recorded(history)[1], Replaying(history, Allocator(history.settings))
+    own.asks_again_at = None
     return Replayed(
         *(name, history, found.allocations, found.other_addresses),
         *(found.segments + found.other_segments, found.other_segments),
         *(found.releases + found.other_releases, found.other_releases),
-        *(max(history.reserved_bytes), own.peak_reserved_bytes),
+        *(max(history.reserved_bytes), own.run().peak_reserved_bytes),
     )
 
 
