@@ -259,7 +259,7 @@ def print_alternatives(
 
 def _setting_words(row: Alternative, own: str) -> str:
     if row.setting:
-        return f"{row.setting} instead of {row.was}" if row.was else row.setting
+        return row.setting if row.was in ("", row.setting) else f"{row.setting} instead of {row.was}"
     return f"as it was{f': {own}' if own else ''}{', laid out again' if row.laid_out_again else ''}"
 
 

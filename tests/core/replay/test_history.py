@@ -345,7 +345,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "cannot be",
     ),
     "short entries": (b'{"segments": [], "device_traces": [[["alloc", 1]]]}', "cannot be read"),
-    "gzip of a gibibyte": (gzip.compress(b"{" + b" " * (200 * MIB), 9), "unpacks to more than"),
+    "gzip of 200 MiB of blanks": (gzip.compress(b"{" + b" " * (200 * MIB), 9), "unpacks to more than"),
     "gzip of nothing": (b"\x1f\x8b\x08\0", "cannot be read"),
     "text within text": (
         with_entries({**ENTRY, "frames": [{"filename": nested(9), "line": 1, "name": "f"}]}),
