@@ -96,7 +96,9 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "see what the backward pass keeps",
             "torch._C._autograd: _push_saved_tensors_default_hooks _pop_saved_tensors_default_hooks "
             "_saved_tensors_hooks_disable _saved_tensors_hooks_enable _make_saved_tensor _get_sequence_nr; "
-            "node: _saved_self _saved_result _saved_dim _saved_keepdim _saved_reduction",
+            "node: _saved_self _saved_result _saved_dim _saved_keepdim _saved_reduction _saved_other _saved_mat1 "
+            "_saved_mat2 _saved_self_sym_sizes _saved_self_sym_strides _saved_mat1_sym_sizes _saved_mat1_sym_strides "
+            "_saved_mat2_sym_sizes _saved_mat2_sym_strides",
         ),
         Need("follow Adafactor", "torch.optim: _adafactor", "its steps run for real, and it is not advised"),
     ),

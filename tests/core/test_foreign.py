@@ -41,6 +41,8 @@ def samples() -> dict[str, list[Any]]:
     """Objects to find the names on that begin at none of torch's modules."""
     x = torch.ones(2, requires_grad=True)
     nodes = [x.exp(), x.cumsum(0), x.log(), x.amax(0, keepdim=True), torch.nn.functional.mse_loss(x, torch.ones(2))]
+    matrix = torch.ones(2, 2, requires_grad=True)
+    nodes += [x * x, matrix @ matrix, torch.addmm(x, matrix, matrix)]
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     module = pl.LightningModule()
     module.save_hyperparameters({"batch_size": 1})

@@ -101,7 +101,7 @@ def test_the_next_fit_is_given_what_really_fits(gpu: Gpu) -> None:
     second = gpu.fit()
     assert second.batch_size < first.batch_size
     assert 0.9 * second.budget.usable_bytes < gpu.guard.records[0].measured.peak_bytes <= second.budget.usable_bytes
-    assert abs(gpu.guard.records[0].error_ratio) < 0.02
+    assert abs(gpu.guard.records[0].error_ratio) < 0.03
     assert "from 1 earlier run on this GPU" in setup_text(second)
     third = gpu.fit()
     assert third.batch_size == pytest.approx(second.batch_size, rel=0.05)
