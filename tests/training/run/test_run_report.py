@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard, MemGuardError, estimate
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.report.page import DATA_NAME, PAGE_NAME
-from lightning_memguard.training.run import guarded_run
+from lightning_memguard.training.run import guarded_run, run_report
 from lightning_memguard.training.run.run_report import FOLDER, folder_of
 
 
@@ -73,16 +72,20 @@ def test_without_a_logger_it_is_in_its_own_folder(
 
 
 def test_processes_that_start_at_once_get_a_folder_each(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from lightning_memguard.training.run.run_report import _next_version; "
-        "sys.stdin.readline(); [_next_version(Path(sys.argv[1])) for _ in range(50)]"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "memguard")]
-    several = [subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for _ in range(3)]
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(3)
+
+    def take_fifty() -> None:
+        start.wait(60)
+        for _ in range(50):
+            run_report._next_version(tmp_path / "memguard")
+
+    several = [context.Process(target=take_fifty) for _ in range(3)]
     for each in several:
-        each.stdin.write("go\n")  # type: ignore[union-attr]
-        each.stdin.flush()  # type: ignore[union-attr]
-    assert [each.wait() for each in several] == [0, 0, 0]
+        each.start()
+    for each in several:
+        each.join(60)
+    assert [each.exitcode for each in several] == [0, 0, 0]
     assert {each.name for each in (tmp_path / "memguard").iterdir()} == {f"version_{number}" for number in range(150)}
 
 
