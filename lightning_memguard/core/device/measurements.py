@@ -9,9 +9,11 @@ import contextlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -21,6 +23,7 @@ from lightning_memguard.core.replay.learned import Learned, Sighting
 from lightning_memguard.errors import MemGuardError
 
 _MOST_LINES = 2000  # some 1 MB; then the older half goes
+_MOST_SECONDS = 5.0  # for other processes that write; a file system may also refuse to lock
 _OF_ONE_SIZE = 5  # the latest measurements of a step at one batch size count
 
 
@@ -110,6 +113,15 @@ def default_path() -> Path:
     )
 
 
+def _lock(file: IO[str]) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return True
+
+
 @dataclass(frozen=True)
 class Store:
     """The file of measurements. Several processes may read and write it at once."""
@@ -120,7 +132,7 @@ class Store:
         """Append a measurement; when the file has grown long, the older ones go.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: the file cannot be written, or others have held it for seconds.
         """
         line = f"{json.dumps(asdict(measurement))}\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,10 +146,11 @@ class Store:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with self.path.with_suffix(".lock").open("w") as file:
-            with contextlib.suppress(ImportError):  # Windows has no such lock
-                import fcntl
-
-                fcntl.flock(file, fcntl.LOCK_EX)
+            patience = time.monotonic() + _MOST_SECONDS
+            while not or_none(_lock, file):
+                if time.monotonic() > patience:
+                    raise BlockingIOError(f"{self.path} is in use")
+                time.sleep(0.01)
             yield
 
     def _replace(self, lines: Iterable[str]) -> None:

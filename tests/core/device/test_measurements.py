@@ -66,6 +66,17 @@ def test_processes_that_write_at_once_lose_nothing(store: Store) -> None:
     assert {(each.run, each.batch_size) for each in found} == {(name, n) for name in "abcd" for n in range(1, 101)}
 
 
+def test_a_file_that_is_held_by_another_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training does not wait for it."""
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(measurements, "_MOST_SECONDS", 0.05)
+    store.add(FIRST)
+    with store.path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            store.add(FIRST)
+
+
 def test_a_long_file_is_cut_to_its_later_half(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "_MOST_LINES", 10)
     for number in range(11):
