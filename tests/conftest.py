@@ -103,6 +103,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"the examples import `{absent}`, which is not installed"))
 
 
+# One worker makes what the tests of these files share: processes, trainings, plans.
+SHARING = {"test_ranks.py", "test_advise.py", "test_ddp.py", "test_layouts_of_ranks.py", "test_examples.py"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As ``--dist loadgroup``, which finds no groups under pytest 9.2 (pytest-xdist 3.8)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if Path(file).name in SHARING else nodeid
+
+    return Scheduler(config, log)
+
+
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A training leaves its report where it runs."""

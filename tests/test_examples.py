@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, ScalarEvent
 
-pytestmark = pytest.mark.xdist_group("examples")  # one worker makes what the tests of this module share
-
 pytest.importorskip("sklearn", reason="the quickstart's digits come with scikit-learn")
 
 ROOT = Path(__file__).parents[1]

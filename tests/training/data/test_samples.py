@@ -421,9 +421,9 @@ def announced(trainer: Any, lengths: tuple[int, ...], **settings: Any) -> tuple[
 def test_a_larger_batch_is_reported_once_and_again_only_when_a_tenth_larger(trainer: Any) -> None:
     said, _ = announced(trainer, (10, 30, 30, 32, 33, 34, 20, 50))
     assert [text.split(" larger")[0] for text in said] == [
-        "Training batch 1 has [1, 30],",
-        "Training batch 5 has [1, 34],",
-        "Training batch 7 has [1, 50],",
+        "MemGuard: Training batch 1 has [1, 30],",
+        "MemGuard: Training batch 5 has [1, 34],",
+        "MemGuard: Training batch 7 has [1, 50],",
     ]
     assert "larger than the [1, 10] of the prediction. It is predicted to need " in said[0]
     assert said[0].endswith("It fits.")

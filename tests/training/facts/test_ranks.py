@@ -20,8 +20,6 @@ from lightning_memguard.training.facts.ranks import Attempt, Ranks
 from tests.forks import on_ranks
 from tests.training.facts import two_ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")  # one worker makes what the tests of this module share
-
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
 Seen = dict[str, Any]
 

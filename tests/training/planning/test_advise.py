@@ -36,8 +36,6 @@ from lightning_memguard.training.run import choose as choose_module
 from lightning_memguard.training.run import tune as tuning_module
 from lightning_memguard.units import KIB, MIB
 
-pytestmark = pytest.mark.xdist_group("advise")  # one worker makes what the tests of this module share
-
 SIZE = 16
 
 

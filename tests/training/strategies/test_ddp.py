@@ -35,8 +35,6 @@ from lightning_memguard.training.adapter import shadow
 from lightning_memguard.training.strategies import ddp
 from tests.forks import on_ranks
 
-pytestmark = pytest.mark.xdist_group("ddp")  # one worker makes what the tests of this module share
-
 BATCH_SIZE = 8
 WIDTH = 256
 H200 = gpus.find("NVIDIA H200")

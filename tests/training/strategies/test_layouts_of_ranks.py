@@ -24,8 +24,6 @@ from lightning_memguard.units import KIB
 from tests.forks import on_ranks
 from tests.training.strategies import two_shards
 
-pytestmark = pytest.mark.xdist_group("layouts")  # one worker makes what the tests of this module share
-
 USABLE = 1200 * KIB * 0.95
 Seen = dict[str, Any]
 
