@@ -1,4 +1,7 @@
-"""Ranks of gloo on this machine, forked from the process that runs the tests: they import nothing once more."""
+"""Ranks of gloo on this machine, forked from a server that has imported what they need, and has run nothing.
+
+Not from the process that runs the tests: after some of them autograd refuses to run in a fork.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from pathlib import Path
 
 import torch
 
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["lightning_memguard.training.run.guarded_run", "torch.profiler", "tests.warm"])
+
 
 def on_ranks(count: int, work: Callable[..., None], folder: Path) -> None:
     """Run a function of the rank and a folder on so many ranks, in that folder."""
@@ -17,8 +23,7 @@ def on_ranks(count: int, work: Callable[..., None], folder: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "NODE_RANK": "0"}
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_run, args=(rank, world, work, folder)) for rank in range(count)]
+    ranks = [CONTEXT.Process(target=_run, args=(rank, world, work, folder)) for rank in range(count)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

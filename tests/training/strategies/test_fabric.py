@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import multiprocessing
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.subject import on_ranks, program_of, subject_of
 from lightning_memguard.training.planning.target import target_of
 from lightning_memguard.training.strategies import fabric
+from tests.forks import CONTEXT
 from tests.training.strategies.fabric_truth import SAMPLES, benchmark, measure, strategy_of
 
 GPU = "A100-SXM4-40GB"
@@ -55,7 +55,7 @@ def test_a_rank_takes_what_the_profiler_sees_of_it(case: str, ranks: int) -> Non
     unseen = 1152 if case == "ddp" else 0  # at most, of small tensors that gloo's threads free in some runs
     more = math.inf
     for _ in range(3):  # on a busy machine gloo's threads free buckets late, too
-        with multiprocessing.get_context("fork").Pool(1) as child:
+        with CONTEXT.Pool(1) as child:
             more = min(more, child.apply_async(measure, (case, ranks)).get(300) - found.peak_allocated_bytes)
         if more <= unseen:
             break
