@@ -31,12 +31,12 @@ _CHANGED = 0.002  # of the peak: less is not worth another line
 class EarlierRuns:
     """The file of measurements, for one run; each failure is silent but for the log: nothing depends on the file.
 
-    ``setting`` is None if there is nothing to learn from or for: the device is no GPU of NVIDIA's, the user does not
-    want it, or the file is out of reach.
+    Without ``setting`` or ``store`` there is nothing to learn from or for: the device is no GPU, the user does not want
+    it, or has no home.
     """
 
     setting: Setting | None = None
-    store: Store = field(default_factory=lambda: Store(default_path()))
+    store: Store | None = None
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     _stored_bytes: int = 0
 
@@ -44,13 +44,13 @@ class EarlierRuns:
     def of(cls, profile: RunProfile, *, wanted: bool) -> EarlierRuns:
         """Find the file; read what this run's GPU and software are."""
         facts = profile.facts
-        made = attempt(lambda: cls(setting_of(facts.device))) if wanted and facts.stage == "fit" else None
-        return (made and made.value) or cls()
+        if not wanted or facts.stage != "fit":
+            return cls()
+        return attempt(lambda: cls(setting_of(facts.device), Store(default_path()))).value or cls()
 
     def learned(self, profile: RunProfile) -> Learned | None:
         """Return what was measured of this run's step on this GPU; None if there can be nothing."""
-        step = profile.prediction.signature if self.setting else ""
-        if self.setting is None or not step:
+        if self.setting is None or self.store is None or not (step := profile.prediction.signature):
             return None
         found, damaged = self.store.read()
         same = [each for each in found if each.step == step]
@@ -68,7 +68,9 @@ class EarlierRuns:
     ) -> None:
         """Store what an epoch has measured, if it tells of the step: nothing else was there, and no step was split."""
         learned, measured, predicted = profile.prediction.learned, record.measured, record.predicted
-        if self.setting is None or learned is None or not record.has_error or predicted.is_evaluation:
+        if self.setting is None or self.store is None or learned is None:
+            return
+        if not record.has_error or predicted.is_evaluation:
             return
         disturbed = record.rescued or record.out_of_memory or measured.alloc_retries or measured.ooms
         if disturbed or decision.kept or not measured.peak_reserved_bytes:

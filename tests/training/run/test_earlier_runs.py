@@ -7,6 +7,7 @@ import multiprocessing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytorch_lightning as pl
@@ -155,6 +156,14 @@ def test_damaged_lines_are_not_used_and_the_run_says_so(gpu: Gpu) -> None:
 
 def test_a_folder_that_cannot_be_written_changes_nothing(gpu: Gpu, tmp_path: Path) -> None:
     (tmp_path / "lightning-memguard").write_text("a file is in the way")
+    assert gpu.fit("check").outcome == "checked"
+    assert len(gpu.guard.records) == 1
+
+
+def test_a_user_without_a_home_learns_nothing(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in its list."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
     assert gpu.fit("check").outcome == "checked"
     assert len(gpu.guard.records) == 1
 
