@@ -16,11 +16,12 @@ _MOST_SHARE = 0.005  # of the run's time may go into reading the pages of proces
 
 
 class ChildrenMeter:
-    """Measures what a process's children and shared memory take in addition to the process, as its peak.
+    """Measures what a process's children and shared memory come to take in addition to the process, as its peak.
 
     Nothing counts it for us, so it is read at moments: shared memory by `read_shared`, which takes microseconds; pages
     by `read_pages`, which walks page tables and is left out when it would take more than 0.5 % of the time. Linux only;
-    elsewhere it is 0 bytes. What other processes put in /dev/shm meanwhile is counted as well.
+    elsewhere it is 0 bytes. What was there when the meter is made, such as the server of `forkserver`, is not counted;
+    what other processes put in /dev/shm meanwhile is.
 
     >>> meter = ChildrenMeter()
     >>> meter.read_shared()
@@ -34,6 +35,7 @@ class ChildrenMeter:
         self._begun, self._spent = time.monotonic(), 0.0
         self._mapped = 0  # of shared memory, by the process itself
         self._shared = self._pages = 0
+        self._pages_before = or_none(self._own_pages) or 0
 
     @property
     def peak_bytes(self) -> int:
@@ -55,7 +57,7 @@ class ChildrenMeter:
             return
         pages = or_none(self._own_pages)
         if pages is not None:
-            self._pages = max(self._pages, pages)
+            self._pages = max(self._pages, pages - self._pages_before)
         self._spent += time.monotonic() - now
 
     def _own_pages(self) -> int:

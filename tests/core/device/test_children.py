@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,21 +27,23 @@ def hold(nbytes: int, ready: Event, done: Event) -> None:
     assert len(kept) == nbytes
 
 
-@pytest.fixture
-def child() -> Any:
+@contextmanager
+def child(nbytes: int) -> Iterator[None]:
+    """A forked process that holds so many bytes."""
     context = get_context("fork")
     ready, done = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(64 * MIB, ready, done))
+    process = context.Process(target=hold, args=(nbytes, ready, done))
     process.start()
     assert ready.wait(60)
-    yield process
+    yield
     done.set()
     process.join()
 
 
-def test_pages_of_a_child_are_counted_and_those_that_it_shares_are_not(child: Any) -> None:
+def test_pages_of_a_child_are_counted_and_those_that_it_shares_are_not() -> None:
     meter = ChildrenMeter()
-    meter.read_pages()
+    with child(64 * MIB):
+        meter.read_pages()
     assert 64 * MIB <= meter.peak_bytes < 90 * MIB
     meter.restart()
     assert meter.peak_bytes == 0
@@ -48,16 +51,18 @@ def test_pages_of_a_child_are_counted_and_those_that_it_shares_are_not(child: An
 
 def test_pages_that_the_process_rewrites_stay_with_its_child() -> None:
     pages = np.ones(64 * MIB, np.uint8)
-    context = get_context("fork")
-    ready, done = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(1, ready, done))
-    process.start()
-    assert ready.wait(60)
-    pages += 1
     meter = ChildrenMeter()
-    meter.read_pages()
-    done.set()
-    process.join()
+    with child(1):
+        pages += 1
+        meter.read_pages()
+    assert 64 * MIB <= meter.peak_bytes < 90 * MIB
+
+
+def test_a_child_that_was_there_before_is_not_counted() -> None:
+    with child(128 * MIB):
+        meter = ChildrenMeter()
+        with child(64 * MIB):
+            meter.read_pages()
     assert 64 * MIB <= meter.peak_bytes < 90 * MIB
 
 
