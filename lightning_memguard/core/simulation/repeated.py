@@ -6,6 +6,7 @@ result is made from its template. Changes with torch's fake tensors. Checked on 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ class RepeatingFakeMode(FakeTensorMode):
 
     def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator on fake tensors."""
-        if not _may_repeat(func) or torch.is_inference_mode_enabled():
+        if not _may_repeat(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default and _is_whole(args[0]):
             return self._made(_result_like(args[0], -1), ())
@@ -121,8 +122,11 @@ class RepeatingFakeMode(FakeTensorMode):
             if template.place < 0:
                 meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             else:
-                storage = given[template.place].untyped_storage()
-                meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, stride)
+                owner = given[template.place]
+                storage = owner.untyped_storage()
+                views_are_normal = torch.is_inference_mode_enabled() and not owner.is_inference()
+                with torch.inference_mode(False) if views_are_normal else contextlib.nullcontext():
+                    meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, stride)
         fake: Any = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
         if self._allow_unsafe_data_ptr_access:
             torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)

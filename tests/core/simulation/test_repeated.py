@@ -27,7 +27,13 @@ def facts(tree: object) -> list[object]:
     return [
         (
             *(t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.layout, t.requires_grad, type(t)),
-            (t.untyped_storage().nbytes(), first[t.untyped_storage()._cdata], t._is_view(), t.is_leaf),
+            (
+                t.untyped_storage().nbytes(),
+                first[t.untyped_storage()._cdata],
+                t._is_view(),
+                t.is_leaf,
+                t.is_inference(),
+            ),
         )
         for t in tensors
     ]
@@ -60,7 +66,14 @@ def normalized(x: torch.Tensor) -> Any:
     return torch.ops.aten.native_batch_norm(x, None, None, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5)
 
 
-@pytest.mark.parametrize("step", [images, views, writes, kinds, gradients, normalized], ids=lambda step: step.__name__)
+def inferred(x: torch.Tensor) -> Any:
+    with torch.inference_mode():
+        return kinds(x), views(x), views(x + 1), writes(x)
+
+
+@pytest.mark.parametrize(
+    "step", [images, views, writes, kinds, gradients, normalized, inferred], ids=lambda step: step.__name__
+)
 def test_a_repetition_gives_what_torchs_own_fake_tensors_give(step: Callable[[torch.Tensor], Any]):
     def run(mode: FakeTensorMode) -> list[object]:
         with mode:
