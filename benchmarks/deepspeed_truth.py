@@ -159,7 +159,7 @@ def predicted(case: Case, *, scratch: bool = True) -> tuple[dict[str, int], int]
         fullest.append(find(*arguments))
         return fullest[0]
 
-    with mock.patch.object(deepspeed, "fullest_rank", keep):
+    with mock.patch.object(deepspeed, "fullest_rank", keep), with_fp16():
         program.run(recorder, SAMPLES, fake=True)
     live, peaks = 0, dict.fromkeys(PHASES, 0)
     first = options.get("accumulate", 1)
@@ -170,6 +170,13 @@ def predicted(case: Case, *, scratch: bool = True) -> tuple[dict[str, int], int]
         if event.step >= first and event.phase in peaks:
             peaks[event.phase] = max(peaks[event.phase], live)
     return peaks, (fullest or [0])[0]
+
+
+def with_fp16() -> contextlib.AbstractContextManager[object]:
+    """DeepSpeed refuses fp16 on processors without its instructions; PyTorch has slower kernels for these."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    return mock.patch.object(CPU_Accelerator, "is_fp16_supported", return_value=True)
 
 
 class OnCpu(DeepSpeedStrategy):
@@ -241,7 +248,7 @@ def measured(case: Case, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     given = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "callbacks": [Phases(accumulate)], **settings}
     shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = pl.Trainer(strategy=strategy, **given, **dict.fromkeys(shown, False))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with with_fp16(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         words = torch.zeros(SAMPLES, TOKENS, dtype=torch.long)
         trainer.fit(model_of(options), DataLoader([words] * 100, batch_size=None))  # type: ignore[arg-type]
     return peaks_of(profiled), peaks_of(profiled, scratch=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -12,16 +13,18 @@ import psutil
 from lightning_memguard.core.device.host import status_bytes
 from lightning_memguard.core.device.memory_info import or_none
 
-_MOST_SHARE = 0.005  # of the run's time may go into reading the pages of processes
+_SHARED = "/dev/shm"  # noqa: S108 - nothing is written there
+_MOST_SHARE = 0.005  # of the run's time may go into reading the pages and files of processes
+_FREE_SECONDS = 0.1  # in addition, for files
 
 
 class ChildrenMeter:
     """Measures what a process's children and shared memory come to take in addition to the process, as its peak.
 
-    Nothing counts it for us, so it is read at moments: shared memory by `read_shared`, which takes microseconds; pages
-    by `read_pages`, which walks page tables and is left out when it would take more than 0.5 % of the time. Linux only;
-    elsewhere it is 0 bytes. What was there when the meter is made, such as the server of `forkserver`, is not counted;
-    what other processes put in /dev/shm meanwhile is.
+    Nothing counts it for us, so it is read at moments: shared memory by `read_shared`, pages by `read_pages`. Both walk
+    through the processes, and are left out when that would take more than 0.5 % of the time; `read_shared` walks only
+    if /dev/shm holds more than before. Linux only; elsewhere it is 0 bytes. What was there when the meter is made, such
+    as the server of `forkserver`, is not counted, nor is what other programs put in /dev/shm.
 
     >>> meter = ChildrenMeter()
     >>> meter.read_shared()
@@ -34,7 +37,7 @@ class ChildrenMeter:
         self._shared_before = _shared_bytes()
         self._begun, self._spent = time.monotonic(), 0.0
         self._mapped = 0  # of shared memory, by the process itself
-        self._shared = self._pages = 0
+        self._shared = self._most = self._pages = 0  # the most that /dev/shm held, of any program
         self._pages_before = or_none(self._own_pages) or 0
 
     @property
@@ -44,11 +47,17 @@ class ChildrenMeter:
 
     def restart(self) -> None:
         """Forget the peak so far."""
-        self._shared = self._pages = 0
+        self._shared = self._most = self._pages = 0
 
     def read_shared(self) -> None:
-        """Read what lies in shared memory now."""
-        self._shared = max(self._shared, _shared_bytes() - self._shared_before)
+        """Read how much of shared memory is of these processes now."""
+        total = _shared_bytes() - self._shared_before
+        now = time.monotonic()
+        if total <= self._most or self._spent > _FREE_SECONDS + _MOST_SHARE * (now - self._begun):
+            return
+        self._most, own = total, or_none(self._own_shared)
+        self._shared = max(self._shared, total if own is None else min(total, own))
+        self._spent += time.monotonic() - now
 
     def read_pages(self) -> None:
         """Read the pages that the children do not share with the process, if there is time for it."""
@@ -59,6 +68,13 @@ class ChildrenMeter:
         if pages is not None:
             self._pages = max(self._pages, pages - self._pages_before)
         self._spent += time.monotonic() - now
+
+    def _own_shared(self) -> int:
+        """Bytes of shared memory that the process has mapped, or that it and its children have as files."""
+        files: dict[int, int] = {}
+        for pid in (self._process.pid, *_descendants(self._process.pid)):
+            files |= {status.st_ino: status.st_blocks * 512 for status in _files_in_shared_memory(pid)}
+        return sum(files.values()) + status_bytes(Path(f"/proc/{self._process.pid}"))["RssShmem"]
 
     def _own_pages(self) -> int:
         program = self._process.exe()  # a logger's service, say, runs another
@@ -85,8 +101,29 @@ def collected_bytes() -> int:
 
 
 def _shared_bytes() -> int:
-    usage = or_none(psutil.disk_usage, "/dev/shm")  # noqa: S108 - nothing is written there
+    usage = or_none(psutil.disk_usage, _SHARED)
     return int(usage.used) if usage else 0
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """Processes that a process has started, and theirs; psutil would look at every process of the host."""
+    threads = [*Path(f"/proc/{pid}/task").glob("*/children")]
+    if not threads:
+        raise FileNotFoundError(f"/proc/{pid}/task: this kernel lists no children, or the process is gone")
+    for thread in threads:
+        for child in map(int, thread.read_text().split()):
+            yield from (child, *_descendants(child))
+
+
+def _files_in_shared_memory(pid: int) -> Iterator[os.stat_result]:
+    """Files in /dev/shm that a process has open, or that are named after it, as by the strategy "file_system"."""
+    opened = (file for file in Path(f"/proc/{pid}/fd").glob("*") if _is_in_shared_memory(file))
+    found = (or_none(file.stat) for file in (*opened, *Path(_SHARED).glob(f"torch_{pid}_*")))
+    yield from filter(None, found)
+
+
+def _is_in_shared_memory(file: Path) -> bool:
+    return (or_none(os.readlink, file) or "").startswith(f"{_SHARED}/")
 
 
 def _rollup(pid: int) -> dict[str, int]:

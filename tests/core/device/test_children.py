@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,11 +30,11 @@ def hold(nbytes: int, ready: Event, done: Event) -> None:
 
 
 @contextmanager
-def child(nbytes: int) -> Iterator[None]:
+def child(nbytes: int, work: Callable[[int, Event, Event], None] = hold) -> Iterator[None]:
     """A forked process that holds so many bytes."""
     context = get_context("fork")
     ready, done = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(nbytes, ready, done))
+    process = context.Process(target=work, args=(nbytes, ready, done))
     process.start()
     assert ready.wait(60)
     yield
@@ -66,10 +68,48 @@ def test_a_child_that_was_there_before_is_not_counted() -> None:
     assert 64 * MIB <= meter.peak_bytes < 90 * MIB
 
 
-def test_shared_memory_is_counted_above_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+SHARED = Path("/dev/shm")
+
+
+def share(nbytes: int, ready: Event, done: Event) -> None:
+    """As PyTorch's workers do: the file has no name any more when it is filled."""
+    with tempfile.TemporaryFile(dir=SHARED) as file:
+        file.write(bytes(nbytes))
+        file.flush()
+        ready.set()
+        done.wait(60)
+
+
+def test_shared_memory_of_children_is_counted_and_that_of_other_programs_is_not() -> None:
+    meter = ChildrenMeter()
+    with tempfile.TemporaryDirectory(dir=SHARED) as folder:
+        (Path(folder) / "file").write_bytes(bytes(8 * MIB))
+        meter.read_shared()
+        assert meter.peak_bytes < MIB
+        with child(4 * MIB, share):
+            meter.read_shared()
+    assert 4 * MIB <= meter.peak_bytes < 5 * MIB
+    meter.restart()
+    meter.read_shared()
+    assert meter.peak_bytes < MIB
+
+
+def test_named_files_of_a_process_are_its_own() -> None:
+    file = SHARED / f"torch_{os.getpid()}_test"
+    meter = ChildrenMeter()
+    file.write_bytes(bytes(4 * MIB))
+    try:
+        meter.read_shared()
+    finally:
+        file.unlink()
+    assert 4 * MIB <= meter.peak_bytes < 5 * MIB
+
+
+def test_where_files_cannot_be_told_apart_all_of_shared_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     used = iter([100, 150, 120])
     monkeypatch.setattr(children, "_shared_bytes", lambda: next(used))
     meter = ChildrenMeter()
+    monkeypatch.setattr(meter, "_own_shared", lambda: 1 // 0)
     meter.read_shared()
     meter.read_shared()
     assert meter.peak_bytes == 50
