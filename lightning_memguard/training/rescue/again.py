@@ -31,7 +31,13 @@ from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
 from lightning_memguard.training.rescue.cut import Cut, cuts_for, part_of
 from lightning_memguard.training.rescue.memory import free, ran_out_of_memory, release
-from lightning_memguard.training.rescue.other_ranks import OtherRanks, clears_otherwise, hooks_once, without_gradients
+from lightning_memguard.training.rescue.other_ranks import (
+    Gradients,
+    OtherRanks,
+    clears_otherwise,
+    hooks_once,
+    without_gradients,
+)
 from lightning_memguard.training.rescue.parts import Passes, Step
 from lightning_memguard.training.rescue.policy import Policy, Samples
 from lightning_memguard.training.rescue.sample_layout import Refused
@@ -44,36 +50,6 @@ if TYPE_CHECKING:
 _EVALUATIONS = ("validation_step", "test_step")  # of a strategy, which calls the module's
 
 
-class Gradients:
-    """The gradients that there are, and how often each was written to."""
-
-    def __init__(self, parameters: list[Any]) -> None:
-        self._parameters = parameters
-        self._grads = [each.grad for each in parameters]
-        self._versions = [0 if each is None else each._version for each in self._grads]
-        self._kept: list[torch.Tensor | None] = []
-
-    def keep(self) -> None:
-        """Copy them to the host."""
-        self._kept = [None if each is None else each.to("cpu", copy=True) for each in self._grads]
-
-    def put_back(self) -> None:
-        """Make them as they were when they were kept."""
-        with torch.no_grad():
-            for parameter, grad, value in zip(self._parameters, self._grads, self._kept, strict=True):
-                parameter.grad = grad
-                if grad is not None and value is not None:
-                    grad.copy_(value)
-
-    def written(self) -> set[torch.Tensor]:
-        """The parameters whose gradient was added to since."""
-        return {
-            p
-            for p, grad, version in zip(self._parameters, self._grads, self._versions, strict=True)
-            if p.grad is not grad or (grad is not None and grad._version != version)
-        }
-
-
 class TrainingStep(Step):
     """A step of automatic optimization."""
 
@@ -83,15 +59,15 @@ class TrainingStep(Step):
         self.again: TrainingAgain = again
         self.closure = self.ran = closure
         self.gradients = gradients  # before it, if it accumulates
-        self.in_backward = self.zeroed = self.had_backward = self.had_hooks = False
+        self.begun: Gradients | None = None  # before the backward pass that runs
+        self.zeroed = self.had_hooks = False
         self.theirs: set[torch.Tensor] = set()  # parameters that have the gradient of the samples that run
 
     def obstacle(self, error: BaseException | None) -> str:  # noqa: D102
         if error is not None:
             raised_in = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-            self.in_backward = getattr(self.closure._backward_fn, "__code__", None) in raised_in
-            self.zeroed = self.in_backward or getattr(self.closure._zero_grad_fn, "__code__", None) in raised_in
-            self.had_backward = self.had_hooks = self.in_backward
+            self.had_hooks = getattr(self.closure._backward_fn, "__code__", None) in raised_in
+            self.zeroed = self.had_hooks or getattr(self.closure._zero_grad_fn, "__code__", None) in raised_in
             self.theirs = self.gradients.written() if self.gradients else set()
         if "batch" not in self.kwargs:
             return "its training_step takes an iterator instead of a batch"
@@ -100,7 +76,7 @@ class TrainingStep(Step):
         if self.zeroed and clears_otherwise(self.again.module):
             return "its optimizer_zero_grad, which has run, may do more than clear gradients"
         if error is not None:
-            return self.again.ranks.obstacle(in_backward=self.in_backward)
+            return self.again.ranks.obstacle(in_backward=self.had_hooks)
         return self.again.ranks.obstacle_of_strategy()
 
     def before_parts(self) -> None:
@@ -118,11 +94,11 @@ class TrainingStep(Step):
 
     def before_whole(self) -> None:
         """Put back what accumulated before."""
-        if self.had_backward and self.gradients is not None:
+        if self.gradients is not None:
             self.gradients.put_back()
 
     def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:  # noqa: D102
-        self.in_backward = False
+        self.begun = None
         kwargs = type(self.kwargs)(self.kwargs)
         kwargs["batch"] = batch
         self.ran = self.again.make(kwargs, self.optimizer, self.batch_idx)
@@ -133,7 +109,7 @@ class TrainingStep(Step):
         return [] if result.closure_loss is None else [result.closure_loss]
 
     def outputs(self, result: Any) -> Any:  # noqa: D102
-        self.result, self.loss = result, result.closure_loss
+        self.result = result
         return result.extra
 
     def backward(self, result: Any, share: float, *, is_last: bool) -> None:  # noqa: D102
@@ -146,14 +122,13 @@ class TrainingStep(Step):
             around.enter_context(without_gradients(self.theirs))
             around.enter_context(self.again.ranks.alone(is_last))
             around.enter_context(self.again.ranks.sending())
-            self.had_backward = self.in_backward = True
             self.ran._backward_fn(result.closure_loss * share)
         result.closure_loss = None
 
     @contextlib.contextmanager
     def smaller(self, start: int, stop: int) -> Iterator[int]:
         """Parameters that got the gradient of all these samples keep it; smaller parts compute the others'."""
-        written, before = self.begun.written() if self.in_backward else set(), self.theirs
+        written, before = self.begun.written() if self.begun else set(), self.theirs
         self.theirs = before | written
         try:
             with super().smaller(start, stop) as most:
@@ -164,7 +139,7 @@ class TrainingStep(Step):
     def finished(self, passes: Passes) -> Any:  # noqa: D102
         self.result.closure_loss = None
         self.result.extra = passes.result()
-        self.again.state.replace_numbers(plain)
+        self.state.replace_numbers(plain)
         return self.result
 
 
@@ -185,14 +160,6 @@ class EvaluationStep(Step):
 
     def finished(self, passes: Passes) -> Any:  # noqa: D102
         return passes.result()
-
-
-class _NotYetError(Exception):
-    """A way to cut a batch was refused."""
-
-    def __init__(self, reason: Refused) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
 
 
 class Again:
@@ -301,18 +268,18 @@ class Again:
     def _takes(self, step: Step, noted: Noted | None, error: BaseException) -> bool:
         """Whether a step that raised is to be done again; if so, what it made is held no more."""
         try:
-            step.failed, step.noted = True, noted
             self.policy.failed(step.place)
-            self.refused = self._obstacle(step, error)
+            self.refused = self._obstacle(step, noted, error)
         except BaseException as failure:  # noqa: BLE001 - the user's error is the one to be raised
             self.refused = f"{type(failure).__name__}: {failure}"
         if not self.refused:
             release(error)
         return not self.refused
 
-    def _obstacle(self, step: Step, error: BaseException) -> str:
-        if step.noted is None:
+    def _obstacle(self, step: Step, noted: Noted | None, error: BaseException) -> str:
+        if noted is None:
             return "what it changes could not be noted before it"
+        step.failed, step.noted = True, noted
         obstacle = step.obstacle(error) or self.state.obstacle(step.noted)
         if obstacle:
             return obstacle
@@ -346,17 +313,16 @@ class Again:
             memory = ran_out_of_memory(failure)
             self.refused = "not even one sample fits" if memory else f"{type(failure).__name__}: {failure}"
             release(failure)
-        self._quietly(lambda: self._leave(step), None)
+        self._quietly(step.begin, None)
         raise error.with_traceback(None)
-
-    def _leave(self, step: Step) -> None:
-        if step.noted is not None:
-            self.state.put_back(step.noted)
 
     def _planned(self, step: Step, at_once: int) -> tuple[bool, Any]:
         """Do a step in parts from the start, because it would run out of memory; False if it has to be whole."""
+        noted = self._quietly(lambda: self.note(step.batch, draws=True), None)
+        if noted is None:
+            return False, None
+        step.noted = noted
         try:
-            step.noted = self.note(step.batch, draws=True)
             if step.obstacle(None) or self._obstacle_of_batch(step):
                 return False, None
             self.ranks.send_buffers()
@@ -369,38 +335,32 @@ class Again:
                 raise torch.OutOfMemoryError(reason) from None
             release(error)
             step.before_whole()
-        self._quietly(lambda: self._leave(step), None)
+        self._quietly(step.begin, None)
         return False, None
 
     def _in_parts(self, step: Step, most: int) -> Any:
+        """Run all passes; what was refused before a gradient was written may be cut in another way."""
         reason: Refused | None = None
         for samples, cut in cuts_for(step.batch, self._cut):
             passes = Passes(step, cut, samples, self.module, by_name=self.by_name)
+            learned = False
             try:
-                return self._passes(passes, step, min(most, samples - 1))
-            except _NotYetError as error:
-                reason = reason or error.reason
+                at_once = passes.learn(min(most, samples - 1))
+                learned = True
+                return self._finish(step, passes, at_once)
+            except BaseException as error:
+                passes.undo()
+                if learned or not isinstance(error, Refused):
+                    raise
+                reason = reason or error
             finally:
                 self._quietly(passes.close, None)
         raise reason or Refused("its batch cannot be cut by sample")
 
-    def _passes(self, passes: Passes, step: Step, most: int) -> Any:
-        """Run all passes.
-
-        Raises:
-            _NotYetError: it was refused before a gradient was written; it may be cut in another way.
-        """
-        try:
-            try:
-                most = passes.learn(most)
-            except Refused as refused:
-                raise _NotYetError(refused) from None
-            step.before_parts()
-            passes.run(most)
-            result = step.finished(passes)
-        except BaseException:
-            passes.undo()
-            raise
+    def _finish(self, step: Step, passes: Passes, at_once: int) -> Any:
+        step.before_parts()
+        passes.run(at_once)
+        result = step.finished(passes)
         self._quietly(self.state.watch, None)
         self.policy.rescued(step.place, self.part_of(step, 0, passes.total), passes.largest, passes.changes)
         return result

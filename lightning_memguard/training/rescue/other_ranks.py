@@ -6,7 +6,7 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6, those of torch on 2.1
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,36 @@ def without_experiments(loggers: Sequence[Any]) -> Iterator[None]:
     finally:
         for each, kind in zip(loggers, kinds, strict=True):
             each.__class__ = kind
+
+
+class Gradients:
+    """The gradients that parameters have, and how often each was written to."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._known = [(each, each.grad, 0 if each.grad is None else each.grad._version) for each in parameters]
+        self._kept: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+
+    def keep(self) -> None:
+        """Copy them to the host."""
+        self._kept = [
+            (parameter, grad, None if grad is None else grad.to("cpu", copy=True)) for parameter, grad, _ in self._known
+        ]
+
+    def put_back(self) -> None:
+        """Make them as they were when they were kept, if they were."""
+        with torch.no_grad():
+            for parameter, grad, value in self._kept:
+                parameter.grad = grad
+                if grad is not None and value is not None:
+                    grad.copy_(value)
+
+    def written(self) -> set[torch.Tensor]:
+        """The parameters whose gradient was added to since."""
+        return {
+            parameter
+            for parameter, grad, version in self._known
+            if parameter.grad is not grad or (grad is not None and grad._version != version)
+        }
 
 
 @contextlib.contextmanager

@@ -25,24 +25,26 @@ from lightning_memguard.training.rescue.custom import CustomFunctions
 from lightning_memguard.training.rescue.cut import Cut, Entries, even_parts, part_of, uneven_parts
 from lightning_memguard.training.rescue.flow import Flow, by_storage
 from lightning_memguard.training.rescue.memory import free, ran_out_of_memory, release
-from lightning_memguard.training.rescue.other_ranks import without_experiments
+from lightning_memguard.training.rescue.other_ranks import Gradients, without_experiments
 from lightning_memguard.training.rescue.reductions import Lengths, Reductions, Totals, lengths
 from lightning_memguard.training.rescue.sample_layout import Layout, Refused, Waits, forget, join, refuse, refuse_after
 from lightning_memguard.training.rescue.sizes import Size, plain
-from lightning_memguard.training.rescue.state import EVERYWHERE, Left, Noted, random_states
+from lightning_memguard.training.rescue.state import Left, Noted, StepState, random_states
 
 _ROUNDS = 8  # forward passes of a part, each of which reads values that the one before has made known
 _SCRIPT = 2  # samples that show which dimension is theirs, where parts hold a single one
 
 
 class Step:
-    """One step on a batch, which can be run again, and the state that it may change; ``again`` is what repeats it."""
+    """One step on a batch, which can be run again; ``again`` is what repeats it, ``noted`` the state before it."""
+
+    noted: Noted
 
     def __init__(self, again: Any, batch: Any, place: int) -> None:
         self.again, self.batch, self.place = again, batch, place
+        self.state: StepState = again.state
         self.passes: Passes | None = None
         self.failed = False  # as a whole
-        self.noted: Noted | None = None
 
     @abstractmethod
     def obstacle(self, error: BaseException | None) -> str:
@@ -91,24 +93,19 @@ class Step:
 
     def begin(self) -> None:
         """Make everything as it was before the step."""
-        if self.noted is not None:
-            self.again.state.put_back(self.noted)
+        self.state.put_back(self.noted)
 
     def left(self) -> Iterable[Left]:
         """The tensors that it has left in Python's state."""
-        return () if self.noted is None else self.again.state.tensors_left(self.noted)
+        return self.state.tensors_left(self.noted)
 
     def noted_tensors(self) -> list[torch.Tensor] | None:
         """The tensors whose versions were noted before an attempt that failed; None if none did."""
-        return self.again.state.tensors(self.noted) if self.failed and self.noted is not None else None
+        return self.state.tensors(self.noted) if self.failed else None
 
     def unknown_draws(self) -> Collection[str]:
         """The random numbers whose states before the step are not known; see `random_states`."""
-        return EVERYWHERE if self.noted is None else self.again.state.unknown_draws(self.noted)
-
-    def is_memory(self, error: BaseException) -> bool:
-        """Whether an exception says that memory ran out."""
-        return ran_out_of_memory(error)
+        return self.state.unknown_draws(self.noted)
 
     def before_parts(self) -> None:
         """The second passes begin."""
@@ -176,7 +173,7 @@ class Passes:
             try:
                 self._learn(uneven_parts(0, self.total, most))
             except Exception as error:
-                if most == 1 or not self.step.is_memory(error):
+                if most == 1 or not ran_out_of_memory(error):
                     raise
                 release(error)
             else:
@@ -202,7 +199,7 @@ class Passes:
         try:
             self._learn_from(start, stop, extends=True)
         except Exception as error:
-            if not self.step.is_memory(error):
+            if not ran_out_of_memory(error):
                 raise
             release(error)
             raise Refused("one sample may fit, but not the forward pass of two, which shows how samples lie") from None
@@ -214,7 +211,7 @@ class Passes:
             except Waits:
                 return
             except Exception as error:
-                if self.flow.pending and not self.step.is_memory(error):
+                if self.flow.pending and not ran_out_of_memory(error):
                     return  # it may be a value that is not known yet
                 raise
             self.flow.finish()
@@ -264,7 +261,7 @@ class Passes:
             try:
                 self._run_part(first, last)
             except Exception as error:
-                if not self.step.is_memory(error) or last - first == 1:
+                if not ran_out_of_memory(error) or last - first == 1:
                     raise
                 release(error)
             else:
@@ -342,7 +339,7 @@ class Passes:
         self.reductions.begin()
         unknown = self.step.unknown_draws()
         before = random_states(unknown)
-        refusals, gradients = Refused.raised, self._gradients()
+        refusals, gradients = Refused.raised, Gradients(self.module.parameters())
         with ExitStack() as around:
             around.enter_context(torch.compiler.set_stance("force_eager"))
             for name in ("grad", "backward"):
@@ -356,21 +353,17 @@ class Passes:
             except (Refused, Waits):
                 raise
             except Exception as error:
-                if self.step.is_memory(error):
+                if ran_out_of_memory(error):
                     raise
                 raise refuse_after(
                     f"a part of its batch raises {type(error).__name__}: {error!s:.160}", error
                 ) from None
-        if self._gradients() != gradients:
+        if gradients.written():
             raise Refused("training_step changes gradients")
         if Refused.raised != refusals:
             raise Refused("its code has caught a refusal")
         if before != random_states(unknown):
             raise Refused("it draws random numbers, whose states before are not known: earlier steps drew none")
-
-    def _gradients(self) -> list[tuple[int, int]]:
-        """The gradients that there are, and how often they were written to."""
-        return [(id(p.grad), 0 if p.grad is None else p.grad._version) for p in self.module.parameters()]
 
     @contextmanager
     def _backward(self) -> Iterator[None]:

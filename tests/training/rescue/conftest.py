@@ -57,9 +57,6 @@ class PlainStep:
     def left(self) -> list[Any]:
         return []
 
-    def is_memory(self, error: BaseException) -> bool:
-        return isinstance(error, torch.OutOfMemoryError)
-
     @contextlib.contextmanager
     def smaller(self, start: int, stop: int) -> Iterator[int]:
         yield (stop - start + 1) // 2
