@@ -235,7 +235,7 @@ class Turns(pl.Callback):
                 self.other.release()
             self.mine.acquire()
             for guard in (each._run._rescuer for each in trainer.callbacks if isinstance(each, MemGuard)):
-                note = partial(guard._training.state.note, trainer._results, batch)
+                note = partial(guard._guards["train"].state.note, trainer._results, batch)
                 self.noting.append(timeit.timeit(note, timer=time.thread_time, number=self.block) / self.block)
             self.started = time.thread_time()
 

@@ -44,51 +44,44 @@ class Rescuer:
         fitting: Callable[[Samples], int | None] = lambda _: None,
     ) -> None:
         self._trainer: Any = trainer
+        self._module = module
         self._announce = announce
         self._announced: set[str] = set()
+        self._by_name, self._cuts = by_name, cuts or {}
+        self._guards: dict[str, Again] = {}  # by role
         self.policy = Policy(fits_now, fitting, partial(self._say, "training"))
-        self._training: Again | None = None
-        self._evaluation: Again | None = None
-        known = cuts or {}
-
-        def guard(kind: type[Any], policy: Policy, role: str) -> Any:
-            return kind(trainer, module, policy, known.get(role), announce, by_name=by_name)
-
-        self._is_manual = not module.automatic_optimization
-        if trainer.state.fn == "fit" and not self._is_manual:
-            self._training = self._made(lambda: guard(TrainingAgain, self.policy, "train"))
-        evaluation = Policy(notify=partial(self._say, "evaluation"))
-        self._evaluation = self._made(lambda: guard(EvaluationAgain, evaluation, "val"))
-
-    def _made(self, make: Callable[[], Again]) -> Again | None:
-        made = attempt(make)
-        if made.value is None:
-            self._announce(f"MemGuard will not do steps that run out of memory again in parts: {made.reason}")
-        return made.value
 
     def install(self) -> None:
         """Guard the steps from now on."""
-        for guard in filter(None, (self._training, self._evaluation)):
-            reason = attempt(guard.install).reason
-            if reason:
-                self._announce(f"MemGuard will not do steps that run out of memory again in parts: {reason}")
+        if self._trainer.state.fn == "fit" and self._module.automatic_optimization:
+            self._guard("train", TrainingAgain, self.policy)
+        self._guard("val", EvaluationAgain, Policy(notify=partial(self._say, "evaluation")))
+
+    def _guard(self, role: str, kind: type[Again], policy: Policy) -> None:
+        def install() -> None:
+            cut = self._cuts.get(role)
+            self._guards[role] = kind(self._trainer, self._module, policy, cut, self._announce, by_name=self._by_name)
+            self._guards[role].install()
+
+        if reason := attempt(install).reason:
+            self._announce(f"MemGuard will not do steps that run out of memory again in parts: {reason}")
 
     def close(self) -> None:
         """Leave the Trainer as it was."""
-        for guard in filter(None, (self._training, self._evaluation)):
+        for guard in self._guards.values():
             attempt(guard.close)
 
     @property
     def refused(self) -> str:
         """Why the last step that ran out of memory was not done again; empty if none did."""
-        if self._trainer.training and self._is_manual:
+        if self._trainer.training and not self._module.automatic_optimization:
             return _MANUAL
-        guard = self._training if self._trainer.training else self._evaluation
+        guard = self._guards.get("train" if self._trainer.training else "val")
         return guard.refused if guard else ""
 
     def expect(self, batch: Any, larger: Larger) -> int:
         """Run batches like this one, announced as too large, in parts; how many samples at once, 0 for all."""
-        if larger.verdict != "does not fit" or self._training is None:
+        if larger.verdict != "does not fit" or "train" not in self._guards:
             return 0
         footprint = larger.footprint
         fixed = footprint.outside_bytes + sum(footprint.parts.get(part, 0) for part in _FIXED)

@@ -92,6 +92,50 @@ class BatchWatch:
         self.largest = larger, prediction
         return larger
 
+    # -- which sizes fit
+
+    def would_fit(
+        self, budget: Budget, ratio: float, *, at_most: int = 0, alike: Prediction | None = None
+    ) -> int | None:
+        """The largest batch size that would have fit, if steps take as much more as this one did.
+
+        It is smaller than the one that ran, unless ``at_most`` says otherwise. 0 if not even one sample would have fit,
+        None if that is not known. ``alike``: a prediction on batches like the one that did not fit.
+        """
+        if alike is not None and alike.method == "states":
+            return None
+        scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
+        size, unit = self.batch_size, self.profile.loader_info.unit
+        request = Request(size, max_batch_size=at_most or max(1, size - 1), multiple_of=unit)
+
+        def footprint_at(batch_size: int) -> Footprint:
+            return self.profile.with_extra((alike or self.prediction).footprint_at(batch_size))
+
+        try:
+            return decide(footprint_at, scaled, request).batch_size
+        except DoesNotFitError:
+            return 0
+        except MemGuardError:
+            return None
+
+    def fits_now(self, nbytes: int) -> bool:
+        """Whether a batch of so many bytes fits what is free now, by the prediction."""
+        size, of_prediction = self.batch_size, self.prediction.expected_batch(self.batch_size)[1]
+        at_most = math.ceil(size * nbytes / max(1, of_prediction))
+        fits = self.would_fit(self.budget_now(), 1.0, at_most=at_most)
+        return fits is not None and fits * of_prediction >= size * nbytes
+
+    def fitting(self, failed: Samples) -> int:
+        """How many samples of a batch that failed fit now, if memory grows with its bytes."""
+        size = self.would_fit(self.budget_now(), 1.0)
+        return int(failed.count * self.prediction.expected_batch(size)[1] / max(1, failed.nbytes)) if size else 1
+
+    def budget_now(self) -> Budget:
+        """What the device offers now, or did at setup if that is less."""
+        then, device = self.profile.budget, self.profile.facts.device
+        now = attempt(lambda: read_budget(device, margin=then.margin_share)).value
+        return min(now or then, then, key=lambda each: each.usable_bytes)
+
 
 def _quick_sizes(batch: Any, *, by_shape: bool) -> list[torch.Size] | int:
     """Shapes or bytes of a batch that is a tensor, or a flat list, tuple or dict of dense ones; 0 for any other."""
@@ -110,18 +154,16 @@ def _quick_sizes(batch: Any, *, by_shape: bool) -> list[torch.Size] | int:
 # -- after an out-of-memory error
 
 
-def failure(
-    watch: BatchWatch, decided: Footprint, device: torch.device, measured: Measured | None, **found: Any
-) -> Failure:
+def failure(watch: BatchWatch, decided: Footprint, measured: Measured | None, **found: Any) -> Failure:
     """Compare what was there when memory ran out with the prediction, and find what would have fit.
 
     ``found`` are other fields of the result.
     """
-    budget = watch.profile.budget
+    budget, device = watch.profile.budget, watch.profile.facts.device
     now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
     larger, alike = watch.largest if watch.largest and watch.exceeds else (None, watch.prediction)
     ratio = _ratio(measured, (larger.footprint if larger else decided).peak_device_bytes)
-    smaller = None if watch.is_fixed else would_fit(watch, _budget_now(watch, device), ratio, alike=alike)
+    smaller = None if watch.is_fixed else watch.would_fit(watch.budget_now(), ratio, alike=alike)
     shapes = watch.shapes, watch.predicted_shapes
     of_larger, trace_at = (larger.footprint, alike.own_trace_at) if larger else (None, watch.profile.trace_at)
     shares = attempt(lambda: _shares(trace_at((of_larger or decided).batch_size), alike, device)).value
@@ -145,7 +187,7 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
     ratio = _ratio(measured, (larger.footprint if larger else decided).most_device_bytes)
 
     def find(_: int) -> int | None:
-        return would_fit(watch, watch.profile.budget, ratio, alike=alike)
+        return watch.would_fit(watch.profile.budget, ratio, alike=alike)
 
     if watch.is_fixed:
         return None
@@ -156,54 +198,3 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
 def _ratio(measured: Measured | None, predicted_bytes: int) -> float:
     taken = measured.peak_bytes if measured else 0
     return max(1.0, taken / predicted_bytes if predicted_bytes else 1.0)
-
-
-def would_fit(
-    watch: BatchWatch, budget: Budget, ratio: float, *, at_most: int = 0, alike: Prediction | None = None
-) -> int | None:
-    """The largest batch size that would have fit, if steps take as much more as this one did.
-
-    It is smaller than the one that ran, unless ``at_most`` says otherwise. 0 if not even one sample would have fit,
-    None if that is not known. ``alike``: a prediction on batches like the one that did not fit.
-    """
-    if alike is not None and alike.method == "states":
-        return None
-    scaled = replace(budget, free_bytes=int(budget.usable_bytes / ratio), margin_bytes=0)
-    size, unit = watch.batch_size, watch.profile.loader_info.unit
-    request = Request(size, max_batch_size=at_most or max(1, size - 1), multiple_of=unit)
-
-    def footprint_at(batch_size: int) -> Footprint:
-        return watch.profile.with_extra((alike or watch.prediction).footprint_at(batch_size))
-
-    try:
-        return decide(footprint_at, scaled, request).batch_size
-    except DoesNotFitError:
-        return 0
-    except MemGuardError:
-        return None
-
-
-def fits_now(watch: BatchWatch | None, nbytes: int, device: torch.device) -> bool:
-    """Whether a batch of so many bytes fits what is free now, by the prediction; if nothing is known, try it."""
-    if watch is None:
-        return True
-    size, of_prediction = watch.batch_size, watch.prediction.expected_batch(watch.batch_size)[1]
-    budget = _budget_now(watch, device)
-    fits = would_fit(watch, budget, 1.0, at_most=math.ceil(size * nbytes / max(1, of_prediction)))
-    return fits is not None and fits * of_prediction >= size * nbytes
-
-
-def fitting(watch: BatchWatch | None, failed: Samples, device: torch.device) -> int | None:
-    """How many samples of a batch that failed fit now, if memory grows with its bytes; None if nothing is known."""
-    if watch is None:
-        return None
-    size = would_fit(watch, _budget_now(watch, device), 1.0)
-    if not size:
-        return 1
-    return int(failed.count * watch.prediction.expected_batch(size)[1] / max(1, failed.nbytes))
-
-
-def _budget_now(watch: BatchWatch, device: torch.device) -> Budget:
-    budget = watch.profile.budget
-    now = attempt(lambda: read_budget(device, margin=budget.margin_share)).value
-    return min(now or budget, budget, key=lambda each: each.usable_bytes)

@@ -38,9 +38,10 @@ from lightning_memguard.training.data.loaders import rewrite_loaders
 from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import Stage
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
+from lightning_memguard.training.rescue.policy import Samples
 from lightning_memguard.training.rescue.rescuer import Rescuer
 from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills, worker_note
-from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, fits_now, fitting, size_within_budget
+from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import RunProfile
@@ -249,10 +250,8 @@ class GuardedRun:
     def start(self) -> None:
         """Show the decision, and watch batches and steps."""
         if self.stage != "predict" and self.settings.splits:
-            made = attempt(self._make_rescuer)
-            self._rescuer = made.value
-            if made.reason:
-                self._warn(f"MemGuard will not do steps that run out of memory again in parts: {made.reason}")
+            self._rescuer = self._make_rescuer()
+            self._rescuer.install()
         profile = self.tuning.profile
         if profile is None:
             return
@@ -283,20 +282,23 @@ class GuardedRun:
         self._watches = {role: attempt(partial(BatchWatch, profile, *run)).value for role, run in runs.items()}
 
     def _make_rescuer(self) -> Rescuer:
-        def watch() -> BatchWatch | None:
-            return self._watches.get("train")
+        def fits_now(nbytes: int) -> bool:
+            watch = self._watches.get("train")
+            return watch is None or watch.fits_now(nbytes)
 
-        rescuer = Rescuer(
+        def fitting(part: Samples) -> int | None:
+            watch = self._watches.get("train")
+            return None if watch is None else watch.fitting(part)
+
+        return Rescuer(
             self.trainer,
             self.module,
             self._warn_on_any_rank,
             by_name=self.settings.on_oom == "split",
             cuts=self.tuning.cuts,
-            fits_now=lambda nbytes: fits_now(watch(), nbytes, self.device),
-            fitting=lambda part: fitting(watch(), part, self.device),
+            fits_now=fits_now,
+            fitting=fitting,
         )
-        rescuer.install()
-        return rescuer
 
     def _show(self, profile: RunProfile) -> None:
         """Show what is known before the first step, which may be the last."""
@@ -564,7 +566,7 @@ class GuardedRun:
         watch = watch or BatchWatch(profile, profile.prediction, self.decision.batch_size)
         elsewhere = attempt(lambda: held_elsewhere(trainer, self.module, error)).value or {}
         found = {"elsewhere": elsewhere, "between_steps": self._between_steps}
-        return note(failure(watch, footprint, self.device, attempt(self._measure).value, **found))
+        return note(failure(watch, footprint, attempt(self._measure).value, **found))
 
     def close(self) -> None:
         """Stop measuring and recording, and leave the Trainer and the user's objects as they were."""
