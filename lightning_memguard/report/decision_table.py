@@ -13,7 +13,16 @@ from lightning_memguard.core.decision.decision import Budget, Decision, HostUse,
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.retries import Retries
-from lightning_memguard.report.words import at_size, batch_sizes, counted, part_words, peak_range, peak_words, size_of
+from lightning_memguard.report.words import (
+    at_size,
+    batch_sizes,
+    counted,
+    part_words,
+    peak_range,
+    peak_words,
+    prediction_of,
+    size_of,
+)
 from lightning_memguard.units import format_bytes
 
 Row = tuple[str, str, str]
@@ -59,9 +68,7 @@ def setup_text(
         most_parts: lines for parts and notes together, at most; the smallest parts share one, and of the notes the
             first is shown. None for all.
     """
-    footprint, budget = decision.footprint, decision.budget
-    if footprint is None or budget is None:
-        return f"MemGuard did not tune this run: {decision.reason}" if explain else ""
+    footprint, budget = prediction_of(decision)
     totals, notes = _total_lines(decision, footprint, budget, kind), [f"Note: {note}." for note in decision.notes]
     if most_parts is not None and len(notes) > 1:
         notes = [f"{notes[0]} More in `guard.decision.notes`."]
@@ -78,9 +85,7 @@ def setup_text(
 
 def evaluation_text(decision: Decision, kind: str) -> str:
     """Write in one line what a validation, test or prediction takes, and why its batch size."""
-    footprint, budget = decision.footprint, decision.budget
-    if footprint is None or budget is None:
-        return f"MemGuard did not tune this run: {decision.reason}"
+    footprint, budget = prediction_of(decision)
     usable = f"{format_bytes(budget.usable_bytes)} usable on {budget.device}"
     kind = {"validate": "validation", "predict": "prediction"}.get(kind, kind)
     return f"MemGuard: {kind} is expected to take {peak_range(footprint)} of the {usable}. {why(decision)}"
@@ -171,9 +176,7 @@ def totals_of(decision: Decision, footprint: Footprint, budget: Budget) -> list[
 
 def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
     """The table and the sentences under it as rows of text, under their heading, for loggers that show tables."""
-    footprint, budget = decision.footprint, decision.budget
-    if footprint is None or budget is None:
-        return ("", "MemGuard did not tune this run", ""), [("Why", decision.reason, "")]
+    footprint, budget = prediction_of(decision)
     sentences = [("Peak", method_words(footprint), ""), ("Batch size", why(decision), "")]
     notes = [("Note", f"{note}.", "") for note in decision.notes]
     return _heading(decision, footprint), [
@@ -184,16 +187,9 @@ def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:
     ]
 
 
-def markdown(decision: Decision, kind: str = "training") -> str:
-    """Return the table of `setup_text`, as Markdown.
-
-    Args:
-        decision: what was predicted and chosen.
-        kind: what runs, if the phase of the peak does not say so.
-    """
-    footprint, budget = decision.footprint, decision.budget
-    if footprint is None or budget is None:
-        return f"### MemGuard did not tune this run\n\n{_escaped(decision.reason)}\n"
+def markdown(decision: Decision) -> str:
+    """Return the table of `setup_text`, as Markdown."""
+    footprint, budget = prediction_of(decision)
     lines = [
         _markdown_row(_heading(decision, footprint)),
         "| :--- | ---: | ---: |",
@@ -204,7 +200,7 @@ def markdown(decision: Decision, kind: str = "training") -> str:
         ),
     ]
     # The most important line comes first: viewers such as TensorBoard's show ten lines of a text.
-    above = [f"### MemGuard: memory of {_kind(footprint, kind)} step", _escaped(why(decision))]
+    above = [f"### MemGuard: memory of {_kind(footprint, 'training')} step", _escaped(why(decision))]
     below = map(_escaped, (method_words(footprint), *(f"Note: {note}." for note in decision.notes)))
     return "\n\n".join([*above, "\n".join(lines), *below]) + "\n"
 
@@ -230,9 +226,7 @@ def method_words(footprint: Footprint) -> str:
 
 def why(decision: Decision) -> str:
     """The batch size, and what set it, or whether it fits."""
-    reason, footprint, budget = decision.reason.rstrip("."), decision.footprint, decision.budget
-    if footprint is None or budget is None:
-        return f"Batch size unchanged: {reason}."
+    reason, (footprint, budget) = decision.reason.rstrip("."), prediction_of(decision)
     size, asked = decision.batch_size, decision.requested_batch_size
     now, was = batch_sizes(decision, size), batch_sizes(decision, asked)
     change = f"Batch size {now} (was {was})" if size != asked else f"Batch size {now}, as requested"

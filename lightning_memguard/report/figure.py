@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.report.words import COLORS, batch_sizes, bounds_of, part_words, peak_range, ticks
+from lightning_memguard.report.words import COLORS, batch_sizes, bounds_of, part_words, peak_range, prediction_of, ticks
 from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -83,11 +83,9 @@ class Picture:
 # What is shown
 
 
-def picture_of_setup(decision: Decision) -> Picture | None:
-    """Return the picture of a prediction before anything can be measured; None if nothing was predicted."""
-    footprint, budget = decision.footprint, decision.budget
-    if footprint is None or budget is None:
-        return None
+def picture_of_setup(decision: Decision) -> Picture:
+    """Return the picture of a prediction before anything can be measured."""
+    footprint, budget = prediction_of(decision)
     return Picture(
         f"Batch size {batch_sizes(decision, decision.batch_size)}",
         f"predicted {peak_range(footprint)} of {format_bytes(budget.free_bytes)}",

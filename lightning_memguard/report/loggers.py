@@ -74,7 +74,7 @@ class Boards:
         if not self._boards and self.folder is not None:
             self._boards.append((str(self.folder), _files_in(self.folder, named)))
 
-    def log_setup(self, decision: Decision, step: int = 0, kind: str = "training") -> None:
+    def log_setup(self, decision: Decision, step: int = 0) -> None:
         """Show the table, the layout of the charts and the predicted picture: once per run, after the decision.
 
         Call it before anything is measured: what drawing loads is then in memory already.
@@ -82,9 +82,8 @@ class Boards:
         Args:
             decision: what was predicted and chosen.
             step: the Trainer's step, more than 0 if a run is resumed.
-            kind: what runs, if the decision's phase does not say so.
         """
-        self._show(lambda board: board.setup(decision, markdown(decision, kind), step))
+        self._show(lambda board: board.setup(decision, markdown(decision), step))
         self._draw(picture_of_setup(decision), "setup", step)
 
     def log_epoch(self, record: EpochRecord, step: int) -> None:
@@ -100,8 +99,8 @@ class Boards:
             self._draw(picture_of_epoch(record), f"epoch_{record.epoch:04}", step)
             self._last_drawn_bytes = now
 
-    def _draw(self, picture: Picture | None, name: str, step: int) -> None:
-        if picture is None or not self._boards:
+    def _draw(self, picture: Picture, name: str, step: int) -> None:
+        if not self._boards:
             return
         try:
             drawn = draw(picture)

@@ -24,7 +24,15 @@ from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report import charts
 from lightning_memguard.report.decision_table import method_words, totals_of, why
 from lightning_memguard.report.page_data import Report, report_data
-from lightning_memguard.report.words import COLORS, batch_sizes, byte_range, part_words, peak_words, with_stage
+from lightning_memguard.report.words import (
+    COLORS,
+    batch_sizes,
+    byte_range,
+    part_words,
+    peak_words,
+    prediction_of,
+    with_stage,
+)
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -72,17 +80,15 @@ def write_report(directory: str | os.PathLike[str], report: Report, stage: str =
 
 def page(report: Report, data_name: str = DATA_NAME) -> str:
     """The page as HTML, with a link to its data."""
-    decision, footprint, budget = report.decision, report.decision.footprint, report.decision.budget
-    if footprint is None or budget is None:
-        reason = escape(decision.reason or "nothing was predicted")
-        sections = [f'<p class="lead">MemGuard did not tune this run: {reason}.</p>']
-    else:
-        curve = charts.curve(report.curve, decision, footprint, budget)
-        sections = [
-            _headline(decision, footprint, budget),
-            f'<div class="pair">{_setup(decision, footprint, budget)}{curve}</div>',
-        ]
-    sections += [charts.timeline(report.timeline), _epochs(report.records), _layers(report.layers)]
+    decision, (footprint, budget) = report.decision, prediction_of(report.decision)
+    curve = charts.curve(report.curve, decision, footprint, budget)
+    sections = [
+        _headline(decision, footprint, budget),
+        f'<div class="pair">{_setup(decision, footprint, budget)}{curve}</div>',
+        charts.timeline(report.timeline),
+        _epochs(report.records),
+        _layers(report.layers),
+    ]
     return _asset("page.html").format(
         title=escape(report.title),
         style=_asset("page.css"),

@@ -12,7 +12,7 @@ from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.timeline import Timeline
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
-from lightning_memguard.report.words import COLORS
+from lightning_memguard.report.words import COLORS, prediction_of
 
 if TYPE_CHECKING:
     from lightning_memguard.core.layers.layers import LayerTable
@@ -62,8 +62,6 @@ def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, point
         decision: the batch size.
         points: how many sizes.
     """
-    if decision.footprint is None:
-        return ()
     last = max(math.ceil(decision.batch_size * 4 / 3), decision.requested_batch_size, 2)
     sizes = {max(1, round(last * place / points)) for place in range(1, points + 1)}
     sizes |= {1, decision.batch_size, decision.requested_batch_size} - {0}
@@ -78,7 +76,7 @@ def shown_parts(timeline: Timeline) -> list[str]:
 
 def report_data(report: Report) -> dict[str, Any]:
     """Return the page's content as plain data with the unit of every quantity in its name."""
-    decision = report.decision
+    decision, (footprint, budget) = report.decision, prediction_of(report.decision)
     sizes = (
         "batch_size",
         "loader_batch_sizes",
@@ -90,9 +88,9 @@ def report_data(report: Report) -> dict[str, Any]:
     return {
         "title": report.title,
         "decision": picked(decision, *sizes, *steps, "outcome", "limited_by", "reason", "fits", "verdict"),
-        "footprint": footprint_data(decision.footprint) if decision.footprint else None,
+        "footprint": footprint_data(footprint),
         "retries": vars(decision.retries) if decision.retries else None,
-        "budget": budget_data(decision.budget) if decision.budget else None,
+        "budget": budget_data(budget),
         "host": _host_data(decision.host) if decision.host else None,
         "timeline": _timeline_data(report.timeline) if report.timeline.parts else None,
         "curve": [vars(point) for point in report.curve],

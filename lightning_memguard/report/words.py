@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lightning_memguard.core.decision.decision import Decision
+from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
@@ -105,6 +105,13 @@ def round_step(step: float) -> float:
     """The next of 1, 2, 2.5, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(max(step, 1e-9)))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * 0.999)
+
+
+def prediction_of(decision: Decision) -> tuple[Footprint, Budget]:
+    """The prediction and the budget behind a decision to be shown; of a run that is not tuned, nothing is shown."""
+    assert decision.footprint is not None
+    assert decision.budget is not None
+    return decision.footprint, decision.budget
 
 
 def bounds_of(footprint: Footprint) -> tuple[int, int] | None:

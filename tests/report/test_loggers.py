@@ -252,12 +252,6 @@ def test_a_picture_that_cannot_be_drawn_costs_a_warning_alone(tmp_path, monkeypa
     assert (tmp_path / "memguard_setup.md").exists()
 
 
-def test_a_guard_that_did_not_tune_says_why_and_draws_nothing(tmp_path):
-    Boards([], tmp_path).log_setup(Decision(4, 4, 1, "stepped aside", None, None, "request", "a_b of [1] is *odd*"))
-    assert [path.name for path in tmp_path.iterdir()] == ["memguard_setup.md"]
-    assert r"a\_b of \[1] is \*odd\*" in (tmp_path / "memguard_setup.md").read_text()
-
-
 # How often
 
 

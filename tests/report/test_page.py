@@ -254,14 +254,6 @@ def test_what_a_user_wrote_is_text_and_nothing_else(tmp_path):
     assert len(Read(page).all("script")) == 2
 
 
-def test_a_guard_that_did_not_tune_says_why(tmp_path):
-    aside = Decision(4, 4, 1, "stepped aside", None, None, "request", "the step cannot be run on a copy")
-    read, data = written(Report("Net", aside), tmp_path)
-    assert "MemGuard did not tune this run: the step cannot be run on a copy." in read.text
-    assert read.all("svg") == []
-    assert data["footprint"] is None
-
-
 def test_a_step_that_is_known_in_part_is_not_called_fitting(tmp_path):
     footprint = replace(FOOTPRINT, method="states", notes=())
     decision = replace(DECISION, batch_size=4, outcome="kept", reason="it raises", footprint=footprint)
