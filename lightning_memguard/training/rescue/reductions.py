@@ -502,12 +502,13 @@ class Reductions(TorchFunctionMode):
                 raise refuse("slice takes some of the samples")
 
     def _reduced(self, name: str, x: torch.Tensor, layout: Layout, args: Any, kwargs: Any) -> Any:
-        given = dict(zip(_PARAMETERS[name], args[1:], strict=False)) | kwargs
+        rewrite, parameters = _REWRITES[name]
+        given = dict(zip(parameters, args[1:], strict=False)) | kwargs
         dims = self._reduced_dims(given, x)
         if layout.dim not in (dims if dims is not None else range(self._rank(x))):
             return _NO
         with self:
-            return _REWRITES[name](self, x, dims, given)
+            return rewrite(self, x, dims, given)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function with other arguments than it was given."""
@@ -707,18 +708,18 @@ _CHECKPOINT = "torch/utils/checkpoint.py"
 _SHAPE, _DATA = torch.Tensor.shape.__get__, torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _INSTANCE_NORM = inspect.signature(F.instance_norm)
 
-_REWRITES: dict[str, Callable[..., Any]] = {
-    "mean": _mean, "var": _var, "std": lambda *call: _var(*call).sqrt(),
-    "var_mean": lambda *call: (_var(*call), _mean(*call)),
-    "std_mean": lambda *call: (_var(*call).sqrt(), _mean(*call)), "norm": _norm, "linalg_vector_norm": _norm,
-    "linalg_norm": _norm, "logsumexp": _logsumexp,
-}  # fmt: skip
-_PARAMETERS = {
-    "mean": ("dim", "keepdim"), "var": ("dim", "unbiased", "keepdim"), "std": ("dim", "unbiased", "keepdim"),
-    "var_mean": ("dim", "unbiased", "keepdim"), "std_mean": ("dim", "unbiased", "keepdim"),
-    "norm": ("p", "dim", "keepdim"), "linalg_vector_norm": ("ord", "dim", "keepdim"),
-    "linalg_norm": ("ord", "dim", "keepdim"), "logsumexp": ("dim", "keepdim"),
-}  # fmt: skip
+# How a function is written as sums, and the names of its arguments after the tensor.
+_REWRITES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "mean": (_mean, ("dim", "keepdim")),
+    "var": (_var, ("dim", "unbiased", "keepdim")),
+    "std": (lambda *call: _var(*call).sqrt(), ("dim", "unbiased", "keepdim")),
+    "var_mean": (lambda *call: (_var(*call), _mean(*call)), ("dim", "unbiased", "keepdim")),
+    "std_mean": (lambda *call: (_var(*call).sqrt(), _mean(*call)), ("dim", "unbiased", "keepdim")),
+    "norm": (_norm, ("p", "dim", "keepdim")),
+    "linalg_vector_norm": (_norm, ("ord", "dim", "keepdim")),
+    "linalg_norm": (_norm, ("ord", "dim", "keepdim")),
+    "logsumexp": (_logsumexp, ("dim", "keepdim")),
+}
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "one_hot": Reductions._one_hot, "instance_norm": Reductions._instance_norm, "normalize": Reductions._opened,
     "gaussian_nll_loss": Reductions._opened,

@@ -940,8 +940,7 @@ _GROWING = {"expand"}
 _ALL = 2**63 - 1  # where a slice to the end ends
 _MOVES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias",
           "detach", "clone", "_to_copy", "repeat", "lift_fresh"}  # fmt: skip
-_LINEAR = {"view", "_unsafe_view", "expand", "clone", "_to_copy", "detach", "alias", "unsqueeze", "squeeze", "t",
-           "transpose", "permute", "lift_fresh", "reshape"}  # fmt: skip
+_LINEAR = _MOVES - {"repeat"}
 _ORDERED = {"index", "index_select", "index_put", "index_add", "scatter"}
 _SOME_PLACES = {"index", "index_select", "index_put", "index_add", "select", "unbind", "squeeze", "alias", "detach"}
 _PACKED = {"sort", "argsort", "_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"}

@@ -558,8 +558,7 @@ def _is_new(value: Any, known: set[int]) -> bool:
 
 def _is_calm(cell: _Cell) -> bool:
     values = (each for _, value in cell.kind.pairs(cell.kind.save(cell.container)) for each in _flat(value))
-    others = [each for each in values if each.__class__ not in _PLAIN]
-    return cell.kind.compares and not any(isinstance(each, torch.Tensor) for each in others)
+    return cell.kind.compares and not any(isinstance(each, torch.Tensor) for each in values)
 
 
 def _equal(now: Any, before: Any) -> bool:
