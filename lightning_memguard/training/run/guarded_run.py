@@ -166,31 +166,27 @@ class GuardedRun:
 
     def _batch_size(self) -> int:
         """Asked for when the loaders are made: by then the other callbacks hold what they will hold."""
-        reason = attempt(self._follow_recheck).reason
+        reason = attempt(self._recheck).reason
         if reason:
             self._warn(f"MemGuard could not count what other callbacks hold: {reason}")
         return self.decision.batch_size
 
-    def _follow_recheck(self) -> None:
+    def _recheck(self) -> None:
+        if not self.trains:
+            return
         before = self.decision
-        self._recheck()
+        self.tuning = recheck(self.tuning, self.trainer.callbacks, self.module, self.settings)  # type: ignore[attr-defined]
         if self.decision.batch_size != before.batch_size:
             self._follow()
             self._warn(warning_of(self.decision) or why(self.decision))
         elif self.decision.verdict != before.verdict:
             self._warn(warning_of(self.decision))
 
-    def _recheck(self) -> None:
-        if self.trains:
-            self.tuning = recheck(self.tuning, self.trainer.callbacks, self.module, self.settings)  # type: ignore[attr-defined]
-
     def recheck_fixed_size(self) -> None:
         """Count what the other callbacks hold by now, if the loaders have not triggered a recheck."""
-        profile, before = self.tuning.profile, self.decision
+        profile = self.tuning.profile
         if profile is not None and not (self.settings.mode == "tune" and profile.request.free_to_choose):
             self._recheck()
-            if self.decision.verdict != before.verdict:
-                self._warn(warning_of(self.decision))
 
     def load(self, checkpoint: dict[str, object]) -> None:
         """Resume a fit at its checkpoint's batch size if it fits; no optimizer and no loader exists yet."""
@@ -260,16 +256,17 @@ class GuardedRun:
 
     def start_measuring(self) -> None:
         """Start measuring; what the model and its optimizers hold by now is the training's."""
-        if self.tuning.profile is not None:
-            optimizers = self.trainer.optimizers if self.trains else []
-            left = gradients_of(optimizers, self.module)  # by a fit before
-            states = [*self.module.parameters(), *self.module.buffers(), *states_of(optimizers), *left]
-            self._meter.start(part_bytes({"states": states}, self.device.type)["states"])
-            if self.decision.host and self.decision.host.budget:
-                self._host_meter = PeakMeter(torch.device("cpu"))
-                self._host_meter.start(0)
         profile = self.tuning.profile
-        if profile is not None and self.trains:
+        if profile is None:
+            return
+        optimizers = self.trainer.optimizers if self.trains else []
+        left = gradients_of(optimizers, self.module)  # by a fit before
+        states = [*self.module.parameters(), *self.module.buffers(), *states_of(optimizers), *left]
+        self._meter.start(part_bytes({"states": states}, self.device.type)["states"])
+        if self.decision.host and self.decision.host.budget:
+            self._host_meter = PeakMeter(torch.device("cpu"))
+            self._host_meter.start(0)
+        if self.trains:
             infos = filter(None, (profile.loader_info, profile.run.validation_info))
             datasets = [getattr(source.loader, "dataset", None) for info in infos for source in info.sources]
             others = [*self.trainer.callbacks, profile.facts.datamodule, *datasets]  # type: ignore[attr-defined]

@@ -73,7 +73,8 @@ class Run:
 
     def without_samples(self) -> Run:
         """Return the run without the samples drawn, which would take memory while it trains."""
-        return self._with_programs(_with_shapes_alone)
+        # a kind of tensor may have no meta copy
+        return self._with_programs(lambda program: attempt(program.without_samples).value or program)
 
     def without_draws(self) -> Run:
         """Return the run without the samples of other real batches; the values of one batch stay."""
@@ -84,10 +85,6 @@ class Run:
         if evaluation.value is not None:
             evaluation = Attempt(replace(evaluation.value, program=change(evaluation.value.program)))
         return replace(self, program=change(self.program), evaluation=evaluation)
-
-
-def _with_shapes_alone(program: LightningProgram) -> LightningProgram:
-    return attempt(program.without_samples).value or program  # a kind of tensor may have no meta copy
 
 
 @dataclass(frozen=True)
