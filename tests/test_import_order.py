@@ -188,6 +188,7 @@ ROOMS = {
         "resume",
         "batch_monitor",
         "aftermath",
+        "measuring",
         "run_report",
         "guarded_run",
         "callback",

@@ -9,16 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch.optim import LBFGS
 
-from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord, Measured
-from lightning_memguard.core.device.children import ChildrenMeter
 from lightning_memguard.core.device.malloc import KEPT_FREED_RATIO, Trimmer, return_freed_memory
-from lightning_memguard.core.device.memory_info import or_none
-from lightning_memguard.core.device.meter import ActualSnapshot, PeakMeter, held_now
+from lightning_memguard.core.device.meter import ActualSnapshot
 from lightning_memguard.core.replay.learned import range_after
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
@@ -44,6 +40,7 @@ from lightning_memguard.training.run.aftermath import held_elsewhere, oom_kills,
 from lightning_memguard.training.run.batch_monitor import BatchWatch, failure, size_within_budget
 from lightning_memguard.training.run.growth_watch import GrowthWatch
 from lightning_memguard.training.run.guard_settings import GuardSettings
+from lightning_memguard.training.run.measuring import Measuring
 from lightning_memguard.training.run.profile import RunProfile
 from lightning_memguard.training.run.resume import resume, saved_in
 from lightning_memguard.training.run.run_report import folder_of, report_of
@@ -55,7 +52,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_PARTS = 4  # shown of a footprint, notes among them: twelve lines for a fit
-_STEPS_MEASURED = 4  # optimizers stepped in turn each have a step of their own
 
 
 class GuardedRun:
@@ -84,13 +80,11 @@ class GuardedRun:
         self.stage = stage
         self._folders = folders
         self.device = trainer.strategy.root_device
-        self._meter = PeakMeter(self.device)
+        self._measuring = Measuring(trainer, module)
         self.tuning = tune(trainer, module, settings, stage)
         self._announced = False
         self._sized = False
         self._undo: list[Callable[[], None]] = []
-        self._gradient_bytes: list[int] = []
-        self._between_steps: list[tuple[int, int]] = []
         self._oom_kills = oom_kills()
         self._watches: dict[str, BatchWatch | None] = {}  # by role
         self._folder: Path | None = None
@@ -99,9 +93,8 @@ class GuardedRun:
         self._recorder = SnapshotRecorder(trainer, snapshot) if snapshot else None
         self._trim: Trimmer | None = None
         self._rescuer: Rescuer | None = None
-        # before the sanity check, whose batches stay in shared memory
-        self._children = attempt(ChildrenMeter).value if self.decision.host else None
-        self._host_meter: PeakMeter | None = None
+        if self.decision.host:
+            self._measuring.watch_children()
         self._growth: GrowthWatch | None = None
         self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
 
@@ -259,13 +252,8 @@ class GuardedRun:
         profile = self.tuning.profile
         if profile is None:
             return
-        optimizers = self.trainer.optimizers if self.trains else []
-        left = gradients_of(optimizers, self.module)  # by a fit before
-        states = [*self.module.parameters(), *self.module.buffers(), *states_of(optimizers), *left]
-        self._meter.start(part_bytes({"states": states}, self.device.type)["states"])
-        if self.decision.host and self.decision.host.budget:
-            self._host_meter = PeakMeter(torch.device("cpu"))
-            self._host_meter.start(0)
+        host = self.decision.host
+        self._measuring.start(trains=self.trains, on_host=bool(host and host.budget))
         if self.trains:
             infos = filter(None, (profile.loader_info, profile.run.validation_info))
             datasets = [getattr(source.loader, "dataset", None) for info in infos for source in info.sources]
@@ -323,11 +311,9 @@ class GuardedRun:
     def check_peak(self, batch_idx: int) -> None:
         """Warn of a run that has passed its budget, after 2, 4, 8, ... batches of an epoch: early, and at no cost."""
         if batch_idx.bit_count() == 1:
-            steps, held = self.trainer.global_step, or_none(held_now, self.device)
-            if held and steps:  # for an error to compare
-                self._between_steps = [*self._between_steps[:1], (steps, held)]
-        if self._checks_peak and batch_idx > 1 and batch_idx.bit_count() == 1:
-            self._warn_of_overrun(self._with_children(self._meter.read({})))
+            self._measuring.between()
+            if self._checks_peak and batch_idx > 1:
+                self._warn_of_overrun(self._measuring.peak())
 
     def _warn_of_overrun(self, measured: Measured) -> None:
         footprint, budget, watch = self.decision.footprint, self.decision.budget, self._watches.get("train")
@@ -343,10 +329,7 @@ class GuardedRun:
         """Warn of a batch that is larger than predicted; return what collating it has freed."""
         if self._trim is not None:
             self._trim()
-        if self._children is not None:
-            self._children.read_shared()
-            if batch_idx > 1 and batch_idx.bit_count() == 1:
-                self._children.read_pages()
+        self._measuring.at_batch(batch_idx)
         watch = self._watches.get(role)
         if watch is None:
             return
@@ -361,22 +344,18 @@ class GuardedRun:
             self._warn(announcement(larger, role, batch_idx, at_once or 0))
 
     def measure_gradients(self) -> bool:
-        """Measure the gradients while they are there: validation clears them. False once a few steps were measured."""
-        if len(self._gradient_bytes) == _STEPS_MEASURED:
-            return False
-        gradients = {"gradients": gradients_of(self.trainer.optimizers, self.module)}
-        self._gradient_bytes.append(part_bytes(gradients, self.device.type)["gradients"])
-        return True
+        """Measure the gradients of a step; False once a few steps of the epoch were measured."""
+        return self._measuring.gradients()
 
     # -- at each epoch
 
     def start_epoch(self) -> None:
         """Measure each epoch by itself; what follows an epoch, such as saving a checkpoint, counts in the next."""
-        self._gradient_bytes.clear()
+        self._measuring.forget_gradients()
         if self._growth is not None and attempt(self._note_growth).reason:
             self._growth = None
         if not self.records:
-            self._restart_measuring()
+            self._measuring.restart()
         if self._rescuer is not None:
             self._rescuer.policy.restart()
         forget_logged(self.trainer)
@@ -409,7 +388,7 @@ class GuardedRun:
             return
         self.records.append(record)
         attempt(lambda: self._remember(record))
-        self._restart_measuring()
+        self._measuring.restart()
         self._warn_of_overrun(record.measured)
         try:
             self._log(record)
@@ -435,7 +414,7 @@ class GuardedRun:
         decision = self.decision
         if decision.footprint is None or decision.budget is None:
             return None
-        measured, budget = self._measure(), decision.budget
+        measured, budget = self._measuring.peak_by_part(), decision.budget
         epoch, size = self.trainer.current_epoch, decision.batch_size
         failed, rescued = self._rescued_on_all_ranks()
         bounds = (budget.free_bytes, budget.margin_bytes)
@@ -456,26 +435,6 @@ class GuardedRun:
         every = self.tuning.ranks.gather(own)
         return len(set().union(*(failed for failed, _ in every))), len(set().union(*(done for _, done in every)))
 
-    def _measure(self) -> Measured:
-        module, states = self.module, states_of(self.trainer.optimizers)
-        parts = {"parameters": module.parameters(), "buffers": module.buffers(), "optimizer_state": states}
-        nbytes = part_bytes(parts, self.device.type)
-        return self._with_children(self._meter.read({**nbytes, "gradients": max(self._gradient_bytes, default=0)}))
-
-    def _with_children(self, measured: Measured) -> Measured:
-        """Add what worker processes take: on the CPU that is the device's, else it is the host's."""
-        taken = self._children.peak_bytes if self._children else 0
-        if self._host_meter is not None:
-            return replace(measured, host_bytes=taken + self._host_meter.read({}).peak_bytes)
-        if not taken or not measured.peak_bytes:
-            return measured
-        return replace(measured, peak_bytes=measured.peak_bytes + taken, source=f"{measured.source} and workers")
-
-    def _restart_measuring(self) -> None:
-        for meter in (self._meter, self._host_meter, self._children):
-            if meter is not None:
-                meter.restart()
-
     def _log(self, record: EpochRecord) -> None:
         if not self.trainer.barebones:
             log_epoch(self.trainer, record.as_metrics())
@@ -485,7 +444,7 @@ class GuardedRun:
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
         if self.trains and self.records:
-            measured, last = self._measure(), self.records[-1].measured
+            measured, last = self._measuring.peak_by_part(), self.records[-1].measured
             if measured.peak_bytes > last.peak_bytes:
                 measured = replace(measured, alloc_retries=last.alloc_retries, ooms=last.ooms)
                 self.records[-1] = replace(self.records[-1], measured=measured)
@@ -562,8 +521,8 @@ class GuardedRun:
         watch = self._watches.get(role) or next(filter(None, self._watches.values()), None)
         watch = watch or BatchWatch(profile, profile.prediction, self.decision.batch_size)
         elsewhere = attempt(lambda: held_elsewhere(trainer, self.module, error)).value or {}
-        found = {"elsewhere": elsewhere, "between_steps": self._between_steps}
-        return note(failure(watch, footprint, attempt(self._measure).value, **found))
+        found = {"elsewhere": elsewhere, "between_steps": self._measuring.between_steps}
+        return note(failure(watch, footprint, attempt(self._measuring.peak_by_part).value, **found))
 
     def close(self) -> None:
         """Stop measuring and recording, and leave the Trainer and the user's objects as they were."""
@@ -574,8 +533,7 @@ class GuardedRun:
         attempt(self._end_recording)
         if self._rescuer is not None:
             self._rescuer.close()
-        attempt(self._meter.close)
-        self._children = self._host_meter = None
+        self._measuring.close()
 
 
 def actual_path(path: Path) -> Path:

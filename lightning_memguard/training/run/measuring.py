@@ -1,0 +1,107 @@
+"""What a run really takes: the peak on its device and of its workers, by part where that can be read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_memguard.core.capture.recorder import gradients_of, part_bytes, states_of
+from lightning_memguard.core.decision.record import Measured
+from lightning_memguard.core.device.children import ChildrenMeter
+from lightning_memguard.core.device.memory_info import or_none
+from lightning_memguard.core.device.meter import PeakMeter, held_now
+from lightning_memguard.training.facts.ranks import attempt
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+_STEPS_MEASURED = 4  # optimizers stepped in turn each have a step of their own
+
+
+class Measuring:
+    """Measures one run, epoch by epoch. Open it before the process has its context on the GPU; see `PeakMeter`.
+
+    Attributes:
+        between_steps: optimizer steps done, and bytes held then: after the first step, and when last read.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self._device = trainer.strategy.root_device
+        self._meter = PeakMeter(self._device)
+        self._host_meter: PeakMeter | None = None
+        self._children: ChildrenMeter | None = None
+        self._gradient_bytes: list[int] = []
+        self.between_steps: list[tuple[int, int]] = []
+
+    def watch_children(self) -> None:
+        """Measure worker processes, too; from before the sanity check, whose batches stay in shared memory."""
+        self._children = attempt(ChildrenMeter).value
+
+    def start(self, *, trains: bool, on_host: bool) -> None:
+        """Start; what the model and its optimizers hold by now is the training's. ``on_host``: the host's peak, too."""
+        optimizers = self._trainer.optimizers if trains else []
+        left = gradients_of(optimizers, self._module)  # by a fit before
+        states = [*self._module.parameters(), *self._module.buffers(), *states_of(optimizers), *left]
+        self._meter.start(part_bytes({"states": states}, self._device.type)["states"])
+        if on_host:
+            self._host_meter = PeakMeter(torch.device("cpu"))
+            self._host_meter.start(0)
+
+    def at_batch(self, batch_idx: int) -> None:
+        """Look at the workers: at their shared memory at each batch, at their pages after 2, 4, 8, ... batches."""
+        if self._children is not None:
+            self._children.read_shared()
+            if batch_idx > 1 and batch_idx.bit_count() == 1:
+                self._children.read_pages()
+
+    def between(self) -> None:
+        """Note what is held between two steps, for an error to compare."""
+        steps, held = self._trainer.global_step, or_none(held_now, self._device)
+        if held and steps:
+            self.between_steps = [*self.between_steps[:1], (steps, held)]
+
+    def gradients(self) -> bool:
+        """Measure the gradients while they are there: validation clears them. False once a few steps were measured."""
+        if len(self._gradient_bytes) == _STEPS_MEASURED:
+            return False
+        gradients = {"gradients": gradients_of(self._trainer.optimizers, self._module)}
+        self._gradient_bytes.append(part_bytes(gradients, self._device.type)["gradients"])
+        return True
+
+    def forget_gradients(self) -> None:
+        """Measure the gradients of the next steps: an epoch begins."""
+        self._gradient_bytes.clear()
+
+    def peak(self) -> Measured:
+        """The peak since the last `restart`, without its parts, which take time to read."""
+        return self._with_children(self._meter.read({}))
+
+    def peak_by_part(self) -> Measured:
+        """The peak since the last `restart`, with what can be read of its parts."""
+        module, states = self._module, states_of(self._trainer.optimizers)
+        parts = {"parameters": module.parameters(), "buffers": module.buffers(), "optimizer_state": states}
+        nbytes = part_bytes(parts, self._device.type)
+        return self._with_children(self._meter.read({**nbytes, "gradients": max(self._gradient_bytes, default=0)}))
+
+    def _with_children(self, measured: Measured) -> Measured:
+        """Add what worker processes take: on the CPU that is the device's, else it is the host's."""
+        taken = self._children.peak_bytes if self._children else 0
+        if self._host_meter is not None:
+            return replace(measured, host_bytes=taken + self._host_meter.read({}).peak_bytes)
+        if not taken or not measured.peak_bytes:
+            return measured
+        return replace(measured, peak_bytes=measured.peak_bytes + taken, source=f"{measured.source} and workers")
+
+    def restart(self) -> None:
+        """Forget the peaks so far."""
+        for meter in (self._meter, self._host_meter, self._children):
+            if meter is not None:
+                meter.restart()
+
+    def close(self) -> None:
+        """Stop measuring."""
+        attempt(self._meter.close)
+        self._children = self._host_meter = None
