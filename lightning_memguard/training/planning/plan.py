@@ -148,7 +148,7 @@ def _largest(prediction: Prediction, budget: Budget, request: Request, asked: De
 
 
 def _started_anyway(prediction: Prediction, budget: Budget, request: Request) -> str:
-    """On the CPU, the range for the process itself stops no run (`or_the_smallest`): say so."""
+    """On the CPU, the range for the process itself stops no run: say so."""
     smallest = prediction.footprint_at(request.smallest_batch_size)
     if prediction.program.device.type != "cpu" or smallest.peak_device_bytes > budget.usable_bytes:
         return ""

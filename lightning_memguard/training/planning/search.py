@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
-
-import torch
 
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
-from lightning_memguard.core.device.process import LESS
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.retries import retries_within
 from lightning_memguard.errors import DoesNotFitError
 
-T = TypeVar("T")
-Context = int | tuple[int, int, int]
-
 Refusal = Callable[[int], "LimitedBy | None"]
 """Batch size -> what forbids it, so that the next smaller one is looked at."""
-
-
-def or_the_smallest(choose: Callable[[Request, Context | None], T], request: Request, device: torch.device) -> T:
-    """Choose a batch size; on the CPU, the range for the process itself is no reason to refuse tensors that fit.
-
-    If that range leaves no room, the run gets the smallest batch size, and warns if it passes its budget.
-
-    Args:
-        choose: a request, and the bytes to count outside the allocator in place of the known ones -> the choice.
-        request: the sizes asked for.
-        device: where it runs.
-
-    Raises:
-        DoesNotFitError: even the smallest size does not fit.
-    """
-    try:
-        return choose(request, None)
-    except DoesNotFitError:
-        if device.type != "cpu":
-            raise
-    smallest = replace(request, max_batch_size=request.smallest_batch_size)
-    with contextlib.suppress(DoesNotFitError):
-        return choose(smallest, LESS)
-    return choose(smallest, 0)
 
 
 def largest_that_runs(

@@ -460,11 +460,11 @@ class Flow(TorchDispatchMode):
         """Draw the whole batch's random numbers, and take those of this part."""
         if call.kwargs.get("generator") is not None:
             raise refuse(f"{call.info.name} draws from a generator of its own")
-        draw = rules.draw_whole(call, drawn, self.total)
-        if draw is None:
-            return self._draw_own(func, call)
         with self.silent():
-            return draw(lambda whole: piece(whole, drawn.layout, self.start, self.stop, self.total))
+            out = rules.draw_whole(
+                call, drawn, self.total, lambda whole: piece(whole, drawn.layout, self.start, self.stop, self.total)
+            )
+        return self._draw_own(func, call) if out is None else out
 
     def _draw_own(self, func: Any, call: rules.OperatorCall) -> Any:
         if not call.is_random():

@@ -890,21 +890,21 @@ def drawn_like(call: OperatorCall, layout: Layout) -> Drawn:
     return Drawn(layout, tuple(order), shape_of(tensor, layout))
 
 
-def draw_whole(call: OperatorCall, drawn: Drawn, total: int) -> Callable[[Take], Any] | None:
-    """How to draw the whole batch's numbers and take a part's from them; None if that is not how they are drawn."""
+def draw_whole(call: OperatorCall, drawn: Drawn, total: int, take: Take) -> Any:
+    """Draw the whole batch's numbers and take a part's from them; None if that is not how they are drawn."""
     name, layout = call.info.name, drawn.layout
     if not call.is_random() or layout.ragged or layout.arranged:
         return None
     if call.tensors and shape_of(call.tensors[0], layout) != drawn.shape:
         raise refuse(f"{name} draws in another way for a single sample")
     if name in _FILLS and call.info.written and len(call.tensors) == 1:
-        return lambda take: call.args[0].copy_(take(_drawn_like(call, drawn, total)))
+        return call.args[0].copy_(take(_drawn_like(call, drawn, total)))
     if name in ("rand_like", "randn_like", "randint_like") or (name == "bernoulli" and len(call.args) == 2):
-        return lambda take: take(_drawn_like(call, drawn, total)).clone()
+        return take(_drawn_like(call, drawn, total)).clone()
     if name in ("rand", "randn", "randint") and not call.tensors:
-        return lambda take: take(_drawn_of_size(call, layout, total)).clone()
+        return take(_drawn_of_size(call, layout, total)).clone()
     if name == "native_dropout":
-        return lambda take: _dropped(call, take(_drawn_like(call, drawn, total)[1]))
+        return _dropped(call, take(_drawn_like(call, drawn, total)[1]))
     return None
 
 

@@ -12,6 +12,7 @@ from lightning_memguard.core.decision.advice import shortlist, what_would_fit
 from lightning_memguard.core.decision.decision import Decision, Request
 from lightning_memguard.core.device.context import context_bytes
 from lightning_memguard.core.device.malloc import trim_heap
+from lightning_memguard.core.device.process import LESS
 from lightning_memguard.core.trace.kept import MOST_EPOCHS, MOST_STEPS, runs_out
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
 from lightning_memguard.training.adapter import callbacks
@@ -19,7 +20,6 @@ from lightning_memguard.training.data.loaders import batches_taken
 from lightning_memguard.training.facts.ranks import Ranks, attempt, shared
 from lightning_memguard.training.facts.run_facts import ROLES, Role, RunFacts, Stage, read_run_facts
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
-from lightning_memguard.training.planning.search import Context, or_the_smallest
 from lightning_memguard.training.rescue.cut import Cut, cut_of
 from lightning_memguard.training.run.choose import Choice, Planner, choose
 from lightning_memguard.training.run.earlier_runs import EarlierRuns
@@ -113,15 +113,22 @@ def _cuts(reading: Reading, stage: Stage) -> dict[Role, Cut]:
 
 
 def _choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
+    """Choose a batch size; on the CPU, the range for the process itself is no reason to refuse tensors that fit.
+
+    If that range leaves no room, the run gets the smallest batch size, and warns if it passes its budget.
+    """
+    try:
+        return choose(profile, ranks, planner)
+    except DoesNotFitError:
+        if profile.facts.device.type != "cpu":
+            raise
     asked = profile.request
-
-    def choose_for(request: Request, context_bytes: Context | None) -> Choice:
-        if context_bytes is None:
-            return choose(profile, ranks, planner)
-        decision, chosen = choose(replace(profile, request=request).with_context(context_bytes), ranks, planner)
-        return replace(decision, limited_by="memory"), replace(chosen, request=asked)
-
-    return or_the_smallest(choose_for, asked, profile.facts.device)
+    smallest = replace(profile, request=replace(asked, max_batch_size=asked.smallest_batch_size))
+    try:
+        decision, chosen = choose(smallest.with_context(LESS), ranks, planner)
+    except DoesNotFitError:
+        decision, chosen = choose(smallest.with_context(0), ranks, planner)
+    return replace(decision, limited_by="memory"), replace(chosen, request=asked)
 
 
 def _common(request: Request, answers: Sequence[tuple[bool, str]]) -> Request:
