@@ -162,6 +162,7 @@ ROOMS = {
     "training/rescue": [
         "__init__",
         "sample_layout",
+        "elsewhere",
         "sizes",
         "memory",
         "cut",

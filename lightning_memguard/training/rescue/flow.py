@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.training.rescue import rules
+from lightning_memguard.training.rescue.elsewhere import Elsewhere, storage_of, version_of
 from lightning_memguard.training.rescue.sample_layout import (
     CONSTANT,
     WHOLE,
@@ -30,8 +31,6 @@ from lightning_memguard.training.rescue.sample_layout import (
 )
 
 _READS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
-_COPIED_BYTES = 1 << 16  # smaller tensors that appear from nowhere are copied
-_ALIKE_BYTES = 1 << 28  # constants that appear from nowhere are compared up to this size
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,10 @@ class Entry:
 
 @dataclass
 class Script:
-    """The program: its operators, and the tensors that it takes from elsewhere, in order."""
+    """The program: its operators, and the tensors that it takes from elsewhere."""
 
     entries: list[Entry] = field(default_factory=list)
-    outside: list[Outside] = field(default_factory=list)
+    outside: Elsewhere = field(default_factory=Elsewhere)
     arrangements: list[int] = field(default_factory=list)  # of its sorts and packings; 0 is that of the batch
     complete: bool = False
 
@@ -81,7 +80,7 @@ class Flow(TorchDispatchMode):
         self.pending = self.extends = False
         self.noted: dict[int, list[torch.Tensor]] | None = None
         known = [*constants]
-        self._constants, self._storages = {id(each) for each in known}, {_storage(each) for each in known}
+        self._constants, self._storages = {id(each) for each in known}, {storage_of(each) for each in known}
         self.token: object = None
         self.strict: list[tuple[torch.Tensor, Layout | None]] | None = None
         self.drawn: list[rules.Drawn | None] = []  # how random numbers lie, since this was cleared; None: constants
@@ -89,7 +88,8 @@ class Flow(TorchDispatchMode):
         self._restart()
 
     def _restart(self) -> None:
-        self.place = self._strangers = 0
+        self.place = 0
+        self.script.outside.begin()
         self._changed: dict[int, tuple[int, bool]] = {}  # storages of constants: how often written to, with samples?
         self._written: list[tuple[str, list[torch.Tensor], list[int]]] = []  # whose versions count up after an operator
         self._new: set[int] = set()  # storages of tensors that were made from values of Python
@@ -143,7 +143,7 @@ class Flow(TorchDispatchMode):
     def is_new(self, tensor: torch.Tensor) -> None:
         """Say that a tensor was made in this pass, from values of Python: the step may write to it."""
         if id(tensor) not in self._constants:
-            self._new.add(_storage(tensor))
+            self._new.add(storage_of(tensor))
 
     def layout(self, tensor: torch.Tensor) -> Layout:
         """How the samples lie in a tensor."""
@@ -154,7 +154,7 @@ class Flow(TorchDispatchMode):
             return self._as_changed(tensor, found)
         if self._placed and found.kind == "rows":
             with self.silent():
-                if _storage(tensor) in self._placed:
+                if storage_of(tensor) in self._placed:
                     raise refuse("it reads a tensor over which places of samples were written")
         return found
 
@@ -182,7 +182,7 @@ class Flow(TorchDispatchMode):
 
     def _as_changed(self, tensor: torch.Tensor, found: Layout) -> Layout:
         """A constant, some view of which was written to."""
-        count, samples = self._changed.get(_storage(tensor), (0, False))
+        count, samples = self._changed.get(storage_of(tensor), (0, False))
         if not count:
             return found
         if samples:
@@ -198,12 +198,7 @@ class Flow(TorchDispatchMode):
         if self.recomputes:
             return self._recomputed(tensor)
         with self.silent():
-            place, self._strangers = self._strangers, self._strangers + 1
-            known = self.script.outside
-            if place == len(known) and self.extends and not self.script.complete:
-                known.append(Outside.of(tensor))
-            elif place >= len(known) or not known[place].is_same(tensor):
-                raise refuse("a tensor that is not of the batch differs from part to part")
+            self.script.outside.take(tensor, extends=self.extends and not self.script.complete)
         put(tensor, self.token, CONSTANT)
         return CONSTANT
 
@@ -212,7 +207,7 @@ class Flow(TorchDispatchMode):
         if self.strict is None:
             return CONSTANT
         for known, layout in self.strict:
-            if layout is not None and _storage(known) == _storage(tensor) and known.shape == tensor.shape:
+            if layout is not None and storage_of(known) == storage_of(tensor) and known.shape == tensor.shape:
                 return layout
         if tensor.dim() == 0 and not tensor.requires_grad:
             return CONSTANT  # a number of Python's
@@ -254,7 +249,7 @@ class Flow(TorchDispatchMode):
                 self._after_write(call, tensor, layout)
             put(tensor, self.token, layout)
             if info.empties and tensor.numel():
-                self._raw.add(_storage(tensor))
+                self._raw.add(storage_of(tensor))
         return out
 
     def run_as_one(self, func: Any, kernel: Any, args: tuple[Any, ...]) -> Any:
@@ -299,9 +294,9 @@ class Flow(TorchDispatchMode):
 
     def _check_raw(self, call: rules.OperatorCall) -> None:
         """Memory that no operator has written to was written by a kernel that nothing is known of."""
-        written = {_storage(tensor) for tensor in call.written()} if call.info.written else set()
+        written = {storage_of(tensor) for tensor in call.written()} if call.info.written else set()
         for tensor in call.tensors:
-            key = _storage(tensor)
+            key = storage_of(tensor)
             if key in self._raw and key not in written and call.info.name not in rules.VIEWS:
                 raise refuse(f"{call.info.name} reads what a kernel has written that does not go through PyTorch")
         self._raw -= written
@@ -392,7 +387,7 @@ class Flow(TorchDispatchMode):
     def _before_write(self, call: rules.OperatorCall) -> None:
         for tensor in call.written():
             if self._is_outside(tensor):
-                key = _storage(tensor)
+                key = storage_of(tensor)
                 if key not in self.writes:
                     with self.silent(), torch.no_grad():
                         whole = _whole_of(tensor)
@@ -404,7 +399,7 @@ class Flow(TorchDispatchMode):
             return
         for tensor in call.written():
             if self._is_outside(tensor) and tensor.numel():
-                known = self.noted.get(_storage(tensor))
+                known = self.noted.get(storage_of(tensor))
                 if known is None:
                     raise refuse(f"{call.info.name} writes to a tensor whose value before the step is not known")
                 self._written.append((call.info.name, known, [version_of(each) for each in known]))
@@ -425,24 +420,24 @@ class Flow(TorchDispatchMode):
         if before.is_aligned(layout):
             return
         if layout.kind == "order" and not tensor._is_view():  # all of it is written
-            self._placed[_storage(tensor)] = tensor
+            self._placed[storage_of(tensor)] = tensor
             return
         if before.has_samples:
             raise refuse(f"{call.info.name} writes something else over samples")
-        count, samples = self._changed.get(_storage(tensor), (0, False))
+        count, samples = self._changed.get(storage_of(tensor), (0, False))
         samples |= layout.has_samples
         if samples and (tensor._is_view() or count):
             raise refuse(f"{call.info.name} writes samples into a part of a tensor")
-        self._changed[_storage(tensor)] = count + 1, samples
+        self._changed[storage_of(tensor)] = count + 1, samples
 
     def _is_outside(self, tensor: torch.Tensor, *, fresh: bool = False) -> bool:
         """Whether a tensor is not of this pass: a parameter, a buffer, an attribute."""
-        key = _storage(tensor)
+        key = storage_of(tensor)
         if key in self._new:
             return False
         if key in self._storages or (fresh and key in self.writes):
             return True
-        return any(key == _storage(each.tensor) for each in self.script.outside[: self._strangers])
+        return self.script.outside.has_taken(key)
 
     # -- random numbers
 
@@ -489,58 +484,11 @@ def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]
     """Tensors by the memory that they share."""
     found: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(_storage(tensor), []).append(tensor)
+        found.setdefault(storage_of(tensor), []).append(tensor)
     return found
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of a tensor's storage that it may reach, as a tensor."""
     base = tensor._base if tensor._base is not None else tensor
     return base.detach()
-
-
-@dataclass(frozen=True)
-class Outside:
-    """A tensor that the program takes from elsewhere, as the first part found it."""
-
-    tensor: torch.Tensor
-    version: int
-    value: torch.Tensor | None  # of a small one, which the step may write to, and which is put back then
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Outside:
-        """Note a tensor."""
-        is_small = tensor.layout == torch.strided and tensor.numel() * tensor.element_size() <= _COPIED_BYTES
-        return cls(tensor, version_of(tensor), tensor.detach().clone() if is_small else None)
-
-    def is_same(self, tensor: torch.Tensor) -> bool:
-        """Whether another part has taken this tensor, or one of its values."""
-        if (tensor is self.tensor or _views_same(tensor, self.tensor)) and version_of(tensor) == self.version:
-            return True
-        known = self.tensor if self.value is None else self.value
-        if self.value is None and tensor is self.tensor:
-            return False
-        if (tensor.shape, tensor.dtype, tensor.device) != (known.shape, known.dtype, known.device):
-            return False
-        if tensor.numel() * tensor.element_size() > _ALIKE_BYTES:
-            return False
-        if tensor.is_floating_point():
-            return bool(torch.isclose(tensor, known, rtol=0, atol=0, equal_nan=True).all())
-        return bool((tensor == known).all())
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; tensors made in inference mode do not count it."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _views_same(tensor: torch.Tensor, known: torch.Tensor) -> bool:
-    if tensor.layout != torch.strided or known.layout != torch.strided:
-        return False
-    return (
-        tensor.data_ptr() == known.data_ptr() != 0 and tensor.shape == known.shape and tensor.stride() == known.stride()
-    )

@@ -304,7 +304,7 @@ class Passes:
 
     def close(self) -> None:
         """Take the layouts off the tensors that outlive the step: they would be saved with them."""
-        outside = (each.tensor for each in (*self.flow.script.outside, *self.reductions.outside))
+        outside = (*self.flow.script.outside.tensors(), *self.reductions.outside.tensors())
         left = (each.tensor for each in self.step.left())
         for tensor in (*self.module.parameters(), *self.module.buffers(), *outside, *left):
             forget(tensor)

@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_map
 from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.training.rescue.cut import Entries
-from lightning_memguard.training.rescue.flow import Flow, Outside, fits
+from lightning_memguard.training.rescue.elsewhere import Elsewhere
+from lightning_memguard.training.rescue.flow import Flow, fits
 from lightning_memguard.training.rescue.rules import Drawn, check_gradient, shape_of
 from lightning_memguard.training.rescue.sample_layout import CONSTANT, WHOLE, Layout, Refused, Waits, refuse
 from lightning_memguard.training.rescue.sizes import Size, as_shape, plain, sizes_in
@@ -224,13 +225,14 @@ class Reductions(TorchFunctionMode):
         self.flow, self.totals = flow, totals
         self.settles, self.share = 0, 1.0
         self.place, self.script = 0, list[FunctionCall]()
-        self.strangers, self.outside = 0, list[Outside]()
+        self.outside = Elsewhere()
         self.checkpoints = False
         self.ties: set[int] = set()  # places of largest values that two parts share
 
     def begin(self) -> None:
         """A pass begins."""
-        self.settles = self.place = self.strangers = 0
+        self.settles = self.place = 0
+        self.outside.begin()
         self.share = self.flow.samples / self.flow.total
 
     def __torch_function__(
@@ -277,13 +279,9 @@ class Reductions(TorchFunctionMode):
                     self._outside(tensor)
 
     def _outside(self, tensor: torch.Tensor) -> None:
-        place, self.strangers = self.strangers, self.strangers + 1
+        self.outside.take(tensor, extends=self.flow.extends)
         if self.flow.is_single:
-            if place >= len(self.outside) or not self.outside[place].is_same(tensor):
-                raise refuse("a tensor that is not of the batch differs from part to part")
             self.flow.put(tensor, CONSTANT)
-        elif place == len(self.outside):
-            self.outside.append(Outside.of(tensor))
 
     def _end_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Write down how samples lie in what a function returns; a part of one sample is told so.
