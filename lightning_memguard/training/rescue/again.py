@@ -244,7 +244,7 @@ class Again:
         """Note the state before a step."""
         if self.ranks.are_many:
             self.ranks.begin()
-        return self.state.note(self.results(), batch, draws=draws)
+        return self.state.note(self.trainer._results, batch, draws=draws)
 
     def _succeeded(self, batch: Any) -> None:
         self.state.watch()
@@ -365,10 +365,6 @@ class Again:
         self.policy.rescued(step.place, self.part_of(step, 0, passes.total), passes.largest, passes.changes)
         return result
 
-    def results(self) -> Any:
-        """Lightning's collection of the values that a step logs, or None."""
-        return self.trainer._results
-
     @abstractmethod
     def install(self) -> None:
         """Guard the steps from now on."""
@@ -383,13 +379,9 @@ class TrainingAgain(Again):
 
     def __init__(self, trainer: Trainer, module: LightningModule, *args: Any, **kwargs: Any) -> None:
         super().__init__(trainer, module, *args, **kwargs)
-        epoch: Any = trainer.fit_loop.epoch_loop
-        self._loop, self._results = epoch.automatic_optimization, epoch._results
+        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self.parameters = [each for each in module.parameters() if each.requires_grad]
         self.calls = importlib.import_module(f"{lightning_of(module).__name__}.trainer.call")  # calls hooks
-
-    def results(self) -> Any:  # noqa: D102
-        return self._results
 
     def install(self) -> None:
         """Guard the steps from now on."""

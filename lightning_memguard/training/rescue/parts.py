@@ -61,7 +61,7 @@ class Step:
     @contextmanager
     def logging(self, *, wanted: bool) -> Iterator[None]:
         """Log values of the whole batch, once: while the last part runs."""
-        results, passes = self.again.results(), self.passes
+        results, passes = self.again.trainer._results, self.passes
         if results is None or passes is None:
             yield
             return

@@ -75,12 +75,7 @@ class Planner:
         line: says what is being done; it is closed at the end.
     """
 
-    def __init__(
-        self,
-        settings: GuardSettings,
-        known: Reading | RunProfile,
-        line: SetupLine,
-    ) -> None:
+    def __init__(self, settings: GuardSettings, known: Reading | RunProfile, line: SetupLine) -> None:
         self._settings, self._line = settings, line
         self._deadline = time.monotonic() + settings.most_setup_seconds
         self._reading = known if isinstance(known, Reading) else None

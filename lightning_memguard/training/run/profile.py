@@ -534,12 +534,7 @@ def _alive_between_steps(trace: Trace, *, gradients: bool) -> Iterator[tuple[str
 
 
 def _request(
-    facts: RunFacts,
-    loader_info: LoaderInfo,
-    samples: RunSamples,
-    settings: GuardSettings,
-    size: int,
-    fixed: str,
+    facts: RunFacts, loader_info: LoaderInfo, samples: RunSamples, settings: GuardSettings, size: int, fixed: str
 ) -> Request:
     limits = settings
     if facts.stage != "fit":  # a limit of growth alone: what an evaluation gives does not depend on its batch size
