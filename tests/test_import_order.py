@@ -112,7 +112,6 @@ ROOMS = {
         "comparison",
         "data",
         "decision_table",
-        "whole_run",
         "failure",
         "figure",
         "loggers",

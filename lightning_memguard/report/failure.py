@@ -1,11 +1,11 @@
-"""Departures of a run from its prediction, in words: a larger batch, a budget passed, a step out of memory."""
+"""Departures of a run from its prediction, in words: a larger batch, a budget passed, memory that ran out, or will."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_memguard.core.decision.decision import Budget, Verdict, verdict
+from lightning_memguard.core.decision.decision import Budget, Decision, Verdict, verdict
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.memory_info import MemoryInfo
 from lightning_memguard.core.replay.at_peak import LineShare
@@ -16,6 +16,7 @@ from lightning_memguard.report.words import at_size, counted, part_words, peak_w
 from lightning_memguard.units import MIB, format_bytes
 
 _MOST_SHAPES = 6
+_MOST_NAMED = 3
 _MOST_SHARES = 5
 _OF_LINES = ("activations", "temporaries", "workspaces")
 _WORTH_NAMING = 0.02  # of the predicted peak
@@ -135,6 +136,26 @@ def _size_that_fits(size: int, alike: bool) -> str:
 
 def _remedy(size: int) -> str:
     return f"set max_batch_size={size}, or raise `margin`" if size else f"use {_LESS_MEMORY}"
+
+
+def kept_words(decision: Decision) -> str:
+    """Warn of memory that is left behind until none is left; empty if the run ends before that."""
+    end, budget, kept = decision.runs_out_at, decision.budget, [each for each in decision.kept if each.lasts]
+    if end is None or budget is None or not kept:
+        return ""
+    when = kept[0].when
+    named = [each for each in kept if each.when == when][:_MOST_NAMED]
+    size = (when == "validation" and decision.validation_batch_size) or decision.batch_size
+    nbytes = format_bytes(sum(each.bytes_at(size) for each in named))
+    who = {"step": "training batch", "validation": "validation batch", "epoch": "epoch"}[when]
+    moment = f"in epoch {end.epoch}" if when == "epoch" else f"at batch {end.step} of epoch {end.epoch}"
+    begun = f"Each {who} leaves {nbytes} behind"
+    ended = f"; the memory of {'the host' if kept[0].on_host else budget.device} ends {moment}."
+    if not named[0].line:
+        return f"{begun}, in Python objects of the process{ended}"
+    keep = "`.detach()` what is kept, which holds its graph" if named[0].has_graph else "Keep less there (`.item()`)"
+    keep = "Give that cache a `maxsize`" if named[0].holder.startswith("the cache of") else keep
+    return f"{begun}{places(named)}{ended} {keep}, or clear it at the end of each epoch."
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.trace.kept import MOST_EPOCHS
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
-from lightning_memguard.report.failure import announcement, note, overrun_words, refusal_words
+from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words, refusal_words
 from lightning_memguard.report.loggers import Boards
 from lightning_memguard.report.page import write_report
 from lightning_memguard.report.page_data import Report
-from lightning_memguard.report.whole_run import kept_words
 from lightning_memguard.report.words import counted
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.loader_access import set_batch_size

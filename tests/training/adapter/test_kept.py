@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchmetrics import CatMetric
 
-from lightning_memguard.report.whole_run import kept_words
+from lightning_memguard.report.failure import kept_words
 from lightning_memguard.units import KIB
 
 HIDDEN = 64 * 4  # bytes for each sample
