@@ -35,12 +35,27 @@ _READS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One operator of the program that all parts run."""
+    """One operator of the program that all parts run, or a function of torch's: what it takes, and what it returns.
+
+    ``draws`` says how the random numbers of a function lie.
+    """
 
     func: Any
     numbers: tuple[Any, ...]
     layouts: tuple[Layout, ...]
     shapes: tuple[tuple[int | None, ...], ...]  # None: the samples' dimension
+    draws: tuple[rules.Drawn | None, ...] = ()
+
+    @classmethod
+    def of(cls, func: Any, numbers: tuple[Any, ...], outs: list[torch.Tensor], layouts: list[Layout]) -> Entry:
+        """Write down a call."""
+        shapes = tuple(rules.shape_of(t, o) for t, o in zip(outs, layouts, strict=True))
+        return cls(func, numbers, tuple(layouts), shapes)
+
+    def is_same(self, func: Any, numbers: tuple[Any, ...], outs: list[torch.Tensor]) -> bool:
+        """Whether a call in another part is this one."""
+        shapes = tuple(rules.shape_of(t, o) for t, o in zip(outs, self.layouts, strict=False))
+        return (self.func, self.numbers, self.shapes) == (func, numbers, shapes) and len(outs) == len(self.layouts)
 
 
 @dataclass
@@ -368,16 +383,13 @@ class Flow(TorchDispatchMode):
             return
         place, self.place = self.place, self.place + 1
         if place < len(self.script.entries):
-            entry = self.script.entries[place]
-            shapes = tuple(rules.shape_of(t, o) for t, o in zip(call.outs, entry.layouts, strict=False))
-            if entry.func is not call.info.func or entry.numbers != call.numbers() or entry.shapes != shapes:
+            if not self.script.entries[place].is_same(call.info.func, call.numbers(), call.outs):
                 raise refuse(f"{call.info.name} depends on how many samples there are, or on their values")
         elif self.script.complete or not self.extends:
             raise refuse(f"parts of its batch run different operators: {call.info.name}")
         else:
-            shapes = tuple(rules.shape_of(t, o) for t, o in zip(call.outs, layouts, strict=True))
-            entry = Entry(call.info.func, call.numbers(), tuple(o.waiting(False) for o in layouts), shapes)
-            self.script.entries.append(entry)
+            known = [each.waiting(False) for each in layouts]
+            self.script.entries.append(Entry.of(call.info.func, call.numbers(), call.outs, known))
         for tensor, layout in zip(call.outs, layouts, strict=True):
             if layout.has_samples and not layout.ragged and not fits(tensor, layout, self.samples):
                 raise refuse(f"{call.info.name} returns rows that do not belong to samples")

@@ -27,8 +27,8 @@ from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.kernels.arguments import operands
 from lightning_memguard.training.rescue.cut import Entries
 from lightning_memguard.training.rescue.elsewhere import Elsewhere
-from lightning_memguard.training.rescue.flow import Flow, fits
-from lightning_memguard.training.rescue.rules import Drawn, check_gradient, shape_of
+from lightning_memguard.training.rescue.flow import Entry, Flow, fits
+from lightning_memguard.training.rescue.rules import check_gradient
 from lightning_memguard.training.rescue.sample_layout import CONSTANT, WHOLE, Layout, Refused, Waits, refuse
 from lightning_memguard.training.rescue.sizes import Size, as_shape, plain, sizes_in
 
@@ -185,17 +185,6 @@ def _magnitude(own: torch.Tensor) -> float:
     return float(own.abs().max()) if own.numel() and own.dtype != torch.bool else 1.0
 
 
-@dataclass(frozen=True)
-class FunctionCall:
-    """One call of a torch function: the numbers that it takes, and what it returns."""
-
-    func: Any
-    numbers: list[Any]
-    layouts: list[Layout]
-    shapes: list[tuple[int | None, ...]]
-    draws: list[Drawn | None]
-
-
 class Lengths(Entries):
     """A whole number for each sample, in a list; `torch.as_tensor` may read it."""
 
@@ -224,7 +213,7 @@ class Reductions(TorchFunctionMode):
         super().__init__()
         self.flow, self.totals = flow, totals
         self.settles, self.share = 0, 1.0
-        self.place, self.script = 0, list[FunctionCall]()
+        self.place, self.script = 0, list[Entry]()
         self.outside = Elsewhere()
         self.checkpoints = False
         self.ties: set[int] = set()  # places of largest values that two parts share
@@ -303,15 +292,14 @@ class Reductions(TorchFunctionMode):
                 with flow.silent():
                     self._outside(outs[0])
         place, self.place = self.place, self.place + 1
-        numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, (int, float, str))]
-        if place >= len(self.script) and (flow.extends or flow.is_single):
-            if flow.is_single:
+        numbers = tuple(each for each in (*args, *kwargs.values()) if isinstance(each, (int, float, str)))
+        if flow.is_single:
+            if place >= len(self.script) or not self.script[place].is_same(func, numbers, outs):
                 raise refuse("a part of one sample runs something else than larger ones")
-            found = [flow.known(each) or CONSTANT for each in outs]
-            shapes = [shape_of(*each) for each in zip(outs, found, strict=True)]
-            self.script.append(FunctionCall(func, numbers, found, shapes, flow.drawn))
-        elif flow.is_single:
-            self._told(self.script[place], func, numbers, outs, [*operands([args, kwargs])])
+            self._told(self.script[place], outs, [*operands([args, kwargs])])
+        elif flow.extends and place >= len(self.script):
+            entry = Entry.of(func, numbers, outs, [flow.known(each) or CONSTANT for each in outs])
+            self.script.append(replace(entry, draws=tuple(flow.drawn)))
 
     def _broadcast(self, outs: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
         """Numbers alike for all samples, expanded to their shape, have a row for each of them."""
@@ -326,12 +314,7 @@ class Reductions(TorchFunctionMode):
                     check_gradient("expand", each, layout)
                     flow.put(each, like.at(dim).waiting(like.pending or layout.pending))
 
-    def _told(
-        self, known: FunctionCall, func: Any, numbers: list[Any], outs: list[torch.Tensor], taken: list[torch.Tensor]
-    ) -> None:
-        shapes = [shape_of(*each) for each in zip(outs, known.layouts, strict=False)]
-        if (known.func, known.numbers, known.shapes) != (func, numbers, shapes) or len(outs) != len(known.layouts):
-            raise refuse("a part of one sample runs something else than larger ones")
+    def _told(self, known: Entry, outs: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
         pending = any(layout is not None and layout.pending for layout in map(self.flow.known, taken))
         self.flow.pending |= pending
         for each, layout in zip(outs, known.layouts, strict=True):
