@@ -112,8 +112,6 @@ class RunProfile:
         budget: what its device offers to this rank.
         request: what was asked for, and what prevents it.
         validation: the fit's validation; None if there is none, or none could be predicted.
-        held_bytes: what of this training is on the device already.
-        callback_bytes: what other callbacks hold there, without Lightning's averages.
         avoids_single_sample: whether a last batch of one sample may fail.
         extra: bytes found after the steps were predicted, by part.
         workers: processes that prepare its batches; None if there are none.
@@ -132,8 +130,6 @@ class RunProfile:
     budget: Budget
     request: Request
     validation: ValidationRun | None = None
-    held_bytes: int = 0
-    callback_bytes: int = 0
     avoids_single_sample: bool = False
     extra: Mapping[str, int] = field(default_factory=dict)
     workers: Workers | None = None
@@ -425,8 +421,6 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         reading.budget,
         replace(reading.request_of(fixed), batch_size=size),
         validation.value,
-        reading.held_bytes,
-        run.program.callback_bytes,
         reading.avoids_single_sample,
         workers=reading.workers,
         kept_bytes=_kept_by_workers(reading, between),

@@ -76,7 +76,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             # after the budget, which counts an open context as ours: measuring it opens it
             context = attempt(lambda: process_bytes or context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
-            profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, profile.held_bytes))
+            profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, reading.held_bytes))
             earlier = EarlierRuns.of(profile, wanted=settings.learns)
             profile = profile.learning(ranks.gather(attempt(partial(earlier.learned, profile)).value)[0])
             answers = ranks.gather((profile.request.free_to_choose, profile.request.fixed_because))
@@ -212,7 +212,7 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
         return tuning
     device = profile.facts.device
     held = attempt(lambda: callbacks.held_bytes(others, module, device, averaging=False)).value
-    extra = (held or 0) - profile.callback_bytes
+    extra = (held or 0) - profile.run.program.callback_bytes
     if max(ranks.gather(extra)) <= 0:
         return tuning
     profile = replace(profile, extra={"callbacks": max(extra, 0)})
