@@ -79,7 +79,7 @@ class GuardedRun:
         self.stage = stage
         self._folders = folders
         self.device = trainer.strategy.root_device
-        self._measuring = Measuring(trainer, module)
+        self.measuring = Measuring(trainer, module)
         self.tuning = tune(trainer, module, settings, stage)
         self._announced = False
         self._sized = False
@@ -93,7 +93,7 @@ class GuardedRun:
         self._trim: Trimmer | None = None
         self._rescuer: Rescuer | None = None
         if self.decision.host:
-            self._measuring.watch_children()
+            self.measuring.watch_children()
         self._growth: GrowthWatch | None = None
         self._checks_peak = self.device.type == "cpu"  # a GPU's allocator holds no more than the device has
 
@@ -252,7 +252,7 @@ class GuardedRun:
         if profile is None:
             return
         host = self.decision.host
-        self._measuring.start(trains=self.trains, on_host=bool(host and host.budget))
+        self.measuring.start(trains=self.trains, on_host=bool(host and host.budget))
         if self.trains:
             infos = filter(None, (profile.loader_info, profile.run.validation_info))
             datasets = [getattr(source.loader, "dataset", None) for info in infos for source in info.sources]
@@ -310,9 +310,9 @@ class GuardedRun:
     def check_peak(self, batch_idx: int) -> None:
         """Warn of a run that has passed its budget, after 2, 4, 8, ... batches of an epoch: early, and at no cost."""
         if batch_idx.bit_count() == 1:
-            self._measuring.between()
+            self.measuring.between()
             if self._checks_peak and batch_idx > 1:
-                self._warn_of_overrun(self._measuring.peak())
+                self._warn_of_overrun(self.measuring.peak())
 
     def _warn_of_overrun(self, measured: Measured) -> None:
         footprint, budget, watch = self.decision.footprint, self.decision.budget, self._watches.get("train")
@@ -328,7 +328,7 @@ class GuardedRun:
         """Warn of a batch that is larger than predicted; return what collating it has freed."""
         if self._trim is not None:
             self._trim()
-        self._measuring.at_batch(batch_idx)
+        self.measuring.at_batch(batch_idx)
         watch = self._watches.get(role)
         if watch is None:
             return
@@ -342,19 +342,15 @@ class GuardedRun:
             at_once = attempt(partial(rescuer.expect, batch, larger)).value if rescuer else 0
             self._warn(announcement(larger, role, batch_idx, at_once or 0))
 
-    def measure_gradients(self) -> bool:
-        """Measure the gradients of a step; False once a few steps of the epoch were measured."""
-        return self._measuring.gradients()
-
     # -- at each epoch
 
     def start_epoch(self) -> None:
         """Measure each epoch by itself; what follows an epoch, such as saving a checkpoint, counts in the next."""
-        self._measuring.forget_gradients()
+        self.measuring.forget_gradients()
         if self._growth is not None and attempt(self._note_growth).reason:
             self._growth = None
         if not self.records:
-            self._measuring.restart()
+            self.measuring.restart()
         if self._rescuer is not None:
             self._rescuer.policy.restart()
         forget_logged(self.trainer)
@@ -387,7 +383,7 @@ class GuardedRun:
             return
         self.records.append(record)
         attempt(lambda: self._remember(record))
-        self._measuring.restart()
+        self.measuring.restart()
         self._warn_of_overrun(record.measured)
         try:
             self._log(record)
@@ -413,7 +409,7 @@ class GuardedRun:
         decision = self.decision
         if decision.footprint is None or decision.budget is None:
             return None
-        measured, budget = self._measuring.peak_by_part(), decision.budget
+        measured, budget = self.measuring.peak_by_part(), decision.budget
         epoch, size = self.trainer.current_epoch, decision.batch_size
         failed, rescued = self._rescued_on_all_ranks()
         bounds = (budget.free_bytes, budget.margin_bytes)
@@ -443,7 +439,7 @@ class GuardedRun:
     def summarize(self) -> None:
         """Print how close the prediction came; what the last epoch has left to be saved counts too."""
         if self.trains and self.records:
-            measured, last = self._measuring.peak_by_part(), self.records[-1].measured
+            measured, last = self.measuring.peak_by_part(), self.records[-1].measured
             if measured.peak_bytes > last.peak_bytes:
                 measured = replace(measured, alloc_retries=last.alloc_retries, ooms=last.ooms)
                 self.records[-1] = replace(self.records[-1], measured=measured)
@@ -520,8 +516,8 @@ class GuardedRun:
         watch = self._watches.get(role) or next(filter(None, self._watches.values()), None)
         watch = watch or BatchWatch(profile, profile.prediction, self.decision.batch_size)
         elsewhere = attempt(lambda: held_elsewhere(trainer, self.module, error)).value or {}
-        found = {"elsewhere": elsewhere, "between_steps": self._measuring.between_steps}
-        return note(failure(watch, footprint, attempt(self._measuring.peak_by_part).value, **found))
+        found = {"elsewhere": elsewhere, "between_steps": self.measuring.between_steps}
+        return note(failure(watch, footprint, attempt(self.measuring.peak_by_part).value, **found))
 
     def close(self) -> None:
         """Stop measuring and recording, and leave the Trainer and the user's objects as they were."""
@@ -532,7 +528,7 @@ class GuardedRun:
         attempt(self._end_recording)
         if self._rescuer is not None:
             self._rescuer.close()
-        self._measuring.close()
+        self.measuring.close()
 
 
 def actual_path(path: Path) -> Path:
