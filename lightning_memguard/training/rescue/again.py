@@ -82,7 +82,7 @@ class TrainingStep(Step):
     def before_parts(self) -> None:
         """Clear the gradients, as the step would have; hooks are called once."""
         zero, module = self.closure._zero_grad_fn, self.again.trainer.lightning_module
-        self.begin()
+        self.noted.put_back()
         if zero is not None and self.zeroed:
             module.optimizer_zero_grad(self.again.trainer.current_epoch, self.batch_idx, self.optimizer)
         elif zero is not None:
@@ -139,7 +139,7 @@ class TrainingStep(Step):
     def finished(self, passes: Passes) -> Any:  # noqa: D102
         self.result.closure_loss = None
         self.result.extra = passes.result()
-        self.state.replace_numbers(plain)
+        self.again.state.replace_numbers(plain)
         return self.result
 
 
@@ -283,7 +283,7 @@ class Again:
         obstacle = step.obstacle(error) or self.state.obstacle(step.noted)
         if obstacle:
             return obstacle
-        self.state.put_back(step.noted)
+        step.noted.put_back()
         return self._obstacle_of_batch(step)
 
     def _obstacle_of_batch(self, step: Step) -> str:
@@ -313,7 +313,7 @@ class Again:
             memory = ran_out_of_memory(failure)
             self.refused = "not even one sample fits" if memory else f"{type(failure).__name__}: {failure}"
             release(failure)
-        self._quietly(step.begin, None)
+        self._quietly(step.noted.put_back, None)
         raise error.with_traceback(None)
 
     def _planned(self, step: Step, at_once: int) -> tuple[bool, Any]:
@@ -335,7 +335,7 @@ class Again:
                 raise torch.OutOfMemoryError(reason) from None
             release(error)
             step.before_whole()
-        self._quietly(step.begin, None)
+        self._quietly(step.noted.put_back, None)
         return False, None
 
     def _in_parts(self, step: Step, most: int) -> Any:

@@ -16,7 +16,7 @@ class Elsewhere:
     """The tensors that parts take from elsewhere, in the order in which they do."""
 
     def __init__(self) -> None:
-        self._noted: list[_Noted] = []
+        self._noted: list[_Outside] = []
         self._taken = 0
 
     def begin(self) -> None:
@@ -31,7 +31,7 @@ class Elsewhere:
         """
         place, self._taken = self._taken, self._taken + 1
         if extends and place == len(self._noted):
-            self._noted.append(_Noted.of(tensor))
+            self._noted.append(_Outside.of(tensor))
         elif place >= len(self._noted) or not self._noted[place].is_same(tensor):
             raise refuse("a tensor that is not of the batch differs from part to part")
 
@@ -45,7 +45,7 @@ class Elsewhere:
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _Outside:
     """A tensor, as the first part found it."""
 
     tensor: torch.Tensor
@@ -53,7 +53,7 @@ class _Noted:
     value: torch.Tensor | None  # of a small one, which the step may write to, and which is put back then
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Noted:
+    def of(cls, tensor: torch.Tensor) -> _Outside:
         is_small = tensor.layout == torch.strided and tensor.numel() * tensor.element_size() <= _COPIED_BYTES
         return cls(tensor, version_of(tensor), tensor.detach().clone() if is_small else None)
 

@@ -10,7 +10,7 @@ import gc
 import math
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memguard.core.batch.nesting import children_of, map_tensors, rebuilt
 from lightning_memguard.core.foreign import added, patched
@@ -29,7 +30,7 @@ from lightning_memguard.training.rescue.other_ranks import Gradients, without_ex
 from lightning_memguard.training.rescue.reductions import Lengths, Reductions, Totals, lengths
 from lightning_memguard.training.rescue.sample_layout import Layout, Refused, Waits, forget, join, refuse, refuse_after
 from lightning_memguard.training.rescue.sizes import Size, plain
-from lightning_memguard.training.rescue.state import Left, Noted, StepState, random_states
+from lightning_memguard.training.rescue.state import Left, Noted, random_states
 
 _ROUNDS = 8  # forward passes of a part, each of which reads values that the one before has made known
 _SCRIPT = 2  # samples that show which dimension is theirs, where parts hold a single one
@@ -42,7 +43,6 @@ class Step:
 
     def __init__(self, again: Any, batch: Any, place: int) -> None:
         self.again, self.batch, self.place = again, batch, place
-        self.state: StepState = again.state
         self.passes: Passes | None = None
         self.failed = False  # as a whole
 
@@ -90,22 +90,6 @@ class Step:
 
     def backward(self, result: Any, share: float, *, is_last: bool) -> None:
         """Run the backward pass; the loss is scaled by the part's share of the samples."""
-
-    def begin(self) -> None:
-        """Make everything as it was before the step."""
-        self.state.put_back(self.noted)
-
-    def left(self) -> Iterable[Left]:
-        """The tensors that it has left in Python's state."""
-        return self.state.tensors_left(self.noted)
-
-    def noted_tensors(self) -> list[torch.Tensor] | None:
-        """The tensors whose versions were noted before an attempt that failed; None if none did."""
-        return self.state.tensors(self.noted) if self.failed else None
-
-    def unknown_draws(self) -> Collection[str]:
-        """The random numbers whose states before the step are not known; see `random_states`."""
-        return self.state.unknown_draws(self.noted)
 
     def before_parts(self) -> None:
         """The second passes begin."""
@@ -167,8 +151,10 @@ class Passes:
             BaseException: what a part of one sample raised, of memory that ran out.
         """
         self._refuse_hooks()
-        noted = self.step.noted_tensors()
-        self.flow.noted = None if noted is None else by_storage(noted)
+        if self.step.failed:
+            norms = (each for each in self.module.modules() if isinstance(each, _BatchNorm))
+            statistics = (buffer for each in norms for buffer in each.buffers())
+            self.flow.noted = by_storage([*self.step.noted.tensors, *statistics])
         while True:
             try:
                 self._learn(uneven_parts(0, self.total, most))
@@ -223,7 +209,7 @@ class Passes:
             if self.flow.kind(loss) not in ("whole", "constant"):
                 raise Refused("the loss is that of single samples")
             self.custom.refuse_unseen(loss)
-        for each in self.step.left():
+        for each in self.step.noted.tensors_left():
             if self._joinable(each.tensor, f"keeps in `{each.name}`") and each.tensor.requires_grad:
                 raise Refused(f"training_step keeps samples with their graph in `{each.name}`")
 
@@ -277,7 +263,7 @@ class Passes:
             self.flow.finish()
         self._inspect(result)
         outputs = map_tensors(self.step.outputs(result), self._as_part)
-        left = [(each, layout) for each in self.step.left() if (layout := self._samples_in(each.tensor))]
+        left = [(each, layout) for each in self.step.noted.tensors_left() if (layout := self._samples_in(each.tensor))]
         with self._backward():
             self.step.backward(result, (stop - start) / self.total, is_last=is_last)
         self.parts.append(Part(stop - start, outputs, left))
@@ -305,7 +291,7 @@ class Passes:
     def close(self) -> None:
         """Take the layouts off the tensors that outlive the step: they would be saved with them."""
         outside = (*self.flow.script.outside.tensors(), *self.reductions.outside.tensors())
-        left = (each.tensor for each in self.step.left())
+        left = (each.tensor for each in self.step.noted.tensors_left())
         for tensor in (*self.module.parameters(), *self.module.buffers(), *outside, *left):
             forget(tensor)
 
@@ -335,9 +321,9 @@ class Passes:
     def _pass(self, start: int, stop: int, *, extends: bool = False) -> Iterator[None]:
         """The surroundings of one pass over some samples."""
         self.flow.begin(start, stop, extends=extends)
-        self.step.begin()
+        self.step.noted.put_back()
         self.reductions.begin()
-        unknown = self.step.unknown_draws()
+        unknown = self.step.noted.unknown_draws()
         before = random_states(unknown)
         refusals, gradients = Refused.raised, Gradients(self.module.parameters())
         with ExitStack() as around:

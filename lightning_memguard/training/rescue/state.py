@@ -129,6 +129,48 @@ class Noted(NamedTuple):
             if isinstance(each, torch.Tensor)
         ]
 
+    def put_back(self) -> None:
+        """Make everything as it was; this may be done again and again."""
+        if self.results is not None:
+            self.results.clear()
+            _put_dict(vars(self.results), self.collection)
+        for key, result, values in self.logged:
+            self.results[key] = result
+            _put_dict(vars(result), values)
+        for cell, saved in zip(self.cells, self.saved, strict=True):
+            cell.kind.put(cell.container, saved)
+        for kind, container, saved in self.in_batch:
+            kind.put(container, saved)
+        for held in self.held:
+            if held.copy is not None and (held.version < 0 or _version(held.tensor) != held.version):
+                with torch.inference_mode(held.tensor.is_inference()), torch.no_grad():
+                    held.tensor.copy_(held.copy)
+        if self.random.torch is not None:
+            for generator, state in zip(_generators(), self.random.torch, strict=False):
+                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        if self.random.python is not None:
+            random.setstate(self.random.python)
+        if self.random.numpy is not None:
+            name, keys, *rest = self.random.numpy
+            np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002 - users draw from it
+
+    def tensors_left(self) -> Iterator[Left]:
+        """Yield the tensors that Python's state has got since, or that were changed in place."""
+        seen = {id(cell.container) for cell in self.cells}
+        changed = {id(held.tensor) for held in self.held if _has_changed(held)}
+        for cell, saved in zip(self.cells, self.saved, strict=True):
+            before = dict(cell.kind.pairs(saved))
+            same = {id(each) for value in before.values() for each in _flat(value)} - changed
+            for key, value in cell.kind.live(cell.container):
+                if value.__class__ not in _PLAIN and (value is not before.get(key, _ABSENT) or changed):
+                    for left in _left(value, cell.label(key), partial(cell.kind.replace, cell.container, key), seen):
+                        if id(left.tensor) not in same:
+                            yield left
+
+    def unknown_draws(self) -> list[str]:
+        """The random numbers whose states were not noted; see `random_states`."""
+        return [field for field, state in zip(RandomStates._fields, self.random, strict=True) if state is None]
+
 
 @dataclass(frozen=True)
 class Left:
@@ -359,37 +401,6 @@ class StepState:
                     return f"`{cell.label(key)}` is new, and its contents before the step are not known"
         return ""
 
-    def tensors(self, noted: Noted) -> list[torch.Tensor]:
-        """Return the tensors whose versions were noted, and those of batch norm."""
-        norms = (each for each in self._module.modules() if isinstance(each, _BatchNorm))
-        buffers = (buffer for each in norms for buffer in each.buffers())
-        return [*noted.tensors, *buffers]
-
-    def put_back(self, noted: Noted) -> None:
-        """Make everything as it was; this may be done again and again."""
-        if noted.results is not None:
-            noted.results.clear()
-            _put_dict(vars(noted.results), noted.collection)
-        for key, result, values in noted.logged:
-            noted.results[key] = result
-            _put_dict(vars(result), values)
-        for cell, saved in zip(noted.cells, noted.saved, strict=True):
-            cell.kind.put(cell.container, saved)
-        for kind, container, saved in noted.in_batch:
-            kind.put(container, saved)
-        for held in noted.held:
-            if held.copy is not None and (held.version < 0 or _version(held.tensor) != held.version):
-                with torch.inference_mode(held.tensor.is_inference()), torch.no_grad():
-                    held.tensor.copy_(held.copy)
-        if noted.random.torch is not None:
-            for generator, state in zip(_generators(), noted.random.torch, strict=False):
-                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        if noted.random.python is not None:
-            random.setstate(noted.random.python)
-        if noted.random.numpy is not None:
-            name, keys, *rest = noted.random.numpy
-            np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002 - users draw from it
-
     def watch(self) -> None:
         """Learn from a step that succeeded which tensors steps change in place, and whether they draw in Python."""
         last, self._last = self._last, None
@@ -397,23 +408,6 @@ class StepState:
             self._changing.update((each.cell.name, each.key) for each in last.held if _has_changed(each))
             pairs = zip(RandomStates._fields, last.random, random_states(), strict=True)
             self._draws.update(field for field, before, now in pairs if before != now)
-
-    def unknown_draws(self, noted: Noted) -> list[str]:
-        """The random numbers whose states were not noted; see `random_states`."""
-        return [field for field, state in zip(RandomStates._fields, noted.random, strict=True) if state is None]
-
-    def tensors_left(self, noted: Noted) -> Iterator[Left]:
-        """Yield the tensors that Python's state has got since, or that were changed in place."""
-        seen = {id(cell.container) for cell in noted.cells}
-        changed = {id(held.tensor) for held in noted.held if _has_changed(held)}
-        for cell, saved in zip(noted.cells, noted.saved, strict=True):
-            before = dict(cell.kind.pairs(saved))
-            same = {id(each) for value in before.values() for each in _flat(value)} - changed
-            for key, value in cell.kind.live(cell.container):
-                if value.__class__ not in _PLAIN and (value is not before.get(key, _ABSENT) or changed):
-                    for left in _left(value, cell.label(key), partial(cell.kind.replace, cell.container, key), seen):
-                        if id(left.tensor) not in same:
-                            yield left
 
     def replace_numbers(self, plain: Callable[[Any], Any]) -> None:
         """Replace what a step has left in Python's state by what a function makes of it."""

@@ -27,15 +27,13 @@ class PlainStep:
     def __init__(self, module: nn.Module, loss: Loss, batch: Any) -> None:
         self.module, self.function, self.batch = module, loss, batch
         self.passes: Passes | None = None
+        self.noted, self.failed = self, False  # it knows the state before it by itself
         self.states = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
-    def begin(self) -> None:
+    def put_back(self) -> None:
         torch.set_rng_state(self.states[0])
         random.setstate(self.states[1])
         np.random.set_state(self.states[2])
-
-    def noted_tensors(self) -> list[torch.Tensor] | None:
-        return None
 
     def unknown_draws(self) -> list[str]:
         return []
@@ -54,7 +52,7 @@ class PlainStep:
         if result[0] is not None and result[0].requires_grad:
             (result[0] * share).backward()
 
-    def left(self) -> list[Any]:
+    def tensors_left(self) -> list[Any]:
         return []
 
     @contextlib.contextmanager

@@ -638,7 +638,7 @@ def test_a_trial_that_fails_is_done_in_parts_and_counted(trainer: Any) -> None:
         (again.TrainingStep, "finished"),
         (again, "cuts_for"),
         (again, "free"),
-        (again.StepState, "put_back"),
+        (again.Noted, "put_back"),
     ],
 )
 def test_an_error_of_our_own_never_replaces_the_users(

@@ -138,7 +138,7 @@ def test_python_state_is_put_back_again_and_again(model: Model, state: StepState
         change(model)
         assert facts(model) != before
         assert state.obstacle(noted) == ""
-        state.put_back(noted)
+        noted.put_back()
         assert facts(model) == before
     assert all(
         a is b for a, b in zip(held, (model.counts, model.outputs, model.last, model.by_class, model.slow), strict=True)
@@ -154,7 +154,7 @@ def test_containers_that_appear_between_steps_are_noted(model: Model, state: Ste
     model.slow.log["x"].append(2)
     model.counts["more"]["deep"][0] = 7
     assert state.obstacle(noted) == ""
-    state.put_back(noted)
+    noted.put_back()
     assert model.outputs == []
     assert model.slow.log == {"x": [1]}
     assert model.counts["more"] == {"deep": [0]}
@@ -190,7 +190,7 @@ def test_attributes_deleted_and_buffers_registered_by_a_step(model: Model, state
     del model.steps
     model.register_buffer("mask", torch.ones(2))
     queue, model.queue = model.queue, torch.ones(4)
-    state.put_back(noted)
+    noted.put_back()
     assert model.steps == 0
     assert [name for name, _ in model.named_buffers()] == ["queue"]
     assert model.queue is queue
@@ -210,7 +210,7 @@ def test_buffers_of_another_kind_of_batch_norm_stay(model: Model) -> None:
     noted = state.note(None, None)
     model.norm(torch.randn(4, 3))
     assert state.obstacle(noted) == ""
-    state.put_back(noted)
+    noted.put_back()
     assert [*model.norm._buffers] == ["running_mean", "running_var", "num_batches_tracked"]
 
 
@@ -219,7 +219,7 @@ def test_a_small_buffer_changed_in_place_in_the_first_steps_is_put_back(model: M
     model.queue += 1
     model.running.add_(1)
     assert state.obstacle(noted) == ""
-    state.put_back(noted)
+    noted.put_back()
     assert model.queue.tolist() == [0] * 4
     assert model.running.tolist() == [0] * 2
 
@@ -235,7 +235,7 @@ def test_tensors_known_to_change_are_copied_and_others_are_an_obstacle(
     noted = state.note(None, None)  # from now on it is known
     getattr(model, name).add_(1)
     assert state.obstacle(noted) == ""
-    state.put_back(noted)
+    noted.put_back()
     assert getattr(model, name).unique().tolist() == [1]
 
 
@@ -249,7 +249,7 @@ def test_a_large_buffer_that_steps_change_is_learned(model: Model) -> None:
     noted = state.note(None, None)
     model.large[1] = 1
     assert state.obstacle(noted) == ""
-    state.put_back(noted)
+    noted.put_back()
     assert model.large.sum() == 1
 
 
@@ -266,8 +266,8 @@ def test_batch_norm_is_left_out(model: Model) -> None:
     noted = state.note(None, None)
     model.norm(torch.rand(4, 3))
     assert state.obstacle(noted) == ""
-    assert not [*state.tensors_left(noted)]
-    state.put_back(noted)
+    assert not [*noted.tensors_left()]
+    noted.put_back()
     assert model.norm.num_batches_tracked == 1
 
 
@@ -294,7 +294,7 @@ def test_states_of_metrics_are_put_back(model: Model) -> None:
     noted = state.note(None, None)
     update()
     assert state.obstacle(noted) == ""
-    state.put_back(noted)
+    noted.put_back()
     assert [each._update_count for each in metrics] == counts
     assert all(torch.equal(each.compute(), value) for each, value in zip(metrics, before, strict=True))
 
@@ -306,7 +306,7 @@ def test_inference_tensors_are_copied(model: Model, state: StepState) -> None:
     noted = state.note(None, None)
     with torch.inference_mode():
         model.running += 1
-    state.put_back(noted)
+    noted.put_back()
     assert model.running.tolist() == [0, 0]
 
 
@@ -319,7 +319,7 @@ def test_tensors_left_are_named_and_can_be_replaced(model: Model, state: StepSta
     model.slow.inner.tensor = torch.ones(5)
     model.net.features = torch.ones(6)  # not a user's class: not seen
     model.queue += 1
-    left = [*state.tensors_left(noted)]
+    left = [*noted.tensors_left()]
     names = {"self.outputs[1]", "self.outputs[2]['loss']", "self.hidden[0]", "self.hidden[1]", "self.queue"}
     assert {each.name for each in left} == names | {"self.slow.inner.tensor"}
     for each in left:
@@ -350,7 +350,7 @@ def test_containers_of_the_batch_are_put_back(state: StepState) -> None:
         batch["pair"].extra.append(2)
         batch["tuple"][0].clear()
         assert state.obstacle(noted) == ""
-        state.put_back(noted)
+        noted.put_back()
         assert noted.batch is batch
         assert [*batch] == ["x", "y", "pair", "tuple"]
         assert batch["x"] is x
@@ -371,7 +371,7 @@ def test_of_a_long_list_only_the_length_is_noted(model: Model, state: StepState)
     noted = state.note(None, None)
     model.outputs.append(1)
     assert state.obstacle(noted) == ""
-    state.put_back(noted)
+    noted.put_back()
     assert len(model.outputs) == 20_000
     model.outputs.pop()
     assert "`self.outputs`" in state.obstacle(noted)
@@ -388,7 +388,7 @@ def test_outputs_that_grow_over_an_epoch_do_not_have_all_listed_again(
         model.steps += 1
     noted = state.note(None, None)
     model.outputs[1]["loss"] = None
-    state.put_back(noted)
+    noted.put_back()
     assert model.outputs[1]["loss"] == 1
 
 
@@ -401,7 +401,7 @@ def test_entries_of_long_containers_are_not_walked(model: Model) -> None:
     model.more[-1] += 1
     model.samples.pop()
     assert state.obstacle(noted) == ""
-    state.put_back(noted)
+    noted.put_back()
     assert model.more[-1] == 0
     assert len(model.samples) == 300
 
@@ -412,15 +412,15 @@ def test_entries_of_long_containers_are_not_walked(model: Model) -> None:
 def test_random_states_are_put_back_where_they_were_noted(state: StepState) -> None:
     noted = state.note(None, None)
     drawn = random.random(), np.random.rand(), torch.rand(1).item()
-    state.put_back(noted)
+    noted.put_back()
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
-    assert not state.unknown_draws(noted)
+    assert not noted.unknown_draws()
 
 
 def test_random_states_are_noted_only_if_steps_draw_from_them(state: StepState) -> None:
     settled(state)
     noted, before = state.note(None, None), random_states()
-    assert len(state.unknown_draws(noted)) == 3
+    assert len(noted.unknown_draws()) == 3
     assert random_states() == before
     np.random.rand()
     assert random_states() != before
@@ -429,7 +429,7 @@ def test_random_states_are_noted_only_if_steps_draw_from_them(state: StepState) 
         random.random()
         torch.rand(1)
         state.watch()
-    assert state.unknown_draws(state.note(None, None)) == ["numpy"]
+    assert state.note(None, None).unknown_draws() == ["numpy"]
 
 
 # -- Lightning
@@ -452,7 +452,7 @@ class Logs(pl.LightningModule):
         if self.again:
             noted = self.noted
             assert self.state.obstacle(noted) == ""
-            self.state.put_back(noted)
+            noted.put_back()
             loss = self._once(batch)
         self.state.watch()
         return loss
