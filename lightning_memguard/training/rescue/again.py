@@ -136,9 +136,9 @@ class TrainingStep(Step):
         finally:
             self.theirs = before
 
-    def finished(self, passes: Passes) -> Any:  # noqa: D102
+    def finished(self) -> Any:  # noqa: D102
         self.result.closure_loss = None
-        self.result.extra = passes.result()
+        self.result.extra = self.passes.result()
         self.again.state.replace_numbers(plain)
         return self.result
 
@@ -157,9 +157,6 @@ class EvaluationStep(Step):
     def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:  # noqa: D102
         with self.logging(wanted=final and is_last):
             return self.own(batch, *self.rest)
-
-    def finished(self, passes: Passes) -> Any:  # noqa: D102
-        return passes.result()
 
 
 class Again:
@@ -360,7 +357,7 @@ class Again:
     def _finish(self, step: Step, passes: Passes, at_once: int) -> Any:
         step.before_parts()
         passes.run(at_once)
-        result = step.finished(passes)
+        result = step.finished()
         self._quietly(self.state.watch, None)
         self.policy.rescued(step.place, self.part_of(step, 0, passes.total), passes.largest, passes.changes)
         return result

@@ -40,10 +40,10 @@ class Step:
     """One step on a batch, which can be run again; ``again`` is what repeats it, ``noted`` the state before it."""
 
     noted: Noted
+    passes: Passes
 
     def __init__(self, again: Any, batch: Any, place: int) -> None:
         self.again, self.batch, self.place = again, batch, place
-        self.passes: Passes | None = None
         self.failed = False  # as a whole
 
     @abstractmethod
@@ -54,15 +54,11 @@ class Step:
     def forward(self, batch: Any, *, final: bool, is_last: bool) -> Any:
         """Run a part forward; ``final`` where its backward pass follows, ``is_last`` where no other part does."""
 
-    @abstractmethod
-    def finished(self, passes: Passes) -> Any:
-        """Return the result of the whole step."""
-
     @contextmanager
     def logging(self, *, wanted: bool) -> Iterator[None]:
         """Log values of the whole batch, once: while the last part runs."""
         results, passes = self.again.trainer._results, self.passes
-        if results is None or passes is None:
+        if results is None:
             yield
             return
         log, reset = results.log, results.reset
@@ -91,6 +87,10 @@ class Step:
     def backward(self, result: Any, share: float, *, is_last: bool) -> None:
         """Run the backward pass; the loss is scaled by the part's share of the samples."""
 
+    def finished(self) -> Any:
+        """Return the result of the whole step."""
+        return self.passes.result()
+
     def before_parts(self) -> None:
         """The second passes begin."""
 
@@ -109,7 +109,6 @@ class Step:
 class Part:
     """Results of a part, to be joined with those of the others."""
 
-    samples: int
     outputs: Any
     left: list[tuple[Left, Layout]]
 
@@ -266,7 +265,7 @@ class Passes:
         left = [(each, layout) for each in self.step.noted.tensors_left() if (layout := self._samples_in(each.tensor))]
         with self._backward():
             self.step.backward(result, (stop - start) / self.total, is_last=is_last)
-        self.parts.append(Part(stop - start, outputs, left))
+        self.parts.append(Part(outputs, left))
         self.largest = max(self.largest, stop - start)
 
     def _samples_in(self, tensor: torch.Tensor) -> Layout | None:
