@@ -416,25 +416,14 @@ def print_measurements(found: Sequence[Measurement], damaged: int, path: Path, c
     if not found:
         console.print(f"{path} holds no measurement; a fit on a GPU writes some.", soft_wrap=True)
         return
-    heads = (
-        "Time",
-        "Module",
-        "GPU",
-        "Precision",
-        ">Batch size",
-        ">Predicted",
-        ">Measured",
-        ">Measured / predicted",
-        "Step",
-    )
-    table = new_table(f"Measurements in {path}", *heads)
+    heads = "Time", "Module", "GPU", "Precision", ">Batch size"
+    figures = ">Predicted", ">Measured", ">Measured / predicted"
+    table = new_table(f"Measurements in {path}", *heads, *figures, "Step")
     for each in found:
         peaks = format_bytes(each.predicted_bytes), format_bytes(each.measured_bytes)
         ratio = f"{each.measured_bytes / each.predicted_bytes - 1:+.1%}"
-        when = each.time[:16].replace("T", " ")
-        table.add_row(
-            when, each.module, each.setting.gpu, each.precision, str(each.batch_size), *peaks, ratio, each.step
-        )
+        when, gpu = each.time[:16].replace("T", " "), each.setting.gpu
+        table.add_row(when, each.module, gpu, each.precision, str(each.batch_size), *peaks, ratio, each.step)
     console.print(table)
     if damaged:
         console.print(f"{counted(damaged, 'line')} cannot be read; `memguard history --clear` deletes the file.")

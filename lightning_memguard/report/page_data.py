@@ -77,17 +77,11 @@ def shown_parts(timeline: Timeline) -> list[str]:
 def report_data(report: Report) -> dict[str, Any]:
     """Return the page's content as plain data with the unit of every quantity in its name."""
     decision, (footprint, budget) = report.decision, prediction_of(report.decision)
-    sizes = (
-        "batch_size",
-        "loader_batch_sizes",
-        "requested_batch_size",
-        "accumulate_grad_batches",
-        "validation_batch_size",
-    )
-    steps = ("steps_per_epoch", "requested_steps_per_epoch")
+    sizes = "batch_size", "loader_batch_sizes", "requested_batch_size", "accumulate_grad_batches"
+    more = "validation_batch_size", "steps_per_epoch", "requested_steps_per_epoch"
     return {
         "title": report.title,
-        "decision": picked(decision, *sizes, *steps, "outcome", "limited_by", "reason", "fits", "verdict"),
+        "decision": picked(decision, *sizes, *more, "outcome", "limited_by", "reason", "fits", "verdict"),
         "footprint": footprint_data(footprint),
         "retries": vars(decision.retries) if decision.retries else None,
         "budget": budget_data(budget),
