@@ -150,21 +150,16 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             raise MemGuardError(
                 f"keep_effective_batch_size={effective!r} is unknown; pass a number of samples, 'if_smaller' or None."
             )
-        nbytes, host_bytes = _parsed("budget", budget), _parsed("host_budget", host_budget)
+        limits = margin, _parsed("budget", budget), min_batch_size, max_batch_size, multiple_of, effective
         self._settings = GuardSettings(
-            margin,
-            nbytes,
-            min_batch_size,
-            max_batch_size,
-            multiple_of,
-            effective,
-            mode,
-            on_oom,
-            min_steps_per_epoch,
-            max_setup_seconds,
-            host_bytes,
-            keep_effective_batch_size == "if_smaller",
-            learn,
+            *limits,
+            mode=mode,
+            on_oom=on_oom,
+            min_steps_per_epoch=min_steps_per_epoch,
+            max_setup_seconds=max_setup_seconds,
+            host_budget_bytes=_parsed("host_budget", host_budget),
+            divides=keep_effective_batch_size == "if_smaller",
+            learns=learn,
         )
         self.records: list[EpochRecord] = []
         self.evaluations: dict[str, EpochRecord] = {}
