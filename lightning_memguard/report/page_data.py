@@ -17,6 +17,8 @@ from lightning_memguard.report.words import COLORS, prediction_of
 if TYPE_CHECKING:
     from lightning_memguard.core.layers.layers import LayerTable
 
+_POINTS = 8  # of the curve, or some more
+
 
 @dataclass(frozen=True)
 class CurvePoint:
@@ -54,16 +56,10 @@ class Report:
     layers: LayerTable | None = None
 
 
-def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision, points: int = 8) -> tuple[CurvePoint, ...]:
-    """Peaks around the chosen batch size: from small ones to a third beyond it, and the requested size.
-
-    Args:
-        footprint_at: batch size -> footprint; it is called about ``points`` times.
-        decision: the batch size.
-        points: how many sizes.
-    """
+def curve_of(footprint_at: Callable[[int], Footprint], decision: Decision) -> tuple[CurvePoint, ...]:
+    """Peaks at several batch sizes: from small ones to a third beyond the chosen one, and the requested size."""
     last = max(math.ceil(decision.batch_size * 4 / 3), decision.requested_batch_size, 2)
-    sizes = {max(1, round(last * place / points)) for place in range(1, points + 1)}
+    sizes = {max(1, round(last * place / _POINTS)) for place in range(1, _POINTS + 1)}
     sizes |= {1, decision.batch_size, decision.requested_batch_size} - {0}
     footprints = map(footprint_at, sorted(sizes))
     return tuple(CurvePoint(each.batch_size, each.peak_device_bytes, each.most_device_bytes) for each in footprints)
