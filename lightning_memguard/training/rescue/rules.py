@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -117,7 +117,7 @@ class OperatorCall:
     def numbers(self) -> tuple[Any, ...]:
         """Arguments that all parts must pass alike: all but tensors, and the sizes of tensors that hold samples."""
         sized = self.info.name in _SIZED and any(layout.has_samples for layout in self.layouts)
-        sized |= self.info.name in _GROWING and bool(self.outs) and 0 in self.outs[0].stride()
+        sized |= self.info.name == "expand" and bool(self.outs) and 0 in self.outs[0].stride()
         sized |= self.makes  # the shapes of results are compared, too
         return tuple(_number(value, sized=sized) for value in (*self.args, *self.kwargs.values()))
 
@@ -134,18 +134,10 @@ class OperatorCall:
         """The tensors without."""
         return [t for t, o in zip(self.tensors, self.layouts, strict=True) if not o.has_samples]
 
-    def mixes(self) -> NoReturn:
-        """Refuse it.
-
-        Raises:
-            Refused: always.
-        """
-        raise refuse(f"{self.info.name} mixes samples")
-
     def mixes_if(self, mixes: object) -> None:
         """Refuse it if it mixes samples."""
         if mixes:
-            self.mixes()
+            raise refuse(f"{self.info.name} mixes samples")
 
     def is_random(self) -> bool:
         """Whether this call draws."""
@@ -350,7 +342,7 @@ def _dims(call: OperatorCall, *names: str) -> set[int]:
 
 
 @_rule("empty_like zeros_like ones_like full_like rand_like randn_like randint_like alias detach clone _to_copy "
-       "lift_fresh contiguous")  # fmt: skip
+       "lift_fresh contiguous native_dropout")  # fmt: skip
 def _keep(call: OperatorCall) -> Layout:
     layout = call.first[1]
     return replace(layout, kind="rows", into=0) if call.info.name.endswith("_like") else layout
@@ -808,9 +800,8 @@ def _masked(call: OperatorCall, layout: Layout, at: list[int], given: list[tuple
     call.mixes_if(len(at) != 1)
     place, (mask, of_mask) = at[0], given[0]
     if not of_mask.has_samples:
-        if layout.has_samples and of_mask.kind == "constant" and layout.dim < place:
-            return layout
-        call.mixes()
+        call.mixes_if(not layout.has_samples or of_mask.kind != "constant" or layout.dim >= place)
+        return layout
     call.mixes_if((of_mask.dim, of_mask.outer) != (0, 1) or of_mask.kind != "rows")
     x = call.args[0]
     call.mixes_if(layout.has_samples and (layout.dim, layout.outer, layout.inner) != (place, 1, of_mask.inner))
@@ -859,11 +850,6 @@ def _index_select(call: OperatorCall) -> Layout:
         return Layout("rows", call.get("dim") % call.args[0].dim(), ragged=layout.ragged)
     call.mixes_if(dim == layout.dim or of_index.has_samples)
     return layout if selects else _along(call, {dim})
-
-
-@_rule("native_dropout")
-def _dropout(call: OperatorCall) -> list[Layout]:
-    return [call.first[1]] * 2
 
 
 # -- random numbers of the whole batch
@@ -936,7 +922,6 @@ VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "t
 _FILLS = {"bernoulli", "uniform", "normal", "random", "exponential", "cauchy", "log_normal", "geometric"}
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 _LIKE = {"empty_like", "zeros_like", "ones_like", "full_like"}
-_GROWING = {"expand"}
 _ALL = 2**63 - 1  # where a slice to the end ends
 _MOVES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias",
           "detach", "clone", "_to_copy", "repeat", "lift_fresh"}  # fmt: skip
