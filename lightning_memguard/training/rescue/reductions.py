@@ -247,7 +247,7 @@ class Reductions(TorchFunctionMode):
             out = self._with_sizes(func, name, args, kwargs) if sized else _NO
             return func(*args, **kwargs) if out is _NO else out
         if name == "__deepcopy__":
-            return self._copied(func, args)
+            return self._silently(func, flow.layout(args[0]), *args)  # its storage's copy is no operator
         if name not in _LOOKS:
             self._begin_call(args, kwargs)
         out = self._rewritten(func, name, x, layout, args, kwargs)
@@ -337,8 +337,9 @@ class Reductions(TorchFunctionMode):
     def _known(self, func: Any, name: str, layout: Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result that is known without an operator; None for another function."""
         if layout is None:
-            listed = func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], Lengths)
-            return self._from_entries(func, args, kwargs) if listed else None
+            if not (func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], Lengths)):
+                return None
+            return self._silently(func, args[0].layout, list.__getitem__(args[0], slice(None)), *args[1:], **kwargs)
         if name in ("__getitem__", "__setitem__") and layout.kind == "rows" and not sizes_in(args):
             self._check_slices(args[0], layout, args[1])
         if name == "tolist":
@@ -361,11 +362,11 @@ class Reductions(TorchFunctionMode):
                 raise Waits
             return Lengths(x.tolist(), layout)
 
-    def _from_entries(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A tensor of the numbers in a list that has one for each sample."""
+    def _silently(self, func: Any, layout: Layout, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function whose result has a known layout."""
         with self.flow.silent():
-            out = func(list.__getitem__(args[0], slice(None)), *args[1:], **kwargs)
-        self.flow.put(out, args[0].layout)
+            out = func(*args, **kwargs)
+        self.flow.put(out, layout)
         return out
 
     def _sized(self, func: Any, name: str, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -432,14 +433,6 @@ class Reductions(TorchFunctionMode):
             count = torch.tensor(own, dtype=torch.float64, device=x.device)
             self.flow.put(count, Layout("sum"))
         return self.settle(count)
-
-    def _copied(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Copy a tensor with its storage, which no operator shows."""
-        layout = self.flow.layout(args[0])
-        with self.flow.silent():
-            out = func(*args)
-        self.flow.put(out, layout)
-        return out
 
     # -- what is refused here, since no operator shows it
 
