@@ -54,7 +54,8 @@ class CollatedDraws(Draws):
     @override
     def batch(self, batch_size: int, draw: int) -> Any:
         count = batch_size // self.unit * self.factor
-        places = self._places_of_largest() if self.in_order else []
+        largest = set(map(id, self.largest)) if self.in_order else set[int]()
+        places = [place for place, each in enumerate(self.samples) if id(each) in largest]  # as far as they were kept
         chosen = self._in_order(count, draw, places) if self.in_order else self._by_chance(count, draw)
         if draw < _LARGEST_IN and not places:
             known = set(map(id, chosen))
@@ -67,11 +68,6 @@ class CollatedDraws(Draws):
     def held(self, batch: Any) -> list[torch.Tensor]:
         own = _storages_of(self.samples) if self.stay else set()
         return [tensor for tensor in tensors_in(batch) if _is_in(own, tensor)]
-
-    def _places_of_largest(self) -> list[int]:
-        """Return the positions of the largest samples, as far as they were kept."""
-        largest = set(map(id, self.largest))
-        return [place for place, each in enumerate(self.samples) if id(each) in largest]
 
     def _in_order(self, count: int, number: int, places: Sequence[int]) -> list[Any]:
         """A batch with the first of the largest samples, one with the second, ...; then one by its own number."""

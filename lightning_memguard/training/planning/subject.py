@@ -234,12 +234,8 @@ def on_ranks(subject: Subject, strategy: str | Strategy, devices: int, nodes: in
     check_count("devices", devices)
     check_count("num_nodes", nodes)
     ranks = {"strategy": strategy, "devices": devices, "num_nodes": nodes}
-    return _divided(_with_trainer(subject, {**subject.trainer, **ranks}))
-
-
-def _divided(subject: Subject) -> Subject:
-    """Return the subject with the data divided among its ranks."""
-    info = subject.loader_info
+    subject = _with_trainer(subject, {**subject.trainer, **ranks})
+    info = subject.loader_info  # its data is divided among the ranks
     if info is None or not subject.trainer.get("use_distributed_sampler", True):
         return subject
     sources = tuple(replace(source, ranks=subject.ranks) for source in info.sources)

@@ -207,9 +207,7 @@ class Flow(TorchDispatchMode):
     def _from_elsewhere(self, tensor: torch.Tensor) -> Layout:
         """A tensor that no operator of this pass has made: it must be the same in each part."""
         if id(tensor) in self._constants:
-            if self._changed:
-                return self._as_changed(tensor, CONSTANT)
-            return CONSTANT
+            return self._as_changed(tensor, CONSTANT) if self._changed else CONSTANT
         if self.recomputes:
             return self._recomputed(tensor)
         with self.silent():
@@ -402,7 +400,7 @@ class Flow(TorchDispatchMode):
                 key = storage_of(tensor)
                 if key not in self.writes:
                     with self.silent(), torch.no_grad():
-                        whole = _whole_of(tensor)
+                        whole = (tensor if tensor._base is None else tensor._base).detach()
                         self.writes[key] = whole, whole.clone()
 
     def _note_versions(self, call: rules.OperatorCall) -> None:
@@ -498,9 +496,3 @@ def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]
     for tensor in tensors:
         found.setdefault(storage_of(tensor), []).append(tensor)
     return found
-
-
-def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a tensor's storage that it may reach, as a tensor."""
-    base = tensor._base if tensor._base is not None else tensor
-    return base.detach()

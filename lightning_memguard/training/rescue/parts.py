@@ -261,7 +261,7 @@ class Passes:
             result = self.step.forward(self._part(start, stop), final=True, is_last=is_last)
             self.flow.finish()
         self._inspect(result)
-        outputs = map_tensors(self.step.outputs(result), self._as_part)
+        outputs = map_tensors(self.step.outputs(result), lambda x: _Kept(x.detach(), self._joinable(x, "returns")))
         left = [(each, layout) for each in self.step.noted.tensors_left() if (layout := self._samples_in(each.tensor))]
         with self._backward():
             self.step.backward(result, (stop - start) / self.total, is_last=is_last)
@@ -271,9 +271,6 @@ class Passes:
     def _samples_in(self, tensor: torch.Tensor) -> Layout | None:
         layout = self.flow.known(tensor)
         return layout if layout is not None and layout.has_samples else None
-
-    def _as_part(self, tensor: torch.Tensor) -> Any:
-        return _Kept(tensor.detach(), self._joinable(tensor, "returns"))
 
     def result(self) -> Any:
         """Return the result of the whole step, and put its changes into Python's state."""
