@@ -85,8 +85,11 @@ def _model_parallel(model: nn.Module, options: argparse.Namespace) -> Any:
 def _own_batch(model: nn.Module, targets: Sequence[str]) -> object:
     """The model's example input; None if it is a LightningModule with a loader of its own."""
     example = getattr(model, "example_input_array", None)
+    if example is not None and targets:
+        inputs = example if isinstance(example, (list, tuple)) else (example,)
+        return (*inputs, *(typed.tensor(text, "--target-shape", "int64") for text in targets))
     if example is not None:
-        return typed.with_targets(example, targets)
+        return example
     if own_hook(model, "train_dataloader"):
         return None
     raise MemGuardError(

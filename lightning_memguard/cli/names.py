@@ -253,12 +253,6 @@ def batch(inputs: Sequence[str], targets: Sequence[str], named: Sequence[str]) -
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
-def with_targets(example: object, targets: Sequence[str]) -> object:
-    """A model's own example input, followed by targets."""
-    first = example if isinstance(example, (list, tuple)) else (example,)
-    return (*first, *(tensor(text, "--target-shape", "int64") for text in targets)) if targets else example
-
-
 def _named(text: str) -> tuple[str, torch.Tensor]:
     key, equals, shape = text.partition("=")
     if not equals or not key:

@@ -238,7 +238,8 @@ def _largest_samples(loader: DataLoader[Any], unit: int, factor: int) -> LoaderS
     in_order = stream or _decides_what_comes_together(loader)
     sequential = not makes_own_batches(loader) and is_built_in(_sampler_of(loader), torch_data.SequentialSampler)
     if in_order and not stream and not sequential:
-        kept = _next_to_each_other(loader, len(largest.kept(sort=False)))
+        next_to_each_other = list(_order(loader)[: min(len(largest.kept(sort=False)), _KEPT_IN_ORDER)])
+        kept = _within_time(_read(loader, next_to_each_other))
     else:
         kept = largest.kept(sort=not stream and in_order)
     index, first = largest.first
@@ -370,11 +371,6 @@ def _decides_what_comes_together(loader: DataLoader[Any]) -> bool:
         return True
     by_chance = (torch_data.RandomSampler, torch_data.SubsetRandomSampler, torch_data.WeightedRandomSampler)
     return not is_built_in(_sampler_of(loader), *by_chance, torch_data.DistributedSampler)
-
-
-def _next_to_each_other(loader: DataLoader[Any], count: int) -> list[Any]:
-    """The first samples in their order."""
-    return _within_time(_read(loader, list(_order(loader)[: min(count, _KEPT_IN_ORDER)])))
 
 
 def _within_time(things: Iterator[T]) -> list[T]:
