@@ -342,11 +342,10 @@ def loaders_at(facts: RunFacts, known: LoaderInfo, role: Role, batch_size: int) 
     Those that are known are at a batch size, others at their own.
     """
     if role != known.role and {role, known.role} != {"val", "validate"}:
-        both = {role, known.role} == {"train", "val"}
-        with contextlib.suppress(Exception):  # of the user's hook
-            return (
-                loader_access.arrange((info := find(facts, role)).combined, info.combined.flattened) if both else None
-            )
+        if {role, known.role} == {"train", "val"}:
+            with contextlib.suppress(Exception):  # of the user's hook
+                info = find(facts, role)
+                return loader_access.arrange(info.combined, info.combined.flattened)
         return None
     fixed = bool(known.fixed_because)
     sized = [(source.loader, known.size_of(source, batch_size)) for source in known.sources]

@@ -200,11 +200,8 @@ def _is_cut(decision: Decision, request: Request, settings: GuardSettings) -> bo
     """Whether memory, of this rank or another, makes the batch smaller than the loader's."""
     if not request.free_to_choose or (settings.max_batch_size or request.batch_size) < request.batch_size:
         return False
-    return decision.batch_size < request.batch_size and decision.limited_by in (
-        "memory",
-        "max_batch_size",
-        "last_batch",
-    )
+    by_memory = decision.limited_by in ("memory", "max_batch_size", "last_batch")
+    return by_memory and decision.batch_size < request.batch_size
 
 
 def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choice:

@@ -26,7 +26,6 @@ class GuardSettings(Limits):
         super().__post_init__()
         if self.min_steps_per_epoch is not None:
             check_count("min_steps_per_epoch", self.min_steps_per_epoch)
-
         seconds = self.max_setup_seconds
         if seconds is not None and not (type(seconds) in (int, float) and seconds > 0):
             raise MemGuardError(
