@@ -49,7 +49,7 @@ from lightning_memguard.core.simulation import (
 from lightning_memguard.core.simulation.backward import graph_task, in_place, masked, walking
 from lightning_memguard.core.simulation.constants import forget_written
 from lightning_memguard.core.simulation.fake import Function, by_name, training_threads
-from lightning_memguard.core.simulation.value_sizes import ValueSizes
+from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumption
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
 from lightning_memguard.core.trace.trace import (
@@ -371,7 +371,7 @@ class Recorder(TorchDispatchMode):
                 raise
             out = self._value_sizes.result(func, self.line(), args, kwargs)
             if not self._value_sizes.are_given:
-                self.assumptions[fake.assumption(func)] = None
+                self.assumptions[assumption(func)] = None
         else:
             self._value_sizes.note(func, self.line, args, out)
         return out
