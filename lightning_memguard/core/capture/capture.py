@@ -132,7 +132,7 @@ class UserCode(Children[Request, T]):
         if in_child():
             return _value(self._handle(request))
         answer = self.answer(request)
-        if answer.late or (answer.lost and monotonic() > self._deadline):
+        if answer.lost and monotonic() > self._deadline:
             raise OutOfTimeError("time was up (max_setup_seconds)")
         lost, here, result = answer.lost, answer.here or here_too, cast("T | CaptureFailedError", answer.value)
         if isinstance(result, CaptureFailedError) and any(text in str(result) for text in _NOT_AFTER_A_FORK):

@@ -44,14 +44,12 @@ _kill, _kill_group = os.kill, getattr(os, "killpg", os.kill)
 class Answer(Generic[Value]):
     """Answer of a child: a value, or the reason why there is none.
 
-    ``here`` means that the request may be tried in this process: the child failed, not the work in it; ``late`` that
-    the deadline came first.
+    ``here`` means that the request may be tried in this process: the child failed, not the work in it.
     """
 
     value: Value | None = None
     lost: str = ""
     here: bool = False
-    late: bool = False
 
 
 class Children(Generic[Request, Value]):
@@ -67,7 +65,7 @@ class Children(Generic[Request, Value]):
             works or waits for them.
         while_waiting: called several times a second while an answer is waited for.
         deadline: the moment (of `time.monotonic`) at which all children are ended. Requests without an answer are then
-            late, and so are new ones.
+            lost, and so are new ones.
     """
 
     def __init__(
@@ -122,7 +120,7 @@ class Children(Generic[Request, Value]):
         while request not in self._answers:
             if monotonic() > self._deadline:
                 self.close()
-                return Answer(lost="the time was up", late=True)
+                return Answer(lost="the time was up")
             self._wait()
         return self._answers.pop(request)
 
@@ -257,8 +255,6 @@ class _Child:
         if not is_asleep:  # a busy machine may let it wait for a processor
             self._awake = now
         elif now - self._awake > BLOCKED_SECONDS:
-            if ended := self._ended(os.WNOHANG):  # another process, which it left behind, has its pipe open
-                return ended
             return Answer(lost=f"it waited {BLOCKED_SECONDS:.0f} s for something that never came", here=True)
         return None
 

@@ -123,11 +123,11 @@ def test_after_its_deadline_a_pool_keeps_what_is_known_and_begins_nothing() -> N
         while len(pool._answers) == 0:
             pool._wait()
         pool._deadline = time.monotonic() + 0.1
-        assert pool.answer(0).late
+        assert pool.answer(0).lost == "the time was up"
         assert pool.answer(3).value == 3
         assert not pool.has_children
         pool.start(1)
-        assert pool.answer(1).late
+        assert pool.answer(1).lost == "the time was up"
         assert not pool.has_children
 
 
