@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from typing_extensions import override
 
 from lightning_memguard.core.capture.leftovers import without_collections
+from lightning_memguard.core.capture.naming import line_behind
 from lightning_memguard.core.capture.program import Program, device_to_run_on
-from lightning_memguard.core.capture.recorder import Recorder, line_behind
+from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.foreign import reason_of
 from lightning_memguard.core.isolation.pool import Children, in_child, tell
 from lightning_memguard.core.kernels import onednn
