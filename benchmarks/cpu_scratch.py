@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.capture.recorder import this_cpu
+from lightning_memguard.core.capture.kernel_scratch import this_cpu
 from lightning_memguard.core.kernels import table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.simulation import mkldnn_lstm

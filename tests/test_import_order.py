@@ -99,6 +99,9 @@ ROOMS = {
     "core/capture": [
         "__init__",
         "holders",
+        "naming",
+        "storages",
+        "kernel_scratch",
         "recorder",
         "leftovers",
         "program",
@@ -217,6 +220,8 @@ NOT_STD = {
     "core/simulation/compiled.py",
     "core/simulation/one_rank.py",
     "core/capture/holders.py",
+    "core/capture/storages.py",
+    "core/capture/kernel_scratch.py",
     "core/capture/recorder.py",
     "core/capture/leftovers.py",
     "core/capture/program.py",

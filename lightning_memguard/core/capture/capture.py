@@ -14,16 +14,18 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic, process_time
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from typing_extensions import override
 
 from lightning_memguard.core.capture.leftovers import without_collections
+from lightning_memguard.core.capture.naming import line_behind
 from lightning_memguard.core.capture.program import Program, device_to_run_on
-from lightning_memguard.core.capture.recorder import Recorder, line_behind
+from lightning_memguard.core.capture.recorder import Recorder
 from lightning_memguard.core.foreign import reason_of
-from lightning_memguard.core.isolation.pool import ChildPool, in_child, tell
+from lightning_memguard.core.isolation.pool import Children, in_child, tell
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.simulation.fake import ValueNeededError, isolated_rng, run_on_one_thread, seed_all
 from lightning_memguard.core.simulation.fake_cuda import leave_driver_alone
@@ -74,26 +76,19 @@ class OutOfTimeError(CaptureFailedError):
     """The deadline came before the capture ended, or began."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Error that a piece of work raised, as a value that can be sent."""
-
-    text: str
-    reason: str
-    value_needed: bool = False
-
-    @classmethod
-    def from_error(cls, error: BaseException) -> _Failure:
-        if isinstance(error, CaptureFailedError):
-            return cls(str(error), error.reason, error.value_needed)
-        lines, place = str(error).strip().splitlines() or ["no message"], line_behind(error)
-        first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-        ours = isinstance(error, MemGuardError)
-        reason = first.removesuffix(".") if ours else reason_of(error, first[:200])
-        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            is_read = "_local_scalar_dense" in str(error.func)
-            reason = f"{'`.item()` or `bool()`' if is_read else error.func} needs the values of a tensor"
-        return cls(f"{reason}, at {place}" if place else reason, reason, _needs_value(error))
+def _failure(error: BaseException) -> CaptureFailedError:
+    """Describe what a piece of work raised by an error that can be sent, and holds no frames."""
+    if isinstance(error, CaptureFailedError):
+        return CaptureFailedError(str(error), error.reason, value_needed=error.value_needed)
+    lines, place = str(error).strip().splitlines() or ["no message"], line_behind(error)
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    ours = isinstance(error, MemGuardError)
+    reason = first.removesuffix(".") if ours else reason_of(error, first[:200])
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        is_read = "_local_scalar_dense" in str(error.func)
+        reason = f"{'`.item()` or `bool()`' if is_read else error.func} needs the values of a tensor"
+    text = f"{reason}, at {place}" if place else reason
+    return CaptureFailedError(text, reason, value_needed=_needs_value(error))
 
 
 def _needs_value(error: BaseException | None) -> bool:
@@ -105,31 +100,23 @@ def _needs_value(error: BaseException | None) -> bool:
     return False
 
 
-class IsolatedWork(Generic[Request, T]):
-    """Function that runs the user's code in children, for several requests at once, and sends back its results.
+class UserCode(Children[Request, T]):
+    """Children that run the user's code, for several requests at once; what it raises is raised here.
 
     If a child is lost, its request runs once more in this process: use it for work that has children of its own.
     After the deadline (of `time.monotonic`) no child works on, and nothing is begun in this process.
     """
 
     def __init__(self, work: Callable[[Request], T], most: int | None = None, *, deadline: float = math.inf) -> None:
-        self._work = work
-        self._deadline = deadline
-        self._pool = ChildPool[Request, "T | _Failure"](
-            lambda request: _attempt(lambda: work(request)), most, begin=_begin, deadline=deadline
-        )
+        super().__init__(work, most, begin=_begin, deadline=deadline)
 
-    @property
-    def has_children(self) -> bool:
-        """Whether there are children; each knows the state of the process when it was forked."""
-        return self._pool.has_children
-
+    @override
     def start(self, *requests: Request) -> None:
-        """Begin to work on requests whose results will be asked for later."""
         if not in_child():
-            self._pool.start(*requests)
+            super().start(*requests)
 
-    def result(
+    @override
+    def ask(
         self, request: Request, *, here_too: bool = False, with_note: Callable[[T, str], T] = lambda result, _: result
     ) -> T:
         """Wait for a result.
@@ -143,35 +130,35 @@ class IsolatedWork(Generic[Request, T]):
             CaptureFailedError: it raised, or ended the process.
             OutOfTimeError: it had not ended at the deadline.
         """
-
-        def work() -> T:
-            return self._work(request)
-
         if in_child():
-            return _value(_attempt(work))
-        answer = self._pool.result(request)
-        if answer.late or (answer.lost and monotonic() > self._deadline):
+            return _value(self._handle(request))
+        answer = self.answer(request)
+        if answer.lost and monotonic() > self._deadline:
             raise OutOfTimeError("time was up (max_setup_seconds)")
-        lost, here, result = answer.lost, answer.here or here_too, answer.value
-        if isinstance(result, _Failure) and any(text in result.text for text in _NOT_AFTER_A_FORK):
-            lost, here = result.text, True
+        lost, here, result = answer.lost, answer.here or here_too, cast("T | CaptureFailedError", answer.value)
+        if isinstance(result, CaptureFailedError) and any(text in str(result) for text in _NOT_AFTER_A_FORK):
+            lost, here = str(result), True
         if lost and here:
             with quiet():
                 note = f"the step was captured in this process, not in a child: {lost}"
-                return with_note(_value(_attempt(work)), note)
+                return with_note(_value(self._handle(request)), note)
         if lost:
             raise CaptureFailedError(lost)
-        return _value(cast("T | _Failure", result))
+        return _value(result)
 
-    def close(self) -> None:
-        """End the children."""
-        self._pool.close()
+    @override
+    def _handle(self, request: Request) -> T | CaptureFailedError:
+        try:
+            return self._work(request)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+            return _failure(error)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def trusted_child(
+    work: Callable[[Request], T], while_waiting: Callable[[], object] = lambda: None
+) -> Children[Request, T]:
+    """A child for work of ours, which may take long and may have children of its own."""
+    return Children(work, most=1, begin=run_on_one_thread, trusted=True, while_waiting=while_waiting)
 
 
 def isolated(work: Callable[[], T]) -> T:
@@ -180,8 +167,8 @@ def isolated(work: Callable[[], T]) -> T:
     Raises:
         CaptureFailedError: it raised, or ended the process.
     """
-    with IsolatedWork[int, T](lambda _: work(), most=1) as each:
-        return each.result(0)
+    with UserCode[int, T](lambda _: work(), most=1) as child:
+        return child.ask(0)
 
 
 class Captures:
@@ -205,7 +192,7 @@ class Captures:
         self.deadline = deadline
         self._programs = list(programs)
         self._next_size = next_size
-        self._isolated = IsolatedWork[_Task, Trace](self._run, deadline=deadline)
+        self._children = UserCode[_Task, Trace](self._run, deadline=deadline)
         self._known: dict[_Task, Trace] = {}
         self.stopped = ""  # why captures were left out, if the deadline came
 
@@ -217,7 +204,7 @@ class Captures:
         """Begin with a capture that will be asked for."""
         task = (self.place_of(program), batch_size, method, variant)
         if task not in self._known:
-            self._isolated.start(task)
+            self._children.start(task)
 
     @property
     def foresees(self) -> bool:
@@ -235,7 +222,7 @@ class Captures:
 
     def takes(self, program: Program) -> bool:
         """Whether it captures a program; one that is new only while there are no children, which would not know it."""
-        if self.place_of(program) < 0 and not self._isolated.has_children:
+        if self.place_of(program) < 0 and not self._children.has_children:
             self._programs.append(program)
         return self.place_of(program) >= 0
 
@@ -250,7 +237,7 @@ class Captures:
             how = ", for real" if method == "real" else ""
             tell(f"the step at batch size {batch_size}{how}")
             try:
-                self._known[task] = self._isolated.result(task, with_note=_with_note)
+                self._known[task] = self._children.ask(task, with_note=_with_note)
             except OutOfTimeError as error:
                 self.stopped = str(error)
                 raise
@@ -270,7 +257,7 @@ class Captures:
 
     def __exit__(self, *_: object) -> None:
         _open.remove(self)
-        self._isolated.close()
+        self._children.close()
 
 
 def _with_note(trace: Trace, note: str) -> Trace:
@@ -298,13 +285,6 @@ def capture(program: Program, batch_size: int, method: Method, variant: Variant 
         return captures.trace(program, batch_size, method, variant)
 
 
-def _attempt(work: Callable[[], T]) -> T | _Failure:
-    try:
-        return work()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        return _Failure.from_error(error)
-
-
 def _begin() -> None:
     run_on_one_thread()  # the others did not come along, and would be waited for
     leave_driver_alone()
@@ -320,9 +300,9 @@ def _save_to_objects_alone(content: object, file: object, *args: Any, **kwargs: 
         _save(content, cast("Any", file), *args, **kwargs)
 
 
-def _value(result: T | _Failure) -> T:
-    if isinstance(result, _Failure):
-        raise CaptureFailedError(result.text, result.reason, value_needed=result.value_needed)
+def _value(result: T | CaptureFailedError) -> T:
+    if isinstance(result, CaptureFailedError):
+        raise result
     return result
 
 

@@ -585,15 +585,7 @@ def _uneven(stretched: Prediction, batch_size: int) -> Prediction | None:
             f"samples differ in size: predicted for the largest of {len(_UNEVEN_DRAWS)} batches drawn at random; one "
             f"of the largest sample alone would be {times:.1f} times as large"
         )
-        found = replace(
-            stretched,
-            growth=None,
-            traces={},
-            variants=tuple(map(Variant, numbers)),
-            ceiling=stretched.growth,
-            notes=(*stretched.notes, note),
-            scalable=stretched.scalable and stretched.growth is not None,
-        )
+        found = _by_variants(stretched, tuple(map(Variant, numbers)), note)
         found.trace_at(batch_size)
     except Exception:  # noqa: BLE001 - the user's collate function may raise anything
         return None
@@ -625,21 +617,19 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
             f"some tensors are as large as the values in a batch make them: predicted from {len(traces)} batches of "
             f"{size}, and larger ones are possible"
         )
-        sampled = replace(
-            worst,
-            method="sampled",
-            growth=None,
-            traces={},
-            variants=variants,
-            ceiling=worst.ceiling or worst.growth,
-            notes=(*worst.notes, note),
-            scalable=worst.scalable and (worst.ceiling or worst.growth) is not None,
-        )
+        sampled = replace(_by_variants(worst, variants, note), method="sampled")
         likely = max(batch_size, captures.next_size(program, [*worst.traces.values()][:2]) if worst.growth else 0)
         found, most = sampled.footprint_at(likely), worst.footprint_at(likely)
     except CannotTraceError:
         return None
     return sampled if most.highest.allocated_bytes > _CLEARLY * found.peak_allocated_bytes else None
+
+
+def _by_variants(known: Prediction, variants: tuple[Variant, ...], note: str) -> Prediction:
+    """Capture some variants at each size; what was predicted so far is the most that they can take."""
+    ceiling = known.ceiling or known.growth
+    known = replace(known, growth=None, traces={}, ceiling=ceiling, scalable=known.scalable and ceiling is not None)
+    return replace(known, variants=variants, notes=(*known.notes, note))
 
 
 def _most_probed() -> int:

@@ -44,36 +44,33 @@ _kill, _kill_group = os.kill, getattr(os, "killpg", os.kill)
 class Answer(Generic[Value]):
     """Answer of a child: a value, or the reason why there is none.
 
-    ``here`` means that the request may be tried in this process: the child failed, not the work in it; ``late`` that
-    the deadline came first.
+    ``here`` means that the request may be tried in this process: the child failed, not the work in it.
     """
 
     value: Value | None = None
     lost: str = ""
     here: bool = False
-    late: bool = False
 
 
-class ChildPool(Generic[Request, Value]):
+class Children(Generic[Request, Value]):
     """Forked children that call a function of one argument; nothing else that it does reaches this process.
 
-    A child is forked when it is first needed, and the function sees this process as it was then. Close the pool to end
-    them.
+    A child is forked when it is first needed, and the function sees this process as it was then. `close` ends them.
 
     Args:
-        handle: the function; what it is given and returns is pickled.
+        work: the function; what it is given and returns is pickled.
         most: how many children work at the same time (default: one for each processor).
         begin: what each child does first.
         trusted: whether the function only does what is ours. Such a child may have children, and all the time that it
             works or waits for them.
         while_waiting: called several times a second while an answer is waited for.
         deadline: the moment (of `time.monotonic`) at which all children are ended. Requests without an answer are then
-            late, and so are new ones.
+            lost, and so are new ones.
     """
 
     def __init__(
         self,
-        handle: Callable[[Request], Value],
+        work: Callable[[Request], Value],
         most: int | None = None,
         *,
         begin: Callable[[], object] = lambda: None,
@@ -81,7 +78,7 @@ class ChildPool(Generic[Request, Value]):
         while_waiting: Callable[[], object] = lambda: None,
         deadline: float = math.inf,
     ) -> None:
-        self._handle = handle
+        self._work = work
         self._deadline = deadline
         self._while_waiting = while_waiting
         self._begin = begin
@@ -109,7 +106,12 @@ class ChildPool(Generic[Request, Value]):
         self._waiting += (each for each in requests if each not in (*self._waiting, *working, *self._answers))
         self._hand_out()
 
-    def result(self, request: Request) -> Answer[Value]:
+    def ask(self, request: Request) -> Value:
+        """Return what a child answers to a request; if none does, the work is done in this process."""
+        answer = self.answer(request)
+        return self._work(request) if answer.lost else cast("Value", answer.value)
+
+    def answer(self, request: Request) -> Answer[Value]:
         """Wait for the answer to a request, which need not have been started; it comes before those that wait."""
         self.start(request)
         if request in self._waiting:
@@ -118,7 +120,7 @@ class ChildPool(Generic[Request, Value]):
         while request not in self._answers:
             if monotonic() > self._deadline:
                 self.close()
-                return Answer(lost="the time was up", late=True)
+                return Answer(lost="the time was up")
             self._wait()
         return self._answers.pop(request)
 
@@ -160,7 +162,10 @@ class ChildPool(Generic[Request, Value]):
 
     def _serve(self, requests: int, answers: int) -> None:
         self._begin()
-        _serve(cast("Callable[[Any], Any]", self._handle), requests, answers, trusted=self._trusted)
+        _serve(self._handle, requests, answers, trusted=self._trusted)
+
+    def _handle(self, request: Request) -> object:
+        return self._work(request)
 
     def _wait(self) -> None:
         busy = {child.answers: child for child in self._children if child.is_busy}
@@ -250,8 +255,6 @@ class _Child:
         if not is_asleep:  # a busy machine may let it wait for a processor
             self._awake = now
         elif now - self._awake > BLOCKED_SECONDS:
-            if ended := self._ended(os.WNOHANG):  # another process, which it left behind, has its pipe open
-                return ended
             return Answer(lost=f"it waited {BLOCKED_SECONDS:.0f} s for something that never came", here=True)
         return None
 

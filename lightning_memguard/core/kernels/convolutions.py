@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels import cudnn, cudnn_table
 from lightning_memguard.core.kernels.arguments import CudaCall, Rules, after, moments
 from lightning_memguard.core.kernels.cuda_reductions import reduction
-from lightning_memguard.core.kernels.layout import TensorLayout, accumulator_bytes, is_ordered, suggests_channels_last
+from lightning_memguard.core.kernels.layout import (
+    TensorLayout,
+    accumulator_bytes,
+    as_images,
+    in_image,
+    is_ordered,
+    suggests_channels_last,
+)
 from lightning_memguard.core.trace.scratch import NONE, Block, ByteRange, CudaTarget, Scratch, nbytes
 
 if TYPE_CHECKING:
@@ -38,14 +44,14 @@ def _workspace(operation: cudnn.Operation, call: CudaCall) -> Block:
         operation, x, y = _TRANSPOSED[operation], y, x
     question = cudnn.Question(
         operation,
-        x=_as_images(x)[0],
-        weight=_as_images(weight)[0],
-        y=_as_images(y)[0],
+        x=as_images(x)[0],
+        weight=as_images(weight)[0],
+        y=as_images(y)[0],
         kind=str(x.dtype).removeprefix("torch."),
         channels_last=channels_last,
-        padding=_in_image(call["padding"], x, 0),
-        stride=_in_image(call["stride"], x, 1),
-        dilation=_in_image(call["dilation"], x, 1),
+        padding=in_image(call["padding"], x, 0),
+        stride=in_image(call["stride"], x, 1),
+        dilation=in_image(call["dilation"], x, 1),
         capability=gpu.compute_capability,
         tf32=gpu.tf32,
         deterministic=gpu.deterministic,
@@ -72,29 +78,15 @@ def _is_narrow(weight: Tensor) -> bool:
 _TRANSPOSED: dict[cudnn.Operation, cudnn.Operation] = {"forward": "input", "input": "forward", "weight": "weight"}
 
 
-def _in_image(values: Sequence[int], x: Tensor, above: int) -> tuple[int, ...]:
-    """One number for each dimension of the image; `_as_images` puts one above those of a sequence."""
-    each = tuple(values) if len(values) > 1 else tuple(values) * (x.dim() - 2)
-    return (above, *each) if x.dim() == 3 else each
-
-
-def _as_images(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides; a sequence is an image one row high (`view4d` in aten/src/ATen/native/Convolution.cpp)."""
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    if len(shape) == 3:
-        return (*shape[:2], 1, shape[2]), (*stride[:2], shape[2] * stride[2], stride[2])
-    return shape, stride
-
-
 def _takes_channels_last(x: Tensor, weight: Tensor) -> bool:
     """`cudnn_conv_suggest_memory_format` (aten/src/ATen/native/ConvUtils.h): never for float64."""
     if x.element_size() == 8 or weight.element_size() == 8:
         return False
-    return any(suggests_channels_last(*_as_images(tensor)) for tensor in (x, weight))
+    return any(suggests_channels_last(*as_images(tensor)) for tensor in (x, weight))
 
 
 def _copy_bytes(tensor: Tensor, channels_last: bool) -> int:
-    ready = not tensor.numel() or is_ordered(*_as_images(tensor), channels_last=channels_last)
+    ready = not tensor.numel() or is_ordered(*as_images(tensor), channels_last=channels_last)
     return 0 if ready else nbytes(tensor)
 
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules, moments
-from lightning_memguard.core.kernels.layout import contiguous_strides, is_ordered, suggests_channels_last
+from lightning_memguard.core.kernels.layout import (
+    as_images,
+    contiguous_strides,
+    in_image,
+    is_ordered,
+    suggests_channels_last,
+)
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, nbytes, up
 
 if TYPE_CHECKING:
@@ -19,13 +25,6 @@ if TYPE_CHECKING:
 
 RULES = Rules[CpuTarget]()
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _as_images(shape: tuple[int, ...], stride: tuple[int, ...]) -> _Layout:
-    """A sequence is an image one row high (`view4d` in aten/src/ATen/native/Convolution.cpp)."""
-    if len(shape) == 3:
-        return (*shape[:2], 1, shape[2]), (*stride[:2], shape[2] * stride[2], stride[2])
-    return shape, stride
 
 
 def _channels_last_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -42,22 +41,13 @@ class _Conv:
         self.groups: int = call["groups"]
         self.transposed: bool = call["transposed"]
         self.host = call.target
-        flat = self.x.dim() == 3  # `view1d_as_2d`
-        moves = (call[name] for name in ("stride", "padding", "dilation", "output_padding"))
-        spread = [self._spread(move, self.x.dim() - 2) for move in moves]
-        ones = (1, 0, 1, 0)
-        self.stride, self.padding, self.dilation, self.output_padding = (
-            (one, *move) if flat else move for one, move in zip(ones, spread, strict=True)
-        )
-
-    @staticmethod
-    def _spread(move: list[int], count: int) -> tuple[int, ...]:
-        return tuple(move) if len(move) == count else (move[0] if move else 0,) * count
+        self.stride, self.dilation = (in_image(call[name], self.x, 1) for name in ("stride", "dilation"))
+        self.padding, self.output_padding = (in_image(call[name], self.x, 0) for name in ("padding", "output_padding"))
 
     @property
     def takes_onednn(self) -> bool:
         """`use_mkldnn` in aten/src/ATen/native/Convolution.cpp."""
-        shape, kernel = _as_images(tuple(self.x.shape), self.x.stride())[0], self.weight.shape[2:]
+        shape, kernel = as_images(self.x)[0], self.weight.shape[2:]
         wide = self.transposed and any(o >= s for o, s in zip(self.output_padding, self.stride, strict=True))
         if not self.x.is_floating_point() or self.x.element_size() > FLOAT or wide:
             return False
@@ -81,15 +71,12 @@ class _Conv:
         """`mkldnn_conv_use_channels_last` and `thnn_conv_use_channels_last` (aten/src/ATen/native/ConvUtils.h)."""
         if self.x.dim() == 5 and not self.takes_onednn:
             return False
-        shape, stride = tuple(self.x.shape), self.x.stride()
-        if self.x.dim() == 3:  # `_convolution` makes sequences contiguous
-            stride = contiguous_strides(shape)
-        weight = tuple(self.weight.shape), self.weight.stride()
-        return any(suggests_channels_last(*_as_images(*tensor)) for tensor in ((shape, stride), weight))
+        tensors = [self.weight, *([] if self.x.dim() == 3 else [self.x])]  # `_convolution` makes sequences contiguous
+        return any(suggests_channels_last(*as_images(tensor)) for tensor in tensors)
 
     def copy(self, tensor: Tensor) -> int:
         """Bytes of ``contiguous`` in the layout of the images."""
-        shape, stride = _as_images(tuple(tensor.shape), tensor.stride())
+        shape, stride = as_images(tensor)
         return 0 if is_ordered(shape, stride, channels_last=self.is_channels_last) else nbytes(tensor)
 
     # -- asked of oneDNN
@@ -105,7 +92,7 @@ class _Conv:
         return onednn.Matrix(shape, stride, self._kind, self.is_channels_last)
 
     def _laid_out(self, tensor: Tensor) -> _Layout:
-        shape, _ = _as_images(tuple(tensor.shape), tensor.stride())
+        shape, _ = as_images(tensor)
         return shape, _channels_last_strides(shape) if self.is_channels_last else contiguous_strides(shape)
 
     def _weight_matrix(self) -> onednn.Matrix:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_memguard.core.kernels import onednn
 from lightning_memguard.core.kernels.arguments import CpuCall, Rules, after
-from lightning_memguard.core.kernels.layout import contiguous_strides, is_ordered
+from lightning_memguard.core.kernels.layout import contiguous_strides, is_ordered, steps_of
 from lightning_memguard.core.trace.scratch import FLOAT, NONE, CpuTarget, Scratch, nbytes
 
 if TYPE_CHECKING:
@@ -44,16 +44,6 @@ def _factors(call: CpuCall) -> tuple[Tensor, Tensor, float, float]:
     return call[left], call[right], alpha, beta
 
 
-def _lines(tensor: Tensor) -> tuple[int, int] | None:
-    """Strides of a matrix that BLAS can read, or None where it is copied (`addmm_impl_cpu_`, LinearAlgebra.cpp)."""
-    (rows, columns), (down, across) = tensor.shape, tensor.stride()
-    if across == 1 and down >= max(1, columns):
-        return down, 1
-    if down == 1 and across >= max(1, rows):
-        return 1, across
-    return None
-
-
 def product_bytes(like: Tensor, left: _Layout, right: _Layout, alpha: float, host: CpuTarget) -> int:
     """Scratch of `gemm` (CPUBlas.cpp) for a product in half precision that is added to a contiguous result."""
     kind = half_kind(like, host)
@@ -70,7 +60,7 @@ def _product(call: CpuCall) -> Scratch:
     left, right, alpha, beta = _factors(call)
     if left.dim() != 2 or not left.numel() or not right.numel():
         return NONE
-    lines = [_lines(tensor) for tensor in (left, right)]
+    lines = [steps_of(tensor.shape, tensor.stride()) for tensor in (left, right)]
     copies = [0 if line else nbytes(tensor) for line, tensor in zip(lines, (left, right), strict=True)]
     (rows, inner), columns = left.shape, right.shape[1]
     kind = half_kind(left, call.target)
@@ -110,7 +100,10 @@ def _single_copies(left: Tensor, right: Tensor) -> list[int]:
     """`bmm_out_or_baddbmm_` (LinearAlgebra.cpp): matrices that BLAS cannot read are multiplied, and copied, singly."""
     if left.shape[0] == 0 or left[0].numel() * right.shape[-1] < 400:
         return []
-    return [0 if _lines(tensor[0]) else nbytes(tensor) // tensor.shape[0] for tensor in (left, right)]
+    return [
+        0 if steps_of(tensor.shape[1:], tensor.stride()[1:]) else nbytes(tensor) // tensor.shape[0]
+        for tensor in (left, right)
+    ]
 
 
 def _operand(tensor: Tensor, *, row: bool) -> tuple[_Layout, int]:

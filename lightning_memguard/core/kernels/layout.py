@@ -84,6 +84,30 @@ def copies_of(*names: str, like: str | None = None) -> Rule[CudaTarget]:
     return rule
 
 
+def as_images(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides; a sequence is an image one row high (`view4d` in aten/src/ATen/native/Convolution.cpp)."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if len(shape) == 3:
+        return (*shape[:2], 1, shape[2]), (*stride[:2], shape[2] * stride[2], stride[2])
+    return shape, stride
+
+
+def in_image(values: Sequence[int], x: Tensor, above: int) -> tuple[int, ...]:
+    """One number for each dimension of the image; `as_images` puts one above those of a sequence."""
+    each = tuple(values) if len(values) > 1 else (*values, 0)[:1] * (x.dim() - 2)
+    return (above, *each) if x.dim() == 3 else each
+
+
+def steps_of(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int] | None:
+    """Strides of a matrix that BLAS can step through; None if it copies: one is 1, the other is long enough."""
+    (rows, columns), (down, across) = shape, stride
+    if across == 1 and down >= max(1, columns):
+        return down, 1
+    if down == 1 and across >= max(1, rows):
+        return 1, across
+    return None
+
+
 _TILE = 60 * 60
 
 

@@ -11,6 +11,7 @@ from lightning_memguard.core.kernels.layout import (
     accumulator_bytes,
     copy_bytes,
     is_non_overlapping_and_dense,
+    steps_of,
 )
 from lightning_memguard.core.trace.scratch import NONE, CudaTarget, Scratch, nbytes
 
@@ -29,14 +30,8 @@ def _mm(call: CudaCall) -> Scratch:
 
 def _matrix(tensor: Tensor) -> int:
     """`prepare_matrix_for_cublas` (cuBlasCommonArgs.h): a copy of what is neither dense nor has one stride of 1."""
-    ready = tensor.dim() != 2 or is_non_overlapping_and_dense(tensor) or _is_steppable(tensor.stride(), tensor.shape)
+    ready = tensor.dim() != 2 or is_non_overlapping_and_dense(tensor) or steps_of(tensor.shape, tensor.stride())
     return 0 if ready else nbytes(tensor)
-
-
-def _is_steppable(stride: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether cuBLAS can step through a matrix: one dimension is contiguous, the other's stride is long enough."""
-    (rows, columns), (down, across) = shape, stride
-    return (down == 1 and across >= max(1, rows)) or (across == 1 and down >= max(1, columns))
 
 
 @RULES.of("bmm", "baddbmm")
@@ -56,7 +51,7 @@ def _bmm(call: CudaCall) -> Scratch:
 def _batch_matrix(tensor: Tensor, transposed: bool, rows: int, columns: int) -> int:
     """`prepare_batch_matrix_for_cublas` (Blas.cpp): a copy of matrices that cuBLAS could not step through."""
     _, down, across = tensor.stride()
-    if _is_steppable((across, down) if transposed else (down, across), (rows, columns)):
+    if steps_of((rows, columns), (across, down) if transposed else (down, across)):
         return 0
     return 0 if tensor.is_contiguous() and down and across else nbytes(tensor)
 

@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from heapq import heappop, heappush
 from typing import Any, Protocol, cast
 
 import torch
@@ -243,47 +244,18 @@ def release_saved(node: Any) -> None:
         engine.saved.release_early(node._sequence_nr())
 
 
-class _Queue:
-    """Nodes that are ready, latest first; ties are broken as in libstdc++'s ``std::priority_queue``."""
+class _Ready:
+    """A node that is ready; the latest goes first.
 
-    def __init__(self) -> None:
-        self.heap: list[tuple[int, _Node]] = []
+    Ties are broken as in libstdc++'s ``std::priority_queue``: `heapq`, too, lets the hole at the top fall to a leaf, at
+    a tie to the right, and puts the last entry in from there.
+    """
 
-    def __bool__(self) -> bool:
-        return bool(self.heap)
+    def __init__(self, node: _Node) -> None:
+        self.node, self.number = node, node._sequence_nr()
 
-    def push(self, node: _Node) -> None:
-        entry = (node._sequence_nr(), node)
-        self.heap.append(entry)
-        self._sift_up(len(self.heap) - 1, entry, 0)
-
-    def pop(self) -> _Node:
-        top, last = self.heap[0], self.heap.pop()
-        if self.heap:
-            self._sift_down(last)
-        return top[1]
-
-    def _sift_up(self, hole: int, entry: tuple[int, _Node], top: int) -> None:
-        heap = self.heap
-        while hole > top and heap[parent := (hole - 1) // 2][0] < entry[0]:
-            heap[hole] = heap[parent]
-            hole = parent
-        heap[hole] = entry
-
-    def _sift_down(self, entry: tuple[int, _Node]) -> None:
-        """Move the hole at the top down to a leaf, always to the larger child, then put the entry in from there."""
-        heap, size, hole, child = self.heap, len(self.heap), 0, 0
-        while child < (size - 1) // 2:
-            child = 2 * (child + 1)
-            if heap[child][0] < heap[child - 1][0]:
-                child -= 1
-            heap[hole] = heap[child]
-            hole = child
-        if size % 2 == 0 and child == (size - 2) // 2:
-            child = 2 * (child + 1)
-            heap[hole] = heap[child - 1]
-            hole = child - 1
-        self._sift_up(hole, entry, 0)
+    def __lt__(self, other: _Ready) -> bool:
+        return self.number > other.number
 
 
 # -- the walk
@@ -429,7 +401,7 @@ class _Walk:
         self.edges: dict[_Node, _NextFunctions] = {}  # also keeps each node's Python object, and so its identity
         self.waiting: dict[_Node, int] = {}
         self.buffers: dict[_Node, _Grads] = {}
-        self.queue = _Queue()
+        self.queue: list[_Ready] = []  # a heap
         self.older: dict[_Node, int] = {}  # by node, the sequence number of the next older one
 
     def run(self, edges: Sequence[_Edge], grads: Sequence[Tensor | None], wanted: Sequence[_Edge]) -> None:
@@ -442,9 +414,9 @@ class _Walk:
         self.buffers[root] = [None] * len(_input_metadata(root))
         if len(edges) == 1:
             self.buffers[root][edges[0][1]] = grads[0]
-        self.queue.push(root)
+        heappush(self.queue, _Ready(root))
         while self.queue:
-            self._evaluate(self.queue.pop())
+            self._evaluate(heappop(self.queue).node)
 
     def _explore(self, root: _Node) -> list[_Node]:
         """Find all nodes and count what each waits for (`Engine::compute_dependencies`)."""
@@ -557,7 +529,7 @@ class _Walk:
                 self._add(buffer, place, received[0])
                 added += received
             if not self.waiting[following]:
-                self.queue.push(following)
+                heappush(self.queue, _Ready(following))
         _drop_in_order(added)
 
     def _add(self, buffer: list[Any], place: int, new: Tensor) -> None:

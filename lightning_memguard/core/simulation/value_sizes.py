@@ -1,14 +1,14 @@
 """How large results are whose size depends on values: noted in a real run, and given to a fake one.
 
 A mask keeps a share of what it is given, whatever the batch size; so a few real batches tell how much it keeps of a
-larger one, on any device.
+larger one, on any device. Without a real run it keeps everything.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_memguard.core.foreign import aten as _aten
-from lightning_memguard.core.simulation import fake
+from lightning_memguard.core.simulation.fake import ValueNeededError
 from lightning_memguard.core.trace.trace import Share, Shares
 
 
@@ -44,9 +44,9 @@ class ValueSizes:
 
     def note(self, func: OpOverload, line: Callable[[], str], args: Sequence[Any], out: Any) -> None:
         """Note how large a real result is."""
-        share_of = _SHARE_OF.get(func)
-        if share_of is not None:
-            self._noted[str(func), line()].append(share_of(args, out))
+        rule = _RULES.get(func)
+        if rule is not None and rule.share_of is not None:
+            self._noted[str(func), line()].append(rule.share_of(args, out))
 
     def result(self, func: OpOverload, line: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """A fake result as large as that of the same call of the other run; else of the largest of its calls.
@@ -57,72 +57,97 @@ class ValueSizes:
         key = str(func), line
         shares, place = self._given.get(key, ()), self._asked[key]
         self._asked[key] += 1
-        if not shares or func not in _RESULT:
-            return fake.worst_case_result(func, args, kwargs)
-        return _RESULT[func](shares[place] if place < len(shares) else max(shares), *args, **kwargs)
+        return result_of(func, args, kwargs, shares[place] if place < len(shares) else max(shares, default=None))
 
 
-# -- noted: counts, and the number that they are of
+def result_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], share: Share | None = None) -> object:
+    """The fake result of an operator whose size depends on values: of a share, or the largest.
+
+    Raises:
+        ValueNeededError: no such bound is known, or the step asks for the value itself.
+    """
+    if func not in _RULES:
+        raise ValueNeededError(f"{func} needs the values of its input, which only a real run can give.")
+    return _RULES[func].result(share, *args, **kwargs)
+
+
+def assumption(func: OpOverload) -> str:
+    """Return the note on the size that `result_of` assumes for an operator without a share."""
+    assumed = "minlength bins" if func is _aten.bincount.default else "its largest result"
+    return f"{func} was assumed to return {assumed}"
+
+
+def _kept(share: Share | None, size: int, place: int = 0) -> int:
+    """Return how many of so many elements a result has: as large a share as in the other run, rounded up, or all."""
+    if share is None or place >= len(share[0]):
+        return size
+    return min(size, -(-share[0][place] * size // max(1, share[1])))
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def _share_of_index(args: Sequence[Any], _: object) -> Share:
-    masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    kept = [int(index.count_nonzero()) for index in masks]
-    return tuple(kept), max((index.numel() for index in masks), default=1)
+    masks = [index for index in args[1] if _is_mask(index)]
+    return tuple(int(mask.count_nonzero()) for mask in masks), max((mask.numel() for mask in masks), default=1)
 
 
-_SHARE_OF: dict[OpOverload, Callable[[Sequence[Any], Any], Share]] = {
-    _aten.nonzero.default: lambda args, out: ((len(out),), args[0].numel()),
-    _aten.masked_select.default: lambda args, out: (
-        (len(out),),
-        torch.broadcast_shapes(args[0].shape, args[1].shape).numel(),
-    ),
-    _aten.index.Tensor: _share_of_index,
-    _aten._unique2.default: lambda args, out: ((len(out[0]),), args[0].numel()),
-    _aten._pack_padded_sequence.default: lambda _, out: (tuple(out[1].tolist()), int(out[1][0])),
-}
+def _index(share: Share | None, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """Index with each boolean mask as the indices of so many of its elements; torch's fake kernel does the rest."""
+    expanded: list[Tensor | None] = []
+    masks = 0
+    for each in indices:
+        if each is not None and _is_mask(each):
+            expanded += [each.new_empty((_kept(share, each.numel(), masks),), dtype=torch.long)] * each.dim()
+            masks += 1
+        else:
+            expanded.append(each)
+    return _aten.index.Tensor(x, expanded)  # type: ignore[no-any-return]
 
 
-# -- given
+def _unique(share: Share | None, x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor, Tensor]:
+    size = (_kept(share, x.numel()),)
+    return x.new_empty(size), x.new_empty(x.shape, dtype=torch.long), x.new_empty(size, dtype=torch.long)
 
 
-def _scaled(count: int, of: int, size: int) -> int:
-    """Return ``count / of`` of another size, rounded up."""
-    return min(size, -(-count * size // max(1, of)))
+def _bincount(_: Share | None, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Values above ``minlength`` would add bins; those who pass it have none, such as torchmetrics counting classes."""
+    if not minlength:
+        raise ValueNeededError(
+            "aten.bincount without `minlength` has as many bins as its largest value, which only a real run knows."
+        )
+    return x.new_empty((minlength,), dtype=torch.long if weights is None else torch.double)
 
 
-def _cut(share: Share, largest: Tensor) -> Tensor:
-    (count,), of = share
-    return largest.new_empty((_scaled(count, of, len(largest)), *largest.shape[1:]))
-
-
-def _cut_result(func: OpOverload) -> Callable[..., Tensor]:
-    return lambda share, *args, **kwargs: _cut(share, fake.worst_case_result(func, args, kwargs))  # type: ignore[arg-type]
-
-
-def _unique(share: Share, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    values, inverse, counts = cast("tuple[Tensor, ...]", fake.worst_case_result(_aten._unique2.default, args, kwargs))
-    return _cut(share, values), inverse, _cut(share, counts)
-
-
-def _index(share: Share, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-    counts, of = iter(share[0]), share[1]
-    return fake.index(x, indices, lambda mask: _scaled(next(counts, of), of, mask.numel()))
-
-
-def _pack(share: Share, x: Tensor, _: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    rows, of = share
+def _pack(share: Share | None, x: Tensor, _: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Pack samples, all as long as the longest without a share. The rows at each step are real: the step reads them."""
     steps, most = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
-    sizes = [max(1, _scaled(rows[step * len(rows) // steps], of, most)) for step in range(steps)]
+    known = len(share[0]) if share else 0
+    sizes = [max(1, _kept(share, most, step * known // steps)) for step in range(steps)]
     with unset_fake_temporarily():
-        known = torch.tensor(sizes)
-    return x.new_empty((sum(sizes), *x.shape[2:])), known
+        rows = torch.tensor(sizes, dtype=torch.long)
+    return x.new_empty((sum(sizes), *x.shape[2:])), rows
 
 
-_RESULT: dict[OpOverload, Callable[..., object]] = {
-    _aten.nonzero.default: _cut_result(_aten.nonzero.default),
-    _aten.masked_select.default: _cut_result(_aten.masked_select.default),
-    _aten.index.Tensor: _index,
-    _aten._unique2.default: _unique,
-    _aten._pack_padded_sequence.default: _pack,
+class _Rule(NamedTuple):
+    """How to note a real result: counts, and the number that they are of; and how to make a fake one."""
+
+    share_of: Callable[[Sequence[Any], Any], Share] | None
+    result: Callable[..., object]
+
+
+_RULES: dict[OpOverload, _Rule] = {
+    _aten.bincount.default: _Rule(None, _bincount),
+    _aten.nonzero.default: _Rule(
+        lambda args, out: ((len(out),), args[0].numel()),
+        lambda share, x: x.new_empty((_kept(share, x.numel()), x.dim()), dtype=torch.long),
+    ),
+    _aten.masked_select.default: _Rule(
+        lambda args, out: ((len(out),), torch.broadcast_shapes(args[0].shape, args[1].shape).numel()),
+        lambda share, x, mask: x.new_empty(_kept(share, torch.broadcast_shapes(x.shape, mask.shape).numel())),
+    ),
+    _aten.index.Tensor: _Rule(_share_of_index, _index),
+    _aten._unique2.default: _Rule(lambda args, out: ((len(out[0]),), args[0].numel()), _unique),
+    _aten._pack_padded_sequence.default: _Rule(lambda _, out: (tuple(out[1].tolist()), int(out[1][0])), _pack),
 }

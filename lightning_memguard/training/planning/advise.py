@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_memguard.core.capture.capture import CaptureFailedError, IsolatedWork
+from lightning_memguard.core.capture.capture import CaptureFailedError, UserCode
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.advice import Advice, in_order
 from lightning_memguard.core.decision.decision import Budget, Request, decide, largest_that
@@ -72,7 +72,7 @@ def try_remedies(
     families = families_for(prediction, batch_size)
     attempts = _Attempts(prediction, batch_size, budget, progress, until, list(itertools.chain(*families)))
     settings = _settings_that_save(prediction, batch_size, budget, request)
-    with attempts.isolated:
+    with attempts.children:
         tried = _tried(attempts, families, combinations=combinations)
     return replace(tried, advice=in_order([*tried.advice, *settings]))
 
@@ -160,10 +160,10 @@ class _Attempts:
     remedies: list[Remedy]
     left_out: list[tuple[str, str]] = field(default_factory=list)
     not_tried: int = 0
-    isolated: IsolatedWork[_Places, Footprint] = field(init=False)
+    children: UserCode[_Places, Footprint] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.isolated = IsolatedWork(self.footprint_with)
+        self.children = UserCode(self.footprint_with)
 
     @property
     def is_over(self) -> bool:
@@ -172,7 +172,7 @@ class _Attempts:
     def start(self, several: Sequence[Family]) -> None:
         """Begin with what will be asked for."""
         if not self.is_over:
-            self.isolated.start(*map(self.places_of, several))
+            self.children.start(*map(self.places_of, several))
 
     def places_of(self, remedies: Family) -> _Places:
         """The remedies as a value that can be sent."""
@@ -203,7 +203,7 @@ class _Attempts:
         try:
             # if there are several ways, one that ends its process is not the last
             ways_left = self.prediction.method not in _ONE_WAY
-            found = self.isolated.result(self.places_of(remedies), here_too=ways_left)
+            found = self.children.ask(self.places_of(remedies), here_too=ways_left)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything when it is run otherwise
             self.leave_out(name, _reason(error))
             return None

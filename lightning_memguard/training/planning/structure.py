@@ -10,7 +10,7 @@ from enum import Enum
 
 from torch import nn
 
-from lightning_memguard.core.capture.recorder import written_path
+from lightning_memguard.core.capture.naming import written_path
 from lightning_memguard.core.trace.trace import Trace
 
 _LISTS = (nn.ModuleList, nn.Sequential)

@@ -12,16 +12,15 @@ import torch
 
 from lightning_memguard.core.batch.batches import batches_from_one
 from lightning_memguard.core.batch.nesting import batch_bytes, batch_size_of, growth_sizes, map_tensors, shapes_of
+from lightning_memguard.core.capture.capture import trusted_child
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Request, decide
 from lightning_memguard.core.decision.record import Measured
 from lightning_memguard.core.device.budget import read_budget
 from lightning_memguard.core.device.memory_info import or_none
 from lightning_memguard.core.device.meter import allocated_now
-from lightning_memguard.core.isolation.pool import ChildPool
 from lightning_memguard.core.replay.at_peak import LineShare, shares_at_peak
 from lightning_memguard.core.replay.footprint import Footprint
-from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.core.trace.trace import Shapes, Trace
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.report.failure import Failure, Larger
@@ -191,8 +190,8 @@ def size_within_budget(watch: BatchWatch, decided: Footprint, measured: Measured
 
     if watch.is_fixed:
         return None
-    with ChildPool[int, "int | None"](find, most=1, begin=run_on_one_thread, trusted=True) as pool:
-        return pool.result(0).value
+    with trusted_child(find) as child:
+        return child.answer(0).value
 
 
 def _ratio(measured: Measured | None, predicted_bytes: int) -> float:

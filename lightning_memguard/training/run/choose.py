@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from lightning_memguard.core.capture.capture import Captures
+from lightning_memguard.core.capture.capture import Captures, trusted_child
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
-from lightning_memguard.core.isolation.pool import ChildPool
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.learned import Learned
-from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.data.loaders import leaves_one, spoiled_by
@@ -83,38 +81,33 @@ class Planner:
         self._run: Run = known.run
         self._captures: Captures | None = None
         self._open = ExitStack()
-        self._pool = ChildPool[_Terms | None, "Attempt[RunProfile] | Attempt[Choice]"](
-            self._work, most=1, begin=run_on_one_thread, trusted=True, while_waiting=lambda: line.show(self._pool.doing)
-        )
+        self._child = trusted_child(self._work, while_waiting=lambda: line.show(self._child.doing))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.close()
+        self._child.close()
         self._open.close()
         self._line.close()
 
     def start(self) -> None:
         """Begin to predict."""
-        self._pool.start(None)
+        self._child.start(None)
 
     def profile(self) -> Attempt[RunProfile]:
         """All that is known of the run once its steps were captured."""
-        answer = cast("Attempt[RunProfile]", self._ask(None))
+        answer = cast("Attempt[RunProfile]", self._child.ask(None))
         return replace(answer, value=answer.value.attached_to(self._run)) if answer.value else answer
 
     def choose(self, profile: RunProfile) -> Attempt[Choice]:
         """Return this rank's choice and the profile behind it."""
-        answer = cast("Attempt[Choice]", self._ask(_Terms.of(profile)))
+        answer = cast("Attempt[Choice]", self._child.ask(_Terms.of(profile)))
         if answer.value is None:
             return answer
         decision, chosen = answer.value
         run = self._run.accumulating() if decision.accumulate_grad_batches > 1 else self._run
         return replace(answer, value=(decision, chosen.attached_to(run)))
-
-    def _ask(self, terms: _Terms | None) -> Attempt[RunProfile] | Attempt[Choice]:
-        return self._pool.result(terms).value or self._work(terms)
 
     def _work(self, terms: _Terms | None) -> Attempt[RunProfile] | Attempt[Choice]:
         if terms is None:

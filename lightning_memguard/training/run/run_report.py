@@ -8,12 +8,10 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lightning_memguard.core.capture.capture import isolated
+from lightning_memguard.core.capture.capture import isolated, trusted_child
 from lightning_memguard.core.decision.decision import Decision
-from lightning_memguard.core.isolation.pool import ChildPool
 from lightning_memguard.core.layers.layers import LayerTable
 from lightning_memguard.core.replay.timeline import Timeline, timeline_of
-from lightning_memguard.core.simulation.fake import run_on_one_thread
 from lightning_memguard.report.page import PAGE_NAME
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.training.adapter.program import LightningProgram
@@ -30,9 +28,12 @@ FOLDER = "memguard"  # below default_root_dir, if no logger has a folder of its 
 
 def report_of(title: str, profile: RunProfile, decision: Decision) -> Report:
     """The report of a run before its first step. A child makes it: traces are large, and none stays in this process."""
-    make = functools.partial(_report, title, profile, decision)
-    with ChildPool[int, Report](lambda _: make(), most=1, begin=run_on_one_thread, trusted=True) as pool:
-        return pool.result(0).value or make()
+
+    def make(_: int) -> Report:
+        return _report(title, profile, decision)
+
+    with trusted_child(make) as child:
+        return child.ask(0)
 
 
 def _report(title: str, profile: RunProfile, decision: Decision) -> Report:

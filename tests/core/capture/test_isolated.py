@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from lightning_memguard.core.capture.capture import CaptureFailedError, IsolatedWork, isolated
-from lightning_memguard.core.isolation.pool import ChildPool
+from lightning_memguard.core.capture.capture import CaptureFailedError, UserCode, isolated
+from lightning_memguard.core.isolation.pool import Children
 from lightning_memguard.core.simulation.fake import training_threads
 from lightning_memguard.errors import CannotTraceError
 
@@ -18,10 +18,8 @@ def test_a_child_runs_on_one_thread_and_predicts_for_those_of_the_training() -> 
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with IsolatedWork[int, tuple[int, int]](
-            lambda _: (torch.get_num_threads(), training_threads()), most=1
-        ) as each:
-            assert [each.result(0), each.result(1)] == [(1, 3), (1, 3)]
+        with UserCode[int, tuple[int, int]](lambda _: (torch.get_num_threads(), training_threads()), most=1) as each:
+            assert [each.ask(0), each.ask(1)] == [(1, 3), (1, 3)]
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -29,9 +27,9 @@ def test_a_child_runs_on_one_thread_and_predicts_for_those_of_the_training() -> 
 
 def test_what_is_waited_for_is_worked_on_before_what_is_not() -> None:
     count = itertools.count()
-    with ChildPool[str, int](lambda _: next(count), most=1) as pool:
+    with Children[str, int](lambda _: next(count), most=1) as pool:
         pool.start("first", "second", "third")
-        places = {name: pool.result(name).value for name in ("third", "first", "second")}
+        places = {name: pool.answer(name).value for name in ("third", "first", "second")}
     assert places == {"first": 0, "third": 1, "second": 2}
 
 
@@ -57,7 +55,7 @@ def test_work_whose_child_is_lost_is_done_here_where_it_may_be() -> None:
             os._exit(3)
         return os.getpid()
 
-    with IsolatedWork(work) as each:
+    with UserCode(work) as each:
         with pytest.raises(CaptureFailedError, match="exit code 3"):
-            each.result(0)
-        assert each.result(1, here_too=True) == here
+            each.ask(0)
+        assert each.ask(1, here_too=True) == here

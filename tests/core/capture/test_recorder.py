@@ -581,9 +581,9 @@ def test_what_cudnn_may_do_is_read_when_a_phase_begins():
     with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=True, allow_tf32=False):
         recorder.mark("forward")
     known = CudaTarget((9, 0), 132, cudnn=sdpa.cudnn_version())
-    assert recorder._on == replace(known, deterministic=True, tf32=False, benchmark=True)
+    assert recorder._scratch.target == replace(known, deterministic=True, tf32=False, benchmark=True)
     recorder.mark("backward")
-    assert recorder._on == known
+    assert recorder._scratch.target == known
 
 
 def test_wrappers_are_left_out_of_the_paths_of_modules() -> None:

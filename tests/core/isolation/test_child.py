@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from lightning_memguard.core.isolation import child as child_module
-from lightning_memguard.core.isolation.pool import Answer, ChildPool
+from lightning_memguard.core.isolation.pool import Answer, Children
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -36,8 +36,8 @@ NEEDS_LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="L
 
 
 def in_child(work: Callable[[], Any]) -> Answer[Any]:
-    with ChildPool[int, Any](lambda _: work(), most=1) as pool:
-        return pool.result(0)
+    with Children[int, Any](lambda _: work(), most=1) as pool:
+        return pool.answer(0)
 
 
 # -- files by name
@@ -348,7 +348,7 @@ def test_an_interrupt_from_the_keyboard_is_the_parents() -> None:
 def test_the_end_of_the_parent_is_the_end_of_its_children(trusted: bool, tmp_path: Path) -> None:
     script = f"""
 import os, sys, time
-from lightning_memguard.core.isolation.pool import ChildPool
+from lightning_memguard.core.isolation.pool import Children
 
 def endless(_):
     LIST.write(str(os.getpid()).encode())
@@ -356,14 +356,14 @@ def endless(_):
         pass
 
 def nested(_):
-    with ChildPool(endless, most=1) as inner:
-        return inner.result(0)
+    with Children(endless, most=1) as inner:
+        return inner.answer(0)
 
 LIST = open({str(tmp_path / "pids")!r}, "wb", buffering=0)
 import lightning_memguard.core.isolation.child as child
 child._replace_descriptors = child._divert_writes = child._forbid_writes = lambda *_: None
 child._limit = lambda _: None
-with ChildPool(nested if {trusted} else endless, most=1, trusted={trusted}) as pool:
+with Children(nested if {trusted} else endless, most=1, trusted={trusted}) as pool:
     pool.start(0)
     while not os.path.getsize({str(tmp_path / "pids")!r}):
         time.sleep(0.01)

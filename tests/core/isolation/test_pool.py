@@ -19,14 +19,14 @@ import psutil
 import pytest
 
 from lightning_memguard.core.isolation import pool as pool_module
-from lightning_memguard.core.isolation.pool import Answer, ChildPool, beat, can_fork, in_child
+from lightning_memguard.core.isolation.pool import Answer, Children, beat, can_fork, in_child
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
 
 def run(work: Callable[[], Any], **settings: Any) -> Answer[Any]:
-    with ChildPool[int, Any](lambda _: work(), most=1, **settings) as pool:
-        return pool.result(0)
+    with Children[int, Any](lambda _: work(), most=1, **settings) as pool:
+        return pool.answer(0)
 
 
 def forever() -> None:
@@ -71,18 +71,18 @@ def test_a_value_that_cannot_be_sent_is_no_end_of_the_process() -> None:
 
 
 def test_a_child_works_on_after_an_error() -> None:
-    with ChildPool[int, float](lambda number: (os.getpid(), 1 / number), most=1) as pool:
-        assert pool.result(0).lost.startswith("ZeroDivisionError")
-        (process, value), (again, _) = pool.result(2).value, pool.result(3).value
+    with Children[int, float](lambda number: (os.getpid(), 1 / number), most=1) as pool:
+        assert pool.answer(0).lost.startswith("ZeroDivisionError")
+        (process, value), (again, _) = pool.answer(2).value, pool.answer(3).value
     assert value == 0.5
     assert process != os.getpid()
     assert process == again
 
 
 def test_another_child_takes_the_place_of_one_that_died() -> None:
-    with ChildPool[int, int](lambda number: os._exit(1) if number == 1 else number, most=1) as pool:
+    with Children[int, int](lambda number: os._exit(1) if number == 1 else number, most=1) as pool:
         pool.start(0, 1, 2, 3)
-        assert [pool.result(number).value for number in range(4)] == [0, None, 2, 3]
+        assert [pool.answer(number).value for number in range(4)] == [0, None, 2, 3]
 
 
 # -- limits of time
@@ -117,17 +117,17 @@ def test_long_work_with_signs_of_life_is_waited_for() -> None:
 
 @pytest.mark.usefixtures("short_limits")
 def test_after_its_deadline_a_pool_keeps_what_is_known_and_begins_nothing() -> None:
-    with ChildPool[int, int](lambda number: number or forever(), most=1) as pool:
-        assert pool.result(2).value == 2
+    with Children[int, int](lambda number: number or forever(), most=1) as pool:
+        assert pool.answer(2).value == 2
         pool.start(3, 0)
         while len(pool._answers) == 0:
             pool._wait()
         pool._deadline = time.monotonic() + 0.1
-        assert pool.result(0).late
-        assert pool.result(3).value == 3
+        assert pool.answer(0).lost == "the time was up"
+        assert pool.answer(3).value == 3
         assert not pool.has_children
         pool.start(1)
-        assert pool.result(1).late
+        assert pool.answer(1).lost == "the time was up"
         assert not pool.has_children
 
 
@@ -165,9 +165,9 @@ def test_a_trusted_child_takes_the_time_it_needs() -> None:
 @pytest.mark.usefixtures("short_limits")
 def test_a_trusted_child_gives_up_children_of_its_own() -> None:
     def work() -> tuple[Answer[Any], Answer[Any]]:
-        with ChildPool[int, Any](lambda number: forever() if number else time.sleep(60), most=2) as inner:
+        with Children[int, Any](lambda number: forever() if number else time.sleep(60), most=2) as inner:
             inner.start(0, 1)
-            return inner.result(0), inner.result(1)
+            return inner.answer(0), inner.answer(1)
 
     blocked, silent = run(work, trusted=True).value
     assert blocked.lost.endswith("for something that never came")
@@ -197,10 +197,10 @@ def descriptors() -> set[str]:
 @pytest.mark.parametrize("work", [lambda: 1, forever, lambda: os._exit(1)], ids=["idle", "busy", "ended"])
 def test_nothing_is_left_when_it_is_closed(work: Callable[[], Any]) -> None:
     before, children = descriptors(), psutil.Process().children()
-    with ChildPool[int, Any](lambda _: work(), most=2) as pool:
+    with Children[int, Any](lambda _: work(), most=2) as pool:
         pool.start(0, 1, 2)
         if work is not forever:
-            pool.result(0)
+            pool.answer(0)
     assert psutil.Process().children() == children  # a process that nobody waited for is one as well
     assert descriptors() == before
 
@@ -209,12 +209,12 @@ def test_nothing_is_left_of_children_of_children() -> None:
     before = psutil.Process().children(recursive=True)
 
     def nested(_: int) -> int:
-        inner = ChildPool[int, None](lambda _: forever(), most=2)
+        inner = Children[int, None](lambda _: forever(), most=2)
         inner.start(0, 1)
         return len(psutil.Process().children())
 
-    with ChildPool[int, int](nested, most=1, trusted=True) as pool:
-        assert pool.result(0).value == 2
+    with Children[int, int](nested, most=1, trusted=True) as pool:
+        assert pool.answer(0).value == 2
     deadline = time.monotonic() + 10
     while psutil.Process().children(recursive=True) != before and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -234,17 +234,17 @@ def test_an_interrupt_ends_the_wait_and_the_child() -> None:
 
 
 def test_a_child_that_is_killed_from_outside_is_an_answer() -> None:
-    with ChildPool[int, int](lambda number: os.getpid() if number else time.sleep(60), most=1) as pool:
-        process = pool.result(1).value
+    with Children[int, int](lambda number: os.getpid() if number else time.sleep(60), most=1) as pool:
+        process = pool.answer(1).value
         assert process is not None
         threading.Timer(0.2, os.kill, (process, signal.SIGKILL)).start()
-        assert pool.result(0) == Answer(lost="it was ended by SIGKILL")
-        again = pool.result(2).value
+        assert pool.answer(0) == Answer(lost="it was ended by SIGKILL")
+        again = pool.answer(2).value
         assert again is not None
         os.kill(again, signal.SIGKILL)
         time.sleep(0.1)
-        assert pool.result(3) == Answer(lost="it was ended by SIGKILL")  # it died while it waited
-        assert pool.result(4).value
+        assert pool.answer(3) == Answer(lost="it was ended by SIGKILL")  # it died while it waited
+        assert pool.answer(4).value
 
 
 def test_a_process_that_waits_for_all_its_children_hides_no_end() -> None:
@@ -266,22 +266,22 @@ def no_memory() -> int:
 def test_where_none_can_be_forked_the_same_may_be_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
     monkeypatch.setattr(os, "fork", no_memory)
-    with ChildPool[int, int](lambda number: number, most=2) as pool:
+    with Children[int, int](lambda number: number, most=2) as pool:
         pool.start(1, 2)
-        assert pool.result(1) == Answer(
+        assert pool.answer(1) == Answer(
             lost="no process could be forked ([Errno 12] Cannot allocate memory)", here=True
         )
-        assert pool.result(2).here
-        assert pool.result(3).here
+        assert pool.answer(2).here
+        assert pool.answer(3).here
     assert descriptors() == before
 
 
 def test_one_child_does_all_where_no_second_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ChildPool[int, int](lambda number: number, most=2) as pool:
+    with Children[int, int](lambda number: number, most=2) as pool:
         pool.start(1)
         monkeypatch.setattr(os, "fork", no_memory)
         pool.start(2, 3)
-        assert [pool.result(number).value for number in (1, 2, 3)] == [1, 2, 3]
+        assert [pool.answer(number).value for number in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_a_child_that_cannot_be_cut_off_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,8 +305,8 @@ def test_answers_may_be_larger_than_a_pipe() -> None:
     started = time.monotonic()
     assert run(lambda: content).value == content
     assert time.monotonic() - started < 10
-    with ChildPool[bytes, int](len, most=1) as pool:
-        assert pool.result(content).value == len(content)
+    with Children[bytes, int](len, most=1) as pool:
+        assert pool.answer(content).value == len(content)
 
 
 def test_signs_of_life_are_no_part_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,18 +317,18 @@ def test_signs_of_life_are_no_part_of_an_answer(monkeypatch: pytest.MonkeyPatch)
             beat()
         return bytes(number)
 
-    with ChildPool[int, bytes](work, most=1) as pool:
-        assert [pool.result(number).value for number in (0, 1, 100_000)] == [b"", bytes(1), bytes(100_000)]
+    with Children[int, bytes](work, most=1) as pool:
+        assert [pool.answer(number).value for number in (0, 1, 100_000)] == [b"", bytes(1), bytes(100_000)]
 
 
 def test_requests_are_worked_on_once_each_and_again_when_asked_again() -> None:
     counted = multiprocessing.get_context("fork").SimpleQueue()
-    with ChildPool[int, int](lambda number: -number, most=2) as pool:
+    with Children[int, int](lambda number: -number, most=2) as pool:
         pool.start(*range(5), *range(5))
         pool.start(3)
-        assert [pool.result(number).value for number in (4, 2, 0, 1, 3)] == [-4, -2, 0, -1, -3]
+        assert [pool.answer(number).value for number in (4, 2, 0, 1, 3)] == [-4, -2, 0, -1, -3]
         assert not pool._answers
-        assert pool.result(3).value == -3
+        assert pool.answer(3).value == -3
         assert len(pool._children) == 2
     counted.close()
 
@@ -339,9 +339,9 @@ def test_children_work_side_by_side() -> None:
         time.sleep(0.3)
         return os.getpid(), started, time.monotonic()
 
-    with ChildPool[int, Any](work, most=2) as pool:
+    with Children[int, Any](work, most=2) as pool:
         pool.start(0, 1)
-        (one, start, end), (other, other_start, other_end) = pool.result(0).value, pool.result(1).value
+        (one, start, end), (other, other_start, other_end) = pool.answer(0).value, pool.answer(1).value
     assert one != other
     assert max(start, other_start) < min(end, other_end)
 
@@ -357,15 +357,15 @@ def test_autograd_and_many_threads_in_the_parent_do_not_stop_a_child() -> None:
     """In a process of its own: where CUDA is simulated, autograd has threads for it and refuses a fork."""
     script = """
 import torch
-from lightning_memguard.core.isolation.pool import ChildPool
+from lightning_memguard.core.isolation.pool import Children
 def learn(threads):
     torch.set_num_threads(threads)
     x = torch.ones(300, 300, requires_grad=True)
     (x @ x).relu().sum().backward()
     return x.grad.sum().item()
 here = learn(2)
-with ChildPool(learn, most=1) as pool:
-    assert pool.result(1).value == here, pool.result(1)
+with Children(learn, most=1) as pool:
+    assert pool.answer(1).value == here, pool.answer(1)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
@@ -377,19 +377,19 @@ import sys
 class Notebook:
     def write(self, text): raise RuntimeError(text)
     def flush(self): pass
-from lightning_memguard.core.isolation.pool import ChildPool
+from lightning_memguard.core.isolation.pool import Children
 sys.stdout = Notebook()
-with ChildPool(lambda _: print("child"), most=1) as pool:
-    assert pool.result(0).lost == "", pool.result(0)
+with Children(lambda _: print("child"), most=1) as pool:
+    assert pool.answer(0).lost == "", pool.answer(0)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_what_a_child_started_ends_with_it() -> None:
-    with ChildPool[int, int](
+    with Children[int, int](
         lambda _: subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
     ) as pool:
-        started = pool.result(0).value
+        started = pool.answer(0).value
         assert started is not None
         assert psutil.pid_exists(started)
     deadline = time.monotonic() + 60

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_memguard.core.capture.recorder import this_cpu
+from lightning_memguard.core.capture.kernel_scratch import this_cpu
 from lightning_memguard.core.kernels import lapack, onednn, table
 from lightning_memguard.core.kernels.arguments import Call
 from lightning_memguard.core.simulation.fake import by_name

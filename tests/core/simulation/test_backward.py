@@ -10,6 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -1405,15 +1406,15 @@ steps = st.lists(st.one_of(st.none(), st.integers(0, 5), st.integers(0, 2**64 - 
 
 @given(steps)
 def test_the_queue_pops_the_latest_made_and_breaks_ties_like_libstdcxx(steps: list[int | None]) -> None:
-    queue, reference = backward._Queue(), StlQueue()
+    queue, reference = list[Any](), StlQueue()
     for name, number in enumerate([*steps, *[None] * len(steps)]):
         if number is not None:
             node = Numbered(number, name)
-            queue.push(node)
+            heappush(queue, backward._Ready(node))
             reference.push(node)
         elif queue:
             highest = max(node.number for node in reference.array)
-            popped = queue.pop()
+            popped = heappop(queue).node
             assert popped.number == highest
             assert popped is reference.pop()
         assert bool(queue) == bool(reference.array)
@@ -1421,10 +1422,10 @@ def test_the_queue_pops_the_latest_made_and_breaks_ties_like_libstdcxx(steps: li
 
 def test_ties_are_not_broken_by_age() -> None:
     """Were they, in either direction, a simpler queue would do."""
-    queue = backward._Queue()
+    queue: list[Any] = []
     for name in range(6):
-        queue.push(Numbered(7, name))
-    order = [queue.pop().name for _ in range(6)]
+        heappush(queue, backward._Ready(Numbered(7, name)))
+    order = [heappop(queue).node.name for _ in range(6)]
     assert sorted(order) == list(range(6))
     assert order not in (list(range(6)), list(reversed(range(6))))
 

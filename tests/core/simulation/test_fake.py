@@ -24,7 +24,6 @@ from lightning_memguard.core.simulation.constants import KnownFakeMode
 from lightning_memguard.core.simulation.fake import (
     UnknownFloat,
     ValueNeededError,
-    assumption,
     call,
     fake_copy,
     faking,
@@ -32,8 +31,8 @@ from lightning_memguard.core.simulation.fake import (
     known_result,
     laid_out,
     real_copy,
-    worst_case_result,
 )
+from lightning_memguard.core.simulation.value_sizes import assumption, result_of
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -418,7 +417,7 @@ def test_the_worst_case_is_what_a_mask_that_keeps_everything_gives(name):
     mode = FakeTensorMode()
     with mode:
         fake_args = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
-        worst = worst_case_result(operator, fake_args, {})
+        worst = result_of(operator, fake_args, {})
     facts = [(t.shape, t.dtype) for t in (real if isinstance(real, tuple) else [real])]
     assert [(t.shape, t.dtype) for t in (worst if isinstance(worst, tuple) else [worst])] == facts
 
@@ -428,7 +427,7 @@ def test_a_mask_among_other_indices_keeps_everything_too():
     mode = FakeTensorMode()
     with mode:
         mask, zero = torch.empty(3, dtype=torch.bool), torch.zeros(1, dtype=torch.long)
-        assert tuple(worst_case_result(aten.index.Tensor, (torch.empty(3, 4), [mask, zero]), {}).shape) == (3,)
+        assert tuple(result_of(aten.index.Tensor, (torch.empty(3, 4), [mask, zero]), {}).shape) == (3,)
 
 
 @pytest.mark.parametrize(
@@ -457,17 +456,17 @@ def test_a_batch_norm_is_laid_out_as_its_kernel_does(x):
 
 def test_an_operator_without_a_known_bound_is_refused_by_name():
     with pytest.raises(ValueNeededError) as error:
-        worst_case_result(aten.unique_dim.default, (torch.zeros(3, 4), 0), {})
+        result_of(aten.unique_dim.default, (torch.zeros(3, 4), 0), {})
     assert str(error.value) == "aten.unique_dim.default needs the values of its input, which only a real run can give."
 
 
 def test_a_count_of_classes_has_as_many_bins_as_its_caller_names_and_else_no_bound():
     with FakeTensorMode():
         labels = torch.empty(100, dtype=torch.long)
-        counts = worst_case_result(aten.bincount.default, (labels, None, 10), {})
+        counts = result_of(aten.bincount.default, (labels, None, 10), {})
         assert (tuple(counts.shape), counts.dtype) == ((10,), torch.long)
         with pytest.raises(ValueNeededError, match=r"^aten\.bincount without `minlength` has as many bins as"):
-            worst_case_result(aten.bincount.default, (labels,), {})
+            result_of(aten.bincount.default, (labels,), {})
 
 
 def test_a_note_states_what_was_assumed():

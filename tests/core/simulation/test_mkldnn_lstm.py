@@ -47,10 +47,10 @@ class LSTMRecorder(Recorder):
         if out is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in out:
-            self._watch(tensor, str(func))
+            self.watch(tensor, str(func))
         inside = mkldnn_lstm.scratch_bytes(func, args, kwargs or {})
         if inside:
-            self._add_row("free", self._take(inside, str(func), "workspaces"), str(func))
+            self.add_row("free", self.take(inside, str(func), "workspaces"), str(func))
         return out
 
 

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_memguard import MemGuard
-from lightning_memguard.core.isolation.pool import ChildPool
+from lightning_memguard.core.isolation.pool import Children
 
 FEATURES, WIDTH, CLASSES, STEPS, NODES = 32, 64, 4, 6, 5
 SAMPLES, CHOSEN = 48, 24
@@ -450,8 +450,8 @@ def guarded(kind: Kind, **options: Any) -> tuple[Any, Collating]:
 
 def test_operators_that_collate_on_many_threads_do_not_stop_a_child(monkeypatch):
     """Python's fork takes none of OpenMP's threads along, and OpenMP waits for them."""
-    answers, result = [], ChildPool.result
-    monkeypatch.setattr(ChildPool, "result", lambda *asked: answers.append(result(*asked)) or answers[-1])
+    answers, result = [], Children.answer
+    monkeypatch.setattr(Children, "answer", lambda *asked: answers.append(result(*asked)) or answers[-1])
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

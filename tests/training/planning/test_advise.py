@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import DoesNotFitError, MemGuard
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import batches_from_one
-from lightning_memguard.core.capture.capture import IsolatedWork
+from lightning_memguard.core.capture.capture import UserCode
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.advice import Advice, in_order, text
@@ -210,8 +210,8 @@ def test_side_by_side_remedies_give_what_they_give_one_by_one() -> None:
     options: dict[str, Any] = {"share": 0.4, "only": ("SGD", "bf16-mixed", "accumulation")}
     together = tried(program_of(Stacked()), **options)
     with (
-        mock.patch.object(IsolatedWork, "start"),
-        mock.patch.object(IsolatedWork, "result", lambda self, request, **_: self._work(request)),
+        mock.patch.object(UserCode, "start"),
+        mock.patch.object(UserCode, "ask", lambda self, request, **_: self._work(request)),
     ):
         assert tried(program_of(Stacked()), **options) == together
     assert any(len(each.remedies) == 2 for each in together.advice)

@@ -1,0 +1,204 @@
+"""Scratch that kernels take inside the operators of a step, by the rules for the CPU or the GPU that it runs on."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_memguard.core.capture.storages import Storages, plain_tensors
+from lightning_memguard.core.foreign import aten as _aten
+from lightning_memguard.core.kernels import table
+from lightning_memguard.core.kernels.arguments import Call
+from lightning_memguard.core.simulation import mkldnn_lstm, sdpa
+from lightning_memguard.core.simulation.backward import graph_task
+from lightning_memguard.core.simulation.fake import by_name, training_threads
+from lightning_memguard.core.trace.scratch import NONE, CpuTarget, CudaTarget, Scratch
+from lightning_memguard.core.trace.trace import Kernel, ScratchSpan, moments_of, scratch_events
+
+_DROPOUT = _aten.native_dropout.default
+_EXCHANGES = ("_allgather_base_", "_reduce_scatter_base_")  # of a rank's part with all parts
+_TIMED = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution_pointwise", "_mkl_linear"))
+
+
+def this_cpu(threads: int) -> CpuTarget:
+    """Return the properties of this machine's CPU that scratch depends on."""
+    channel_block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8  # oneDNN's
+    asked = [getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None) for kind in ("bf16", "fp16")]
+    asked += [getattr(torch.cpu, f"_is_amx_{kind}_supported", None) for kind in ("tile", "fp16")]  # torch 2.11 to 2.13
+    return CpuTarget(threads, channel_block, *(ask is not None and bool(ask()) for ask in asked))
+
+
+def _with_flags(target: CudaTarget) -> CudaTarget:
+    """The target as torch is set now; a model's hooks may set it."""
+    cudnn: Any = torch.backends.cudnn
+    return replace(
+        target,
+        deterministic=torch.are_deterministic_algorithms_enabled() or cudnn.deterministic,
+        tf32=cudnn.conv.fp32_precision == "tf32",  # ``allow_tf32`` raises if convolutions and RNNs differ
+        benchmark=cudnn.benchmark,
+        cudnn=sdpa.cudnn_version(),
+    )
+
+
+class KernelScratch:
+    """Records the results of operators, with what their kernels take next to them.
+
+    Args:
+        storages: where they are recorded.
+        target: the GPU whose kernels' scratch is counted; None for this machine's CPU, if the step runs on it.
+    """
+
+    def __init__(self, storages: Storages, target: CudaTarget | None) -> None:
+        self._storages = storages
+        self.target: CpuTarget | CudaTarget | None = target
+        if storages.device_type == "cpu" and target is None:
+            self.target = this_cpu(training_threads())
+        self.kernels: list[Kernel] = []
+        self.spans: list[ScratchSpan] = []
+        self._blocks = 0  # numbered below zero: how many there are may change with the batch size
+        self._cublas: set[bool] = set()  # if a handle is open: in the backward pass or not
+        self.is_autotuned = False
+        self.largest_product = 0
+
+    def begin_phase(self) -> None:
+        """Read the flags that a model's hooks may have set."""
+        if isinstance(self.target, CudaTarget):
+            self.target = _with_flags(self.target)
+
+    def note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
+        """Record what an operator allocated: scratch, results, and scratch next to the results."""
+        storages, (name, namespace, short) = self._storages, _names(func)
+        results = [out] if type(out) is FakeTensor or type(out) is Tensor else list(plain_tensors(out))
+        if self.is_autotuned and results and short in _TIMED:
+            self.largest_product = max(self.largest_product, results[0].numel() * results[0].element_size())
+        elsewhere = bool(results) and results[0].device.type != storages.device_type
+        if namespace == "c10d" and short in _EXCHANGES:
+            storages.label([max(plain_tensors(list(args[:2])), key=torch.Tensor.numel)], "communication")
+        rule = table.rule(short, self.target) if namespace in ("aten", "fsdp") and not elsewhere else None
+        scratch = NONE
+        if rule and self.target:
+            call = Call(by_name(func, args, kwargs), results or list(plain_tensors(kwargs.get("out"))), self.target)
+            scratch = rule(call)
+            if scratch is NONE and short in table.BY_TYPES:
+                rule = None  # very frequent
+            else:
+                self.kernels.append(_kernel(name, call))
+                self._scratch(scratch, -1, name)
+        # a real storage has its true size
+        kept = scratch.kept if results and isinstance(results[0], FakeTensor) else 0
+        for place in _order_made(func, results):
+            storages.watch(results[place], name, kept)
+            kept = 0
+            if rule:
+                self._scratch(scratch, place, name)
+        if isinstance(self.target, CudaTarget) and table.takes_cublas(name):
+            self._open_cublas(name, self.target)
+        if rule:
+            self._scratch(scratch, None, name)
+        inside = mkldnn_lstm.scratch_bytes(func, args, kwargs)
+        if inside:  # it grows with the batch size as the results do
+            storages.add_row("free", storages.take(inside, name, "workspaces"), name)
+
+    def _open_cublas(self, operator: str, kernel_target: CudaTarget) -> None:
+        """Forward and backward pass run in different threads, each with a cuBLAS handle and its workspace."""
+        in_backward = graph_task() != -1
+        if in_backward not in self._cublas:
+            self._cublas.add(in_backward)
+            nbytes = table.cublas_workspace_bytes(kernel_target.compute_capability, os.environ)
+            if nbytes:
+                self._storages.take(nbytes, operator, "workspaces")
+
+    def _scratch(self, scratch: Scratch, place: int | None, operator: str) -> None:
+        """Allocate blocks that live inside the operator that ran last, and free them."""
+        like, start = self._storages.like(operator), len(self._storages.rows)
+        events = scratch_events(moments_of(scratch, place), -1 - self._blocks, like)
+        self._blocks += len(events) // 2
+        self._storages.rows += events
+        self.spans.append(ScratchSpan(start, len(self._storages.rows), len(self.kernels) - 1, place, like))
+
+
+def _order_made(func: OpOverload, results: Sequence[Tensor]) -> Sequence[int]:
+    """The places of an operator's results in the order in which they are allocated: dropout's mask comes first."""
+    return (1, 0) if func is _DROPOUT and len(results) > 1 else range(len(results))
+
+
+@functools.cache
+def _names(func: OpOverload) -> tuple[str, str, str]:
+    """An operator's full name, its namespace, and its name in that."""
+    name = str(func)
+    namespace, short, *_ = name.split(".")
+    return name, namespace, short
+
+
+def _kernel(name: str, call: Call[Any]) -> Kernel:
+    """A call whose numbers are apart from the rest, so that its rule can be asked again with other numbers."""
+    numbers: list[int] = []
+    arguments, results = (
+        _extract_numbers(tuple(values), numbers) for values in (call.arguments.values(), call.results)
+    )
+    again = _RuleTemplate(name.split(".")[1], tuple(call.arguments), arguments, results, call.target)
+    return Kernel(name, tuple(numbers), (arguments, results), again)
+
+
+@dataclass(frozen=True)
+class _RuleTemplate:
+    """A rule by its operator, and the arguments and results of one call with all numbers taken out."""
+
+    operator: str
+    names: tuple[str, ...]
+    arguments: tuple[object, ...]
+    results: tuple[object, ...]
+    target: CpuTarget | CudaTarget
+
+    def __call__(self, numbers: Sequence[int]) -> Scratch:
+        left = iter(numbers)
+        arguments = dict(zip(self.names, _restore_numbers(self.arguments, left), strict=True))
+        rule = table.rule(self.operator, self.target)
+        return rule(Call(arguments, _restore_numbers(self.results, left), self.target)) if rule else NONE
+
+
+class _Placeholder(NamedTuple):
+    """Placeholder for a whole number, or for a tensor with this many dimensions and this dtype."""
+
+    dimensions: int = -1
+    dtype: torch.dtype | None = None
+
+
+def _extract_numbers(value: object, numbers: list[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        numbers += value.shape
+        numbers += value.stride()
+        return _Placeholder(value.dim(), value.dtype)
+    if type(value) is int:
+        numbers.append(value)
+        return _Placeholder()
+    if isinstance(value, (list, tuple)):
+        return tuple([_extract_numbers(item, numbers) for item in value])
+    if isinstance(value, float):
+        return "nan" if math.isnan(value) else float(value)  # one nan is not another's equal
+    return value if isinstance(value, _PLAIN) else type(value).__name__
+
+
+# What can be sent between processes and compared there; no rule reads anything else.
+_PLAIN = (bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _restore_numbers(value: object, numbers: Iterator[int]) -> Any:
+    if isinstance(value, _Placeholder):
+        if value.dtype is None:
+            return next(numbers)
+        shape = [next(numbers) for _ in range(value.dimensions)]
+        stride = [next(numbers) for _ in range(value.dimensions)]
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+    if isinstance(value, tuple):
+        return [_restore_numbers(item, numbers) for item in value]
+    return value

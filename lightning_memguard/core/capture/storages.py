@@ -1,0 +1,253 @@
+"""Storages: what is allocated in a step, when, for what, and when it is freed.
+
+A weak reference's finalizer runs when a storage is freed, fake or real.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+
+from lightning_memguard.core.batch.nesting import batch_bytes, shapes_of, tensors_in
+from lightning_memguard.core.capture.naming import Place
+from lightning_memguard.core.foreign import patched
+from lightning_memguard.core.kernels.arguments import operands
+from lightning_memguard.core.simulation import streams
+from lightning_memguard.core.trace.trace import CASES, WAITS, Event
+from lightning_memguard.errors import CannotTraceError
+
+if TYPE_CHECKING:
+    from lightning_memguard.core.trace.trace import Action, Shapes
+
+_OF_A_STEP = ("", "activations", "temporaries")
+
+
+class Storages(Place):
+    """The storages of one type of device, and the events of their blocks.
+
+    Args:
+        device_type: only storages on this type of device are recorded.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.rows: list[Event] = []  # an empty part is filled in at the end
+        self._parts: dict[int, str] = {}
+        self._live: dict[int, int] = {}  # address of the storage -> its block
+        self._bytes: list[int] = []  # by block
+        self._storage_bytes: dict[int, int] = {}  # by block, without what the operator keeps
+        self._references: list[weakref.ref[torch.UntypedStorage]] = []
+        self._stream = 0
+        self._streams: dict[int, int] = {}  # by block, if it is not the default one
+        self.waiting = streams.Waiting(self.block_of_another, self.wait, self.come_back)
+        self._recording = True
+        self._kept_bytes = 0
+        self._expected: list[tuple[str, str, int]] = []
+        self._held_at = self._asked_until = 0
+        self._batch: tuple[Shapes, int] | None = None
+        self._batches: list[set[int]] = []  # the blocks of each batch
+
+    # -- called by the code that runs the step
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """Record nothing while something is made that is not part of the step, such as its example batch."""
+        return patched(self, _recording=False)
+
+    def label(self, tensors: Iterable[object], part: str) -> None:
+        """Set the part that these tensors belong to; a block that already has one keeps it."""
+        with torch._C.DisableTorchFunction():
+            for tensor in plain_tensors([*tensors]):
+                block = self.watch(tensor, "")
+                if block is not None:
+                    self._parts.setdefault(block, part)
+
+    def on_stream(self, stream: int) -> AbstractContextManager[Any]:
+        """Record allocations made inside in the pool of another stream, whose free memory no other stream uses."""
+        return patched(self, _stream=stream)
+
+    def note_batch(self, batch: object) -> None:
+        """Note a batch that the step is given; of several the largest."""
+        self.label(tensors_in(batch), "batch")
+        with torch._C.DisableTorchFunction():
+            blocks = {self.watch(tensor, "") for tensor in plain_tensors([*tensors_in(batch)])}
+        self._batches.append({block for block in blocks if block is not None})
+        known, nbytes = self._batch, batch_bytes(batch)
+        if known is None or nbytes > known[1]:
+            self._batch = shapes_of(batch), nbytes
+
+    def note_made(self, tensor: Tensor, operator: str) -> None:
+        """Record a tensor that no operator made, in a step."""
+        if self._recording and self.phase != "setup":
+            self.watch(tensor, operator)
+
+    def note_resized(self, storage: torch.UntypedStorage) -> None:
+        """Record a storage that was resized in place: how FSDP frees what it gathered, and allocates it again."""
+        if not self._recording or storage.device.type not in (self.device_type, "meta"):
+            return
+        address, nbytes = storage._cdata, storage.nbytes()
+        block = self._live.get(address)
+        if block is not None and nbytes != self._storage_bytes[block]:
+            self._parts[block] = "gathered"
+            self._forget(address, block)
+            block = None
+        if block is None and nbytes:
+            self._hold(storage, self.take(nbytes, "storage.resize_", "gathered"), nbytes)
+
+    def block_of_another(self, tensor: Tensor, stream: int) -> int | None:
+        """The block behind a tensor that is recorded, if it is not this stream's."""
+        block = self._live.get(tensor.untyped_storage()._cdata)
+        return None if block is None or self._streams.get(block, 0) == stream else block
+
+    def wait(self, block: int) -> int:
+        """A block that was freed waits, at most, for another stream; returns one that waits in its place."""
+        waiting = len(self._bytes)
+        self._bytes.append(self._bytes[block])
+        self._parts[waiting] = self._parts.get(block, "temporaries")
+        self.add_row("alloc", waiting, WAITS, self._streams.get(block, 0), case="high")
+        return waiting
+
+    def come_back(self, waiting: int) -> None:
+        """Free the placeholder of a block that waited for a stream."""
+        self.add_row("free", waiting, WAITS, case="high")
+
+    def mark_held(self) -> None:
+        """Mark this moment: memory that the run holds on its device throughout was allocated before it."""
+        self._held_at = len(self.rows)
+
+    def keep(self, nbytes: int, part: str) -> None:
+        """Count a block that is held from now to the end, without a tensor of the step."""
+        if nbytes:
+            self.take(nbytes, "", part)
+            self._kept_bytes += nbytes
+
+    def expect(self, nbytes: int, part: str, *, at_most: bool = False) -> None:
+        """Count a block that later steps find besides what was recorded, or find at most; at least, it is not there."""
+        self._expected += [(case, part, nbytes) for case in (CASES[2:] if at_most else CASES[1:])]
+
+    def hold(self, tensor: Tensor) -> None:
+        """Watch a tensor without counting it: `keep` or `expect` counted its memory, or it is not the step's."""
+        self.watch(tensor, "", -tensor.untyped_storage().nbytes())
+
+    @property
+    def alive_bytes(self) -> int:
+        """Bytes that are allocated now."""
+        return self._kept_bytes + sum(self._bytes[block] for block in self._live.values())
+
+    def newly_allocated_bytes(self, phase: str) -> int:
+        """Return the bytes that operators allocated in one phase since the last call, freed or not."""
+        rows, self._asked_until = self.rows[self._asked_until :], len(self.rows)
+        new = (row for row in rows if row.action == "alloc" and row.phase == phase and row.operator != WAITS)
+        return sum(row.nbytes for row in new if self._parts.get(row.block) != "communication")
+
+    @property
+    def alive_without_batch(self) -> int:
+        """Bytes alive now without the batch, which may have another size than the one before."""
+        kept = set[int]().union(*self._batches[:-1]).difference(*self._batches[-1:])  # Lightning holds the last one
+        batch = (block for block in self._live.values() if self._parts.get(block) == "batch" and block not in kept)
+        return self.alive_bytes - sum(self._bytes[block] for block in batch)
+
+    def left_by(self, steps: range) -> dict[int, tuple[int, str]]:
+        """Return what batches of these numbers left behind: bytes and line of code, by the address of the storage."""
+        batches = set[int]().union(*(self._batches[step] for step in steps))
+        addresses = {block: address for address, block in self._live.items()}
+        made = (row for row in self.rows if row.action == "alloc" and row.block in addresses)
+        return {
+            addresses[row.block]: (row.nbytes, row.source)
+            for row in made
+            if row.block in batches or (row.step in steps and self._parts.get(row.block, "") in _OF_A_STEP)
+        }
+
+    # -- the events
+
+    def watch(self, tensor: Tensor, operator: str, kept_bytes: int = 0) -> int | None:
+        """Return the block behind a tensor, which is recorded if it is new; None if it has none on this device."""
+        if tensor.device.type != self.device_type:
+            return None
+        if tensor.layout is torch.sparse_coo and not isinstance(tensor, FakeTensor):
+            with no_dispatch():
+                parts = tensor._indices(), tensor._values()
+            return [self.watch(part, operator) for part in parts][-1]
+        if self._graph_task != -1 and tensor.layout is not torch.strided:
+            return None  # `refuse_sparse` has a better message for a gradient
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+            raise CannotTraceError(f"The step makes {kind}, whose bytes depend on values. Use dense tensors instead.")
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        nbytes = storage.nbytes()
+        block = self._live.get(address)
+        if block is not None:
+            if nbytes == self._storage_bytes[block]:
+                return block
+            self._forget(address, block)  # the storage was resized in place: a new allocation behind the same object
+        if not nbytes:
+            return None
+        return self._hold(storage, self.take(nbytes + kept_bytes, operator), nbytes)
+
+    def _hold(self, storage: torch.UntypedStorage, block: int, nbytes: int) -> int:
+        address = storage._cdata
+        self._storage_bytes[block] = nbytes
+        self._live[address] = block
+        self._references.append(weakref.ref(storage, functools.partial(self._forget, address, block)))
+        return block
+
+    def take(self, nbytes: int, operator: str, part: str = "") -> int:
+        """Record a new block, and return its number."""
+        block = len(self._bytes)
+        self._bytes.append(nbytes)
+        if part:
+            self._parts[block] = part
+        stream = self._stream_in_use()
+        if stream:
+            self._streams[block] = stream
+        self.add_row("alloc", block, operator, stream, self.line())
+        return block
+
+    def _stream_in_use(self) -> int:
+        return self._stream or streams.in_use()
+
+    def add_row(
+        self, action: Action, block: int, operator: str, stream: int = 0, source: str = "", case: str = ""
+    ) -> None:
+        """Record that a block is allocated or freed here."""
+        where = self.where(), self.step, self.module, operator
+        self.rows.append(Event(action, block, self._bytes[block], "", *where, stream, case, source))
+
+    def _forget(self, address: int, block: int, _: object = None) -> None:
+        if self._live.get(address) == block:
+            del self._live[address]
+            self.add_row("free", block, "")
+            self.waiting.free(block)
+
+    def _keep_activations(self) -> None:
+        """Label blocks that are still held when the backward pass starts as activations, if they have no part yet."""
+        for block in self._live.values():
+            self._parts.setdefault(block, "activations")
+
+    def like(self, operator: str) -> Event:
+        """An event that could be at this place, of a block that lives inside an operator."""
+        where, stream = (self.where(), self.step, self.module, operator), self._stream_in_use()
+        return Event("alloc", 0, 0, "workspaces", *where, stream, source=self.line())
+
+    def block_behind(self, tensor: Tensor) -> int:
+        """The block behind a tensor that is recorded; else -1."""
+        return self._live.get(tensor.untyped_storage()._cdata, -1)
+
+
+def plain_tensors(out: object, *, inside: bool = True) -> Iterator[Tensor]:
+    """The tensors among an operator's results; ``inside``: those that wrappers hold, such as DTensor."""
+    for tensor in operands(out):
+        names = getattr(tensor, "__tensor_flatten__", None)  # of a jagged tensor's values and offsets, a DTensor's part
+        if names is None or not inside:
+            yield tensor
+        else:
+            yield from plain_tensors([getattr(tensor, name) for name in names()[0]])
