@@ -99,6 +99,7 @@ ROOMS = {
     "core/capture": [
         "__init__",
         "holders",
+        "counters",
         "recorder",
         "leftovers",
         "program",

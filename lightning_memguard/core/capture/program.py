@@ -269,6 +269,7 @@ class LoopProgram(Program):
         with self._group(), tensors(fake=fake, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy) if self.training else []
+            recorder.counters.read(mode)
             with watching(recorder, module_copy):
                 self._begin(recorder, module_copy)
                 recorder.label_held_by(optimizers)
@@ -340,11 +341,15 @@ class LoopProgram(Program):
     def _train(
         self, recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer], batch_size: int, fake: bool
     ) -> None:
-        leftovers = Leftovers(recorder, self._least_steps)
+        leftovers, counters, module = Leftovers(recorder, self._least_steps), recorder.counters, module_copy
         for index in itertools.count():
-            leftovers.note()
-            if index >= self._least_steps and leftovers.are_known(optimizers):
-                break
+            counters.note(optimizers, module)
+            if not counters.first_moved:
+                leftovers.note()
+            if counters.first_moved or (index >= self._least_steps and leftovers.are_known(optimizers)):
+                with recorder.paused():
+                    if not counters.goes_on(optimizers, module):
+                        break
             recorder.mark("zero_grad", step=index)
             for optimizer in optimizers:
                 optimizer.zero_grad()

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.batch.nesting import batch_bytes, is_dense, shapes_of, tensors_in
+from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.foreign import find, patched
 from lightning_memguard.core.isolation.pool import beat
@@ -109,6 +110,7 @@ class Recorder(TorchDispatchMode):
         kernel_target: the GPU whose kernels' scratch is counted, if the device is one.
         compiled: whether what the step compiles runs compiled, see `lightning_memguard.core.simulation.compiled`.
         shares: how large such results were in another run, in place of the largest.
+        due: where counters are moved to after the steps, which then run on.
     """
 
     def __init__(
@@ -119,9 +121,11 @@ class Recorder(TorchDispatchMode):
         kernel_target: CudaTarget | None = None,
         compiled: bool = False,
         shares: Shares = (),
+        due: Due | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type, self.worst_case, self.compiled = device_type, worst_case, compiled
+        self.counters = Counters(due, active=not compiled)
         self.assumptions: dict[str, None] = {}
         self._value_sizes = ValueSizes(shares)
         self.phase, self.step, self.module = "setup", 0, ""
@@ -754,6 +758,8 @@ class _ModulePaths(TorchFunctionMode):
         elif func in _WITH_LINEAR and forward_ad._current_level < 0:  # without tangents; checked on torch 2.13
             with self.recorder.running_linear():
                 out = call_with_overrides(func, args, kwargs or {})
+        elif func is Tensor.item:
+            return self.recorder.counters.read_out(call_with_overrides(func, args, kwargs or {}))
         else:
             out = call_with_overrides(func, args, kwargs or {})
         if type(out) is FakeTensor or type(out) is Tensor:

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import importlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.batch.nesting import tensors_in
+from lightning_memguard.core.capture.counters import Counters
 from lightning_memguard.core.capture.leftovers import Garbage, Leftovers
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
@@ -159,6 +161,10 @@ class Shadow:
         )
         quiet = {"should_update_logs": False}  # turning metrics into numbers needs values
         trainer._logger_connector.__class__ = type("QuietConnector", (type(trainer._logger_connector),), quiet)
+        epochs, counters = trainer.fit_loop.epoch_loop, self.marker.recorder.counters
+        counted = {"batch_idx": property(lambda loop: counters.step(loop.batch_progress.current.ready - 1))}
+        epochs.__class__ = type("CountedLoop", (type(epochs),), counted)
+        counters.limit(*_most_steps_and_epochs(program))
         trainer.loggers = [stand_ins.SilentLogger(logger) for logger in user.loggers]  # type: ignore[misc]
         trainer.callbacks = [*map(stand_ins.IdleCallback, getattr(user, "callbacks", ())), self.marker]  # type: ignore[attr-defined]
         trainer.datamodule = stand_ins.idle_datamodule(program.datamodule, self.marker.batch_size)  # type: ignore[attr-defined]
@@ -194,6 +200,14 @@ class Shadow:
             getattr(trainer, stage)(module_copy, loaders, verbose=False)
 
 
+def _most_steps_and_epochs(program: LightningStep) -> tuple[float, float]:
+    """The most optimizer steps that the run may take, and its last epoch."""
+    user, count = program.trainer, program.batches_per_epoch
+    epochs = user.max_epochs if user.max_epochs and user.max_epochs > 0 else math.inf
+    steps = epochs * ((count(1) if count else None) or math.inf)
+    return min(steps, user.max_steps) if user.max_steps > 0 else steps, epochs - 1
+
+
 def _inference_mode(program: LightningStep) -> bool:
     """Whether it runs under ``torch.inference_mode``, where autocast keeps no copies of weights; else ``no_grad``.
 
@@ -224,6 +238,21 @@ class ShadowTrainerMixin:
     test_dataloaders = _loaders("test_dataloaders", "test")
     predict_dataloaders = _loaders("predict_dataloaders", "predict")
     progress_bar_callback = None
+
+    @property
+    def global_step(self) -> int:
+        step, counters = self.fit_loop.epoch_loop.global_step, self._counters
+        return counters.step(step) if counters else step
+
+    @property
+    def current_epoch(self) -> int:
+        epoch, counters = self.fit_loop.epoch_progress.current.completed, self._counters
+        return counters.epoch(epoch) if counters else epoch
+
+    @property
+    def _counters(self) -> Counters | None:
+        shadow: Shadow | None = vars(self).get("memguard_shadow")
+        return shadow.marker.recorder.counters if shadow else None
 
     @property
     def log_dir(self) -> str | None:
@@ -298,7 +327,7 @@ class PhaseMarkerMixin:
         self.limit: int | float = 1.0 if program.trains else getattr(program.trainer, LIMIT_NAMES[ROLES[program.stage]])
         self.on_ready: Callable[[], object] = lambda: None
         self.averages: list[Average] = []
-        self.batch_size = 0
+        self.batch_size = self.batches = 0
         self.loaders = 1
         self.fake = True
         self.samples = 0  # of an epoch in all, of which steps or evaluation leave something behind; 0 if unknown
@@ -322,13 +351,22 @@ class PhaseMarkerMixin:
         self.on_ready()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        self.leftovers.note()
-        recorded = min(self.steps.values(), default=batch_idx) >= self.steps_recorded
-        if (recorded and self.leftovers.are_known(trainer.optimizers)) or batch_idx >= _MOST_BATCHES:
-            self.count_what_is_left(batch_idx, pl_module)
-            raise StepsDone
+        counters, index = self.recorder.counters, self.batches
+        self.batches += 1
+        counters.note(trainer.optimizers, pl_module)
+        if not counters.first_moved:
+            self.leftovers.note()
+            recorded = min(self.steps.values(), default=index) >= self.steps_recorded
+            is_last = (recorded and self.leftovers.are_known(trainer.optimizers)) or index >= _MOST_BATCHES
+            if is_last:
+                self.count_what_is_left(index, pl_module)
+        if counters.first_moved or is_last:
+            with self.recorder.paused():
+                if not counters.goes_on(trainer.optimizers, pl_module):
+                    raise StepsDone
+            pl_module.on_train_epoch_start()
         self.recorder.note_batch(batch)
-        self.recorder.mark("forward", step=batch_idx)
+        self.recorder.mark("forward", step=index)
 
     def count_what_is_left(self, recorded: int, pl_module: LightningModule) -> None:
         """Expect what each batch leaves behind for good once for each batch of an epoch that was not recorded."""
