@@ -136,6 +136,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
         Need("know how loaders are combined", "combined: _mode _spec", _NOT_SUCH),
         Need("change the batch size in hparams", "module: _hparams _hparams_initial", "it stays as it was"),
         Need("follow averages of weights", "swa: _avg_fn _device; averaging: _use_buffers _kwargs", _NOT_SUCH),
+        Need("prune as the run will", "pruning: _parameters_to_prune _run_pruning", _NOT_SUCH),
         Need("know how many rates are tried", "finder: _num_training_steps", "a short search is not reported"),
         Need("know what a metric holds", "metric: _defaults _forward_cache"),
         Need("wait for no other rank", "epoch_loop: _broadcast_sigterm_tensor", _NOT_SUCH, checked="Lightning 2.6"),

@@ -145,7 +145,7 @@ class Counters:
         self._limits: tuple[float, float] = math.inf, math.inf
         self._values: dict[tuple[int, object], int] = {}
         self._growths: Counts[tuple[int, object]] = Counts()
-        self._batches = self._last = self._shift = 0
+        self._batches = self._shift = 0
         self.first_moved = 0  # the batch before which they were moved; 0 if they were not
 
     def limit(self, steps: float, epochs: float) -> None:
@@ -194,16 +194,14 @@ class Counters:
                         self._growths[key] += 1
                         owner[name] = _like(int(value), self._steps)
 
-    def goes_on(self, optimizers: Iterable[Optimizer], module: nn.Module) -> bool:
-        """Whether further batches are to be recorded: the first call moves the counters, if they are to be moved."""
+    def move(self, optimizers: Iterable[Optimizer], module: nn.Module) -> int:
+        """Move the counters, if they are to be moved, and return how many further batches are then recorded."""
         if self._due is None:
-            return False
-        if not self.first_moved:
-            batches_a_step = 2 if self._batches > _BEFORE + 2 else 1
-            self.first_moved = self._batches - 1
-            self._last = self._batches + _FURTHER_STEPS * batches_a_step
-            self._move(self._due.steps, [*optimizers, module])
-        return self._batches < self._last
+            return 0
+        self.first_moved = self._batches - 1
+        batches_a_step = 2 if self.first_moved > _BEFORE else 1
+        self._move(self._due.steps, [*optimizers, module])
+        return _FURTHER_STEPS * batches_a_step
 
     def _move(self, place: int, roots: Iterable[object]) -> None:
         def missing(value: int) -> int:

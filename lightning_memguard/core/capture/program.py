@@ -341,15 +341,16 @@ class LoopProgram(Program):
     def _train(
         self, recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer], batch_size: int, fake: bool
     ) -> None:
-        leftovers, counters, module = Leftovers(recorder, self._least_steps), recorder.counters, module_copy
+        leftovers, counters, last = Leftovers(recorder, self._least_steps), recorder.counters, -1
         for index in itertools.count():
-            counters.note(optimizers, module)
-            if not counters.first_moved:
+            counters.note(optimizers, module_copy)
+            if last < 0:
                 leftovers.note()
-            if counters.first_moved or (index >= self._least_steps and leftovers.are_known(optimizers)):
-                with recorder.paused():
-                    if not counters.goes_on(optimizers, module):
-                        break
+                if index >= self._least_steps and leftovers.are_known(optimizers):
+                    with recorder.paused():
+                        last = index + counters.move(optimizers, module_copy)
+            if index == last:
+                break
             recorder.mark("zero_grad", step=index)
             for optimizer in optimizers:
                 optimizer.zero_grad()

@@ -304,6 +304,14 @@ def known_value(tensor: Tensor) -> Tensor | None:
     return mode.value_of(tensor) if isinstance(mode, KnownFakeMode) else None
 
 
+def suppose(fake: FakeTensor, change: Callable[[Tensor], object]) -> None:
+    """Let a fake tensor have the values of one that was full of ones before a change."""
+    if isinstance(fake.fake_mode, KnownFakeMode) and fake.numel() <= MOST_ELEMENTS:
+        ones = _compute(torch.ones, fake.shape, dtype=fake.dtype)
+        _compute(change, ones)
+        _compute(fake.fake_mode.set_value, fake, ones)
+
+
 def forget_written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Forget the values that an operator would overwrite; it does not run."""
     for tensor in _written(func, args, kwargs):

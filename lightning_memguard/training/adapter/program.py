@@ -35,6 +35,7 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes, set_batch_size
 from lightning_memguard.training.adapter.shadow import LightningStep, Shadow, StepsDone, lending_optimizers
 from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.strategies import ddp, deepspeed
 from lightning_memguard.training.strategies.no_collectives import no_collectives
 from lightning_memguard.training.strategies.sharded import refuse_sharded
@@ -225,6 +226,8 @@ class LightningProgram(LightningStep):
         recorder.mark_held()
         others: Any = self.trainer
         shadow.marker.averages += callbacks.averages(others.callbacks, self.device, model) if is_fit else []
+        pruners = attempt(lambda: callbacks.pruners(others.callbacks, self.module, model, recorder)) if is_fit else None
+        shadow.marker.pruners = (pruners and pruners.value) or []
         for average in shadow.marker.averages:
             recorder.label(average.tensors, "callbacks")
 
