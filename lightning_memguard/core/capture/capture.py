@@ -342,7 +342,8 @@ def capture_here(program: Program, batch_size: int, method: Method, variant: Var
     try:
         longer, counters = _recorded(program, batch_size, method, variant, due)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything at steps that are not yet its turn
-        return _with_note(trace, f"what else a step may do at {due.place} was not captured ({str(error)[:200]})")
+        why = "it needs values" if _needs_value(error) else str(error)[:200] or type(error).__name__
+        return _with_note(trace, f"what else a step may do at {due.place} was not captured: {why}")
     if not counters.differ(longer):
         return trace
     longer = replace(longer, seconds=trace.seconds)
@@ -376,6 +377,11 @@ def _recorded(
         note = f"the step ran on the {where.type.upper()}, whose kernels may keep other tensors than the GPU's"
         trace = _with_note(replace(trace, device=program.device.type), note)
     return trace, recorder.counters
+
+
+def needs_values_later(trace: Trace) -> bool:
+    """Whether a step that comes later could not be captured without values."""
+    return any(note.endswith("was not captured: it needs values") for note in trace.notes)
 
 
 @contextlib.contextmanager

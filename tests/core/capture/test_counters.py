@@ -169,3 +169,25 @@ def test_numbers_meet_where_all_of_them_come_to_their_turn() -> None:
     assert numbers.place(60) == (48, "a:1")
     assert numbers.place(20) == (16, "a:1") or numbers.place(20) == (6, "b:2")
     assert numbers.place(3) == (0, "")
+
+
+class Iterates(torch.optim.SGD):
+    """Every 10 steps, iterates until a value is small, as roots of matrices are found."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["count"] = state.get("count", 0) + 1
+            while state["count"] % 10 == 0:
+                wide = torch.ones(1000, 1000) * parameter.sum()
+                if wide.max() < 1e9:
+                    break
+        return super().step(closure)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_later_step_that_needs_values_runs_for_real() -> None:
+    found = footprint_of(nn.Linear(FEATURES, 8), lambda p: Iterates(p, 0.1))
+    assert found.method == "real"
+    assert found.peak_allocated_bytes > 8_000_000
