@@ -216,6 +216,7 @@ NOT_STD = {
     "core/simulation/backward.py",
     "core/simulation/compiled.py",
     "core/simulation/one_rank.py",
+    "core/capture/counters.py",
     "core/capture/holders.py",
     "core/capture/recorder.py",
     "core/capture/leftovers.py",

@@ -84,7 +84,8 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "torch._C: _set_warn_deprecated_on_mutable_data_ptr _set_throw_on_mutable_data_ptr; "
             "torch.Tensor: _make_subclass; torch._prims_common: suggest_memory_format; "
             "torch.autograd.forward_ad: _current_level; torch.optim.optimizer: _foreach_supported_types; "
-            "torch.utils._foreach_utils: _foreach_supported_types; torch.amp.GradScaler: _maybe_opt_step",
+            "torch.utils._foreach_utils: _foreach_supported_types; torch.amp.GradScaler: _maybe_opt_step; "
+            "torch: _is_all_true",
         ),
         Need(
             "walk the backward pass",
