@@ -106,7 +106,7 @@ def _like(result: Any, numbers: _Numbers) -> Any:
 
 def _computing(kind: type, name: str) -> Callable[..., Any]:
     operate = getattr(kind, name)
-    return lambda self, other: _like(operate(self, other), self.numbers)
+    return lambda self, *others: _like(operate(self, *others), self.numbers)
 
 
 def _noting(kind: type, name: str) -> Callable[..., Any]:

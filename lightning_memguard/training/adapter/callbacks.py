@@ -233,7 +233,7 @@ def hooks_that_compute(callbacks: Iterable[object]) -> list[str]:
     return [
         f"{type(callback).__name__}.{hook}"
         for callback, hook, function in hooks
-        if getattr(function, "__module__", "lightning").partition(".")[0] not in _SKIPPED
+        if str(getattr(function, "__module__", "lightning")).partition(".")[0] not in _SKIPPED
         and _computes(callback, function)
     ]
 

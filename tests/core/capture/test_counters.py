@@ -160,6 +160,7 @@ def test_a_counter_is_an_int_that_stays_one_in_sums_and_is_copied_as_a_plain_one
     assert type(pickle.loads(pickle.dumps([counter]))[0]) is int
     assert counter + 1.5 == 6.5
     assert {counter: "five"}[5] == "five"
+    assert pow(counter, 2, 7) == 4
     assert torch.full((counter,), counter + 0.5).shape == (5,)
 
 
