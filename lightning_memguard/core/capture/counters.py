@@ -265,7 +265,7 @@ def _owners(roots: Iterable[object]) -> Iterator[MutableMapping[Any, Any]]:
         owners = [vars(each)]
         if isinstance(each, nn.Module):
             owners.append(each._buffers)
-            queue.extend(each._modules.values())
+            queue.extend(each.children())
         if isinstance(each, Optimizer):
             owners += [*each.param_groups, *(state for state in each.state.values() if isinstance(state, dict))]
         for owner in owners:
