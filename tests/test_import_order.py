@@ -99,6 +99,7 @@ ROOMS = {
     "core/capture": [
         "__init__",
         "holders",
+        "counters",
         "naming",
         "storages",
         "kernel_scratch",
@@ -219,6 +220,7 @@ NOT_STD = {
     "core/simulation/backward.py",
     "core/simulation/compiled.py",
     "core/simulation/one_rank.py",
+    "core/capture/counters.py",
     "core/capture/holders.py",
     "core/capture/storages.py",
     "core/capture/kernel_scratch.py",

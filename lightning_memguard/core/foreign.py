@@ -84,7 +84,8 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "torch._C: _set_warn_deprecated_on_mutable_data_ptr _set_throw_on_mutable_data_ptr; "
             "torch.Tensor: _make_subclass; torch._prims_common: suggest_memory_format; "
             "torch.autograd.forward_ad: _current_level; torch.optim.optimizer: _foreach_supported_types; "
-            "torch.utils._foreach_utils: _foreach_supported_types; torch.amp.GradScaler: _maybe_opt_step",
+            "torch.utils._foreach_utils: _foreach_supported_types; torch.amp.GradScaler: _maybe_opt_step; "
+            "torch: _is_all_true",
         ),
         Need(
             "walk the backward pass",
@@ -136,6 +137,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
         Need("know how loaders are combined", "combined: _mode _spec", _NOT_SUCH),
         Need("change the batch size in hparams", "module: _hparams _hparams_initial", "it stays as it was"),
         Need("follow averages of weights", "swa: _avg_fn _device; averaging: _use_buffers _kwargs", _NOT_SUCH),
+        Need("prune as the run will", "pruning: _parameters_to_prune _run_pruning", _NOT_SUCH),
         Need("know how many rates are tried", "finder: _num_training_steps", "a short search is not reported"),
         Need("know what a metric holds", "metric: _defaults _forward_cache"),
         Need("wait for no other rank", "epoch_loop: _broadcast_sigterm_tensor", _NOT_SUCH, checked="Lightning 2.6"),

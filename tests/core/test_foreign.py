@@ -62,6 +62,7 @@ def samples() -> dict[str, list[Any]]:
         "module": [module],
         "swa": [pl.callbacks.StochasticWeightAveraging(0.1)],
         "averaging": [pl.callbacks.WeightAveraging()],
+        "pruning": [pl.callbacks.ModelPruning("l1_unstructured", amount=0.1)],
         "finder": [pl.callbacks.LearningRateFinder()],
         "metric": [torchmetrics.MeanMetric()],
         "ddp": [pl.strategies.DDPStrategy(find_unused_parameters=True)],

@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from typing_extensions import override
 
+from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.leftovers import without_collections
 from lightning_memguard.core.capture.naming import line_behind
 from lightning_memguard.core.capture.program import Program, device_to_run_on
@@ -40,6 +41,7 @@ Request = TypeVar("Request", bound=Hashable)
 
 _VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
 # What CUDA and autograd say in a child whose parent used them.
+_MOST_SECONDS_TO_GO_ON = 20.0
 _NOT_AFTER_A_FORK = ("in forked subprocess", "fork-based multiprocessing", "initialization error")
 
 
@@ -313,6 +315,25 @@ def capture_here(program: Program, batch_size: int, method: Method, variant: Var
         CannotTraceError: the recorder saw something whose size depends on values.
         Exception: whatever the user's own code raised.
     """
+    trace, counters = _recorded(program, batch_size, method, variant)
+    due = counters.due
+    if due is None or trace.seconds > _MOST_SECONDS_TO_GO_ON:
+        return trace
+    try:
+        longer, counters = _recorded(program, batch_size, method, variant, due)
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything at steps that are not yet its turn
+        why = "it needs values" if _needs_value(error) else str(error)[:200] or type(error).__name__
+        return _with_note(trace, f"what else a step may do at {due.place} was not captured: {why}")
+    if not counters.differ(longer):
+        return trace
+    longer = replace(longer, seconds=trace.seconds)
+    return _with_note(longer, f"the peak is at {due.place}") if counters.peaks_later(longer) else longer
+
+
+def _recorded(
+    program: Program, batch_size: int, method: Method, variant: Variant, due: Due | None = None
+) -> tuple[Trace, Counters]:
+    """Record a step, and further ones if counters are due to be moved."""
     kernel_target = program.gpu.kernel_target if program.gpu else None
     where = device_to_run_on(program, fake=method != "real")
     worst_case, started = method in ("worst-case", "sampled"), process_time()
@@ -322,6 +343,7 @@ def capture_here(program: Program, batch_size: int, method: Method, variant: Var
         kernel_target=kernel_target,
         compiled=method == "compiled",
         shares=variant.shares,
+        due=due,
     )
     if method == "states":
         program.run_states(recorder)
@@ -331,10 +353,15 @@ def capture_here(program: Program, batch_size: int, method: Method, variant: Var
                 seed_all(variant.number)
             program.of_draw(variant.number).run(recorder, batch_size, fake=method != "real")
     trace = replace(recorder.trace(batch_size, method), seconds=process_time() - started)
-    if where.type == program.device.type:
-        return trace
-    note = f"the step ran on the {where.type.upper()}, whose kernels may keep other tensors than the GPU's"
-    return replace(trace, device=program.device.type, notes=(*trace.notes, note))
+    if where.type != program.device.type:
+        note = f"the step ran on the {where.type.upper()}, whose kernels may keep other tensors than the GPU's"
+        trace = _with_note(replace(trace, device=program.device.type), note)
+    return trace, recorder.counters
+
+
+def needs_values_later(trace: Trace) -> bool:
+    """Whether a step that comes later could not be captured without values."""
+    return any(note.endswith("was not captured: it needs values") for note in trace.notes)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ from lightning_memguard.core.capture.capture import (
     Variant,
     capture,
     captures_of,
+    needs_values_later,
 )
-from lightning_memguard.core.capture.program import Program
+from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.device.host import available_memory
 from lightning_memguard.core.isolation.pool import processors
 from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
@@ -448,6 +449,9 @@ def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Predic
         else:
             found = _from(asked, method, traces, growth)
             found = replace(found, scalable=asked.scalable and (growth is not None or len(traces) > 1))
+            if needs_values_later(traces[0]) and device_to_run_on(program, fake=False).type == program.device.type:
+                with contextlib.suppress(CannotTraceError):
+                    return _real(captures, asked, batch_size)
             found = _uneven(found, batch_size) or found
             return (_sampled(captures, found, batch_size) or found) if method == "worst-case" else found
     try:

@@ -24,7 +24,7 @@ from lightning_memguard.core.capture.recorder import Recorder, gradients_of, ref
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation.constants import KnownFakeMode
-from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_rng, real_copy
+from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_rng, real_copy, stored
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.simulation.one_rank import one_rank_of
 from lightning_memguard.core.trace.trace import Shapes
@@ -269,7 +269,8 @@ class LoopProgram(Program):
         with self._group(), tensors(fake=fake, gpu=self.gpu) as mode:
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy) if self.training else []
-            with watching(recorder, module_copy):
+            recorder.counters.read(mode)
+            with stored(self.model, module_copy), watching(recorder, module_copy):
                 self._begin(recorder, module_copy)
                 recorder.label_held_by(optimizers)
                 if self.training:
@@ -340,10 +341,15 @@ class LoopProgram(Program):
     def _train(
         self, recorder: Recorder, module_copy: nn.Module, optimizers: Sequence[Optimizer], batch_size: int, fake: bool
     ) -> None:
-        leftovers = Leftovers(recorder, self._least_steps)
+        leftovers, counters, last = Leftovers(recorder, self._least_steps), recorder.counters, -1
         for index in itertools.count():
-            leftovers.note()
-            if index >= self._least_steps and leftovers.are_known(optimizers):
+            counters.note(optimizers, module_copy)
+            if last < 0:
+                leftovers.note()
+                if index >= self._least_steps and leftovers.are_known(optimizers):
+                    with recorder.paused():
+                        last = index + counters.move(optimizers, module_copy)
+            if index == last:
                 break
             recorder.mark("zero_grad", step=index)
             for optimizer in optimizers:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_memguard.core.batch.nesting import is_dense
+from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.kernel_scratch import KernelScratch
 from lightning_memguard.core.capture.naming import written_path
 from lightning_memguard.core.capture.storages import Storages, plain_tensors
@@ -70,6 +71,7 @@ class Recorder(Storages, TorchDispatchMode):
         kernel_target: the GPU whose kernels' scratch is counted, if the device is one.
         compiled: whether what the step compiles runs compiled, see `lightning_memguard.core.simulation.compiled`.
         shares: how large such results were in another run, in place of the largest.
+        due: where counters are moved to after the steps, which then run on.
     """
 
     def __init__(
@@ -80,10 +82,12 @@ class Recorder(Storages, TorchDispatchMode):
         kernel_target: CudaTarget | None = None,
         compiled: bool = False,
         shares: Shares = (),
+        due: Due | None = None,
     ) -> None:
         Storages.__init__(self, device_type)
         TorchDispatchMode.__init__(self)
         self.worst_case, self.compiled = worst_case, compiled
+        self.counters = Counters(due, active=not compiled)
         self.assumptions: dict[str, None] = {}
         self._value_sizes = ValueSizes(shares)
         self._scratch = KernelScratch(self, kernel_target)
@@ -334,6 +338,8 @@ class _ModulePaths(TorchFunctionMode):
         elif func in _WITH_LINEAR and forward_ad._current_level < 0:  # without tangents; checked on torch 2.13
             with self.recorder.running_linear():
                 out = call_with_overrides(func, args, kwargs or {})
+        elif func is Tensor.item:
+            return self.recorder.counters.read_out(call_with_overrides(func, args, kwargs or {}))
         else:
             out = call_with_overrides(func, args, kwargs or {})
         if type(out) is FakeTensor or type(out) is Tensor:

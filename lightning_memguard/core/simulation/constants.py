@@ -74,6 +74,7 @@ class KnownFakeMode(RepeatingFakeMode):
         self._values: dict[int, _Value] = {}  # by address of the fake storage
         self._held_bytes = 0
         self._overwritten: dict[int, torch.UntypedStorage] = {}  # real ones, whose fake copies were written to
+        self.compared: Callable[..., None] | None = None  # is told what single known values are compared with
 
     def may_turn_const(self, t: Tensor) -> bool:
         """Return False: values are kept here."""
@@ -234,6 +235,8 @@ class KnownFakeMode(RepeatingFakeMode):
         self, kind: _Effect, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """The result of an operator that reads known values alone."""
+        if self.compared and func in _COMPARISONS and args[0].numel() == 1:
+            self.compared(args[1], period=func in _DIVISIONS)
         written = _written(func, args, kwargs)
         try:
             for tensor in written:
@@ -301,6 +304,14 @@ def known_value(tensor: Tensor) -> Tensor | None:
     return mode.value_of(tensor) if isinstance(mode, KnownFakeMode) else None
 
 
+def suppose(fake: FakeTensor, change: Callable[[Tensor], object]) -> None:
+    """Let a fake tensor have the values of one that was full of ones before a change."""
+    if isinstance(fake.fake_mode, KnownFakeMode) and fake.numel() <= MOST_ELEMENTS:
+        ones = _compute(torch.ones, fake.shape, dtype=fake.dtype)
+        _compute(change, ones)
+        _compute(fake.fake_mode.set_value, fake, ones)
+
+
 def forget_written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Forget the values that an operator would overwrite; it does not run."""
     for tensor in _written(func, args, kwargs):
@@ -357,6 +368,8 @@ _NUMBERS: dict[Any, Callable[..., Any]] = {
     _aten.new_full: lambda _, __, number, *___: number,
 }
 _FILLS = frozenset({_aten.zero_.default, _aten.fill_.Scalar})
+_DIVISIONS = frozenset({_aten.remainder.Scalar, _aten.fmod.Scalar, _aten.floor_divide.Scalar})
+_COMPARISONS = _DIVISIONS | {getattr(_aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _OVERWRITES = _FILLS | {_aten.copy_.default, _aten.fill_.Tensor}
 _SPECIAL: dict[OpOverload, _Effect] = {
     **dict.fromkeys((_aten._local_scalar_dense.default, _aten.equal.default), _Effect.ASKS),

@@ -11,6 +11,7 @@ import functools
 import importlib
 import operator
 import random
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -263,6 +264,20 @@ def _data_attributes(module: nn.Module) -> Iterator[object]:
                     yield item
 
 
+@contextmanager
+def stored(module: nn.Module, module_copy: nn.Module) -> Iterator[None]:
+    """Have Pyro's store of parameters, where its modules look theirs up by name, hold those of a copy meanwhile."""
+    pyro: Any = sys.modules.get("pyro")
+    if pyro is None or not hasattr(pyro, "get_param_store"):
+        yield
+        return
+    copies = {id(p): other for p, other in zip(module.parameters(), module_copy.parameters(), strict=False)}
+    store = pyro.get_param_store()
+    state = store.get_state()
+    with store.scope({**state, "params": {name: copies.get(id(p), p) for name, p in state["params"].items()}}):
+        yield
+
+
 def _can_be_copied(value: object, memo: dict[int, object]) -> bool:
     try:
         copy.deepcopy(value, dict(memo))
@@ -387,8 +402,9 @@ def _modules_can_move() -> Iterator[None]:
 def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call a torch function for a step that may run on fake tensors.
 
-    Three things differ there: torch's deep copy of a fake tensor would make a real storage; a float that is read
-    (usually to be logged) has no value; and the rows of a packed sequence, which the step reads, are known.
+    Four things differ there: torch's deep copy of a fake tensor would make a real storage; a float that is read
+    (usually to be logged) has no value; arguments that distributions validate are valid; and the rows of a packed
+    sequence, which the step reads, are known.
     ``float(tensor)`` must return a plain float, so comparing that one goes unnoticed; comparing ``tensor.item()``, the
     usual way, does not.
     """
@@ -400,6 +416,9 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
             return memo[id(tensor)]
         if func in _READS_FLOAT and args[0].is_floating_point() and known_value(args[0]) is None:
             return UnknownFloat(1.0) if func is torch.Tensor.item else 1.0
+        if func is _IS_ALL_TRUE and known_value(args[0]) is None:
+            func(*args, **kwargs)
+            return True
         if func in _READS_ARRAY and (value := known_value(args[0])) is not None:
             return func(value, *args[1:], **kwargs)
         if func is _PACK_PADDED:
@@ -409,6 +428,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
 
 
 _PACK_PADDED = find("torch._VF._pack_padded_sequence")
+_IS_ALL_TRUE = find("torch._is_all_true")
 _READS_FLOAT = (torch.Tensor.item, torch.Tensor.__float__)
 _READS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
 

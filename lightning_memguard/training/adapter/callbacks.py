@@ -5,16 +5,20 @@ Private names of Lightning were checked on 2.5.0 to 2.6.6.
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
-from lightning_memguard.core.capture.recorder import part_bytes
+from lightning_memguard.core.capture.recorder import Recorder, part_bytes
+from lightning_memguard.core.simulation.constants import suppose
 from lightning_memguard.core.simulation.fake import real_copy
 from lightning_memguard.training.facts.lightning_types import is_a
 from lightning_memguard.training.facts.run_facts import RunFacts
@@ -55,6 +59,41 @@ class Average:
         del average.n_averaged
         average.n_averaged = _Count(1)
         average.update_parameters(self._module_copy)
+
+
+class Pruner:
+    """A `ModelPruning` that prunes a copy of the module, whose recorder sees it."""
+
+    def __init__(self, callback: Any, module: nn.Module, module_copy: nn.Module, recorder: Recorder) -> None:
+        self._callback = copy.copy(callback)
+        paths = {id(each): path for path, each in module.named_modules()}
+        named = [(module_copy.get_submodule(paths[id(each)]), name) for each, name in callback._parameters_to_prune]
+        vars(self._callback).update(_parameters_to_prune=named, _verbose=0)
+        with recorder.paused():
+            self._callback.setup(None, module_copy, "fit")  # names all weights if none were named, and may copy them
+        for tensor in _tensors(vars(self._callback), _DEPTH, {id(module_copy)}):
+            recorder.hold(tensor)  # those that the user's callback has were counted
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Prune as at the end of the first epoch, and take as many weights for pruned as that prunes."""
+        amount = self._callback.amount
+        self._callback._run_pruning(0)
+        for module, name in self._callback._parameters_to_prune:
+            mask = getattr(module, f"{name}_mask", None)
+            if isinstance(mask, FakeTensor) and isinstance(amount, float):
+                suppose(mask, functools.partial(_zero_share, amount))
+
+
+def _zero_share(share: float, ones: torch.Tensor) -> None:
+    ones.view(-1)[: round(share * ones.numel())].zero_()
+
+
+def pruners(
+    callbacks: Iterable[Callback], module: nn.Module, module_copy: nn.Module, recorder: Recorder
+) -> list[Pruner]:
+    """Lightning's callbacks that prune the module, each with the copy to prune."""
+    return [Pruner(each, module, module_copy, recorder) for each in callbacks if is_a(each, "ModelPruning")]
 
 
 class _Count(int):
@@ -164,6 +203,7 @@ _LATER_HOOKS = (
     *("on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end"),
     *("on_validation_epoch_end", "on_validation_end"),
 )
+_COMPUTES = ("no_grad", "inference_mode", "eval", "backward", "deepcopy", "forward", "predict_step", "topk", "sample")
 _UNFREEZES = ("requires_grad", "requires_grad_", "unfreeze")
 
 
@@ -179,9 +219,30 @@ def may_unfreeze(callbacks: Iterable[object], module: nn.Module, max_epochs: int
 
 def _unfreezes(owner: type) -> bool:
     """Whether one of the hooks that run again and again names what sets ``requires_grad``."""
-    codes = (getattr(getattr(owner, hook, None), "__code__", None) for hook in _LATER_HOOKS)
-    names = {name for code in codes if code is not None for name in code.co_names}
+    names = {name for hook in _LATER_HOOKS for name in _names_in(getattr(owner, hook, None))}
     return any(name in _UNFREEZES or name.startswith("unfreeze") for name in names)
+
+
+def _names_in(function: object) -> tuple[str, ...]:
+    return getattr(getattr(function, "__code__", None), "co_names", ())
+
+
+def hooks_that_compute(callbacks: Iterable[object]) -> list[str]:
+    """Hooks of callbacks outside Lightning that run a model or copy one while a fit lasts, by name."""
+    hooks = ((callback, hook, getattr(callback, hook, None)) for callback in callbacks for hook in _LATER_HOOKS)
+    return [
+        f"{type(callback).__name__}.{hook}"
+        for callback, hook, function in hooks
+        if str(getattr(function, "__module__", "lightning")).partition(".")[0] not in _SKIPPED
+        and _computes(callback, function)
+    ]
+
+
+def _computes(callback: object, function: object) -> bool:
+    """Whether a hook, or a method that it calls, names what runs a model or copies one."""
+    names = _names_in(function)
+    called = (name for each in names for name in _names_in(getattr(type(callback), each, None)))
+    return any(name in _COMPUTES for name in (*names, *called))
 
 
 def unfreeze(module_copy: Any) -> None:

@@ -29,12 +29,13 @@ from lightning_memguard.core.capture.capture import CaptureFailedError, isolated
 from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.capture.recorder import Recorder, call_with_overrides, watching
 from lightning_memguard.core.layers.layers import LayerTable, table_of
-from lightning_memguard.core.simulation.fake import fake_copy, real_copy
+from lightning_memguard.core.simulation.fake import fake_copy, real_copy, stored
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes, set_batch_size
 from lightning_memguard.training.adapter.shadow import LightningStep, Shadow, StepsDone, lending_optimizers
 from lightning_memguard.training.facts.lightning_types import is_a
+from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.strategies import ddp, deepspeed
 from lightning_memguard.training.strategies.no_collectives import no_collectives
 from lightning_memguard.training.strategies.sharded import refuse_sharded
@@ -172,9 +173,11 @@ class LightningProgram(LightningStep):
         ):
             if mode is None:
                 refuse_meta(self.module)
+            recorder.counters.read(mode)
             device = device_to_run_on(self, fake=fake)
             on_host = self.layout is not None and self.layout.begins_on_host
             module_copy = self._copy_module(mode, torch.device("cpu") if on_host else device, batch_size)
+            watch.enter_context(stored(self.module, module_copy))
 
             def start(model: nn.Module) -> None:
                 for change in self.changes:
@@ -224,6 +227,8 @@ class LightningProgram(LightningStep):
         recorder.mark_held()
         others: Any = self.trainer
         shadow.marker.averages += callbacks.averages(others.callbacks, self.device, model) if is_fit else []
+        pruners = attempt(lambda: callbacks.pruners(others.callbacks, self.module, model, recorder)) if is_fit else None
+        shadow.marker.pruners = (pruners and pruners.value) or []
         for average in shadow.marker.averages:
             recorder.label(average.tensors, "callbacks")
 

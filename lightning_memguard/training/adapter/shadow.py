@@ -12,6 +12,7 @@ import contextlib
 import copy
 import importlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,13 +25,15 @@ from typing_extensions import override
 
 from lightning_memguard.core.batch.batches import Batches
 from lightning_memguard.core.batch.nesting import tensors_in
+from lightning_memguard.core.capture.counters import Counters
 from lightning_memguard.core.capture.leftovers import Garbage, Leftovers
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.capture.recorder import Recorder, gradients_of, refuse_sparse
+from lightning_memguard.core.foreign import patched
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.trace.kept import places
 from lightning_memguard.training.adapter import stand_ins
-from lightning_memguard.training.adapter.callbacks import Average
+from lightning_memguard.training.adapter.callbacks import Average, Pruner
 from lightning_memguard.training.adapter.kept import find_kept
 from lightning_memguard.training.adapter.metrics import compute_over_epoch
 from lightning_memguard.training.facts.lightning_types import is_a, lightning_of
@@ -52,6 +55,7 @@ else:
     _Strategy = object
 
 STEPS = 2  # each optimizer's first step makes its state, and its second runs with it
+_PRUNINGS = 2  # of an epoch each: the second finds the masks of the first
 _MOST_BATCHES = 16  # optimizers stepped by hand may step rarely
 _WORTH_A_NOTE = MIB
 # What a step without a backward pass leaves behind is known after the second: the third runs next to all of it.
@@ -159,6 +163,10 @@ class Shadow:
         )
         quiet = {"should_update_logs": False}  # turning metrics into numbers needs values
         trainer._logger_connector.__class__ = type("QuietConnector", (type(trainer._logger_connector),), quiet)
+        epochs, counters = trainer.fit_loop.epoch_loop, self.marker.recorder.counters
+        counted = {"batch_idx": property(lambda loop: counters.step(loop.batch_progress.current.ready - 1))}
+        epochs.__class__ = type("CountedLoop", (type(epochs),), counted)
+        counters.limit(*_most_steps_and_epochs(program))
         trainer.loggers = [stand_ins.SilentLogger(logger) for logger in user.loggers]  # type: ignore[misc]
         trainer.callbacks = [*map(stand_ins.IdleCallback, getattr(user, "callbacks", ())), self.marker]  # type: ignore[attr-defined]
         trainer.datamodule = stand_ins.idle_datamodule(program.datamodule, self.marker.batch_size)  # type: ignore[attr-defined]
@@ -194,6 +202,14 @@ class Shadow:
             getattr(trainer, stage)(module_copy, loaders, verbose=False)
 
 
+def _most_steps_and_epochs(program: LightningStep) -> tuple[float, float]:
+    """The most optimizer steps that the run may take, and its last epoch."""
+    user, count = program.trainer, program.batches_per_epoch
+    epochs = user.max_epochs if user.max_epochs and user.max_epochs > 0 else math.inf
+    steps = epochs * ((count(1) if count else None) or math.inf)
+    return min(steps, user.max_steps) if user.max_steps > 0 else steps, epochs - 1
+
+
 def _inference_mode(program: LightningStep) -> bool:
     """Whether it runs under ``torch.inference_mode``, where autocast keeps no copies of weights; else ``no_grad``.
 
@@ -224,6 +240,21 @@ class ShadowTrainerMixin:
     test_dataloaders = _loaders("test_dataloaders", "test")
     predict_dataloaders = _loaders("predict_dataloaders", "predict")
     progress_bar_callback = None
+
+    @property
+    def global_step(self) -> int:
+        step, counters = self.fit_loop.epoch_loop.global_step, self._counters
+        return counters.step(step) if counters else step
+
+    @property
+    def current_epoch(self) -> int:
+        epoch, counters = self.fit_loop.epoch_progress.current.completed, self._counters
+        return counters.epoch(epoch) if counters else epoch
+
+    @property
+    def _counters(self) -> Counters | None:
+        shadow: Shadow | None = vars(self).get("memguard_shadow")
+        return shadow.marker.recorder.counters if shadow else None
 
     @property
     def log_dir(self) -> str | None:
@@ -298,7 +329,11 @@ class PhaseMarkerMixin:
         self.limit: int | float = 1.0 if program.trains else getattr(program.trainer, LIMIT_NAMES[ROLES[program.stage]])
         self.on_ready: Callable[[], object] = lambda: None
         self.averages: list[Average] = []
-        self.batch_size = 0
+        self.pruners: list[Pruner] = []
+        self.pruned = 0  # how often
+        self.epochs = max(program.trainer.max_epochs or 0, 0) or _MOST_BATCHES
+        self.later = range(0)  # the batches after the steps, and that before which to stop
+        self.batch_size = self.batches = 0
         self.loaders = 1
         self.fake = True
         self.samples = 0  # of an epoch in all, of which steps or evaluation leave something behind; 0 if unknown
@@ -322,13 +357,30 @@ class PhaseMarkerMixin:
         self.on_ready()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        self.leftovers.note()
-        recorded = min(self.steps.values(), default=batch_idx) >= self.steps_recorded
-        if (recorded and self.leftovers.are_known(trainer.optimizers)) or batch_idx >= _MOST_BATCHES:
-            self.count_what_is_left(batch_idx, pl_module)
-            raise StepsDone
+        index = self.batches
+        self.batches += 1
+        self.recorder.counters.note(trainer.optimizers, pl_module)
+        if not self.later:
+            self.leftovers.note()
+            recorded = min(self.steps.values(), default=index) >= self.steps_recorded
+            if (recorded and self.leftovers.are_known(trainer.optimizers)) or index >= _MOST_BATCHES:
+                self.count_what_is_left(index, pl_module)
+                self.later = self.later_batches(index, trainer.optimizers, pl_module)
+        if self.later:
+            if index == self.later[-1]:
+                raise StepsDone
+            if self.recorder.counters.first_moved:
+                pl_module.on_train_epoch_start()
         self.recorder.note_batch(batch)
-        self.recorder.mark("forward", step=batch_idx)
+        self.recorder.mark("forward", step=index)
+
+    def later_batches(self, index: int, optimizers: list[Optimizer], pl_module: LightningModule) -> range:
+        """Move counters to where a step does more; return the batches from this one to that before which to stop."""
+        period = 1 + (index > self.steps_recorded)
+        with self.recorder.paused():
+            more = self.recorder.counters.move(optimizers, pl_module)
+        pruned = period * (1 + 2 * min(_PRUNINGS, self.epochs - 1)) if self.pruners else 0
+        return range(index, index + max(more, pruned) + 1)
 
     def count_what_is_left(self, recorded: int, pl_module: LightningModule) -> None:
         """Expect what each batch leaves behind for good once for each batch of an epoch that was not recorded."""
@@ -387,6 +439,18 @@ class PhaseMarkerMixin:
             if average.between_epochs == between_epochs:
                 self.recorder.mark("averaging")
                 average.update()
+
+    def prune(self) -> None:
+        """Prune as callbacks do at the end of an epoch; how many weights are left is not known, but at most all."""
+        self.pruned += 1
+        self.recorder.mark("pruning")
+        try:
+            with patched(self.recorder, worst_case=True):
+                for pruner in self.pruners:
+                    pruner.run()
+        except Exception as error:  # noqa: BLE001 - a method of the user's own may need values, or raise anything
+            self.pruners = []
+            self.recorder.assumptions[f"what ModelPruning takes is not predicted ({error})"[:200]] = None
 
     def label_gradients(self, trainer: Trainer, pl_module: LightningModule) -> None:
         gradients = gradients_of(trainer.optimizers, pl_module)
@@ -456,6 +520,13 @@ class PhaseMarkerMixin:
         if self.program.trains:
             if index:
                 self.average(between_epochs=True)
+            if (
+                self.pruners
+                and self.later
+                and self.pruned < min(_PRUNINGS, self.epochs)
+                and (index - self.later[0]) % 2
+            ):
+                self.prune()
             return False
         count, limit = self.program.batches_per_epoch, self.limit
         batches = (count(self.batch_size) if count and self.loaders == 1 else None) or 0  # 0 if unknown
@@ -495,7 +566,7 @@ class SizedLoader(EndlessLoader):
         if not self.program.trains:
             return _EVALUATED
         count = self.program.batches_per_epoch
-        return max(_MOST_BATCHES + 1, (count(self.batch_size) if count else None) or 0)
+        return max(2 * _MOST_BATCHES, (count(self.batch_size) if count else None) or 0)
 
 
 def _call_after_step(optimizer: Optimizer, call: Callable[[Optimizer], object]) -> None:

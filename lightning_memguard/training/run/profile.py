@@ -408,10 +408,12 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
     if not prediction.scalable:
         fixed = "; ".join(filter(None, (_why_one_size(prediction, asked=not fixed), fixed)))
     validation = attempt(lambda: _validation(run, prediction)) if evaluation else Attempt(reason=run.evaluation.reason)
-    notes = (f"validation was not predicted: {validation.reason}",) if validation.reason else ()
+    notes: tuple[str, ...] = (f"validation was not predicted: {validation.reason}",) if validation.reason else ()
     if validation.value and validation.value.prediction.method == "states":
         why = "; ".join(validation.value.prediction.notes)
         notes = (f"the memory of validation's activations is unknown: {why}",)
+    hooks = ", ".join(callbacks.hooks_that_compute(run.facts.callbacks))
+    notes += (f"memory that callbacks take as they run is measured, not predicted: {hooks}",) if hooks else ()
     trace, plain = next(iter(prediction.traces.values()), None), not (run.program.layout or prediction.kinds)
     on_cpu = trace is not None and plain and run.facts.device.type == "cpu" and run.program.trains
     between = tuple(_alive_between_steps(trace, gradients=True)) if on_cpu and trace else ()

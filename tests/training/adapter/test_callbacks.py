@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard import MemGuard
 from lightning_memguard.core.decision.decision import Decision
-from lightning_memguard.training.adapter.callbacks import averages
+from lightning_memguard.training.adapter.callbacks import averages, hooks_that_compute
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -191,3 +192,67 @@ def test_what_belongs_to_the_module_is_not_counted_for_a_callback(
     footprint = decided(trainer, module, wide_data, Holds(module), pl.callbacks.Timer(), mode="check").footprint
     assert footprint is not None
     assert "callbacks" not in footprint.parts
+
+
+# -- pruning
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 4])
+@pytest.mark.parametrize("method", ["l1_unstructured", "random_unstructured"])
+def test_pruning_at_the_end_of_epochs(wide: Any, wide_data: Any, as_measured: Any, method: str, epochs: int) -> None:
+    """All weights are sorted at the end of an epoch, and masks and pruned copies stay."""
+    decision = as_measured(
+        fit(wide, wide_data), lambda: pl.callbacks.ModelPruning(method, amount=0.5), max_epochs=epochs
+    )
+    assert decision.footprint.phase == "pruning"
+
+
+def test_pruning_that_cannot_be_followed_is_named(trainer: Any, wide: Any, wide_data: Any) -> None:
+    class OwnPruning(pl.callbacks.ModelPruning):
+        def apply_pruning(self, amount: Any) -> None:
+            if not torch.is_grad_enabled() and type(self._parameters_to_prune[0][0].weight) is nn.Parameter:
+                return
+            raise RuntimeError("it needs a server")
+
+    guard = MemGuard("check")
+    with pytest.raises(RuntimeError, match="it needs a server"):
+        trainer(guard, OwnPruning("l1_unstructured", amount=0.5)).fit(wide(), DataLoader(wide_data, batch_size=64))
+    assert guard.decision.footprint.method == "fake"
+    assert "what ModelPruning takes is not predicted (it needs a server)" in guard.decision.footprint.notes
+
+
+# -- callbacks of others
+
+
+class Samples(pl.Callback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.draw(pl_module)
+
+    def draw(self, module: Any) -> None:
+        with torch.no_grad():
+            module.net(torch.ones(2, 128))
+
+
+class Prints(pl.Callback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.callback_metrics.get("loss")
+
+
+def test_callbacks_that_run_the_model_are_named(trainer: Any, wide: Any, wide_data: Any) -> None:
+    def compute(*_: object) -> None:
+        torch.ones(1).requires_grad_().backward()
+
+    by_lambda = pl.callbacks.LambdaCallback(on_train_batch_end=compute)
+    others = Samples(), Prints(), by_lambda, pl.callbacks.EarlyStopping("loss"), pl.callbacks.Timer()
+    assert hooks_that_compute(others) == ["Samples.on_train_epoch_end", "LambdaCallback.on_train_batch_end"]
+    guard = MemGuard("check")
+    trainer(guard, Samples()).fit(wide(), DataLoader(wide_data, batch_size=64))
+    note = "memory that callbacks take as they run is measured, not predicted: Samples.on_train_epoch_end"
+    assert note in guard.decision.notes + guard.decision.footprint.notes
+
+
+def test_lightnings_own_callbacks_are_predicted_or_take_nothing() -> None:
+    """Each is in the table of docs/coverage.md."""
+    text = (Path(__file__).parents[3] / "docs" / "coverage.md").read_text()
+    missing = [name for name in pl.callbacks.__all__ if f"`{name}`" not in text]
+    assert not missing
