@@ -111,6 +111,11 @@ def saved_parts(facts: RunFacts) -> tuple[str, ...]:
     return weights if all(getattr(each, "save_weights_only", False) for each in saving) else (*weights, OPTIMIZER)
 
 
+def saves_a_copy(facts: RunFacts) -> bool:
+    """Whether a thread writes checkpoints, for which tensors are copied first."""
+    return is_a(getattr(facts.strategy, "checkpoint_io", None), "AsyncCheckpointIO")
+
+
 def schedules_accumulation(callbacks: Iterable[Callback]) -> bool:
     """Whether a callback sets the accumulation by epoch, so that nothing else may."""
     return any(is_a(callback, _SCHEDULER) for callback in callbacks)

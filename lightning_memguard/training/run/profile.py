@@ -36,6 +36,7 @@ from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.strategies.sharded import Layout
+from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -123,7 +124,7 @@ class RunProfile:
         kept_bytes: memory of this process that forked workers keep while training changes it.
         between: bytes on the CPU between two steps by part, without the module's own.
         collates: whether a batch is there twice while it is collated, in this process.
-        checkpoint_bytes: of the host, to save a checkpoint of another device.
+        checkpoint: bytes of the host to save the weights and the optimizer state of another device.
         host: what the host offers; None on the CPU, where it is the device.
         shared: what /dev/shm offers; None without one.
         notes: what had to be assumed, in plain words.
@@ -143,7 +144,7 @@ class RunProfile:
     kept_bytes: int = 0
     between: tuple[tuple[str, int], ...] = ()
     collates: bool = False
-    checkpoint_bytes: int = 0
+    checkpoint: tuple[int, int] = (0, 0)
     host: Budget | None = None
     shared: Budget | None = None
     notes: tuple[str, ...] = ()
@@ -230,14 +231,17 @@ class RunProfile:
         return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
 
     def saving_at(self, batch_size: int) -> Footprint | None:
-        """The memory of the run while a checkpoint is saved, if that is on its device: the CPU. None if none is saved.
+        """The memory of the run while a checkpoint is saved, as far as that is on its device. None if nothing is.
 
-        Lightning writes a checkpoint to a buffer first, at the end of an epoch or of a step. Checked on 2.5.0 to 2.6.6.
+        Lightning writes a checkpoint to a buffer of the host first, at the end of an epoch or of a step; a thread does
+        it from a copy on the device, while training goes on. Checked on 2.5.0 (which made no such copy) to 2.6.6.
         """
-        saved = callbacks.saved_parts(self.facts)
+        saved, step = callbacks.saved_parts(self.facts), self.prediction.footprint_at(batch_size)
+        if saved and callbacks.saves_a_copy(self.facts) and not self.run.program.layout:
+            copied = sum(step.parts.get(part, 0) for part in saved) * (2 if self.facts.device.type == "cpu" else 1)
+            return replace(self.with_extra(step.plus(copied, "checkpoint")), phase="checkpoint")
         if not saved or not self.between:
             return None
-        step = self.prediction.footprint_at(batch_size)
         parts = self._between_steps(step, "checkpoint").parts
         buffer = sum(parts.get(part, 0) for part in saved)
         return self.with_extra(self._between_steps(step, "checkpoint", checkpoint=buffer))
@@ -287,16 +291,19 @@ class RunProfile:
         if self.host is None and not shared:
             return None
         _, likely, most = self._workers_bytes(batch_size)
-        pinned = self.workers.pinned_bytes(batch_size) if self.workers else 0
-        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": self.checkpoint_bytes}
+        pinned = self.workers.pinned_bytes(batch_size, self._validation_size) if self.workers else 0
+        saved, of_states = sum(self.checkpoint), self.checkpoint[1]
+        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": saved}
         present = {part: nbytes for part, nbytes in parts.items() if nbytes}
         if not present:
             return None
         remedies = self.workers.remedies(batch_size, self._validation_size) if self.workers else ()
-        if self.checkpoint_bytes:
-            remedies = (*remedies, "ModelCheckpoint(save_weights_only=True) writes no optimizer state")
+        less = {"ModelCheckpoint(save_weights_only=True)": of_states}
+        if self.run.program.layout:
+            less['a sharded checkpoint (state_dict_type="sharded", save_distributed_checkpoint=True)'] = saved
+        of_saving = tuple(f"{how} needs {format_bytes(nbytes)} less" for how, nbytes in less.items() if nbytes)
         whole = sum(present.values()) + most - likely
-        return HostUse(present if self.host else {}, whole, self.host, shared, self.shared, remedies)
+        return HostUse(present if self.host else {}, whole, self.host, shared, self.shared, remedies, of_saving)
 
     def within_host(self) -> Request:
         """The request, with the largest size, at least the loader's own, at which the host holds what workers take."""
@@ -435,7 +442,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         kept_bytes=_kept_by_workers(reading, between),
         between=between,
         collates=reading.fresh and not (reading.workers and reading.workers.loop) and bool(between),
-        checkpoint_bytes=_checkpoint_bytes(run, prediction) if reading.host else 0,
+        checkpoint=_checkpoint_bytes(run, prediction) if reading.host else (0, 0),
         host=reading.host,
         shared=reading.shared,
         notes=(*reading.notes, *notes),
@@ -461,19 +468,19 @@ def _kept_by_workers(reading: Reading, between: Sequence[tuple[str, int]]) -> in
     return kept
 
 
-def _checkpoint_bytes(run: Run, training: Prediction) -> int:
-    """Bytes of the host for saving a checkpoint: its buffer, and under sharding the state that is gathered first."""
+def _checkpoint_bytes(run: Run, training: Prediction) -> tuple[int, int]:
+    """Bytes of the host for saving weights and optimizer state: a buffer, and under sharding what is gathered first."""
     saved, trace = callbacks.saved_parts(run.facts), next(iter(training.traces.values()), None)
     layout = run.program.layout
     if not saved or trace is None or (layout and layout.saves_shards):
-        return 0
+        return 0, 0
     model = run.program.module
     weights = part_bytes({"model": [*model.parameters(), *model.buffers()]}, "cpu")["model"]
     step = training.footprint_at(trace.batch_size)
     own = max(1, step.parts["parameters"] + step.parts["buffers"])
     state = sum(nbytes for part, nbytes in _alive_between_steps(trace, gradients=False) if part in saved)
-    whole = weights or own * (layout.ranks if layout else 1)
-    return int((2 if layout else 1) * whole * (1 + state / own))
+    whole = (2 if layout else 1) * (weights or own * (layout.ranks if layout else 1))
+    return whole, int(whole * state / own)
 
 
 def _why_one_size(prediction: Prediction, *, asked: bool) -> str:

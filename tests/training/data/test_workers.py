@@ -79,7 +79,8 @@ def test_as_many_batches_fit_as_are_in_flight(
 
 def test_a_warning_names_what_would_fit(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shm_of(100 * PAGE, monkeypatch)
-    with pytest.warns(UserWarning, match=r"does NOT fit /dev/shm: .* 500\.0 KiB less; fewer workers"):
+    less = r"500\.0 KiB less; num_workers=0 needs 1\.5 MiB less"
+    with pytest.warns(UserWarning, match=rf"does NOT fit /dev/shm: .* {less}"):
         decided(trainer, pages(1000), 124, None, num_workers=1)
 
 
@@ -102,7 +103,7 @@ BATCH = 10 * PAGE
 
 def flight(**changes: Any) -> workers.Flight:
     known: dict[str, Any] = {"workers": 2, "prefetch_factor": 2, "held": 1, "persists": False, "forks": True}
-    return workers.Flight(**{**known, "pins": False, "fixed_bytes": 0.0, "sample_bytes": float(PAGE), **changes})
+    return workers.Flight(**{**known, "pins": False, "tensors": ((0.0, float(PAGE)),), **changes})
 
 
 @pytest.mark.parametrize(
@@ -124,9 +125,10 @@ def test_batches_in_shared_memory(loop: Any, validation: Any, mid_epoch: bool, l
 
 
 def test_pinned_blocks_are_powers_of_two_on_a_device_alone() -> None:
-    pinned = workers.Workers(flight(pins=True), None, mid_epoch=False, leaves=False)
-    assert pinned.pinned_bytes(10) == 5 * 16 * PAGE
-    assert workers.Workers(flight(), None, mid_epoch=False, leaves=False).pinned_bytes(10) == 0
+    pinned = flight(pins=True, tensors=((0.0, float(PAGE)), (float(PAGE), 0.0)))
+    assert workers.Workers(pinned, None, mid_epoch=False, leaves=False).pinned_bytes(10, 0) == 5 * (16 + 1) * PAGE
+    assert workers.Workers(None, pinned, mid_epoch=False, leaves=False).pinned_bytes(0, 16) == 5 * (16 + 1) * PAGE
+    assert workers.Workers(flight(), None, mid_epoch=False, leaves=False).pinned_bytes(10, 0) == 0
 
 
 @pytest.mark.parametrize(("persists", "epochs", "times"), [(False, 2, 4), (True, 2, 1), (False, 1, 1)])
