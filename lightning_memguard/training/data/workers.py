@@ -242,6 +242,11 @@ def workers_of(
     return Workers(own, its, not whole, leaves, collected)
 
 
+def ranks_of_host(facts: RunFacts) -> int:
+    """How many ranks share this host."""
+    return max(1, getattr(facts.strategy, "num_processes", 1))
+
+
 def host_budgets(facts: RunFacts, budget: int | None, margin: float) -> tuple[Budget | None, Budget | None]:
     """Return this rank's share of what the host and /dev/shm offer; None for the host of a run on the CPU.
 
@@ -250,7 +255,7 @@ def host_budgets(facts: RunFacts, budget: int | None, margin: float) -> tuple[Bu
         budget: bytes of the host that the user allows it; None for what is available.
         margin: share to keep free.
     """
-    ranks = max(1, getattr(facts.strategy, "num_processes", 1))  # of this host
+    ranks = ranks_of_host(facts)
 
     def share(memory: MemoryInfo | None, name: str) -> Budget | None:
         free = memory.free_bytes // ranks if memory else 0

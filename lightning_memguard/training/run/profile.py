@@ -31,7 +31,7 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
-from lightning_memguard.training.data.workers import Workers, host_budgets, workers_of
+from lightning_memguard.training.data.workers import Workers, host_budgets, ranks_of_host, workers_of
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.run.guard_settings import GuardSettings
@@ -302,7 +302,8 @@ class RunProfile:
         if self.run.program.layout:
             less['a sharded checkpoint (state_dict_type="sharded", save_distributed_checkpoint=True)'] = saved
         of_saving = tuple(f"{how} needs {format_bytes(nbytes)} less" for how, nbytes in less.items() if nbytes)
-        whole = sum(present.values()) + most - likely
+        others = saved - saved // ranks_of_host(self.facts)  # of ranks that save nothing, which have a share each
+        whole = sum(present.values()) + most - likely - others
         return HostUse(present if self.host else {}, whole, self.host, shared, self.shared, remedies, of_saving)
 
     def within_host(self) -> Request:
