@@ -237,8 +237,10 @@ class RunProfile:
         it from a copy on the device, while training goes on. Checked on 2.5.0 (which made no such copy) to 2.6.6.
         """
         saved, step = callbacks.saved_parts(self.facts), self.prediction.footprint_at(batch_size)
-        if saved and callbacks.saves_a_copy(self.facts) and not self.run.program.layout:
-            copied = sum(step.parts.get(part, 0) for part in saved) * (2 if self.facts.device.type == "cpu" else 1)
+        copies = callbacks.copies_saved(self.facts)
+        if saved and copies and not self.run.program.layout:
+            buffers = 1 if self.facts.device.type == "cpu" else 0
+            copied = sum(step.parts.get(part, 0) for part in saved) * (copies + buffers)
             return replace(self.with_extra(step.plus(copied, "checkpoint")), phase="checkpoint")
         if not saved or not self.between:
             return None
