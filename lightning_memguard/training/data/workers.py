@@ -227,8 +227,9 @@ def workers_of(
     validation: tuple[LoaderInfo | None, Sequence[Batches]],
     *,
     sized: bool,
+    epochs: int | None,
 ) -> Workers | None:
-    """Return the worker processes of a run; None if it has none. Arguments: see `flight_of`."""
+    """Return the worker processes of a run of so many epochs; None if it has none. Arguments: see `flight_of`."""
     pins, its_info = facts.device.type != "cpu", validation[0]
     its_sized = its_info is not None and its_info.batches_per_epoch is not None
     own = flight_of(*loop, pins=pins, sized=sized)
@@ -237,7 +238,8 @@ def workers_of(
         return None
     whole = isinstance(facts.val_check_interval, float) and facts.val_check_interval == 1.0
     limit = facts.limits["val"]
-    leaves = 0 < facts.sanity_steps < math.inf or isinstance(limit, int) or limit < 1
+    again = epochs != 1 or not whole
+    leaves = 0 < facts.sanity_steps < math.inf or (again and (isinstance(limit, int) or limit < 1))
     collected = attempt(lambda: isolated(collected_bytes)).value or 0
     return Workers(own, its, not whole, leaves, collected)
 

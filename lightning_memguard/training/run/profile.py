@@ -391,7 +391,8 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), facts, program))
     budget, held = _budget(module, facts, settings)
     its = evaluation.value.program.families if evaluation.value else ()
-    workers = workers_of(facts, (loader_info, samples.batches), (validation_info.value, its), sized=counted is not None)
+    of_loops = (loader_info, samples.batches), (validation_info.value, its)
+    workers = workers_of(facts, *of_loops, sized=counted is not None, epochs=trainer.max_epochs)
     host, in_shared = host_budgets(facts, settings.host_budget_bytes, settings.margin)
     return Reading(
         Run(facts, loader_info, program, evaluation, validation_info.value),

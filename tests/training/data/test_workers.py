@@ -45,7 +45,7 @@ def decided(
     trainer: Any, dataset: TensorDataset, size: int, validation: DataLoader[Any] | None, **loader: Any
 ) -> Decision:
     guard = MemGuard(margin=0.0)
-    run = trainer(guard, max_steps=1, num_sanity_val_steps=0, limit_val_batches=0 if validation is None else 1)
+    run = trainer(guard, max_steps=1, max_epochs=2, num_sanity_val_steps=0, limit_val_batches=0 if validation is None else 1)
     run.fit(Validated(), DataLoader(dataset, size, **loader), validation)
     assert guard.decision is not None
     return guard.decision
@@ -91,7 +91,7 @@ def test_without_workers_nothing_is_shared(trainer: Any, monkeypatch: pytest.Mon
 
 
 def test_the_workers_of_validation_take_their_share(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One batch of 30 is trained on while two of 10 are made, and two more lie ready since the check before."""
+    """One batch of 30 is trained on while two of 10 are made, and two more lie ready since the validation before."""
     shm_of(3 * 31 * PAGE + 2 * 11 * PAGE, monkeypatch)
     validation = DataLoader(pages(1000), 10, num_workers=1)
     found = decided(trainer, pages(1000), 4, validation, num_workers=1)
