@@ -45,7 +45,9 @@ def decided(
     trainer: Any, dataset: TensorDataset, size: int, validation: DataLoader[Any] | None, **loader: Any
 ) -> Decision:
     guard = MemGuard(margin=0.0)
-    run = trainer(guard, max_steps=1, max_epochs=2, num_sanity_val_steps=0, limit_val_batches=0 if validation is None else 1)
+    run = trainer(
+        guard, max_steps=1, max_epochs=2, num_sanity_val_steps=0, limit_val_batches=0 if validation is None else 1
+    )
     run.fit(Validated(), DataLoader(dataset, size, **loader), validation)
     assert guard.decision is not None
     return guard.decision
