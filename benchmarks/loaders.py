@@ -193,8 +193,7 @@ def watched(how: dict[str, Any]) -> dict[str, Any]:
             shared = max(shared, (usage.f_blocks - usage.f_bfree) * usage.f_frsize)
             reads += 1
             workers = children_of(child.pid) if reads % 50 == 0 and "BEGUN" in log.read_text() else []
-            if workers:
-                own = rollup(str(child.pid))
+            if workers and (own := rollup(str(child.pid))):  # which ends before them
                 sums = sum(rollup(pid).get("Pss_Anon", 0) for pid in workers) + own.get("Pss_Anon", 0)
                 pages = max(pages, sums - own.get("Anonymous", 0))
             time.sleep(0.001)

@@ -128,7 +128,7 @@ def _host_words(parts: Mapping[str, int]) -> str:
 
 
 def _host_remedies(host: HostUse, of: Budget) -> str:
-    more = ("--shm-size gives a container more",) if of is host.shared_budget else ()
+    more = ("--shm-size gives a container more",) if of is host.shared_budget else host.of_saving
     return "; ".join((*host.remedies, *more))
 
 
@@ -262,7 +262,7 @@ def _why_not(decision: Decision, footprint: Footprint, because: str) -> str:
         need = f"{takers} are predicted to take up to {format_bytes(nbytes)}, and {room} are usable there"
         return f"does NOT fit {of.device}{because}: {need}. Remedies: {remedies}"
     if footprint.phase == "checkpoint":
-        return "fits, but saving a checkpoint does not"
+        return f"does NOT fit while a checkpoint is saved{because}"
     if decision.retries:
         return f"does NOT fit with all that the allocator caches: it {retries_words(decision.retries)}{because}"
     return f"does NOT fit{', even without its activations' if footprint.is_partial else ''}{because}"

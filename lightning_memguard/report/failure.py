@@ -151,7 +151,7 @@ def kept_words(decision: Decision) -> str:
     moment = f"in epoch {end.epoch}" if when == "epoch" else f"at batch {end.step} of epoch {end.epoch}"
     begun = f"Each {who} leaves {nbytes} behind"
     ended = f"; the memory of {'the host' if kept[0].on_host else budget.device} ends {moment}."
-    if not named[0].line:
+    if not places(named[:1]):
         return f"{begun}, in Python objects of the process{ended}"
     keep = "`.detach()` what is kept, which holds its graph" if named[0].has_graph else "Keep less there (`.item()`)"
     keep = "Give that cache a `maxsize`" if named[0].holder.startswith("the cache of") else keep

@@ -188,11 +188,18 @@ def use_of(holder: Holder, roots: Iterable[object] = ()) -> Use:
     found = Use()
     owners = (holder.owner, *(root for root in roots if not isinstance(root, ModuleType)))
     for owner in owners if holder.attribute else ():
-        sources: list[Any] = [*users_classes(type(owner))] or [owner]
-        for source in sources:
+        for source in [*_methods_of(type(owner))] or [owner]:
             use = _use_in(source, re.escape(holder.attribute))
             found = (found if found.line else use)._replace(is_cleared=found.is_cleared or use.is_cleared)
     return found
+
+
+def _methods_of(cls: type) -> Iterator[Any]:
+    """Yield methods that a user wrote, by which code is found that was typed into a notebook; a class is not."""
+    for member in (member for each in users_classes(cls) for member in vars(each).values()):
+        method = getattr(member, "__func__", getattr(member, "fget", member))
+        if isinstance(method, FunctionType):
+            yield method
 
 
 def _use_in(owner: Any, name: str) -> Use:

@@ -86,7 +86,8 @@ class HostUse:
         budget: what the host offers; None on the CPU.
         shared_bytes: what lies in /dev/shm at once.
         shared_budget: what /dev/shm offers; None without one.
-        remedies: what would take less, with its bytes, in plain words.
+        remedies: settings of loaders that would take less, with the bytes that they save, in plain words.
+        of_saving: such settings of checkpoints.
     """
 
     parts: Mapping[str, int]
@@ -95,6 +96,7 @@ class HostUse:
     shared_bytes: int
     shared_budget: Budget | None
     remedies: tuple[str, ...] = ()
+    of_saving: tuple[str, ...] = ()
 
     @property
     def uses(self) -> tuple[tuple[int, Budget], ...]:

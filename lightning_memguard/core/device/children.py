@@ -14,7 +14,7 @@ from lightning_memguard.core.device.host import status_bytes
 from lightning_memguard.core.device.memory_info import or_none
 
 _SHARED = "/dev/shm"  # noqa: S108 - nothing is written there
-_MOST_SHARE = 0.005  # of the run's time may go into reading the pages and files of processes
+_MOST_SHARE = 0.005  # of the run's time may go into reading the pages of processes, and as much into their files
 _FREE_SECONDS = 0.1  # in addition, for files
 
 
@@ -22,7 +22,7 @@ class ChildrenMeter:
     """Measures what a process's children and shared memory come to take in addition to the process, as its peak.
 
     Nothing counts it for us, so it is read at moments: shared memory by `read_shared`, pages by `read_pages`. Both walk
-    through the processes, and are left out when that would take more than 0.5 % of the time; `read_shared` walks only
+    through the processes, and each is left out when it would take more than 0.5 % of the time; `read_shared` walks only
     if /dev/shm holds more than before. Linux only; elsewhere it is 0 bytes. What was there when the meter is made, such
     as the server of `forkserver`, is not counted, nor is what other programs put in /dev/shm.
 
@@ -35,7 +35,7 @@ class ChildrenMeter:
     def __init__(self, process: int | None = None) -> None:
         self._process = psutil.Process(process)
         self._shared_before = _shared_bytes()
-        self._begun, self._spent = time.monotonic(), 0.0
+        self._begun, self._spent, self._spent_on_files = time.monotonic(), 0.0, 0.0
         self._mapped = 0  # of shared memory, by the process itself
         self._shared = self._most = self._pages = 0  # the most that /dev/shm held, of any program
         self._pages_before = or_none(self._own_pages) or 0
@@ -53,11 +53,11 @@ class ChildrenMeter:
         """Read how much of shared memory is of these processes now."""
         total = _shared_bytes() - self._shared_before
         now = time.monotonic()
-        if total <= self._most or self._spent > _FREE_SECONDS + _MOST_SHARE * (now - self._begun):
+        if total <= self._most or self._spent_on_files > _FREE_SECONDS + _MOST_SHARE * (now - self._begun):
             return
         self._most, own = total, or_none(self._own_shared)
         self._shared = max(self._shared, total if own is None else min(total, own))
-        self._spent += time.monotonic() - now
+        self._spent_on_files += time.monotonic() - now
 
     def read_pages(self) -> None:
         """Read the pages that the children do not share with the process, if there is time for it."""

@@ -38,8 +38,13 @@ class Kept:
 
 def places(kept: Iterable[Kept]) -> str:
     """Name the attributes that hold memory, and their lines: ``" in `self.outputs` (model.py:41)"``."""
-    named = [f"in `{each.holder}` ({each.line})" if each.holder else f"of {each.line}" for each in kept]
-    return f" {', '.join(named)}" if named else ""
+
+    def place(of: Kept) -> str:
+        if not of.holder:
+            return f"of {of.line}"
+        return f"in `{of.holder}`{of.line and f' ({of.line})'}"
+
+    return f" {', '.join(place(each) for each in kept if each.holder or each.line)}".rstrip()
 
 
 def fit_kept(captured: Iterable[tuple[int, Sequence[Kept]]]) -> tuple[Kept, ...]:

@@ -142,12 +142,24 @@ def validates_mid_step(facts: RunFacts, batches_a_step: int) -> bool:
 
 def saved_parts(facts: RunFacts) -> tuple[str, ...]:
     """Name the parts of a training that the checkpoints of a fit hold on this rank; empty if none are saved."""
-    checkpoints: list[Any] = [callback for callback in facts.callbacks if is_a(callback, "Checkpoint")]
-    saving = [each for each in checkpoints if getattr(each, "save_top_k", 1) or getattr(each, "save_last", False)]
+    saving = _saving(facts)
     if facts.stage != "fit" or facts.is_rehearsal or facts.global_rank or not saving:
         return ()
     weights = "parameters", "buffers"
     return weights if all(getattr(each, "save_weights_only", False) for each in saving) else (*weights, OPTIMIZER)
+
+
+def _saving(facts: RunFacts) -> list[Any]:
+    checkpoints: list[Any] = [callback for callback in facts.callbacks if is_a(callback, "Checkpoint")]
+    return [each for each in checkpoints if getattr(each, "save_top_k", 1) or getattr(each, "save_last", False)]
+
+
+def copies_saved(facts: RunFacts) -> int:
+    """How many copies of its tensors a thread that writes checkpoints is given at once; 0 if none writes them."""
+    if not is_a(getattr(facts.strategy, "checkpoint_io", None), "AsyncCheckpointIO"):
+        return 0
+    files = ((getattr(each, "save_top_k", 1) != 0, getattr(each, "save_last", None) is True) for each in _saving(facts))
+    return sum(map(sum, files))
 
 
 def schedules_accumulation(callbacks: Iterable[Callback]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -53,8 +53,7 @@ class Flight:
         persists: whether the workers stay from epoch to epoch.
         forks: whether they begin as copies of this process.
         pins: whether batches are copied to pinned memory.
-        fixed_bytes: a batch in shared memory without its samples.
-        sample_bytes: of one sample.
+        tensors: bytes of each tensor of a batch in shared memory: without samples, and of each sample.
         samples: of an epoch, which all batches have together; None if that is unknown.
     """
 
@@ -64,8 +63,7 @@ class Flight:
     persists: bool
     forks: bool
     pins: bool
-    fixed_bytes: float
-    sample_bytes: float
+    tensors: tuple[tuple[float, float], ...]
     samples: int | None = None
 
     @property
@@ -75,7 +73,15 @@ class Flight:
 
     def batch_bytes(self, size: int) -> float:
         """Shared memory of one batch."""
-        return self.fixed_bytes + self.sample_bytes * size
+        return sum(fixed + of_sample * size for fixed, of_sample in self.tensors)
+
+    def pinned_bytes(self, size: int) -> int:
+        """Pinned copies of all batches; PyTorch rounds each tensor's block up to a power of two.
+
+        `CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h, torch 2.13.
+        """
+        blocks = (1 << (int(fixed + of_sample * size) - 1).bit_length() for fixed, of_sample in self.tensors)
+        return (self.asked + self.held) * sum(blocks) if self.pins else 0
 
     def bytes_of(self, batches: int, size: int, *, used: int = 0) -> float:
         """Shared memory of so many batches, or of all that an epoch has left after those that were ``used``."""
@@ -100,9 +106,12 @@ def flight_of(info: LoaderInfo | None, batches: Sequence[Batches], *, pins: bool
     if not workers or not batches:
         return None
     most = max(workers, key=lambda each: each.num_workers * (each.prefetch_factor or 2))
-    largest = max(batches, key=lambda each: _shared_bytes(each.large) / each.large_size)
+    largest = max(batches, key=lambda each: sum(_shared_bytes(each.large)) / each.large_size)
     small, large = _shared_bytes(largest.small), _shared_bytes(largest.large)
-    a_sample = (large - small) / max(1, largest.large_size - largest.small_size)
+    if len(small) != len(large):  # a tensor for each sample, say
+        small, large = [sum(small)], [sum(large)]
+    more = max(1, largest.large_size - largest.small_size)
+    slopes = [(of_large - of_small) / more for of_small, of_large in zip(small, large, strict=True)]
     context = most.multiprocessing_context or multiprocessing
     # asked without `allow_none`, it would be set from now on; the first of all is the default
     method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -113,16 +122,15 @@ def flight_of(info: LoaderInfo | None, batches: Sequence[Batches], *, pins: bool
         most.persistent_workers,
         method == "fork",
         pins and most.pin_memory,
-        small - a_sample * largest.small_size,
-        a_sample,
+        tuple((of_small - slope * largest.small_size, slope) for of_small, slope in zip(small, slopes, strict=True)),
         info.dataset_size if info else None,
     )
 
 
-def _shared_bytes(batch: object) -> int:
-    """Bytes of a batch in shared memory, where each tensor has whole pages."""
+def _shared_bytes(batch: object) -> list[int]:
+    """Bytes of a batch's tensors in shared memory, where each has whole pages."""
     dense = (tensor for tensor in tensors_in(batch) if not tensor.is_nested)
-    return sum(-(-tensor.numel() * tensor.element_size() // _PAGE) * _PAGE for tensor in dense)
+    return [-(-tensor.numel() * tensor.element_size() // _PAGE) * _PAGE for tensor in dense]
 
 
 @dataclass(frozen=True)
@@ -162,15 +170,10 @@ class Workers:
         whole = self.shared_bytes(size, validation_size)
         return whole - int(self.loop.bytes_of(1, size) if self.loop else 0)
 
-    def pinned_bytes(self, size: int) -> int:
-        """Pinned copies of batches in flight; PyTorch rounds each block up to a power of two.
-
-        `CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h, torch 2.13.
-        """
-        if not self.loop or not self.loop.pins:
-            return 0
-        batches = self.loop.asked + self.loop.held
-        return batches * (1 << (int(self.loop.batch_bytes(size)) - 1).bit_length())
+    def pinned_bytes(self, size: int, validation_size: int) -> int:
+        """Pinned copies of batches in flight, which PyTorch keeps for later ones."""
+        flights = (self.loop, size), (self.validation, validation_size)
+        return sum(flight.pinned_bytes(of) for flight, of in flights if flight)
 
     def own_bytes(self, size: int, validation_size: int) -> tuple[int, int, int]:
         """Memory of the processes that are alive together: at least, most likely, at most."""
@@ -191,15 +194,22 @@ class Workers:
 
     def remedies(self, size: int, validation_size: int) -> tuple[str, ...]:
         """Settings of loaders that would take less of the host, with the bytes of batches that they save."""
-        now = self.shared_bytes(size, validation_size) + self.pinned_bytes(size)
-        one = replace(
-            self,
-            loop=self.loop and replace(self.loop, prefetch_factor=1),
-            validation=self.validation and replace(self.validation, prefetch_factor=1),
-        )
-        less = now - one.shared_bytes(size, validation_size) - one.pinned_bytes(size)
-        prefetch = (f"prefetch_factor=1 needs {format_bytes(less)} less",) if less > 0 else ()
-        return (*prefetch, "fewer workers need less")
+
+        def taken(workers: Workers) -> int:
+            return workers.shared_bytes(size, validation_size) + workers.pinned_bytes(size, validation_size)
+
+        def changed(change: Callable[[Flight], Flight]) -> Workers:
+            return replace(
+                self, loop=self.loop and change(self.loop), validation=self.validation and change(self.validation)
+            )
+
+        fewer = {
+            "prefetch_factor=1": changed(lambda each: replace(each, prefetch_factor=1)),
+            "one worker fewer": changed(lambda each: replace(each, workers=max(1, each.workers - 1))),
+            "num_workers=0": changed(lambda each: replace(each, workers=0, held=0)),
+        }
+        saved = {how: taken(self) - taken(less) for how, less in fewer.items()}
+        return tuple(f"{how} needs {format_bytes(less)} less" for how, less in saved.items() if less > 0)
 
     def keeps(self, *, begun: bool) -> bool:
         """Whether forked workers keep what is in this process's memory, which is copied as training changes it.
@@ -217,8 +227,9 @@ def workers_of(
     validation: tuple[LoaderInfo | None, Sequence[Batches]],
     *,
     sized: bool,
+    epochs: int | None,
 ) -> Workers | None:
-    """Return the worker processes of a run; None if it has none. Arguments: see `flight_of`."""
+    """Return the worker processes of a run of so many epochs; None if it has none. Arguments: see `flight_of`."""
     pins, its_info = facts.device.type != "cpu", validation[0]
     its_sized = its_info is not None and its_info.batches_per_epoch is not None
     own = flight_of(*loop, pins=pins, sized=sized)
@@ -227,9 +238,15 @@ def workers_of(
         return None
     whole = isinstance(facts.val_check_interval, float) and facts.val_check_interval == 1.0
     limit = facts.limits["val"]
-    leaves = 0 < facts.sanity_steps < math.inf or isinstance(limit, int) or limit < 1
+    again = epochs != 1 or not whole
+    leaves = 0 < facts.sanity_steps < math.inf or (again and (isinstance(limit, int) or limit < 1))
     collected = attempt(lambda: isolated(collected_bytes)).value or 0
     return Workers(own, its, not whole, leaves, collected)
+
+
+def ranks_of_host(facts: RunFacts) -> int:
+    """How many ranks share this host."""
+    return max(1, getattr(facts.strategy, "num_processes", 1))
 
 
 def host_budgets(facts: RunFacts, budget: int | None, margin: float) -> tuple[Budget | None, Budget | None]:
@@ -240,7 +257,7 @@ def host_budgets(facts: RunFacts, budget: int | None, margin: float) -> tuple[Bu
         budget: bytes of the host that the user allows it; None for what is available.
         margin: share to keep free.
     """
-    ranks = max(1, getattr(facts.strategy, "num_processes", 1))  # of this host
+    ranks = ranks_of_host(facts)
 
     def share(memory: MemoryInfo | None, name: str) -> Budget | None:
         free = memory.free_bytes // ranks if memory else 0

@@ -31,11 +31,12 @@ from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.program import LightningProgram
 from lightning_memguard.training.data.loaders import LoaderInfo, epoch_size_for, find, largest_for, limit_of, loaders_at
 from lightning_memguard.training.data.samples import RunSamples, sample
-from lightning_memguard.training.data.workers import Workers, host_budgets, workers_of
+from lightning_memguard.training.data.workers import Workers, host_budgets, ranks_of_host, workers_of
 from lightning_memguard.training.facts.ranks import Attempt, attempt
 from lightning_memguard.training.facts.run_facts import RunFacts
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.strategies.sharded import Layout
+from lightning_memguard.units import format_bytes
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -118,7 +119,7 @@ class RunProfile:
         kept_bytes: memory of this process that forked workers keep while training changes it.
         between: bytes on the CPU between two steps by part, without the module's own.
         collates: whether a batch is there twice while it is collated, in this process.
-        checkpoint_bytes: of the host, to save a checkpoint of another device.
+        checkpoint: bytes of the host to save the weights and the optimizer state of another device.
         host: what the host offers; None on the CPU, where it is the device.
         shared: what /dev/shm offers; None without one.
         notes: what had to be assumed, in plain words.
@@ -136,7 +137,7 @@ class RunProfile:
     kept_bytes: int = 0
     between: tuple[tuple[str, int], ...] = ()
     collates: bool = False
-    checkpoint_bytes: int = 0
+    checkpoint: tuple[int, int] = (0, 0)
     host: Budget | None = None
     shared: Budget | None = None
     notes: tuple[str, ...] = ()
@@ -223,14 +224,19 @@ class RunProfile:
         return replace(most, notes=tuple(dict.fromkeys((*most.notes, *self.notes))))
 
     def saving_at(self, batch_size: int) -> Footprint | None:
-        """The memory of the run while a checkpoint is saved, if that is on its device: the CPU. None if none is saved.
+        """The memory of the run while a checkpoint is saved, as far as that is on its device. None if nothing is.
 
-        Lightning writes a checkpoint to a buffer first, at the end of an epoch or of a step. Checked on 2.5.0 to 2.6.6.
+        Lightning writes a checkpoint to a buffer of the host first, at the end of an epoch or of a step; a thread does
+        it from a copy on the device, while training goes on. Checked on 2.5.0 (which made no such copy) to 2.6.6.
         """
-        saved = callbacks.saved_parts(self.facts)
+        saved, step = callbacks.saved_parts(self.facts), self.prediction.footprint_at(batch_size)
+        copies = callbacks.copies_saved(self.facts)
+        if saved and copies and not self.run.program.layout:
+            buffers = 1 if self.facts.device.type == "cpu" else 0
+            copied = sum(step.parts.get(part, 0) for part in saved) * (copies + buffers)
+            return replace(self.with_extra(step.plus(copied, "checkpoint")), phase="checkpoint")
         if not saved or not self.between:
             return None
-        step = self.prediction.footprint_at(batch_size)
         parts = self._between_steps(step, "checkpoint").parts
         buffer = sum(parts.get(part, 0) for part in saved)
         return self.with_extra(self._between_steps(step, "checkpoint", checkpoint=buffer))
@@ -280,16 +286,20 @@ class RunProfile:
         if self.host is None and not shared:
             return None
         _, likely, most = self._workers_bytes(batch_size)
-        pinned = self.workers.pinned_bytes(batch_size) if self.workers else 0
-        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": self.checkpoint_bytes}
+        pinned = self.workers.pinned_bytes(batch_size, self._validation_size) if self.workers else 0
+        saved, of_states = sum(self.checkpoint), self.checkpoint[1]
+        parts = {"prefetched": shared, "pinned": pinned, "workers": likely, "checkpoint": saved}
         present = {part: nbytes for part, nbytes in parts.items() if nbytes}
         if not present:
             return None
         remedies = self.workers.remedies(batch_size, self._validation_size) if self.workers else ()
-        if self.checkpoint_bytes:
-            remedies = (*remedies, "ModelCheckpoint(save_weights_only=True) writes no optimizer state")
-        whole = sum(present.values()) + most - likely
-        return HostUse(present if self.host else {}, whole, self.host, shared, self.shared, remedies)
+        less = {"ModelCheckpoint(save_weights_only=True)": of_states}
+        if self.run.program.layout:
+            less['a sharded checkpoint (state_dict_type="sharded", save_distributed_checkpoint=True)'] = saved
+        of_saving = tuple(f"{how} needs {format_bytes(nbytes)} less" for how, nbytes in less.items() if nbytes)
+        others = saved - saved // ranks_of_host(self.facts)  # of ranks that save nothing, which have a share each
+        whole = sum(present.values()) + most - likely - others
+        return HostUse(present if self.host else {}, whole, self.host, shared, self.shared, remedies, of_saving)
 
     def within_host(self) -> Request:
         """The request, with the largest size, at least the loader's own, at which the host holds what workers take."""
@@ -374,7 +384,8 @@ def read_run(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         evaluation = attempt(lambda: _evaluation(validation_info.unwrap(), facts, program))
     budget, held = _budget(module, facts, settings)
     its = evaluation.value.program.families if evaluation.value else ()
-    workers = workers_of(facts, (loader_info, samples.batches), (validation_info.value, its), sized=counted is not None)
+    of_loops = (loader_info, samples.batches), (validation_info.value, its)
+    workers = workers_of(facts, *of_loops, sized=counted is not None, epochs=trainer.max_epochs)
     host, in_shared = host_budgets(facts, settings.host_budget_bytes, settings.margin)
     return Reading(
         Run(facts, loader_info, program, evaluation, validation_info.value),
@@ -428,7 +439,7 @@ def profile_of(reading: Reading, captures: Captures) -> RunProfile:
         kept_bytes=_kept_by_workers(reading, between),
         between=between,
         collates=reading.fresh and not (reading.workers and reading.workers.loop) and bool(between),
-        checkpoint_bytes=_checkpoint_bytes(run, prediction) if reading.host else 0,
+        checkpoint=_checkpoint_bytes(run, prediction) if reading.host else (0, 0),
         host=reading.host,
         shared=reading.shared,
         notes=(*reading.notes, *notes),
@@ -454,19 +465,19 @@ def _kept_by_workers(reading: Reading, between: Sequence[tuple[str, int]]) -> in
     return kept
 
 
-def _checkpoint_bytes(run: Run, training: Prediction) -> int:
-    """Bytes of the host for saving a checkpoint: its buffer, and under sharding the state that is gathered first."""
+def _checkpoint_bytes(run: Run, training: Prediction) -> tuple[int, int]:
+    """Bytes of the host for saving weights and optimizer state: a buffer, and under sharding what is gathered first."""
     saved, trace = callbacks.saved_parts(run.facts), next(iter(training.traces.values()), None)
     layout = run.program.layout
     if not saved or trace is None or (layout and layout.saves_shards):
-        return 0
+        return 0, 0
     model = run.program.module
     weights = part_bytes({"model": [*model.parameters(), *model.buffers()]}, "cpu")["model"]
     step = training.footprint_at(trace.batch_size)
     own = max(1, step.parts["parameters"] + step.parts["buffers"])
     state = sum(nbytes for part, nbytes in _alive_between_steps(trace, gradients=False) if part in saved)
-    whole = weights or own * (layout.ranks if layout else 1)
-    return int((2 if layout else 1) * whole * (1 + state / own))
+    whole = (2 if layout else 1) * (weights or own * (layout.ranks if layout else 1))
+    return whole, int(whole * state / own)
 
 
 def _why_one_size(prediction: Prediction, *, asked: bool) -> str:

@@ -115,6 +115,18 @@ def test_where_files_cannot_be_told_apart_all_of_shared_memory_counts(monkeypatc
     assert meter.peak_bytes == 50
 
 
+def test_reading_files_leaves_the_time_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter(range(100))
+    monkeypatch.setattr(children, "_shared_bytes", lambda: next(used))
+    meter = ChildrenMeter()
+    monkeypatch.setattr(meter, "_own_shared", lambda: time.sleep(0.05) or 0)
+    monkeypatch.setattr(meter, "_own_pages", lambda: 50 * MIB)
+    for _ in range(4):
+        meter.read_shared()
+    meter.read_pages()
+    assert meter.peak_bytes == 50 * MIB
+
+
 def test_reading_pages_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     meter, reads = ChildrenMeter(), []
 

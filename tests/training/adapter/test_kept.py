@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,10 @@ def test_the_epoch_in_which_memory_ends_is_predicted(small: Any, tuned: Any, tra
         f"at batch {end.step} of epoch {end.epoch}. Keep less there (`.item()`), or clear it at the "
         "end of each epoch."
     )
+    unread = replace(endless, kept=(replace(endless.kept[0], line=""),))  # code without a file
+    assert " behind in `self.outputs`; the memory" in kept_words(unread)
+    unknown = replace(endless, kept=(replace(unread.kept[0], holder=""),))
+    assert " behind, in Python objects of the process; the memory" in kept_words(unknown)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,9 @@ def decided(
     trainer: Any, dataset: TensorDataset, size: int, validation: DataLoader[Any] | None, **loader: Any
 ) -> Decision:
     guard = MemGuard(margin=0.0)
-    run = trainer(guard, max_steps=1, num_sanity_val_steps=0, limit_val_batches=0 if validation is None else 1)
+    run = trainer(
+        guard, max_steps=1, max_epochs=2, num_sanity_val_steps=0, limit_val_batches=0 if validation is None else 1
+    )
     run.fit(Validated(), DataLoader(dataset, size, **loader), validation)
     assert guard.decision is not None
     return guard.decision
@@ -79,7 +81,8 @@ def test_as_many_batches_fit_as_are_in_flight(
 
 def test_a_warning_names_what_would_fit(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shm_of(100 * PAGE, monkeypatch)
-    with pytest.warns(UserWarning, match=r"does NOT fit /dev/shm: .* 500\.0 KiB less; fewer workers"):
+    less = r"500\.0 KiB less; num_workers=0 needs 1\.5 MiB less"
+    with pytest.warns(UserWarning, match=rf"does NOT fit /dev/shm: .* {less}"):
         decided(trainer, pages(1000), 124, None, num_workers=1)
 
 
@@ -90,7 +93,7 @@ def test_without_workers_nothing_is_shared(trainer: Any, monkeypatch: pytest.Mon
 
 
 def test_the_workers_of_validation_take_their_share(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One batch of 30 is trained on while two of 10 are made, and two more lie ready since the check before."""
+    """One batch of 30 is trained on while two of 10 are made, and two more lie ready since the validation before."""
     shm_of(3 * 31 * PAGE + 2 * 11 * PAGE, monkeypatch)
     validation = DataLoader(pages(1000), 10, num_workers=1)
     found = decided(trainer, pages(1000), 4, validation, num_workers=1)
@@ -102,7 +105,7 @@ BATCH = 10 * PAGE
 
 def flight(**changes: Any) -> workers.Flight:
     known: dict[str, Any] = {"workers": 2, "prefetch_factor": 2, "held": 1, "persists": False, "forks": True}
-    return workers.Flight(**{**known, "pins": False, "fixed_bytes": 0.0, "sample_bytes": float(PAGE), **changes})
+    return workers.Flight(**{**known, "pins": False, "tensors": ((0.0, float(PAGE)),), **changes})
 
 
 @pytest.mark.parametrize(
@@ -124,9 +127,10 @@ def test_batches_in_shared_memory(loop: Any, validation: Any, mid_epoch: bool, l
 
 
 def test_pinned_blocks_are_powers_of_two_on_a_device_alone() -> None:
-    pinned = workers.Workers(flight(pins=True), None, mid_epoch=False, leaves=False)
-    assert pinned.pinned_bytes(10) == 5 * 16 * PAGE
-    assert workers.Workers(flight(), None, mid_epoch=False, leaves=False).pinned_bytes(10) == 0
+    pinned = flight(pins=True, tensors=((0.0, float(PAGE)), (float(PAGE), 0.0)))
+    assert workers.Workers(pinned, None, mid_epoch=False, leaves=False).pinned_bytes(10, 0) == 5 * (16 + 1) * PAGE
+    assert workers.Workers(None, pinned, mid_epoch=False, leaves=False).pinned_bytes(0, 16) == 5 * (16 + 1) * PAGE
+    assert workers.Workers(flight(), None, mid_epoch=False, leaves=False).pinned_bytes(10, 0) == 0
 
 
 @pytest.mark.parametrize(("persists", "epochs", "times"), [(False, 2, 4), (True, 2, 1), (False, 1, 1)])
