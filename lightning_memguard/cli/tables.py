@@ -270,8 +270,8 @@ def _failure_words(failure: OutOfMemory) -> Iterator[str]:
     piece, free = format_bytes(failure.largest_free_bytes), format_bytes(failure.entry.address)
     asked, capacity = format_bytes(failure.entry.nbytes), format_bytes(failure.capacity_bytes)
     unused = failure.capacity_bytes - failure.allocated_bytes
-    asked_by = _known_place(failure.stack) or "an operator that was not recorded"
-    yield f"It ran out of memory at entry {failure.place + 1:,}{earlier}: {asked} for {asked_by}."
+    where = _place(failure.stack, "an operator that was not recorded")
+    yield f"It ran out of memory at entry {failure.place + 1:,}{earlier}: {asked} for {where}."
     pieces = f"the largest free piece there was {piece}"
     yield f"{reserved} were reserved then, {allocated} of them allocated; {pieces}, and the device had {free} free."
     if failure.missing_bytes <= failure.entry.address:
@@ -292,10 +292,7 @@ def _what_saves(rows: Sequence[Alternative], limit: int, *, is_recorded: bool) -
     """Which settings serve the request that was refused, or how much less would."""
     best = min(rows, key=lambda row: row.replay.peak_reserved_bytes)
     if is_recorded and rows[0].fits:
-        return (
-            "Note: in the replay, the recorded settings serve what was refused when recorded, so other settings that "
-            "serve it here may not have done so either."
-        )
+        return "Note: replayed, the recorded settings serve what was refused, so others may not have helped either."
     saved = [_setting_words(row, "") for row in rows if row.fits]
     if saved:
         return f"It would have been served: {'; '.join(saved)}."
@@ -303,12 +300,8 @@ def _what_saves(rows: Sequence[Alternative], limit: int, *, is_recorded: bool) -
     return f"No setting serves it{with_it} {format_bytes(best.replay.peak_reserved_bytes - limit)}."
 
 
-def _known_place(stack: Stack) -> str:
-    return " at ".join(filter(None, (operator_of(stack), without_folders(line_of(stack)))))
-
-
-def _place(stack: Stack) -> str:
-    return _known_place(stack) or "allocated before the history, or operator not recorded"
+def _place(stack: Stack, unknown: str = "allocated before the history, or operator not recorded") -> str:
+    return " at ".join(filter(None, (operator_of(stack), without_folders(line_of(stack))))) or unknown
 
 
 def _by_place(holders: Sequence[Holder]) -> list[tuple[str, int, int, int]]:

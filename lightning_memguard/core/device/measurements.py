@@ -206,7 +206,7 @@ class Store:
         Raises:
             OSError: it cannot be deleted.
         """
-        for path in (self.path, self.path.with_suffix(".lock")):
+        for path in (self.path, *map(self.path.with_suffix, (".lock", ".new"))):
             path.unlink(missing_ok=True)
 
 

@@ -82,13 +82,11 @@ class EarlierRuns:
             return
         if not record.has_error or predicted.is_evaluation:
             return
-        disturbed = record.rescued or record.out_of_memory or measured.alloc_retries or measured.ooms
-        if disturbed or decision.kept or not measured.peak_reserved_bytes:
-            return
-        outside = measured.peak_bytes - measured.peak_reserved_bytes
-        if not 0 < outside <= predicted.highest.outside_bytes + _MOST_LATE:
-            return
-        if self.there_bytes > _OTHERS * measured.peak_reserved_bytes:
+        disturbed = record.rescued or record.out_of_memory or measured.alloc_retries or measured.ooms or decision.kept
+        reserved = measured.peak_reserved_bytes or 0
+        outside = measured.peak_bytes - reserved
+        alone = 0 < outside <= predicted.highest.outside_bytes + _MOST_LATE and self.there_bytes <= _OTHERS * reserved
+        if disturbed or not reserved or not alone:
             return
         if abs(measured.peak_bytes - self._stored_bytes) <= _CHANGED * measured.peak_bytes:
             return
@@ -103,7 +101,7 @@ class EarlierRuns:
                 record.batch_size,
                 predicted.peak_device_bytes - predicted.correction_bytes,
                 measured.peak_bytes,
-                measured.peak_reserved_bytes,
+                reserved,
                 predicted.parts.get("workspaces", 0),
                 self.setting,
             )
