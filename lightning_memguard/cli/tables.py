@@ -227,9 +227,9 @@ def print_alternatives(
         console.print(_what_saves(rows, limit, is_recorded=not capacity_bytes), soft_wrap=True)
     if rows[-1].laid_out_again:
         console.print(
-            f"Note: it begins with {format_bytes(history.start_reserved_bytes)} reserved and never reserves more: what "
-            "fragmented them was before. Rows after the first begin with the blocks allocated then, laid out again. "
-            "Record from the start of the process to compare more.",
+            f"Note: the record begins with {format_bytes(history.start_reserved_bytes)} reserved and never reserves "
+            "more, so it does not show how they became fragmented. Rows after the first begin with the blocks of "
+            "its start, laid out again. Record from the start of the process to compare more.",
             soft_wrap=True,
         )
     short = history.ran_short_at_bytes
@@ -270,7 +270,8 @@ def _failure_words(failure: OutOfMemory) -> Iterator[str]:
     piece, free = format_bytes(failure.largest_free_bytes), format_bytes(failure.entry.address)
     asked, capacity = format_bytes(failure.entry.nbytes), format_bytes(failure.capacity_bytes)
     unused = failure.capacity_bytes - failure.allocated_bytes
-    yield f"It ran out of memory at entry {failure.place + 1:,}{earlier}: {asked} for {_place(failure.stack)}."
+    where = _place(failure.stack, "an operator that was not recorded")
+    yield f"It ran out of memory at entry {failure.place + 1:,}{earlier}: {asked} for {where}."
     pieces = f"the largest free piece there was {piece}"
     yield f"{reserved} were reserved then, {allocated} of them allocated; {pieces}, and the device had {free} free."
     if failure.missing_bytes <= failure.entry.address:
@@ -291,7 +292,7 @@ def _what_saves(rows: Sequence[Alternative], limit: int, *, is_recorded: bool) -
     """Which settings serve the request that was refused, or how much less would."""
     best = min(rows, key=lambda row: row.replay.peak_reserved_bytes)
     if is_recorded and rows[0].fits:
-        return "Note: the replay of the record serves what was refused: other settings may have been refused it too."
+        return "Note: replayed, the recorded settings serve what was refused, so others may not have helped either."
     saved = [_setting_words(row, "") for row in rows if row.fits]
     if saved:
         return f"It would have been served: {'; '.join(saved)}."
@@ -299,9 +300,8 @@ def _what_saves(rows: Sequence[Alternative], limit: int, *, is_recorded: bool) -
     return f"No setting serves it{with_it} {format_bytes(best.replay.peak_reserved_bytes - limit)}."
 
 
-def _place(stack: Stack) -> str:
-    where = " at ".join(filter(None, (operator_of(stack), without_folders(line_of(stack)))))
-    return where or "allocated before the history, or operator not recorded"
+def _place(stack: Stack, unknown: str = "allocated before the history, or operator not recorded") -> str:
+    return " at ".join(filter(None, (operator_of(stack), without_folders(line_of(stack))))) or unknown
 
 
 def _by_place(holders: Sequence[Holder]) -> list[tuple[str, int, int, int]]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -23,7 +22,7 @@ from lightning_memguard.core.replay.learned import Learned, Sighting
 from lightning_memguard.errors import MemGuardError
 
 _MOST_LINES = 2000  # some 1 MB; then the older half goes
-_MOST_SECONDS = 5.0  # for other processes that write; a file system may also refuse to lock
+_MOST_SECONDS = 5.0  # for other processes that write
 _OF_ONE_SIZE = 5  # the latest measurements of a step at one batch size count
 
 
@@ -53,12 +52,22 @@ def setting_of(device: torch.device) -> Setting | None:
     """
     if device.type != "cuda":
         return None
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    cudnn = str(torch.backends.cudnn.version() or "") if torch.backends.cudnn.enabled else "off"
-    benchmark = " benchmark" if torch.backends.cudnn.benchmark else ""
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
     driver, cuda = or_none(driver_version) or "", torch.version.cuda or ""
-    name = torch.cuda.get_device_name(device)
-    return Setting(name, driver, torch.__version__, cuda, cudnn + benchmark, settings)
+    return Setting(torch.cuda.get_device_name(device), driver, torch.__version__, cuda, _cudnn(), settings)
+
+
+def _cudnn() -> str:
+    """The version of cuDNN, and which of its algorithms may be chosen."""
+    cudnn: Any = torch.backends.cudnn
+    if not cudnn.enabled:
+        return "off"
+    choices = {
+        "benchmark": cudnn.benchmark,
+        "deterministic": cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+        "without tf32": cudnn.conv.fp32_precision != "tf32",
+    }
+    return " ".join([str(cudnn.version() or ""), *(name for name, chosen in choices.items() if chosen)])
 
 
 @dataclass(frozen=True)
@@ -103,22 +112,36 @@ class Measurement:
         sizes = found.batch_size, found.predicted_bytes, found.measured_bytes
         others = found.measured_reserved_bytes, found.workspace_bytes
         typed = {*map(type, texts)} == {str} and {*map(type, (*sizes, *others))} == {int}
-        return found if typed and min(sizes) > 0 and min(others) >= 0 else None
+        return found if typed and min(sizes) > 0 and min(others) >= 0 and max(*sizes, *others) < 1 << 63 else None
 
 
 def default_path() -> Path:
-    """Return the file below the user's cache folder; ``XDG_CACHE_HOME`` moves it."""
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-memguard" / "measurements.jsonl"
-    )
+    """Return the file below the user's cache folder; ``XDG_CACHE_HOME`` moves it.
+
+    Raises:
+        MemGuardError: the user has no home directory.
+    """
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise MemGuardError(f"{error} Set XDG_CACHE_HOME to a folder for measurements.") from None
+    return cache / "lightning-memguard" / "measurements.jsonl"
 
 
-def _lock(file: IO[str]) -> bool:
+def _locked(file: IO[str]) -> bool:
+    """Lock a file; False if another process has it locked.
+
+    Raises:
+        OSError: the file system cannot lock.
+    """
     try:
         import fcntl
     except ImportError:  # Windows
         return True
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     return True
 
 
@@ -132,7 +155,7 @@ class Store:
         """Append a measurement; when the file has grown long, the older ones go.
 
         Raises:
-            OSError: the file cannot be written, or others have held it for seconds.
+            OSError: the file cannot be written or locked, or others have held it for seconds.
         """
         line = f"{json.dumps(asdict(measurement))}\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,24 +164,19 @@ class Store:
                 file.write(line)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             if len(lines) > _MOST_LINES:
-                self._replace(lines[-_MOST_LINES // 2 :])
+                shorter = self.path.with_suffix(".new")  # in its place at once, for readers that take no lock
+                shorter.write_text("".join(lines[-_MOST_LINES // 2 :]), encoding="utf-8")
+                shorter.replace(self.path)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with self.path.with_suffix(".lock").open("w") as file:
             patience = time.monotonic() + _MOST_SECONDS
-            while not or_none(_lock, file):
+            while not _locked(file):
                 if time.monotonic() > patience:
                     raise BlockingIOError(f"{self.path} is in use")
                 time.sleep(0.01)
             yield
-
-    def _replace(self, lines: Iterable[str]) -> None:
-        """Write the whole file at once, for readers that take no lock."""
-        descriptor, name = tempfile.mkstemp(dir=self.path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.writelines(lines)
-        Path(name).replace(self.path)
 
     def read(self) -> tuple[list[Measurement], int]:
         """Return the measurements, the oldest first and each run's last, and the number of damaged lines.
@@ -188,7 +206,7 @@ class Store:
         Raises:
             OSError: it cannot be deleted.
         """
-        for path in (self.path, self.path.with_suffix(".lock")):
+        for path in (self.path, *map(self.path.with_suffix, (".lock", ".new"))):
             path.unlink(missing_ok=True)
 
 

@@ -128,7 +128,7 @@ class History:
 # -- reading
 
 
-_MOST_UNPACKED = 200  # times the bytes of a .gz; snapshots compress to a tenth or a fiftieth
+_MOST_UNPACKED = 100  # times the bytes of a .gz; snapshots compress to a tenth or a fiftieth
 _MOST_BYTES = 1 << 48  # of a request or a segment
 _MOST_TEXT = 1000  # characters of a file's or a function's name
 
@@ -167,7 +167,7 @@ def read_histories(path: str | os.PathLike[str]) -> tuple[History, ...]:
 def _content(source: Path) -> bytes:
     if source.suffix != ".gz":
         return source.read_bytes()
-    most = 64 * MIB + _MOST_UNPACKED * source.stat().st_size
+    most = 4 * MIB + _MOST_UNPACKED * source.stat().st_size
     with gzip.open(source) as file:
         content = file.read(most + 1)
     if len(content) > most:

@@ -38,17 +38,18 @@ class BatchWatch:
     Attributes:
         exceeds: whether the batch at hand is larger than those predicted from.
         largest: the last one that was announced for its memory, and a prediction on batches like it.
+        saw_whole: whether any was as large as predicted.
     """
 
     def __init__(self, profile: RunProfile, prediction: Prediction, batch_size: int) -> None:
         self.profile = profile
         self.prediction = prediction
         self.batch_size = batch_size
-        self.predicted_shapes, nbytes = prediction.expected_batch(batch_size)
+        self.predicted_shapes, self._predicted_bytes = prediction.expected_batch(batch_size)
         self.shapes: Shapes = ()
-        self.exceeds = False
+        self.exceeds = self.saw_whole = False
         self.largest: tuple[Larger, Prediction] | None = None
-        self.is_fixed, kinds = bool(prediction.kinds), prediction.kinds or [((), nbytes)]
+        self.is_fixed, kinds = bool(prediction.kinds), prediction.kinds or [((), self._predicted_bytes)]
         self._usual = set[Shapes]()
         self._quick: list[torch.Size] | int = 0
         self._most_bytes = 0.0
@@ -64,7 +65,9 @@ class BatchWatch:
         self.exceeds = False
         if self.shapes in self._usual:
             return None
-        sizes = growth_sizes(self.shapes if self.is_fixed else (), batch_bytes(batch))
+        nbytes = batch_bytes(batch)
+        self.saw_whole |= nbytes >= self._predicted_bytes
+        sizes = growth_sizes(self.shapes if self.is_fixed else (), nbytes)
         self.exceeds = any(starmap(gt, zip_longest(sizes, self._of_prediction, fillvalue=0.0)))
         if any(starmap(gt, zip_longest(sizes, self._limits, fillvalue=0.0))):
             both = zip_longest(sizes, self._limits, fillvalue=0.0)

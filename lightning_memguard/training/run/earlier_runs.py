@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
+from lightning_memguard.core.device.context import reserved_bytes
 from lightning_memguard.core.device.measurements import (
     Measurement,
     Setting,
@@ -18,13 +19,17 @@ from lightning_memguard.core.device.measurements import (
     setting_of,
 )
 from lightning_memguard.core.replay.learned import Learned
+from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.words import counted
 from lightning_memguard.training.facts.ranks import attempt
+from lightning_memguard.units import MIB
 
 if TYPE_CHECKING:
     from lightning_memguard.training.run.profile import RunProfile
 
 _CHANGED = 0.002  # of the peak: less is not worth another line
+_OTHERS = 0.01  # of the peak: more that was reserved before the fit is not the step's
+_MOST_LATE = 512 * MIB  # that CUDA's libraries take after setup; more is another process's
 
 
 @dataclass
@@ -37,6 +42,7 @@ class EarlierRuns:
 
     setting: Setting | None = None
     store: Store | None = None
+    there_bytes: int = 0  # in the allocator before the fit, but for the model: what an earlier fit left in its cache
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     _stored_bytes: int = 0
 
@@ -46,13 +52,17 @@ class EarlierRuns:
         facts = profile.facts
         if not wanted or facts.stage != "fit":
             return cls()
-        return attempt(lambda: cls(setting_of(facts.device), Store(default_path()))).value or cls()
+        there = reserved_bytes(facts.device) - profile.held_bytes
+        return attempt(lambda: cls(setting_of(facts.device), Store(default_path()), there)).value or cls()
 
     def learned(self, profile: RunProfile) -> Learned | None:
         """Return what was measured of this run's step on this GPU; None if there can be nothing."""
         if self.setting is None or self.store is None or not (step := profile.prediction.signature):
             return None
-        found, damaged = self.store.read()
+        try:
+            found, damaged = self.store.read()
+        except MemGuardError as error:
+            return Learned(step, notes=(str(error).rstrip("."),))
         same = [each for each in found if each.step == step]
         ours = [each for each in same if each.setting == self.setting]
         notes = []
@@ -66,18 +76,22 @@ class EarlierRuns:
     def remember(
         self, record: EpochRecord, decision: Decision, profile: RunProfile, precision: str, module: str
     ) -> None:
-        """Store what an epoch has measured, if it tells of the step: nothing else was there, and no step was split."""
+        """Store what an epoch of whole steps has measured, if nothing but these was there, and no step was split."""
         learned, measured, predicted = profile.prediction.learned, record.measured, record.predicted
         if self.setting is None or self.store is None or learned is None:
             return
         if not record.has_error or predicted.is_evaluation:
             return
-        disturbed = record.rescued or record.out_of_memory or measured.alloc_retries or measured.ooms
-        if disturbed or decision.kept or not measured.peak_reserved_bytes:
+        disturbed = record.rescued or record.out_of_memory or measured.alloc_retries or measured.ooms or decision.kept
+        reserved = measured.peak_reserved_bytes or 0
+        outside = measured.peak_bytes - reserved
+        alone = 0 < outside <= predicted.highest.outside_bytes + _MOST_LATE and self.there_bytes <= _OTHERS * reserved
+        if disturbed or not reserved or not alone:
             return
         if abs(measured.peak_bytes - self._stored_bytes) <= _CHANGED * measured.peak_bytes:
             return
-        self.store.add(
+        store, self.store = self.store, None  # what fails once is not tried again
+        store.add(
             Measurement(
                 self.run,
                 datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -87,9 +101,9 @@ class EarlierRuns:
                 record.batch_size,
                 predicted.peak_device_bytes - predicted.correction_bytes,
                 measured.peak_bytes,
-                measured.peak_reserved_bytes,
+                reserved,
                 predicted.parts.get("workspaces", 0),
                 self.setting,
             )
         )
-        self._stored_bytes = measured.peak_bytes
+        self.store, self._stored_bytes = store, measured.peak_bytes

@@ -392,10 +392,11 @@ class GuardedRun:
                 self._write_page()
 
     def _remember(self, record: EpochRecord) -> None:
-        """Store what was measured for later runs."""
-        profile = self.tuning.profile
-        if profile is not None and self.trainer.is_global_zero:
-            precision, module = str(self.trainer.precision), type(self.module).__name__
+        """Store what was measured for later runs, if it is of whole steps: full batches, with the optimizer's state."""
+        profile, watch, trainer = self.tuning.profile, self._watches.get("train"), self.trainer
+        whole = watch is not None and watch.saw_whole and trainer.global_step >= 2 * len(trainer.optimizers)
+        if profile is not None and whole and trainer.is_global_zero:
+            precision, module = str(trainer.precision), type(self.module).__name__
             self.tuning.earlier.remember(record, self.decision, profile, precision, module)
 
     def end_evaluation(self) -> EpochRecord | None:

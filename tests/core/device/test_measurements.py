@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -77,6 +79,15 @@ def test_a_file_that_is_held_by_another_is_given_up(store: Store, monkeypatch: p
             store.add(FIRST)
 
 
+def test_a_file_that_cannot_be_locked_is_given_up_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems of networks cannot."""
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr(measurements, "_MOST_SECONDS", 1e9)
+    with pytest.raises(OSError, match="No locks available"):
+        store.add(FIRST)
+
+
 def test_a_long_file_is_cut_to_its_later_half(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "_MOST_LINES", 10)
     for number in range(11):
@@ -94,7 +105,8 @@ LINE = json.loads(json.dumps({**vars(FIRST), "setting": vars(HERE)}))
         "{", "[]", "null", "7", '"text"', "\x00\xff", "[" * 100_000, json.dumps({**LINE, "setting": 3}),
         *(json.dumps({**LINE, name: value}) for name, value in [
             ("batch_size", 0), ("batch_size", "64"), ("measured_bytes", -1), ("predicted_bytes", None), ("step", 3),
-            ("measured_bytes", 1.5), ("batch_size", True), ("more", 1), ("setting", {**vars(HERE), "gpu": 5}),
+            ("measured_bytes", 1.5), ("measured_bytes", 1 << 63), ("batch_size", True), ("more", 1),
+            ("setting", {**vars(HERE), "gpu": 5}),
         ]),
         json.dumps({name: value for name, value in LINE.items() if name != "step"}),
     ],
@@ -135,6 +147,25 @@ def test_the_file_is_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_path() == tmp_path / ".cache" / "lightning-memguard" / "measurements.jsonl"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with pytest.raises(MemGuardError, match="Set XDG_CACHE_HOME"):
+        default_path()
+
+
+def test_what_cudnn_may_choose_is_part_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    device, found = torch.device("cuda"), []
+    for chosen in ({}, {"benchmark": True}, {"deterministic": True}, {"allow_tf32": False}, {"enabled": False}):
+        with torch.backends.cudnn.flags(**{"enabled": True, "allow_tf32": True, **chosen}):
+            found.append(setting_of(device))
+    assert [each.cudnn for each in found if each] == [
+        *("91900", "91900 benchmark", "91900 deterministic", "91900 without tf32", "off"),
+    ]
 
 
 def test_only_a_gpu_has_a_setting() -> None:

@@ -346,6 +346,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "short entries": (b'{"segments": [], "device_traces": [[["alloc", 1]]]}', "cannot be read"),
     "gzip of 200 MiB of blanks": (gzip.compress(b"{" + b" " * (200 * MIB), 9), "unpacks to more than"),
+    "gzip of 5,000,000 empty lists": (
+        gzip.compress(b'{"segments": [' + b"[]," * 5_000_000 + b"[]]}", 9),
+        "unpacks to more than",
+    ),
     "gzip of nothing": (b"\x1f\x8b\x08\0", "cannot be read"),
     "text within text": (
         with_entries({**ENTRY, "frames": [{"filename": nested(9), "line": 1, "name": "f"}]}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 from dataclasses import dataclass, field, replace
@@ -53,18 +54,20 @@ class Gpu:
     share: float = 1.2
     guard: MemGuard = field(default_factory=MemGuard)
     retries: int = 0
+    outside: int = 1  # of the allocator
 
     def measured(self, *_: object) -> Measured:
         decision = self.guard.decision
         assert decision is not None
         assert decision.footprint is not None
         peak = int(self.share * (decision.footprint.peak_device_bytes - decision.footprint.correction_bytes))
-        return Measured(peak, "simulated", {}, peak // 2, peak, self.retries, 0)
+        return Measured(peak, "simulated", {}, peak // 2, peak - self.outside, self.retries, 0)
 
     def fit(self, mode: Any = "tune", net: Any = None, size: int = 64, **settings: Any) -> Decision:
-        trainer = {name: settings.pop(name) for name in ("max_epochs", "precision") if name in settings}
+        trainer = {name: settings.pop(name) for name in ("max_epochs", "max_steps", "precision") if name in settings}
+        samples = settings.pop("samples", 3 * size)
         self.guard = MemGuard(mode, **{"budget": BUDGET, **settings})
-        data = TensorDataset(torch.randn(3 * size, 128), torch.zeros(3 * size, dtype=torch.long))
+        data = TensorDataset(torch.randn(samples, 128), torch.zeros(samples, dtype=torch.long))
         data = (
             data
             if mode == "check"
@@ -156,8 +159,22 @@ def test_damaged_lines_are_not_used_and_the_run_says_so(gpu: Gpu) -> None:
 
 def test_a_folder_that_cannot_be_written_changes_nothing(gpu: Gpu, tmp_path: Path) -> None:
     (tmp_path / "lightning-memguard").write_text("a file is in the way")
-    assert gpu.fit("check").outcome == "checked"
+    decision = gpu.fit("check")
+    assert decision.outcome == "checked"
     assert len(gpu.guard.records) == 1
+    assert decision.notes == (f"The measurements in {default_path()} cannot be read: Not a directory",)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSPC, errno.EROFS])
+def test_a_file_that_could_not_be_written_is_not_tried_again(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As on a network's file system that cannot lock, on a full disk, on one that is read only."""
+    add = mock.Mock(side_effect=OSError(code, ""))
+    monkeypatch.setattr(Store, "add", add)
+    gpu.fit("check", max_epochs=3)
+    assert len(gpu.guard.records) == 3
+    add.assert_called_once()
 
 
 def test_a_user_without_a_home_learns_nothing(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +190,29 @@ def test_a_user_may_want_none_of_it(gpu: Gpu) -> None:
     assert not default_path().exists()
 
 
-@pytest.mark.parametrize("disturbed", [{"retries": 2}, {"share": 0.0}], ids=["cache emptied", "not measured"])
+@pytest.mark.parametrize(
+    "disturbed",
+    [{"retries": 2}, {"share": 0.0}, {"outside": 0}, {"outside": 1 << 30, "share": 200}],
+    ids=["cache emptied", "not measured", "context not seen", "another process"],
+)
 def test_a_run_that_tells_nothing_of_the_step_is_not_stored(gpu: Gpu, disturbed: dict[str, Any]) -> None:
     for name, value in disturbed.items():
         setattr(gpu, name, value)
+    gpu.fit("check")
+    assert not stored()
+
+
+@pytest.mark.parametrize("short", [{"max_steps": 1}, {"samples": 63}], ids=["no second step", "no full batch"])
+def test_a_run_without_whole_steps_is_not_stored(gpu: Gpu, short: dict[str, Any]) -> None:
+    """Its peak is less than the next run's would be."""
+    gpu.fit("check", max_epochs=2, **short)
+    assert gpu.guard.records
+    assert not stored()
+
+
+def test_a_run_that_began_with_a_cache_is_not_stored(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after another fit in the same process: the allocator has reserved what that took."""
+    monkeypatch.setattr(earlier_runs, "reserved_bytes", lambda device: 1 << 30)
     gpu.fit("check")
     assert not stored()
 
