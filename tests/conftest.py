@@ -132,6 +132,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("capture", "leftovers"):
         monkeypatch.setattr(f"lightning_memguard.core.capture.{module}.in_child", lambda: True)
     monkeypatch.setattr("lightning_memguard.core.isolation.pool.can_fork", lambda: False)
+    # Only a child, which ends, may unfreeze all objects: each later collection of this process would search them.
+    monkeypatch.setattr("lightning_memguard.training.data.workers.collected_bytes", lambda: 0)
 
 
 @pytest.fixture(scope="session", autouse=True)
