@@ -7,8 +7,8 @@
 
 Each program of `rescue_programs.py` trains in float32 and in float64: once without failures, and once with
 out-of-memory errors planted in most steps (`PLACES`), some of them again in a part, so that parts of one sample and
-uneven parts occur. After each step weights, buffers, optimizer state, logged values and outputs are compared, also
-those of the steps before a refusal. Controls: differences made on purpose.
+uneven parts occur. After each step weights, buffers, optimizer state, logged values, plain attributes and outputs are
+compared, also those of the steps before a refusal. Controls: differences made on purpose.
 
 A result is equal, refused, OTHER (the step was done again and something differs, an error of the rescue's own, or no
 reason), or broken (the training without failures does not repeat). The exit status is 1 if any is OTHER or broken, or
@@ -37,13 +37,11 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
 
 import rescue_programs
-from rescue_programs import BATCH, PROGRAMS, Program, samples
+from rescue_programs import BATCH, PROGRAMS, STEPS, Program
 from shared.truth import QUIET, quieten
 
-STEPS = 8
 TOLERANCES = {"32-true": 1e-6, "64-true": 1e-12, "bf16-mixed": 1e-6}
 NOTE = "The step was not done again in parts of its batch: "
 FIRST, FORWARD, END, GRADIENT, BACKWARD, LAST = PLACES = (
@@ -207,12 +205,12 @@ class Count(pl.Callback):
 class Plant(pl.Callback):
     """Plants the errors of a training."""
 
-    def __init__(self, errors: Errors, plan: Sequence[Shots], counts: list[dict[str, int]]) -> None:
-        self.errors, self.plan, self.counts, self.batches = errors, plan, counts, 0
+    def __init__(self, errors: Errors, plan: Sequence[Shots], counts: list[dict[str, int]], turn: int) -> None:
+        self.errors, self.plan, self.counts, self.turn, self.batches = errors, plan, counts, turn, 0
 
     def on_train_batch_start(self, *_: Any) -> None:
         at = self.counts[self.batches]
-        shots = self.plan[self.batches % len(self.plan)] if at else ()
+        shots = self.plan[(self.turn + self.batches) % len(self.plan)] if at else ()
         self.errors.shots, self.errors.waited = [(skip, max(1, at[place])) for skip, place in shots], -1
         self.batches += 1
 
@@ -239,6 +237,7 @@ class Watch(pl.Callback):
             "buffers": kept(dict(module.named_buffers())),
             "optimizer": kept({f"{k} {place}": value for place, each in enumerate(state) for k, value in each.items()}),
             "logged": kept(trainer.callback_metrics),
+            "attributes": kept({name: value for name, value in vars(module).items() if not name.startswith("_")}),
             "outputs": kept(outputs if isinstance(outputs, dict) else {"loss": outputs}),
         })  # fmt: skip
 
@@ -269,26 +268,26 @@ class Training:
     error: str = ""
 
 
-DATA = samples(STEPS * 3)
-
-
 def train(
     program: Program, precision: str, steps: int, counts: Any = None, how: str = "direct", more: Sequence[Any] = ()
 ) -> Training:
     """Train a program: with planted errors if the operators of its steps were counted."""
     quieten()
-    pl.seed_everything(0, verbose=False)
+    pl.seed_everything(program.seed, verbose=False)
     errors, watch = Errors(), Watch()
     plain = counts is None
-    count, planned = Count(errors), [] if plain else [Plant(errors, PLANS[precision], counts), *callbacks_of(how)]
+    count, planned = (
+        Count(errors),
+        [] if plain else [Plant(errors, PLANS[precision], counts, program.seed), *callbacks_of(how)],
+    )
     settings = {"max_epochs": 1, "accelerator": "cpu", "precision": precision, **QUIET, **program.settings}
     trainer = pl.Trainer(**settings, callbacks=[*([count] if plain else planned), *more, watch])
-    data = DATA[: steps * BATCH * settings.get("accumulate_grad_batches", 1)]
+    module, loader = program.training(steps)
     done = Training(watch.steps, count.counts)
     rescue_programs.began[:] = [errors.begin]
     try:
         with errors, contextlib.redirect_stdout(io.StringIO()):  # MemGuard prints a table
-            trainer.fit(program.module(), DataLoader(data, BATCH, collate_fn=program.collate))
+            trainer.fit(module, loader)
     except torch.OutOfMemoryError as error:
         done.refused = planned[-1].reason if planned else str(error)
         if "planted" not in str(error):
@@ -304,7 +303,7 @@ def train(
 def differences(truth: Training, found: Training) -> dict[str, float]:
     """The largest difference by kind, over the steps that ended, relative to the largest value of its name."""
     worst: dict[str, float] = {}
-    for kind in ("weights", "buffers", "optimizer", "logged", "outputs"):
+    for kind in ("weights", "buffers", "optimizer", "logged", "attributes", "outputs"):
         pairs = [(one[kind], other.get(kind, {})) for one, other in zip(truth.steps, found.steps) if kind in one]  # noqa: B905
         largest: dict[str, float] = {}
         for name, value in chain.from_iterable(one.items() for one, _ in pairs):

@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -26,9 +26,9 @@ import torchmetrics
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
-BATCH, TOKENS, WORDS, CLASSES = 8, 7, 12, 3
+STEPS, BATCH, TOKENS, WORDS, CLASSES = 8, 8, 7, 12, 3
 LENGTHS = ([7, 7, 7, 7, 2, 1, 3, 1], [1, 2, 1, 7, 5, 7, 3, 1], [7] * 8, [3, 1, 6, 2, 7, 7, 1, 4])
 GAPS = ([7, 7, 7, 7, 1, 2, 0, 0], [0, 0, 0, 0, 5, 7, 3, 1], [0, 0, 3, 0, 7, 7, 0, 1], [2, 0, 0, 0, 0, 0, 0, 0])
 POSITIVE = ([1, 1, 0, 1, 0, 0, 0, 0], [0] * 8, [0, 0, 0, 0, 1, 0, 1, 1], [0, 1, 0, 0, 0, 0, 0, 0])
@@ -60,14 +60,17 @@ class Program:
     end: Callable[[Any], None] | None = None  # of an epoch
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)  # methods of the module
 
+    seed = 0
+
     @property
     def fields(self) -> list[str]:
         """The fields of the batch that it uses."""
         return self.uses.split() or [name for name in wants(self.step) if name in FIELDS]
 
-    def module(self) -> pl.LightningModule:
-        """Build the module."""
-        return type("Module", (Module,), dict(self.hooks))(self)
+    def training(self, steps: int) -> tuple[pl.LightningModule, DataLoader]:
+        """Build the module, and the batches of so many steps of its optimizer."""
+        data = DATA[: steps * BATCH * self.settings.get("accumulate_grad_batches", 1)]
+        return type("Module", (Module,), dict(self.hooks))(self), DataLoader(data, BATCH, collate_fn=self.collate)
 
     def collate(self, items: list[dict[str, torch.Tensor]]) -> Any:
         """Build a batch of samples."""
@@ -133,7 +136,8 @@ def samples(batches: int) -> list[dict[str, torch.Tensor]]:
     return [{name: values[place] for name, values in found.items()} for place in range(count)]
 
 
-FIELDS = set(samples(1)[0])
+DATA = samples(STEPS * 3)
+FIELDS = set(DATA[0])
 PROGRAMS: dict[str, Program] = {}
 
 
@@ -169,6 +173,10 @@ def entropy(s: Any, seq: torch.Tensor) -> torch.Tensor:  # a loss for each token
     return -s.net(seq).log_softmax(-1)[..., 0]
 
 
+def masked(s: Any, seq: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
+    return (entropy(s, seq) * gaps).sum() / gaps.sum().clamp(min=1)
+
+
 def contrastive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(F.normalize(a, dim=1) @ F.normalize(b, dim=1).T, torch.arange(len(a)))
 
@@ -196,26 +204,18 @@ class Plain:
     value = 1.0
 
 
-# -- the table of issue 25: normalizers, masks, terms that come later, batches changed in place, hooks, hidden state
+# -- normalizers, masks, terms that come later, batches changed in place, hooks, hidden state
 
 programs("equal")(
     retinanet_clamp=lambda s, x, y, pos: (focal(s.net(x), y) * (1 + pos)).sum() / pos.sum().clamp(min=1),
-    retinanet_positives=lambda s, x, y, pos: (focal(s.net(x), y) * pos).sum() / pos.sum().clamp(min=1),
     max_one_item=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(1, int(pos.sum())),
     max_one_python=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(pos.sum(), 1),
-    detr_boxes=lambda s, x, z, pos: (
-        F.l1_loss(s.net(x), z[:, :3], reduction="none").sum(1) * pos
-    ).sum() / torch.clamp(pos.sum(), min=1).item(),
     detr_as_tensor=lambda s, x, y, pos: (each(s, x, y) * pos).sum()
     / torch.as_tensor([float(pos.sum())]).clamp(min=1).item(),
-    mlm_clamp=lambda s, seq, tags: tokens(s, seq, tags).sum() / (tags != -100).sum().clamp(min=1),
     mlm_maximum=lambda s, seq, tags: tokens(s, seq, tags).sum() / torch.maximum((tags >= 0).sum(), torch.tensor(1)),
     mask_over_its_sum=lambda s, seq, mask: (entropy(s, seq) * (mask / mask.sum())).sum(),
-    mask_inverse_sum=lambda s, seq, mask: (entropy(s, seq) * mask).sum() * (1 / mask.sum()),
     mask_reciprocal=lambda s, seq, mask: (entropy(s, seq) * mask).sum().mul(mask.sum().reciprocal()),
-    mask_dot=lambda s, seq, mask: torch.dot(entropy(s, seq).flatten(), mask.flatten()) / mask.sum(),
     mask_vdot_gaps=lambda s, x, y, w, pos: torch.dot(each(s, x, y), w * (1 - pos)) / (w * (1 - pos)).sum(),
-    mask_matmul=lambda s, x, y, w: each(s, x, y) @ w / w.sum(),
     mask_einsum=lambda s, seq, mask: torch.einsum("bt,bt->", entropy(s, seq), mask) / torch.einsum("bt->", mask),
     mask_l1_normalized=lambda s, x, y, w: (each(s, x, y) * F.normalize(w, p=1, dim=0)).sum(),
     tiny_epsilon=lambda s, seq, gaps: (entropy(s, seq) * gaps).sum() / (gaps.sum() + 1e-6),
@@ -230,7 +230,6 @@ programs("refused")(
     + (contrastive(out, x[:, :3]) if i >= 2 else 0),
     contrastive_random_branch=lambda s, x, y: F.cross_entropy(out := s.net(x), y)
     + (contrastive(out, x[:, :3]) if random.random() < 0.5 else 0),
-    contrastive_small=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 1e-4 * contrastive(out, x[:, :3]),
     contrastive_tiny_gram=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 1e-6 * (out @ out.T).exp().mean(),
 )  # fmt: skip
 
@@ -257,8 +256,6 @@ programs("refused")(
     tensor_hook_clamps=lambda s, x, y: F.cross_entropy(
         s.net[2](hooked(s.net[0](x), lambda grad: grad.clamp(-0.01, 0.01)).tanh()), y
     ),
-    tensor_hook_on_whole=lambda s, x, y: ce(s, x, y)
-    + hooked(s.net(x).mean(0), lambda grad: grad.clamp(-0.1, 0.1)).pow(2).sum(),
 )  # fmt: skip
 programs("either", make=attributes(norms=list))(
     hook_that_reads=lambda s, x, y: F.cross_entropy(
@@ -299,7 +296,7 @@ def slow_state_in_object(s, x, y):
     return loss * s.plain.value
 
 
-# -- what else the issue names: logged values that are no means, counters, flags, lists
+# -- logged values that are not means, counters, flags, lists
 
 
 SEEN = {"steps": 0.0}
@@ -359,9 +356,6 @@ def log_masked_accuracy(s, seq, tags):
 
 programs("refused")(
     log_quantile=lambda s, x, y: logged(s, F.cross_entropy(out := s.net(x), y), {"p90": out.flatten().quantile(0.9)}),
-    log_first_sample=lambda s, x, y: logged(
-        s, F.cross_entropy(out := s.net(x), y), {"first": out[0].mean()}, on_epoch=True
-    ),
     log_first_sample_item=lambda s, x, y: logged(s, ce(s, x, y), {"first": x[0, 0].item()}),
 )
 programs("either")(
@@ -394,9 +388,6 @@ def log_sometimes(s, x, y, i):
     return loss
 
 
-programs("either", make=attributes(counts=lambda: {"steps": 0}))(
-    counter_in_dict=lambda s, x, y: ce(s, x, y) / (s.counts.update(steps=s.counts["steps"] + 1) or s.counts["steps"])
-)
 programs("either", make=attributes(counter=itertools.count))(
     counter_iterator=lambda s, x, y: ce(s, x, y) * (1 + 0.1 * next(s.counter))
 )
@@ -407,19 +398,11 @@ programs("either", make=attributes(outs=lambda: collections.deque(maxlen=3)))(
     deque_of_losses=lambda s, x, y: (s.outs.append((loss := ce(s, x, y)).item()) or loss) * (sum(s.outs) / len(s.outs))
 )
 programs("either", make=attributes(outs=list), end=end_of_list)(
-    list_of_losses=lambda s, x, y: s.outs.append((loss := ce(s, x, y)).detach()) or loss,
     list_of_rows=lambda s, x, y: s.outs.extend((out := s.net(x)).detach().exp().flatten()) or F.cross_entropy(out, y),
 )
 programs("either", make=attributes(average=lambda: torch.ones(())))(
     tensor_attribute_in_place=lambda s, x, y: (loss := ce(s, x, y)) / s.average.mul_(0.9).add_(0.1 * loss.detach())
 )
-
-
-@programs("either", make=attributes(seen=lambda: 0))
-def counter_attribute(s, x, y):
-    s.seen += len(x)
-    s.log("seen", float(s.seen))
-    return ce(s, x, y) * (1 + 0.01 * s.seen)
 
 
 @programs("either", make=attributes(first=lambda: True))
@@ -444,13 +427,6 @@ def float_attribute(s, x, y, pos):
     return (each(s, x, y) * (0.1 + pos)).sum() / s.average
 
 
-@programs("either", make=attributes(average=lambda: torch.ones(())))
-def tensor_attribute(s, x, y):
-    loss = ce(s, x, y)
-    s.average = 0.9 * s.average + 0.1 * loss.detach()
-    return loss / s.average
-
-
 @programs("either")
 def attribute_made_late(s, x, y):
     if not hasattr(s, "scale"):
@@ -458,32 +434,9 @@ def attribute_made_late(s, x, y):
     return ce(s, x / s.scale, y)
 
 
-# -- item 7: precisions, and forms of the batch and of the result
+# -- precisions, and forms of the batch and of the result
 
 
-class Pair(NamedTuple):
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-@dataclass
-class Record:
-    """A batch as a dataclass."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-programs("equal", uses="x y", form=lambda b: (b["x"], b["y"]))(form_tuple=lambda s, batch: ce(s, *batch))
-programs("equal", uses="x y", form=lambda b: [b["x"], b["y"]])(form_list=lambda s, batch: ce(s, *batch))
-programs("equal", uses="x y", form=lambda b: Pair(**b))(form_namedtuple=lambda s, batch: ce(s, batch.x, batch.y))
-programs("equal", uses="x y", form=lambda b: Record(**b))(form_dataclass=lambda s, batch: ce(s, batch.x, batch.y))
-programs("equal", uses="x y z", form=lambda b: {"in": {"x": b["x"], "more": [b["z"]]}, "out": (b["y"],)})(
-    form_nested=lambda s, batch: ce(s, batch["in"]["x"] + batch["in"]["more"][0], batch["out"][0])
-)
-programs("equal", uses="x y", form=lambda b: b | {"names": [f"n{k}" for k in range(len(b["y"]))], "no": None})(
-    form_strings=lambda s, batch: ce(s, batch["x"], batch["y"])
-)
 programs("equal", uses="x", form=lambda b: b["x"])(form_tensor=lambda s, batch: F.mse_loss(s.net(batch), batch[:, :3]))
 programs("equal", uses="x y", form=lambda b: b | {"scale": 2.0, "epochs": 3})(
     form_numbers=lambda s, batch: ce(s, batch["x"] * batch["scale"], batch["y"]) / batch["epochs"]
@@ -500,10 +453,6 @@ programs("either", uses="x y", form=lambda b: b | {"scales": SQUARE[0].clone()},
 )
 programs("equal", uses="x y", form=lambda b: b | {"weight": torch.tensor([0.2, 1, 2])})(
     form_shared_weights=lambda s, batch: ce(s, batch["x"], batch["y"], weight=batch["weight"].to(batch["x"].dtype))
-)
-programs("equal", uses="x y")(
-    form_pop=lambda s, batch: F.cross_entropy(s.net(batch["x"]), batch.pop("y")),
-    form_unpacked=lambda s, batch: ce(s, **batch),
 )
 programs("either", uses="x y")(
     form_rebound=lambda s, batch: ce(s, batch.update(x=batch["x"] * 2) or batch["x"], batch["y"])
@@ -532,34 +481,9 @@ programs("either", precisions=("bf16-mixed",), loose=2e4)(
 
 programs("equal")(
     plain_ce=ce,
-    summed=lambda s, x, y: ce(s, x, y, reduction="sum"),
-    mean_method=lambda s, x, y: each(s, x, y).mean(),
-    mean_keepdim=lambda s, x, y: each(s, x, y).mean(dim=0, keepdim=True).squeeze(),
-    label_smoothing=lambda s, x, y: ce(s, x, y, label_smoothing=0.1),
     class_weights=lambda s, x, y: ce(s, x, y, weight=torch.tensor([0.1, 1.0, 3.0], dtype=x.dtype)),
-    weights_and_smoothing=lambda s, x, y: ce(
-        s, x, y, weight=torch.tensor([0.1, 1.0, 3.0], dtype=x.dtype), label_smoothing=0.2
-    ),
-    ignore_index=lambda s, seq, tags: F.cross_entropy(s.net(seq).transpose(1, 2), tags),
     ignore_index_flat=lambda s, seq, tags: F.cross_entropy(s.net(seq).flatten(0, 1), tags.flatten(), ignore_index=-100),
-    soft_targets=lambda s, x, z: F.cross_entropy(s.net(x), z[:, :3].softmax(1)),
-    nll=lambda s, x, y: F.nll_loss(s.net(x).log_softmax(1), y),
-    mse=lambda s, x, z: F.mse_loss(s.net(x), z[:, :3]),
-    mse_sum=lambda s, x, z: F.mse_loss(s.net(x), z[:, :3], reduction="sum") / x.size(0),
-    l1=lambda s, x, z: F.l1_loss(s.net(x), z[:, :3]),
-    huber=lambda s, x, z: F.huber_loss(s.net(x), z[:, :3], delta=0.5) + F.smooth_l1_loss(s.net(x), z[:, 3:]),
-    rmse=lambda s, x, z: F.mse_loss(s.net(x), z[:, :3]).sqrt(),
-    log_cosh=lambda s, x, z: torch.cosh(s.net(x) - z[:, :3]).log().mean(),
-    bce=lambda s, x, pos: F.binary_cross_entropy_with_logits(s.net(x)[:, 0], pos, pos_weight=x.new_tensor(2.0)),
-    bce_probabilities=lambda s, x, pos: F.binary_cross_entropy(s.net(x)[:, 0].sigmoid(), pos),
-    kl_batchmean=lambda s, x, z: F.kl_div(s.net(x).log_softmax(1), z[:, :3].softmax(1), reduction="batchmean"),
-    kl_mean=lambda s, x, z: F.kl_div(s.net(x).log_softmax(1), z[:, :3].softmax(1)),
-    focal_mean=lambda s, x, y: focal(s.net(x), y).mean(),
-    cosine=lambda s, x, z: (1 - F.cosine_similarity(s.net(x), z[:, :3])).mean(),
     triplet_given=lambda s, x, z, neg: F.triplet_margin_loss(s.net(x), s.net(z), s.net(neg)),
-    dice_per_sample=lambda s, seq, mask: (
-        1 - 2 * ((p := s.net(seq)[..., 0].sigmoid()) * mask).sum(1) / (p.sum(1) + mask.sum(1))
-    ).mean(),
     dice_over_batch=lambda s, seq, gaps: (
         1 - (2 * ((p := s.net(seq)[..., 0].sigmoid()) * gaps).sum() + 1) / (p.sum() + gaps.sum() + 1)
     ),
@@ -567,24 +491,15 @@ programs("equal")(
         1 - ((p := s.net(seq)[..., 0].sigmoid()) * gaps).sum()
         / ((p * gaps).sum() + 0.3 * (p * (1 - gaps)).sum() + 0.7 * ((1 - p) * gaps).sum() + 1)
     ),
-    r_squared=lambda s, x, z: (z[:, :3] - s.net(x)).pow(2).sum() / (z[:, :3] - z[:, :3].mean()).pow(2).sum(),
     sharpe=lambda s, x, z: -(r := (s.net(x) * z[:, :3]).sum(1)).mean() / (r.std() + 0.1),
-    dpo=lambda s, x, z: -F.logsigmoid(0.5 * (s.net(x) - s.net(z)).sum(1)).mean(),
-    arcface=lambda s, x, y: F.cross_entropy(5 * (F.normalize(s.net(x)) - 0.2 * F.one_hot(y, 3)), y),
     two_masks=lambda s, seq, mask, gaps: (entropy(s, seq) * mask).sum() / mask.sum()
     + (entropy(s, seq.flip(1)) * gaps).sum() / gaps.sum().clamp(min=1),
     mean_over_time_then_batch=lambda s, seq, mask: ((entropy(s, seq) * mask).sum(1) / mask.sum(1)).mean(),
-    selected_mean=lambda s, seq, mask: entropy(s, seq)[mask.bool()].mean(),
-    selected_gaps=lambda s, seq, gaps: entropy(s, seq)[gaps > 0].sum() / gaps.sum(),
-    masked_select=lambda s, seq, mask: entropy(s, seq).masked_select(mask.bool()).mean(),
-    where_mean=lambda s, seq, gaps: torch.where(gaps > 0, entropy(s, seq), 0).sum() / (gaps > 0).sum(),
     nan_to_num=lambda s, x, y, pos: ce(s, x, y)
     * (1 + torch.nan_to_num((each(s, x, y).detach() * pos).sum() / pos.sum())),
     branch_on_positives=lambda s, x, y, pos: ce(s, x, y)
     + ((each(s, x, y) * pos).sum() / pos.sum() if pos.sum() > 0 else 0),
-    branch_on_any=lambda s, x, y, pos: (each(s, x, y) * pos).sum() if pos.any() else ce(s, x, y),
     curriculum_item=lambda s, x, y: (loss := ce(s, x, y)) * (0.5 if loss.item() > 1.1 else 2.0),
-    divided_by_its_item=lambda s, x, y: (loss := ce(s, x, y)) / loss.item() + loss / loss.detach(),
     class_frequency=lambda s, x, y: (each(s, x, y) / F.one_hot(y, 3).sum(0).clamp(min=1)[y]).sum(),
     group_means=lambda s, x, y: torch.stack(
         [(each(s, x, y) * (y == k)).sum() / (y == k).sum().clamp(min=1) for k in range(3)]
@@ -592,34 +507,15 @@ programs("equal")(
     advantage=lambda s, x, w, y: (each(s, x, y) * ((w - w.mean()) / (w.std() + 1e-8))).mean(),
 )  # fmt: skip
 programs("either")(
-    gaussian_nll=lambda s, x, z: F.gaussian_nll_loss((out := s.net(x))[:, 0], z[:, 0], out[:, 1].exp()),
-    poisson_nll=lambda s, x, w: F.poisson_nll_loss(s.net(x)[:, 0], w),
-    cosine_embedding=lambda s, x, z, pos: F.cosine_embedding_loss(s.net(x), z[:, :3], pos * 2 - 1),
-    margin_ranking=lambda s, x, z, pos: F.margin_ranking_loss(s.net(x)[:, 0], s.net(z)[:, 0], pos * 2 - 1, margin=0.3),
-    multi_margin=lambda s, x, y: F.multi_margin_loss(s.net(x), y),
-    hinge_embedding=lambda s, x, pos: F.hinge_embedding_loss(s.net(x)[:, 0], pos * 2 - 1),
-    soft_margin=lambda s, x, pos: F.soft_margin_loss(s.net(x)[:, 0], pos * 2 - 1),
-    ctc=lambda s, seq, ids: F.ctc_loss(
-        s.net(seq).log_softmax(2).transpose(0, 1), ids[:, :2] % 2 + 1, torch.full((len(ids),), 7),
-        torch.ones(len(ids), dtype=torch.long),
-    ),
     selected_logits=lambda s, seq, tags: F.cross_entropy(s.net(seq)[tags >= 0], tags[tags >= 0]),
-    selected_by_index=lambda s, seq, tags: entropy(s, seq).flatten()[(tags.flatten() >= 0).nonzero()[:, 0]].mean(),
     positives_only=lambda s, x, y, pos: ce(s, x[pos > 0], y[pos > 0], reduction="sum"),
     class_mean_index_add=lambda s, x, y: (
         x.new_zeros(3).index_add(0, y, each(s, x, y)) / torch.bincount(y, minlength=3).clamp(min=1)
     ).sum(),
-    class_mean_scatter=lambda s, x, y: x.new_zeros(3).scatter_reduce(0, y, each(s, x, y), "mean").sum(),
     balanced_bincount=lambda s, x, y: F.cross_entropy(s.net(x) + torch.bincount(y, minlength=3).clamp(min=1).log(), y),
     pearson=lambda s, x, z: -(
         ((a := s.net(x)[:, 0]) - a.mean()) * (z[:, 0] - z[:, 0].mean())
     ).mean() / (a.std() * z[:, 0].std() + 0.1),
-    normalized_by_detached_max=lambda s, x, y, w: (each(s, x, y) * w / w.max()).mean(),
-    softmax_of_weights=lambda s, x, y, w: (each(s, x, y) * w.softmax(0)).sum(),
-    loop_over_samples=lambda s, x, y: sum(F.cross_entropy(s.net(x[k]), y[k]) for k in range(len(x))) / len(x),
-    zip_over_samples=lambda s, x, y: torch.stack(
-        [F.cross_entropy(s.net(a), b) for a, b in zip(x, y, strict=True)]
-    ).mean(),
     unbind_by_length=lambda s, seq, lens: torch.stack(
         [entropy(s, a[: int(n)]).mean() for a, n in zip(seq, lens, strict=True)]
     ).mean(),
@@ -628,42 +524,20 @@ programs("either")(
 # -- statistics over samples
 
 programs("equal")(
-    std_regularizer=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + F.relu(1 - out.std(0)).mean(),
     vicreg_variance=lambda s, x, z: F.mse_loss(a := s.net(x), b := s.net(z))
     + F.relu(1 - (a.var(0) + 1e-4).sqrt()).mean() + F.relu(1 - (b.var(0) + 1e-4).sqrt()).mean(),
-    var_unbiased=lambda s, x, y: F.cross_entropy(out := s.net(x), y) - 0.1 * out.var(dim=0, unbiased=False).sum(),
-    norm_of_output=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 0.1 * out.norm() + out.norm(p=1, dim=0).mean(),
-    log_sum_exp=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + out.logsumexp(0).sum() * 0.1,
-    log_mean_exp=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + out.exp().mean().log(),
     donsker_varadhan=lambda s, x, z: (s.net(z)[:, 0].logsumexp(0) - math.log(len(z))) - s.net(x)[:, 0].mean(),
-    mean_prediction_entropy=lambda s, x, y: F.cross_entropy(out := s.net(x), y)
-    + ((p := out.softmax(1).mean(0)) * p.log()).sum(),
-    max_over_samples=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 0.1 * out.max(),
-    amax_over_samples=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 0.1 * out.amax(0).sum() - out.amin(),
     detached_statistics=lambda s, x, y: F.cross_entropy(
         ((h := s.net(x)) - h.mean(0).detach()) / (h.std(0).detach() + 0.1), y
     ),
     standardized_input=lambda s, x, y: ce(s, (x - x.mean(0)) / x.std(0), y),
-    scaled_by_max=lambda s, x, y: ce(s, x / x.abs().max(), y),
-    mean_squared=lambda s, x, y: ce(s, x, y) + s.net(x).mean() ** 2 + s.net(x).sum(0).pow(2).mean(),
     load_balance=lambda s, x, y: F.cross_entropy(out := s.net(x), y)
     + 3 * ((p := out.softmax(1)).mean(0) * F.one_hot(p.argmax(1), 3).to(x.dtype).mean(0)).sum(),
-    z_loss=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + 0.01 * out.logsumexp(1).pow(2).mean(),
 )  # fmt: skip
 programs("either")(
-    var_mean=lambda s, x, y: F.cross_entropy(out := s.net(x), y) + torch.var_mean(out, 0)[0].mean(),
     batch_norm_by_hand=lambda s, x, y: F.cross_entropy(((h := s.net(x)) - h.mean(0)) / (h.std(0) + 0.1), y),
-    centered=lambda s, x, y: F.cross_entropy((h := s.net(x)) - h.mean(0), y),
-    second_moment=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + (h.T @ h / len(x)).pow(2).sum(),
-    covariance=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + (h.T.cov() - torch.eye(3)).pow(2).sum(),
-    correlation=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + torch.corrcoef(h.T).pow(2).sum(),
-    product_over_samples=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + 0.1 * h.sigmoid().prod(0).sum(),
-    norm_infinity=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + 0.1 * h.norm(float("inf")),
-    gram_trace=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + 0.01 * (h @ h.T).diagonal().sum(),
-    argmax_over_samples=lambda s, x, y: F.cross_entropy(h := s.net(x), y) + h[h[:, 0].argmax()].sum(),
     histogram=lambda s, x, y: ce(s, x, y) * (1 + torch.histc(x.float(), 4).max().item() / 100),
     supervised_half=lambda s, x, y: ce(s, x[: len(x) // 2], y[: len(x) // 2]) + s.net(x[len(x) // 2 :]).pow(2).mean(),
-    unique_labels=lambda s, x, y: ce(s, x, y) / len(y.unique()),
     mode_of_labels=lambda s, x, y: ce(s, x, y) + ce(s, x, torch.full_like(y, int(y.mode().values))),
 )
 
@@ -679,63 +553,18 @@ def barlow_twins(s, x, z):
 
 programs("refused")(
     simclr=lambda s, x, z: contrastive(torch.cat([a := s.net(x), b := s.net(z)]), torch.cat([b, a])),
-    clip_loss=lambda s, x, z: (contrastive(s.net(x), s.net(z)) + contrastive(s.net(z), s.net(x))) / 2,
-    supervised_contrastive=lambda s, x, y: (
-        -(((h := F.normalize(s.net(x))) @ h.T).log_softmax(1) * (y[:, None] == y[None])).mean()
-    ),
-    roll_negatives=lambda s, x, z: F.triplet_margin_loss(s.net(x), s.net(z), s.net(z).roll(1, 0)),
-    flip_mixup=lambda s, x, y: ce(s, 0.7 * x + 0.3 * x.flip(0), y),
-    randperm_mixup=lambda s, x, y: ce(s, 0.7 * x + 0.3 * x[torch.randperm(len(x))], y),
     numpy_permutation=lambda s, x, y: ce(s, 0.7 * x + 0.3 * x[np.random.permutation(len(x))], y),  # noqa: NPY002
-    hard_negative_cdist=lambda s, x: -torch.cdist(h := s.net(x), h).amin(1).mean() + torch.cdist(h, h).amax(),
-    pairwise_ranking=lambda s, x, z: F.softplus(
-        -((a := s.net(x)[:, 0])[:, None] - a[None]) * (z[:, 0][:, None] - z[:, 0][None]).sign()
-    ).mean(),
-    mmd=lambda s, x, z: torch.exp(-(s.net(x)[:, None] - s.net(z)[None]).pow(2).sum(-1)).mean(),
-    median=lambda s, x, y: each(s, x, y).median(),
-    quantile=lambda s, x, y: each(s, x, y).quantile(0.7),
-    top_k_hard=lambda s, x, y: each(s, x, y).topk(4).values.mean(),
-    sorted_hard=lambda s, x, y: each(s, x, y).sort(descending=True).values[:3].mean(),
-    small_loss_argsort=lambda s, x, y: (losses := each(s, x, y))[losses.argsort()[:5]].mean(),
-    lovasz=lambda s, seq, gaps: (
-        (e := (s.net(seq)[..., 0].sigmoid() - gaps).abs().flatten().sort(descending=True).values)
-        * torch.linspace(1, 0, e.numel(), dtype=e.dtype)
-    ).mean(),
     cox=lambda s, x, w: -((r := s.net(x)[:, 0][w.argsort()]) - r.logcumsumexp(0)).mean(),
-    wasserstein_sort=lambda s, x, z: (s.net(x).sort(0).values - z[:, :3].sort(0).values).abs().mean(),
-    cumsum_over_samples=lambda s, x, y: F.cross_entropy(s.net(x).cumsum(0), y),
-    diff_over_samples=lambda s, x, y: ce(s, x, y) + s.net(x).diff(dim=0).pow(2).mean(),
-    softmax_over_samples=lambda s, x, y: (s.net(x).softmax(0) * F.one_hot(y, 3)).sum(),
-    halves_as_pairs=lambda s, x: F.mse_loss(*s.net(x).chunk(2)),
-    even_and_odd=lambda s, x: -F.logsigmoid((h := s.net(x))[::2] - h[1::2]).mean(),
     fixed_groups=lambda s, x, y: F.cross_entropy(
         (h := s.net(x).view(2, 4, 3)).sub(h.mean(1, keepdim=True)).view(8, 3), y
     ),
-    samples_as_features=lambda s, x: s.net(x).T.reshape(2, -1).log_softmax(1).mean(),
-    conv_over_samples=lambda s, x, y: F.cross_entropy(F.avg_pool1d(s.net(x).T, 3, 1, 1).T, y),
-    norm_over_samples=lambda s, x, y: F.cross_entropy(F.normalize(s.net(x), dim=0), y),
-    layer_norm_of_batch=lambda s, x, y: F.cross_entropy(F.layer_norm(h := s.net(x), h.shape), y),
-    first_sample_loss=lambda s, x, y: ce(s, x, y) + s.net(x)[0].pow(2).sum(),
     labels_by_position=lambda s, x: ce(s, x, torch.arange(len(x)) % 3),
-    position_weights=lambda s, x, y: (each(s, x, y) * torch.linspace(0, 1, len(x), dtype=x.dtype)).sum(),
-    fixed_position_weights=lambda s, x, y: (each(s, x, y) * torch.tensor([4.0, 1, 1, 1, 1, 1, 1, 2])[: len(x)]).mean(),
-    eye_labels=lambda s, x: F.mse_loss((h := s.net(x)) @ h.T, torch.eye(len(x), dtype=x.dtype)),
 )
 programs("refused", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))(
     batch_norm=ce,
-    batch_norm_sequence=lambda s, seq: s.net[3](s.net[1](s.net[0](seq).flatten(0, 1))).logsumexp(1).mean(),
-)
-programs("refused", net=lambda: nn.ModuleList([nn.TransformerEncoderLayer(6, 2, 8, 0.0), nn.Linear(6, 3)]))(
-    attention_over_samples=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq).mean(1)), y)
 )
 
 
-programs("refused")(
-    sorted_by_length=lambda s, seq, lens: (
-        (values := entropy(s, seq[lens.argsort(descending=True)]))
-        * torch.linspace(1, 2, len(lens), dtype=values.dtype)[:, None]
-    ).mean()
-)
 programs("equal")(
     sorted_and_unsorted=lambda s, seq, lens, y: F.cross_entropy(
         s.net(seq[order := lens.argsort(descending=True)]).mean(1)[order.argsort()], y
@@ -748,14 +577,10 @@ programs("equal")(
     mixup_numpy=lambda s, x, z, y: ce(s, (lam := np.random.beta(0.4, 0.4)) * x + (1 - lam) * z, y),  # noqa: NPY002
     mixup_random=lambda s, x, z, y: ce(s, (lam := random.random()) * x + (1 - lam) * z, y),
     mixup_torch=lambda s, x, z, y: ce(s, torch.lerp(x, z, torch.rand((), dtype=x.dtype)), y),
-    shared_noise=lambda s, x, y: ce(s, x + 0.1 * torch.randn(6, dtype=x.dtype), y),
     random_branch=lambda s, x, y: ce(s, x, y)
     * (2 if torch.rand(()) < 0.5 else 1) * (2 if random.random() < 0.5 else 1),
 )  # fmt: skip
 programs("either")(
-    noise_like=lambda s, x, y: ce(s, x + 0.1 * torch.randn_like(x), y),
-    noise_by_length=lambda s, x, y: ce(s, x + 0.1 * torch.rand(len(x), 1, dtype=x.dtype), y),
-    functional_dropout=lambda s, x, y: ce(s, F.dropout(x, 0.3), y),
     stochastic_depth=lambda s, x, y: ce(s, x * torch.bernoulli(torch.full((len(x), 1), 0.8, dtype=x.dtype)), y),
     numpy_noise=lambda s, x, y: ce(s, x + torch.from_numpy(np.random.randn(len(x), 1)).to(x.dtype), y),  # noqa: NPY002
     vae_sampled=lambda s, x, z: (
@@ -771,7 +596,6 @@ programs("either")(
         torch.distributions.Normal(0.0, 1.0, validate_args=False),
     ).mean(),
 )
-programs("either", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3)))(dropout=ce)
 programs("either", make=attributes(random=lambda: np.random.default_rng(0)))(
     own_generator_numpy=lambda s, x, y: ce(s, x * (1 + s.random.random()), y)
 )
@@ -785,43 +609,20 @@ programs("either", make=attributes(random=lambda: torch.Generator().manual_seed(
 # -- sizes as numbers
 
 programs("equal")(
-    size_len=lambda s, x, y: each(s, x, y).sum() / len(x),
-    size_int=lambda s, x, y: each(s, x, y).sum() / int(len(x)),  # noqa: RUF046
-    size_shape=lambda s, x, y: each(s, x, y).sum() / x.shape[0] + 1 / x.size(0),
-    size_numel=lambda s, x, y: s.net(x).pow(2).sum() / x.numel() + ce(s, x, y) / x.shape.numel(),
-    size_tensor=lambda s, x, y: each(s, x, y).sum() / torch.tensor(len(x)) + ce(s, x, y) / torch.as_tensor(x.shape[0]),
-    size_full=lambda s, x, y: (each(s, x, y) / torch.full((len(x),), len(x), dtype=x.dtype)).sum(),
-    size_log=lambda s, x, y: ce(s, x, y) / math.log(x.size(0)) + math.sqrt(len(x)) * s.net(x).pow(2).mean(),
     size_numpy=lambda s, x, y: each(s, x, y).sum() / float(np.float32(len(x))) + float(np.sqrt(len(y))) * ce(s, x, y),
-    size_string=lambda s, x, y: each(s, x, y).sum() / int(f"{len(x)}"),
     size_range=lambda s, x, y: each(s, x, y).sum() / sum(1 for _ in range(len(x))),
     size_threshold=lambda s, x, y: ce(s, x, y) * (3 if len(x) >= 6 else 1) + (s.net(x).mean() if y.numel() > 7 else 0),
-    size_squared=lambda s, x, y: each(s, x, y).sum() * len(x) / len(x) ** 2 + ce(s, x, y) * (len(x) % 3),
-    size_equal=lambda s, x, y: ce(s, x, y) * (0.5 if x.shape == (8, 6) else 2.0),
     size_product=lambda s, seq: (
         entropy(s, seq).sum() / math.prod(seq.shape[:2]) + entropy(s, seq).sum() / np.prod(seq.shape)
     ),
-    size_new_ones=lambda s, x, y: each(s, x, y).dot(x.new_ones(len(x))) / x.new_ones(len(x)).sum(),
-    size_ones_sum=lambda s, x, y: (
-        each(s, x, y).sum() / torch.ones(x.shape[0]).sum() + ce(s, x, y) / torch.ones_like(y).sum()
-    ),
-    size_reshaped=lambda s, seq: (
-        s.net(seq.reshape(len(seq) * TOKENS, -1)).view(len(seq), TOKENS, -1).logsumexp(2).mean()
-    ),
     size_flattened=lambda s, seq: s.net(seq.flatten(0, 1)).logsumexp(1).view(seq.size(0), -1).sum(1).mean(),
-    size_expanded=lambda s, x, y: ce(s, x + s.net[2].bias.detach().repeat(2).expand(len(x), -1), y),
-    size_batch_idx=lambda s, x, y, i: ce(s, x, y) * (1 + 0.1 * i * len(x)),
     two_views=lambda s, x, z: F.mse_loss(*s.net(torch.cat([x, z])).chunk(2)),
     three_stacked=lambda s, x, z, neg: s.net(torch.stack([x, z, neg])).logsumexp(-1).mean(1).std(),
-    repeated=lambda s, x, y: ce(s, x.repeat(2, 1), y.repeat(2)),
     lr_set_by_step=lambda s, x, y, i: s.trainer.optimizers[0].param_groups[0].update(lr=0.02 / (1 + i)) or ce(s, x, y),
 )
+programs("refused")(size_dict=lambda s, x, y: ce(s, x, y) * {8: 0.5}.get(len(x), 2.0))  # a dict hashes the part's size
 programs("either")(
-    repeat_interleaved=lambda s, x, y: ce(s, x.repeat_interleave(2, 0), y.repeat_interleave(2)),
-    size_range_tensor=lambda s, x, y: each(s, x, y)[list(range(len(x)))].mean(),
-    size_arange_index=lambda s, x, y: -s.net(x).log_softmax(1)[torch.arange(len(x)), y].mean(),
     size_nested_python=lambda s, x, y: ce(s, x, y) * len([*x]) / len(y.tolist()),
-    size_of_selected=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(1, len(x[pos > 0])),
     size_of_nonzero=lambda s, x, y, pos: (each(s, x, y) * pos).sum() / max(1, pos.nonzero().shape[0]),
     lr_by_loss=lambda s, x, y: (
         s.trainer.optimizers[0].param_groups[0].update(lr=0.01 * (loss := ce(s, x, y)).item()) or loss
@@ -835,29 +636,19 @@ programs("equal", make=lambda s: setattr(s, "logs", nn.Parameter(torch.zeros(2))
         (s.logs[0] + (-s.logs[0]).exp() * ce(s, x, y))
         + (s.logs[1] + (-s.logs[1]).exp() * F.mse_loss(s.net(x), z[:, :3]))
     ),
-    parameter_for_each=lambda s, x, y: F.cross_entropy(s.net(x) * s.logs[0].exp() + s.logs[1], y),
 )
 programs("equal")(
-    l2_penalty=lambda s, x, y: ce(s, x, y) + 0.1 * sum(p.pow(2).sum() for p in s.parameters()),
     orthogonality=lambda s, x, y: ce(s, x, y) + 0.1 * (s.net[2].weight @ s.net[2].weight.T - torch.eye(3)).pow(2).sum(),
-    weight_times_data=lambda s, x, y: ce(s, x, y) + s.net[2].weight.norm() * s.net(x).abs().mean(),
-    activity=lambda s, x, y: F.cross_entropy(s.net[2](h := s.net[:2](x)), y) + 0.1 * h.abs().mean(),
     functional=lambda s, x, y: F.cross_entropy(functional_call(s.net, dict(s.net.named_parameters()), (x,)), y),
-    no_grad_part=lambda s, x, y: ce(s, x, y) * torch.no_grad()(lambda: s.net(x).std())(),
 )
 programs("equal", make=attributes(teacher=lambda: mlp().requires_grad_(False)))(
     distilled=lambda s, x: F.kl_div(s.net(x).log_softmax(1), s.teacher(x).softmax(1), reduction="batchmean")
 )
 programs("equal", net=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))(weight_norm=ce)
 programs("either", net=lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))(spectral_norm=ce)
-programs("equal", adam=True)(
-    adamw=ce, adamw_masked=lambda s, seq, gaps: (entropy(s, seq) * gaps).sum() / gaps.sum().clamp(min=1)
-)
-programs("equal", settings={"accumulate_grad_batches": 3})(
-    accumulation=ce, accumulation_gaps=lambda s, seq, gaps: (entropy(s, seq) * gaps).sum() / gaps.sum().clamp(min=1)
-)
+programs("equal", adam=True)(adamw_masked=masked)
+programs("equal", settings={"accumulate_grad_batches": 3})(accumulation_gaps=masked)
 programs("equal", settings={"gradient_clip_val": 0.05})(clipping=ce)
-programs("equal", settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"})(clipping_values=ce)
 clip = {"on_before_optimizer_step": lambda s, _: nn.utils.clip_grad_norm_(s.parameters(), 0.1) and None}
 programs("equal", hooks=clip)(max_norm_hook=ce)
 programs(
@@ -873,9 +664,6 @@ programs("either")(
     reads_gradients=lambda s, x, y: (
         ce(s, x, y) * (1 + sum(float(p.grad.norm()) for p in s.parameters() if p.grad is not None))
     ),
-    reads_gradient_tensors=lambda s, x, y: (
-        ce(s, x, y) + sum((p * p.grad.sign()).sum() for p in s.parameters() if p.grad is not None) * 0.1
-    ),
     clears_gradients=lambda s, x, y: s.zero_grad() or ce(s, x, y),
     changes_weights=lambda s, x, y: torch.no_grad()(lambda: s.net[0].bias.mul_(0.9) * 0)().sum() + ce(s, x, y),
     changes_weight_data=lambda s, x, y: (s.net[0].weight.data.clamp_(-0.3, 0.3), ce(s, x, y))[1],
@@ -890,7 +678,6 @@ def slope(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, **optio
 programs("either")(
     gradient_penalty=lambda s, x, y: ce(s, x, y)
     + (slope(lambda a: s.net(a).sum(), x, create_graph=True).norm(dim=1) - 1).pow(2).mean(),
-    adversarial=lambda s, x, y: ce(s, x + 0.1 * slope(lambda a: ce(s, a, y), x).sign(), y),
     adversarial_step_size=lambda s, x, y: ce(s, x + (grad := slope(lambda a: ce(s, a, y), x)) / grad.norm(), y),
     backward_in_step=lambda s, x, y: (0.1 * s.net(x).pow(2).mean()).backward() or ce(s, x, y),
     grad_norm_weights=lambda s, x, y, z: sum(
@@ -899,23 +686,10 @@ programs("either")(
     ),
 )  # fmt: skip
 
-programs("either", make=buffer(norm=torch.tensor(4.0)))(
-    normalizer_buffer=lambda s, x, y, pos: (
-        (each(s, x, y) * (0.1 + pos)).sum() / s.norm.mul_(0.9).add_(0.1 * pos.sum().clamp(min=1))
-    )
-)
-programs("either", make=buffer(steps=torch.tensor(0)))(buffer_counter=lambda s, x, y: ce(s, x, y) / s.steps.add_(1))
 programs("either", make=buffer(memory=torch.zeros(CLASSES, 3)))(
     class_memory=lambda s, x, y: F.cross_entropy(out := s.net(x), y)  # the last sample of a class wins
     + (out - s.memory.index_put_((y,), 0.5 * s.memory[y] + 0.5 * out.detach())[y]).pow(2).mean()
 )  # fmt: skip
-
-
-@programs("either", make=buffer(mean=torch.zeros(6), var=torch.ones(6)))
-def running_statistics(s, x, y):
-    s.mean.lerp_(x.mean(0), 0.1)
-    s.var = 0.9 * s.var + 0.1 * x.var(0)
-    return ce(s, (x - s.mean) / (s.var + 0.1).sqrt(), y)
 
 
 @programs("either", make=buffer(bias=torch.zeros(3)))
@@ -934,14 +708,6 @@ def ema_teacher(s, x, y):
     return ce(s, x, y) + F.mse_loss(s.net(x), s.teacher(x))
 
 
-@programs("either", make=buffer(center=torch.zeros(3)))
-def dino_center(s, x, z):
-    out, other = s.net(x), s.net(z).detach()
-    loss = -((other - s.center).softmax(1) * out.log_softmax(1)).sum(1).mean()
-    s.center = 0.9 * s.center + 0.1 * other.mean(0)
-    return loss
-
-
 CODES = torch.randn(5, 3, generator=torch.Generator().manual_seed(3))
 
 
@@ -954,17 +720,6 @@ def codebook_ema(s, x, z):
     s.total.mul_(0.9).add_(chosen.T @ out.detach(), alpha=0.1)
     s.codes.copy_(s.total / s.count.unsqueeze(1))
     return F.mse_loss(out + (s.codes[nearest] - out).detach(), z[:, :3]) + F.mse_loss(out, s.codes[nearest])
-
-
-@programs("equal", make=lambda s: setattr(s, "codes", nn.Parameter(CODES.clone())))
-def codebook_learned(s, x, z):
-    out = s.net(x)
-    code = s.codes[(out.unsqueeze(1) - s.codes).pow(2).sum(-1).argmin(1)]
-    return (
-        F.mse_loss(out + (code - out).detach(), z[:, :3])
-        + F.mse_loss(code, out.detach())
-        + F.mse_loss(out, code.detach())
-    )
 
 
 @programs("either", make=buffer(queue=F.normalize(torch.ones(16, 3) + torch.eye(16, 3)), at=torch.tensor(0)))
@@ -1001,14 +756,6 @@ def metric_accuracy(s, x, y):
     return loss
 
 
-@programs("equal", make=attributes(error=torchmetrics.MeanSquaredError))
-def metric_squared_error(s, x, z):
-    out = s.net(x)
-    s.error(out, z[:, :3].clone())
-    s.log("error", s.error, on_step=True, on_epoch=True)
-    return F.mse_loss(out, z[:, :3])
-
-
 @programs("either", make=attributes(auroc=lambda: torchmetrics.AUROC(**ACCURACY), cat=torchmetrics.CatMetric))
 def metric_with_samples(s, x, y):
     out = s.net(x)
@@ -1034,15 +781,6 @@ def metric_step_value(s, x, y):
     return F.cross_entropy(out, y) * (1 + value)
 
 
-@programs("either", make=attributes(auroc=lambda: torchmetrics.AUROC(**ACCURACY), mean=torchmetrics.MeanMetric))
-def metric_collection(s, x, y, w):
-    out = s.net(x)
-    s.mean(out.std(), weight=w.sum())
-    s.log("weighted", s.mean, on_step=True, on_epoch=True)
-    s.log("auroc", s.auroc(out.softmax(1), y))
-    return F.cross_entropy(out, y)
-
-
 # -- architectures
 
 
@@ -1058,10 +796,6 @@ def linear(inputs: int, outputs: int = CLASSES) -> Callable[[], nn.Module]:
     return lambda: nn.Linear(inputs, outputs)
 
 
-def causal(dtype: torch.dtype) -> torch.Tensor:
-    return nn.Transformer.generate_square_subsequent_mask(TOKENS - 1, dtype=dtype)
-
-
 def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
 
@@ -1075,44 +809,6 @@ programs("equal", net=net(embedding, encoder, linear(6)))(
         y,
     )
 )
-programs("equal", net=net(embedding, encoder))(
-    transformer_causal_tied=lambda s, ids: F.cross_entropy(
-        (
-            s.net[1](s.net[0](ids[:, :-1]), src_mask=causal(s.net[0].weight.dtype), is_causal=True) @ s.net[0].weight.T
-        ).flatten(0, 1), ids[:, 1:].flatten(), ignore_index=0,
-    )
-)  # fmt: skip
-programs("equal", net=net(lambda: nn.MultiheadAttention(6, 2, batch_first=True), linear(6)))(
-    attention_module=lambda s, seq, y, mask: F.cross_entropy(
-        s.net[1](s.net[0](seq, seq, seq, key_padding_mask=mask == 0)[0][:, 0]), y
-    )
-)
-
-
-@programs("equal", net=net(linear(6, 18), linear(6)))
-def attention_by_hand(s, seq, mask, y):
-    q, k, v = s.net[0](seq).chunk(3, -1)
-    scores = torch.einsum("bqc,bkc->bqk", q, k).masked_fill(mask[:, None] == 0, -1e4) / math.sqrt(6)
-    return F.cross_entropy(s.net[1]((scores.softmax(-1) @ v).mean(1)), y)
-
-
-@programs("equal", net=net(linear(6, 18), linear(6)))
-def attention_fused(s, seq, y):
-    q, k, v = s.net[0](seq).view(len(seq), TOKENS, 3, 2, 3).permute(2, 0, 3, 1, 4)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    return F.cross_entropy(s.net[1](out.mean(1)), y)
-
-
-programs("equal", net=net(lambda: nn.LSTM(6, 8, 2, batch_first=True), linear(8)))(
-    lstm=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq)[0][:, -1]), y),
-    lstm_state=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq)[1][0][-1]), y),
-)
-programs("equal", net=net(lambda: nn.GRU(6, 4, batch_first=True, bidirectional=True), linear(8)))(
-    gru=lambda s, seq, mask: (s.net[1](s.net[0](seq)[0]).logsumexp(-1) * mask).sum() / mask.sum()
-)
-programs("equal", net=net(lambda: nn.GRU(6, 8), linear(8)))(
-    gru_time_first=lambda s, seq, y: F.cross_entropy(s.net[1](s.net[0](seq.transpose(0, 1))[0][-1]), y)
-)
 
 
 @programs("equal", net=net(lambda: nn.GRUCell(6, 8), linear(8)))
@@ -1123,60 +819,8 @@ def cell_loop(s, seq, y):
     return F.cross_entropy(s.net[1](hidden), y)
 
 
-def cnn(norm: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        head = nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES)
-        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm(), nn.ReLU(), nn.MaxPool2d(2), *head)
-
-    return build
-
-
-def frozen_batch_norm(s: Any, img: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    s.net[1].eval()
-    return ce(s, img, y)
-
-
-def image(s: Any, img: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # the same program for each net
-    return ce(s, img, y)
-
-
-programs("equal", net=cnn(nn.Identity))(cnn=image)
-programs("equal", net=cnn(lambda: nn.GroupNorm(2, 8)))(cnn_group_norm=image)
-programs("either", net=cnn(lambda: nn.InstanceNorm2d(8, affine=True)))(cnn_instance_norm=image)
-programs("refused", net=cnn(lambda: nn.BatchNorm2d(8)))(cnn_batch_norm=image)
-programs("either", net=cnn(lambda: nn.BatchNorm2d(8)))(cnn_batch_norm_frozen=frozen_batch_norm)
-programs("either", net=cnn(lambda: nn.Dropout2d(0.2)))(cnn_dropout=image)
-programs("equal", net=lambda: nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.GELU(), nn.ConvTranspose2d(8, 3, 2, 2)))(
-    autoencoder=lambda s, img: F.mse_loss(s.net(img), img),
-    total_variation=lambda s, img: F.l1_loss(out := s.net(img), img) + out.diff(dim=3).abs().mean(),
-)
-programs("equal", net=lambda: nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), nn.PixelShuffle(2), nn.Conv2d(3, 3, 3)))(
-    upsampled=lambda s, img: F.mse_loss(F.interpolate(s.net(img), size=8, mode="bilinear"), img)
-)
-programs("equal", net=lambda: nn.Conv1d(6, 3, 3, padding=1))(
-    conv1d=lambda s, seq, tags: F.cross_entropy(s.net(seq.transpose(1, 2)), tags)
-)
-programs("equal", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.PReLU(), nn.Linear(8, 6), nn.GLU()))(
-    layer_norm=ce, cumsum_over_time=lambda s, seq: s.net(seq.cumsum(1)).logsumexp(-1).cumsum(1).mean()
-)
-programs("equal", net=net(embedding, linear(6)))(
-    embedding_mean=lambda s, ids, y: F.cross_entropy(s.net[1](s.net[0](ids).mean(1)), y),
-    embedding_max=lambda s, ids, y: F.cross_entropy(s.net[1](s.net[0](ids).max(1).values), y),
-    gathered_last=lambda s, ids, lens, y: F.cross_entropy(
-        s.net[1](s.net[0](ids).gather(1, (lens - 1).view(-1, 1, 1).expand(-1, 1, 6)).squeeze(1)), y
-    ),
-)
-programs("either", net=lambda: nn.EmbeddingBag(WORDS, 3))(
-    embedding_bag=lambda s, ids, y: F.cross_entropy(s.net(ids), y)
-)
-programs("either", net=lambda: nn.Bilinear(6, 6, 3))(bilinear=lambda s, x, z, y: F.cross_entropy(s.net(x, z), y))
 programs("either")(
-    last_by_arange=lambda s, seq, lens, y: F.cross_entropy(s.net(seq)[torch.arange(len(seq)), lens - 1], y),
-    spectral_loss=lambda s, seq: torch.fft.rfft(s.net(seq), dim=1).abs().mean(),
-    prototypes=lambda s, x, y: F.cross_entropy(-torch.cdist(s.net(x), s.net[2].weight[:, :3]), y),
     per_sample_vmap=lambda s, x, y: vmap(lambda a, b: F.cross_entropy(s.net(a), b))(x, y).mean(),
-    top_k_of_classes=lambda s, x: s.net(x).topk(2, dim=1).values.diff(dim=1).exp().mean(),
-    fused_rows=lambda s, seq: s.net(seq.transpose(0, 1).reshape(TOKENS, -1, 6)).logsumexp(-1).mean(0).std(),
 )
 
 
@@ -1189,238 +833,6 @@ def routed_experts(s, x, y):
         out = out.index_add(0, rows, s.net[k](x[rows]))
     return F.cross_entropy(out, y)
 
-
-@programs("equal", net=net(linear(6), linear(6), linear(6, 2)))
-def mixed_experts(s, x, y):
-    gates = s.net[2](x).softmax(1)
-    out = gates[:, :1] * s.net[0](x) + gates[:, 1:] * s.net[1](x)
-    importance = gates.sum(0)
-    return F.cross_entropy(out, y) + 0.1 * (importance.std() / importance.mean()) ** 2
-
-
-# -- packed sequences: each part sorts and packs its own samples
-
-rnn = nn.utils.rnn
-descending = lambda batch: {**batch, "lens": batch["lens"].sort(descending=True).values}  # noqa: E731
-listed = lambda batch: {**batch, "lens": batch["lens"].tolist()}  # noqa: E731
-
-
-def packed(x: torch.Tensor, lens: Any, **options: Any) -> Any:
-    return rnn.pack_padded_sequence(x, lens, **{"batch_first": True, "enforce_sorted": False, **options})
-
-
-def recurrent(kind: Any = nn.LSTM, outputs: int = 8, **options: Any) -> Callable[[], nn.Module]:
-    return net(lambda: kind(6, 8, **{"batch_first": True, **options}), linear(outputs))
-
-
-def attended(s: Any, out: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-    absent = torch.arange(out.shape[1]) >= lens[:, None]
-    return s.net[1]((s.net[1](out).masked_fill(absent[..., None], -1e9).softmax(1).mT @ out).mean(1))
-
-
-def head(s: Any, hidden: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(s.net[1](hidden), y)
-
-
-def state(s: Any, given: Any, layer: int = -1) -> torch.Tensor:
-    return s.net[0](given)[1][0][layer]
-
-
-def padded(s: Any, given: Any, *options: Any) -> Any:
-    return rnn.pad_packed_sequence(s.net[0](given)[0], True, *options)
-
-
-def flat(s: Any, seq: torch.Tensor, lens: Any) -> torch.Tensor:  # of all tokens that are there
-    return s.net[1](s.net[0](packed(seq, lens))[0].data)
-
-
-programs("equal", net=recurrent())(
-    packed_sequence=lambda s, seq, lens, y: head(s, state(s, packed(seq, lens.cpu())), y),
-    packed_last_list=lambda s, seq, lens, y: head(s, state(s, packed(seq, lens.tolist())), y),
-    packed_mean_over_time=lambda s, seq, lens, y: head(s, padded(s, packed(seq, lens))[0].mean(1), y),
-    packed_total_length=lambda s, seq, lens, tags: F.cross_entropy(
-        s.net[1](padded(s, packed(seq, lens), 0.5, seq.shape[1])[0]).mT, tags
-    ),
-    packed_attention=lambda s, seq, lens, y: F.cross_entropy(attended(s, *padded(s, packed(seq, lens))), y),
-    packed_tokens=lambda s, seq, lens, ids: F.cross_entropy(flat(s, seq, lens), packed(ids % 3, lens).data),
-    packed_tokens_sum=lambda s, seq, lens, ids: (
-        F.cross_entropy(flat(s, seq, lens), packed(ids % 3, lens).data, reduction="sum") / lens.sum()
-    ),
-    packed_statistics=lambda s, seq, lens: (
-        (out := flat(s, seq, lens)).var(0).sum() + out.square().sum() / len(out) + out.amax()
-    ),
-    packed_state=lambda s, seq, lens, y: head(
-        s, s.net[0](packed(seq, lens), ((h := seq[None, :, 0].repeat(1, 1, 2)[..., :8]), h.tanh()))[1][1][0], y
-    ),
-    packed_replaced=lambda s, seq, lens, y: head(
-        s, state(s, (p := packed(seq, lens))._replace(data=p.data.tanh() * 2), 0), y
-    ),
-    packed_returned=lambda s, seq, lens, y: {
-        "loss": head(s, h := state(s, packed(seq, lens), 0), y), "state": h.detach()
-    },
-    packed_two=lambda s, seq, lens, y, x: head(
-        s, state(s, packed(seq, lens), 0) + state(s, packed(seq + x[:, None], 8 - lens), 0), y
-    ),
-)  # fmt: skip
-programs("equal", net=recurrent(), form=listed)(
-    packed_lengths_listed=lambda s, seq, lens, y: head(s, state(s, packed(seq, lens)), y)
-)
-programs("equal", net=recurrent(), form=descending)(
-    packed_sorted=lambda s, seq, lens, y: head(s, state(s, packed(seq, lens, enforce_sorted=True)), y),
-    packed_sorted_padded=lambda s, seq, lens: (
-        s.net[1](padded(s, packed(seq, lens.cpu(), enforce_sorted=True))[0]).logsumexp(-1).mean()
-    ),
-)
-programs("equal", net=recurrent(nn.GRU, 16, num_layers=2, bidirectional=True))(
-    packed_gru=lambda s, seq, lens, y: head(s, torch.cat(s.net[0](packed(seq, lens))[1].unbind(0)[-2:], 1), y)
-)
-programs("equal", net=recurrent(nn.RNN, nonlinearity="relu", batch_first=False))(
-    packed_rnn_time_first=lambda s, seq, lens, y: head(
-        s, rnn.pad_packed_sequence(s.net[0](packed(seq.transpose(0, 1), lens, batch_first=False))[0])[0].amax(0), y
-    )
-)
-programs("equal", net=net(embedding, lambda: nn.LSTM(6, 8, batch_first=True, proj_size=4), linear(4)))(
-    packed_embedding=lambda s, ids, lens, y: F.cross_entropy(
-        s.net[2](s.net[1](packed(s.net[0](ids), lens.cpu()))[1][0][-1]), y
-    )
-)
-
-
-@programs("equal", net=recurrent())
-def packed_by_hand(s, seq, lens, y):
-    lens, order = lens.sort(descending=True)
-    out, _ = padded(s, packed(seq[order], lens.tolist(), enforce_sorted=True))
-    inverse = torch.zeros_like(order)
-    inverse[order] = torch.arange(len(order))
-    return head(s, out.sum(1)[inverse], y)
-
-
-@programs("equal", net=recurrent())
-def packed_written_back(s, seq, lens, y):
-    lens, order = lens.sort(0, descending=True)
-    found = state(s, packed(seq[order], lens, enforce_sorted=True), 0)
-    back = torch.zeros_like(seq[:, 0, :1].expand(-1, 8))
-    back[order] = found
-    return head(s, back, y) + head(s, found, y[order])
-
-
-@programs("refused", net=recurrent())
-def packed_loop(s, seq, lens):
-    tokens, sizes = packed(seq, lens)[:2]
-    return sum(s.net[0](each)[0].mean() for each in tokens.split(sizes.tolist()))
-
-
-programs("equal")(
-    sorted_losses=lambda s, x, y: each(s, x, y).sort(descending=True).values.square().mean(),
-    sorted_by_weight=lambda s, x, y, w: F.cross_entropy(s.net(x[order := w.argsort()]), y[order]),
-)
-programs("refused", net=recurrent())(
-    packed_unpaired=lambda s, seq, lens, y: head(  # labels are not in the order of the states
-        s, state(s, packed(seq[(found := lens.sort(descending=True))[1]], found[0], enforce_sorted=True)), y
-    ),
-    packed_mixed=lambda s, seq, lens, y: head(
-        s, s.net[0](0.5 * seq + 0.5 * seq[packed(seq, lens).sorted_indices])[1][0][-1], y
-    ),
-    packed_swapped=lambda s, seq, lens, y: head(
-        s, state(s, rnn.PackedSequence((p := packed(seq, lens))[0], p[1], p[3], p[2])), y
-    ),
-    packed_first_tokens=lambda s, seq, lens, y: head(s, s.net[0](packed(seq, lens))[0].data[: len(y)], y),
-    packed_some_tokens=lambda s, seq, lens: s.net[1](s.net[0](packed(seq, lens))[0].data[:5]).logsumexp(1).mean(),
-    packed_cumsum=lambda s, seq, lens: s.net[1](s.net[0](packed(seq, lens))[0].data.cumsum(0)).logsumexp(1).mean(),
-    packed_softmax=lambda s, seq, lens: s.net[1](s.net[0](packed(seq, lens))[0].data.softmax(0)).logsumexp(1).mean(),
-    packed_neighbors=lambda s, seq, lens: ((out := flat(s, seq, lens))[1:] - out[:-1]).square().mean(),
-    packed_masked=lambda s, seq, lens: (out := flat(s, seq, lens))[out > 0].mean(),
-    packed_sizes=lambda s, seq, lens: flat(s, seq, lens).logsumexp(1).sum() / packed(seq, lens).batch_sizes.max(),
-    packed_returns_order=lambda s, seq, lens, y: {
-        "loss": head(s, state(s, p := packed(seq, lens)), y), "data": p.data.detach()
-    },
-    packed_list_kept=lambda s, seq, lens: (
-        setattr(s, "kept", lens.tolist()) or s.net[1](state(s, packed(seq, s.kept))).logsumexp(1).mean()
-    ),
-    packed_list_compared=lambda s, seq, lens: (
-        s.net[1](state(s, packed(seq, lens))).logsumexp(1).mean() * (1 + (lens.tolist() == [7] * len(lens)))
-    ),
-    packed_order_kept=lambda s, seq, lens: (
-        setattr(s, "kept", packed(seq, lens)) or s.net[1](state(s, s.kept)).logsumexp(1).mean()
-    ),
-)  # fmt: skip
-programs("refused", net=recurrent(num_layers=2, dropout=0.3))(
-    packed_dropout=lambda s, seq, lens, y: head(s, state(s, packed(seq, lens)), y)
-)
-programs("equal")(
-    codebook=lambda s, x, z: torch.cdist(s.net(x), s.net[2].weight[:, :3].detach()).amin(1).mean(),
-    selected_tokens=lambda s, seq, tags: F.cross_entropy(
-        s.net(seq[(at := (tags != -100).nonzero(as_tuple=True))]), tags[at], reduction="sum"
-    ) / max(1, len(at[0])),
-    size_in_rows=lambda s, x, y: (each(s, x, y) / torch.full((len(x),), len(x))).sum(),
-    row_for_each=lambda s, x, y: ce(s, x, y) * (1 + x.mean(0).expand_as(x).sum() / x.mean(0).expand(len(x), 6).numel()),
-)  # fmt: skip
-programs("refused")(
-    first_four=lambda s, x, y: ce(s, x[:4], y[:4]) + s.net(x).square().mean(),
-    last_four=lambda s, x, y: ce(s, x[-4:], y[-4:]) + s.net(x).square().mean(),
-    places_masked=lambda s, x, y, pos: ce(s, x, y) * (1 + torch.arange(len(x))[pos > 0].sum()),
-    places_written=lambda s, x, y, pos: F.cross_entropy(
-        s.net(x[(at := torch.arange(len(x))).__setitem__(pos > 0, 0) or at]), y
-    ),
-    places_returned=lambda s, x, y: {"loss": ce(s, x, y), "at": torch.arange(len(x))},
-)
-
-
-programs("refused")(size_dict=lambda s, x, y: ce(s, x, y) * {8: 0.5}.get(len(x), 2.0))  # a dict hashes the part's size
-
-
-# -- checkpoints and functions with a backward pass of their own
-
-programs("either")(  # a checkpoint in a part of one sample is refused
-    checkpointed=lambda s, x, y: F.cross_entropy(s.net[2](checkpoint(s.net[:2], x, use_reentrant=False)), y)
-)
-programs("either")(
-    checkpointed_reentrant=lambda s, x, y: F.cross_entropy(
-        s.net[2](checkpoint(s.net[1], s.net[0](x), use_reentrant=True)), y
-    ),
-    checkpointed_loss=lambda s, x, y: checkpoint(lambda a: ce(s, a, y), x, use_reentrant=False),
-    checkpointed_statistic=lambda s, x, y: (
-        ce(s, x, y) + checkpoint(lambda a: s.net(a).std(0).mean() + s.net(a).mean().exp(), x, use_reentrant=False)
-    ),
-)
-programs("refused", net=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))(
-    checkpointed_batch_norm=lambda s, x, y: F.cross_entropy(checkpoint(s.net, x, use_reentrant=False), y)
-)
-
-
-def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type("Custom", (torch.autograd.Function,), members).apply
-
-
-straight = function(lambda ctx, a: a.round(), lambda ctx, grad: grad)
-reverse = function(lambda ctx, a: a.clone(), lambda ctx, grad: -0.5 * grad)
-centers = function(lambda ctx, a: a.clone(), lambda ctx, grad: grad - grad.mean(0))
-clamps = function(lambda ctx, a: a.clone(), lambda ctx, grad: grad.clamp(-0.02, 0.02))
-unit = function(lambda ctx, a: a.clone(), lambda ctx, grad: grad / grad.norm())
-sums = function(lambda ctx, a: a.sum(0), lambda ctx, grad: grad.expand(BATCH, -1) * 1.0)
-rows_mixed = function(lambda ctx, a: a + a.mean(0), lambda ctx, grad: grad + grad.mean(0))
-
-
-def fused_forward(ctx: Any, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    ctx.save_for_backward((out.softmax(1) - F.one_hot(y, out.shape[1])) / len(out))
-    return F.cross_entropy(out, y)
-
-
-fused = function(fused_forward, lambda ctx, grad: (ctx.saved_tensors[0] * grad, None))
-programs("either")(
-    custom_straight_through=lambda s, x, y: F.cross_entropy(s.net[2](straight(s.net[:2](x) * 4)), y),
-    custom_reversal=lambda s, x, y, z: ce(s, x, y) + F.mse_loss(s.net[2](reverse(s.net[:2](x))), z[:, :3]),
-    custom_fused_loss=lambda s, x, y: fused(s.net(x), y),
-    custom_on_loss=lambda s, x, y: reverse(ce(s, x, y)),
-    custom_sum=lambda s, x, y: ce(s, x, y) + (sums(s.net(x)).pow(2).sum() * 0.01 if len(x) == BATCH else 0),
-)
-programs("refused")(
-    custom_centers=lambda s, x, y: F.cross_entropy(centers(s.net(x)), y),
-    custom_unit_gradient=lambda s, x, y: F.cross_entropy(unit(s.net(x)), y),
-    custom_rows_mixed=lambda s, x, y: F.cross_entropy(rows_mixed(s.net(x)), y),
-)
-programs("either")(custom_clamps=lambda s, x, y: F.cross_entropy(clamps(s.net(x)), y))
 
 # Their values or gradients cancel, so that float32 keeps fewer digits; float64 shows that they are equal.
 for cancels in ("triplet_given", "advantage", "donsker_varadhan", "three_stacked"):

@@ -5,18 +5,14 @@
     python benchmarks/rescue_random.py --truth --count 500    # no rescue: all programs run, and run the same twice
 
 A seed gives the source of a LightningModule, composed from `data/rescue_grammar.txt`. About half of the programs also
-mix samples in a way that no sum over parts can repeat. Each trains four steps: once without a failure, and once with an
-out-of-memory error in one step if the batch has more than `most` samples. Weights, buffers, optimizer state, plain
-attributes, logged values and outputs are then compared, in float64 to 1e-9 and for every fourth program in float32 to
-1e-5. A program that draws numbers for each sample (dropout) may end with other draws. It is then compared again with
-draws of no effect.
+mix samples in a way that no sum over parts can repeat. Each trains four steps, fails and is compared as in `rescue.py`:
+in float64 to 1e-9, and every fourth program in float32 to 1e-5.
 """
 
 from __future__ import annotations
 
 import argparse
 import linecache
-import logging
 import random
 import re
 import sys
@@ -25,19 +21,16 @@ import time
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from torch.utils.data import DataLoader
 
-from rescue import direct_guard
-from shared.truth import QUIET
+from rescue import Verdict, examine
+from rescue_programs import began
+from shared.truth import quieten
 
 GRAMMAR = Path(__file__).parent / "data" / "rescue_grammar.txt"
 
@@ -68,26 +61,46 @@ MIXERS = {name: title[6:] for title in TABLES if title.startswith("mixer ") for 
 
 @dataclass(frozen=True)
 class Program:
-    """A training as source text, and the failure that is planted in it."""
+    """A training as source text; `rescue.py` trains it."""
 
     seed: int
     source: str
     tags: tuple[str, ...]
     mixer: str = ""  # "": none
     gate: str = ""  # how it is used and hidden
-    draws: bool = False  # numbers are drawn for each sample
-    fail_at: int = 0  # the step that runs out of memory
-    most: int = 4  # samples that fit
-    place: str = "forward"
-    operator: int = 0  # how many operators, or nodes of the backward pass, come before the error
-    float32: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # of the Trainer
+
+    @property
+    def precision(self) -> str:
+        """Float64, but float32 for every fourth program."""
+        return "32-true" if self.seed % 4 == 3 else "64-true"
+
+    @property
+    def loose(self) -> float:
+        """Factor for the tolerance."""
+        return 10.0 if self.precision == "32-true" else 1000.0
 
     def __str__(self) -> str:
-        failure = f"step {self.fail_at} above {self.most} samples, {self.place} {self.operator}"
         mixer = f"mixer {self.mixer} ({self.gate})" if self.mixer else "no mixer"
-        precision = "float32" if self.float32 else "float64"
-        return f"seed {self.seed}: {failure}; {precision} {self.settings}; {mixer}; {', '.join(self.tags)}"
+        return f"seed {self.seed}: {self.precision} {self.settings}; {mixer}; {', '.join(self.tags)}"
+
+    def training(self, _: int) -> tuple[Any, DataLoader]:
+        """Execute the source as a module whose lines tracebacks can show; its program, and its batches."""
+        name = f"random_program_{self.seed}"
+        module = sys.modules[name] = types.ModuleType(name)
+        module.__file__ = f"{name}.py"
+        linecache.cache[module.__file__] = (1, None, self.source.splitlines(keepends=True), module.__file__)
+        exec(compile(self.source, module.__file__, "exec"), vars(module))
+        return type("Begins", (Begins, module.Program), {})(), DataLoader(list(module.batches()), batch_size=None)
+
+
+class Begins:
+    """Goes before a program's module: a step of it begins."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for each in began:
+            each()
+        return super().training_step(batch, batch_idx)
 
 
 class Draft:
@@ -118,21 +131,9 @@ def compose(seed: int) -> Program:
     draft, draws = Draft(rng), rng.choice(["", "", "", "", "rows", "shared"])
     mixer = rng.choice(list(MIXERS)) if rng.random() < 0.55 else ""
     hidden = _forward(draft, mixer, draws)
-    sizes, most = [draft.batch] * 3 + [rng.choice([draft.batch] * 3 + [draft.batch - 3])], rng.randint(1, 5)
-    return Program(
-        seed,
-        _source(draft, sizes),
-        tuple(draft.tags),
-        mixer,
-        hidden,
-        draws=draws == "rows" or mixer in ("permuted", "mixup"),
-        fail_at=rng.choice([k for k in range(4) if sizes[k] > most]),
-        most=most,
-        place=rng.choice(["forward", "forward", "backward"]),
-        operator=rng.choice([0, rng.randrange(10), rng.randrange(60), 999]),
-        float32=seed % 4 == 3,
-        settings=rng.choice([{}] * 4 + [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.5}]),
-    )
+    sizes = [draft.batch] * 3 + [rng.choice([draft.batch] * 3 + [draft.batch - 3])]
+    settings = rng.choice([{}] * 4 + [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.5}])
+    return Program(seed, _source(draft, sizes), tuple(draft.tags), mixer, hidden, settings)
 
 
 def _forward(draft: Draft, mixer: str, draws: str) -> str:
@@ -256,194 +257,6 @@ def _source(draft: Draft, sizes: list[int]) -> str:
     )
 
 
-# -- a training
-
-
-@dataclass(frozen=True)
-class Run:
-    """How a training ended."""
-
-    values: dict[str, torch.Tensor]
-    error: str = ""
-    refused: str = ""
-    failures: int = 0  # planted errors that were raised
-    mixes: bool = False  # the mixer ran in the step with the failure
-
-
-class Fails(TorchDispatchMode):
-    """Fail in the operator of this number."""
-
-    def __init__(self, left: int, fail: Callable[[], None]):
-        super().__init__()
-        self.left, self.fail = left, fail
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            self.fail()
-        return func(*args, **(kwargs or {}))
-
-
-class Recorder(pl.Callback):
-    """Install the guard, and keep what each step logs and returns."""
-
-    def __init__(self, guard: Callable[..., Any] | None):
-        self.guard, self.rescuer, self.refused, self.values = guard, None, "", {}
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.rescuer = self.guard(trainer, pl_module) if self.guard else None
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.refused = str(getattr(self.rescuer, "refused", "") or "")
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.values |= flat(f"logged in step {batch_idx}", dict(trainer.callback_metrics))
-        self.values |= flat(f"returned by step {batch_idx}", outputs)
-
-
-class Planted:
-    """Goes before a program's module: its step fails ("fail") or is watched ("watch")."""
-
-    program, mode, notes = None, "", None  # set in the class of each run, so that no attribute of a module is ours
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch._C.DisableTorchFunction():  # the size that the batch has, whatever a rescue says about it
-            n = tree_leaves(batch)[0].shape[0]
-        if batch_idx != self.program.fail_at or (self.mode == "fail" and n <= self.program.most):
-            return super().training_step(batch, batch_idx)
-        return {"fail": fail, "watch": watch}[self.mode](self, super().training_step, batch, batch_idx)
-
-
-def fail(model: Any, step: Any, batch: Any, batch_idx: int) -> Any:
-    program, notes, armed = model.program, model.notes, [True]
-
-    def now(*_: Any) -> None:
-        if armed:  # a hook may outlive its attempt
-            armed.clear()
-            notes["failures"] += 1
-            raise torch.OutOfMemoryError("planted")
-
-    if program.place == "forward":
-        with Fails(program.operator, now):
-            step(batch, batch_idx)
-        return now()
-    out = step(batch, batch_idx)
-    loss = out["loss"] if isinstance(out, dict) else out
-    if loss is None or loss.grad_fn is None:
-        return now() if torch.is_grad_enabled() else out
-    nodes = [loss.grad_fn]
-    for node in nodes:
-        nodes += [following for following, _ in node.next_functions if following and following not in nodes]
-    nodes[min(program.operator, len(nodes) - 1)].register_prehook(now)
-    return out
-
-
-def watch(model: Any, step: Any, batch: Any, batch_idx: int) -> Any:
-    """Do a step, and note whether one of the mixer's lines ran."""
-    name, notes = f"{type(model).__mro__[2].__module__}.py", model.notes
-    notes["mixes"] = False
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != name:
-            return None
-        notes["mixes"] |= event == "line" and "# mixer" in linecache.getline(name, frame.f_lineno)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        return step(batch, batch_idx)
-    finally:
-        sys.settrace(None)
-
-
-def attributes(model: pl.LightningModule) -> dict[str, Any]:
-    """Return what a program keeps in plain attributes."""
-    return {k: v for k, v in vars(model).items() if k in ("seen", "counts", "history", "slow", "kept")}
-
-
-def flat(name: str, tree: Any) -> dict[str, torch.Tensor]:
-    """Return the numbers and tensors of a tree, by path."""
-    leaves = [
-        (path, leaf) for path, leaf in tree_flatten_with_path(tree)[0] if isinstance(leaf, (int, float, torch.Tensor))
-    ]
-    return {f"{name} {keystr(path)}".strip(): torch.as_tensor(leaf).detach().clone() for path, leaf in leaves}
-
-
-def load(program: Program) -> types.ModuleType:
-    """Execute the source as a module whose lines tracebacks can show."""
-    name = f"random_program_{program.seed}"
-    module = sys.modules[name] = types.ModuleType(name)
-    module.__file__ = f"{name}.py"
-    linecache.cache[module.__file__] = (1, None, program.source.splitlines(keepends=True), module.__file__)
-    exec(compile(program.source, module.__file__, "exec"), vars(module))
-    return module
-
-
-def train(program: Program, mode: str) -> Run:
-    """Train the program's steps."""
-    torch.manual_seed(program.seed)
-    random.seed(program.seed)
-    module, notes = load(program), {"failures": 0}
-    model = type("Planted", (Planted, module.Program), {"program": program, "mode": mode, "notes": notes})()
-    recorder, error = Recorder(direct_guard if mode == "fail" else None), ""
-    precision = "32-true" if program.float32 else "64-true"
-    settings = {"max_epochs": 1, "accelerator": "cpu", "precision": precision, **QUIET, **program.settings}
-    trainer = pl.Trainer(callbacks=[recorder], **settings)
-    try:
-        trainer.fit(model, DataLoader(list(module.batches()), batch_size=None))
-    except BaseException as raised:
-        if isinstance(raised, KeyboardInterrupt):
-            raise
-        error = f"{type(raised).__name__}: {raised}"
-    finally:
-        if recorder.rescuer is not None:
-            recorder.rescuer.close()
-        del sys.modules[module.__name__]
-    values = flat("weights", dict(model.state_dict())) | flat("attributes", attributes(model)) | recorder.values
-    states = [optimizer.state[p] for optimizer in trainer.optimizers for p in model.parameters()]
-    return Run(values | flat("optimizer", states), error, recorder.refused, **notes)
-
-
-# -- the verdict
-
-
-def difference(one: Run, other: Run, tolerance: float) -> str:
-    """Return the largest difference of two runs beyond the tolerance, or nothing."""
-    if one.values.keys() != other.values.keys():
-        return f"only one has {sorted(one.values.keys() ^ other.values.keys())[:4]}"
-    worst, words = 1.0, ""
-    for name, a in one.values.items():
-        b = other.values[name]
-        if a.shape != b.shape:
-            return f"{name}: shape {tuple(a.shape)} and {tuple(b.shape)}"
-        if a.numel():
-            off = float((a.double() - b.double()).abs().max()) / (float(a.double().abs().max()) + 1e-2) / tolerance
-            if not off <= worst:
-                worst, words = off, f"{name}: off by {off * tolerance:.1e}"
-    return words
-
-
-def outcome(program: Program, guarded: bool) -> tuple[str, str, Run]:
-    """Return how a program ended, in which words, and its run without a failure."""
-    truth, tolerance = train(program, "watch"), 1e-5 if program.float32 else 1e-9
-    if truth.error or not all(v.isfinite().all() for v in truth.values.values()):
-        return "broken", truth.error or "not finite", truth
-    if not guarded:
-        again = difference(truth, train(program, "watch"), 1e-15)
-        return ("differs when run twice" if again else "runs"), again, truth
-    run = train(program, "fail")
-    if run.error.startswith("OutOfMemoryError") and run.refused:
-        return "refused", run.refused, truth
-    if run.error or not run.failures:
-        return "OTHER", f"raises {run.error}" if run.error else "the planted error was not raised", truth
-    words = difference(truth, run, tolerance)
-    if words and program.draws:
-        small = replace(program, source=program.source.replace("DRAW = 0.2", "DRAW = 1e-15"))
-        words = difference(train(small, "watch"), train(small, "fail"), tolerance)
-        return ("OTHER", f"without draws {words}", truth) if words else ("other draws", "", truth)
-    return ("OTHER", words, truth) if words else ("equal", "", truth)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=500)
@@ -451,39 +264,40 @@ def main() -> int:
     parser.add_argument("--show", type=int, help="print the program of this seed, and how it ends")
     parser.add_argument("--truth", action="store_true", help="without the rescue")
     options = parser.parse_args()
+    options.steps, options.how = 4, "direct"
     warnings.simplefilter("ignore")
-    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_memguard"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quieten()
     torch.set_num_threads(1)
     seeds = [options.show] if options.show is not None else range(options.seed, options.seed + options.count)
     found, start = [], time.perf_counter()
     for seed in seeds:
         program = compose(seed)
-        ended, words, truth = outcome(program, not options.truth)
-        found.append((program, ended, words, truth))
-        if options.show is not None or ended in ("OTHER", "broken", "differs when run twice"):
-            print(program, program.source, f"{ended}: {words}", f"mixer active: {truth.mixes}", sep="\n", flush=True)
+        verdict = examine(program, program.precision, options)
+        found.append((program, verdict))
+        if options.show is not None or verdict.outcome in ("OTHER", "broken"):
+            print(program, program.source, f"{verdict.outcome}: {verdict.words}", sep="\n", flush=True)
     print(f"{len(found)} programs in {time.perf_counter() - start:.0f} s")
     return report(found)
 
 
-def report(found: list[tuple[Program, str, str, Run]]) -> int:
-    """Print the verdict; return the exit status."""
+def report(found: list[tuple[Program, Verdict]]) -> int:
+    """Print the verdicts; return the exit status."""
     for mixed in (False, True):
-        some = [(p, ended, words) for p, ended, words, truth in found if truth.mixes == mixed]
-        print(f"\n{'with an active mixer' if mixed else 'without an active mixer'}: {len(some)}")
-        for ended, count in Counter(ended for _, ended, _ in some).most_common():
+        some = [(p, verdict) for p, verdict in found if bool(p.mixer) == mixed]
+        print(f"\n{'with a mixer' if mixed else 'without a mixer'}: {len(some)}")
+        for ended, count in Counter(verdict.outcome for _, verdict in some).most_common():
             print(f"  {count:4} {ended}")
         reasons: dict[str, list[int]] = {}
-        for p, ended, words in some:
-            if ended == "refused":
-                reasons.setdefault(re.sub(r"random_program_\d+\.py:\d+|\d+", "N", words)[:150], []).append(p.seed)
+        for p, verdict in some:
+            if verdict.outcome == "refused":
+                reason = re.sub(r"random_program_\d+\.py:\d+|\d+", "N", verdict.words)[:150]
+                reasons.setdefault(reason, []).append(p.seed)
         for reason, seeds in sorted(reasons.items(), key=lambda item: -len(item[1])):
             print(f"       {len(seeds):4} {reason} (seeds {', '.join(map(str, seeds[:3]))})")
-    for p, ended, _, truth in found:
-        if truth.mixes and ended in ("equal", "other draws"):
-            print(f"equal despite its mixer: {p}")
-    bad = [p.seed for p, ended, _, _ in found if ended in ("OTHER", "broken", "differs when run twice")]
+    for p, verdict in found:
+        if p.mixer and verdict.outcome == "equal":
+            print(f"equal with a mixer: {p}")
+    bad = [p.seed for p, verdict in found if verdict.outcome in ("OTHER", "broken")]
     print(f"OTHER or broken: {len(bad)} {bad}")
     return int(bool(bad))
 

@@ -11,7 +11,7 @@ import gc
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -126,12 +126,26 @@ def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captures run in this process, as in a child, so that a test sees what they do."""
+def _capture_here(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("capture", "leftovers"):
         monkeypatch.setattr(f"lightning_memguard.core.capture.{module}.in_child", lambda: True)
     monkeypatch.setattr("lightning_memguard.core.isolation.pool.can_fork", lambda: False)
+    # Only a child, which ends, may unfreeze all objects: each later collection of this process would search them.
+    monkeypatch.setattr("lightning_memguard.training.data.workers.collected_bytes", lambda: 0)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures run in this process, as in a child, so that a test sees what they do."""
+    _capture_here(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def all_here() -> Iterator[None]:
+    """As `here`, for all tests of a file and what they share."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _capture_here(monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,8 +2,7 @@
 
 It comes from PyTorch's allocator: oneDNN's copies in its own blocked layout (`cpu_alloc` in
 aten/src/ATen/native/mkldnn/IDeepRegistration.cpp), buffers for each thread, contiguous copies. Each rule names the
-function it describes; `benchmarks/cpu_scratch.py` measures them all against the profiler's memory events (recorded on
-torch 2.13, x86-64 with AVX-512, one and two threads).
+function it describes; `tests/core/kernels/test_cpu.py` compares them with the profiler's memory events.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Matrix factorizations on the CPU: copies in LAPACK's column-major order, and its workspaces.
 
-Recorded on torch 2.11 and 2.13 with MKL, x86-64 (`benchmarks/cpu_scratch.py`).
+Recorded on torch 2.11 and 2.13 with MKL, x86-64 (`tests/core/kernels/test_cpu.py`).
 """
 
 from __future__ import annotations

@@ -269,7 +269,47 @@ OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
         for dtype in (torch.float32, F64)
     },
     "matrices with gaps": lambda: (aten.bmm.default, torch.rand(3, 16, 80)[..., ::2], torch.rand(3, 40, 90)[..., ::2]),
+    **{
+        f"batch norm, {name}": lambda last=last: (aten.native_batch_norm.default, *of_channels(last), True, 0.1, 1e-5)
+        for name, last in (("contiguous", False), ("channels last", True))
+    },
+    **{
+        f"its gradients, {name}": lambda last=last: (
+            aten.native_batch_norm_backward.default,
+            *(tensor(4, 24, 9, 9, last=last), *of_channels(last)[:2], *of_channels(last)[3:]),
+            *(torch.rand(24), torch.rand(24), True, 1e-5, [True, True, True]),
+        )
+        for name, last in (("contiguous", False), ("channels last", True))
+    },
+    "softmax of a transposed matrix": lambda: (aten._softmax.default, torch.rand(40, 50).t(), 1, False),
+    "the gradient of a softmax": lambda: (
+        aten._softmax_backward_data.default,
+        *(torch.rand(40, 50).t(), torch.rand(50, 40), 1, torch.float32),
+    ),
+    "the gradient of an embedding": lambda: (
+        aten.embedding_dense_backward.default,
+        *(torch.rand(8, 600).t(), torch.randint(50, (600,)), 50, -1, False),
+    ),
+    "the gradient of pooling": lambda: (
+        aten._adaptive_avg_pool2d_backward.default,
+        *(torch.rand(4, 24, 2, 3).transpose(2, 3), torch.rand(4, 24, 9, 9)),
+    ),
+    **{
+        f"small images, {kind}": lambda kind=kind: (
+            getattr(aten, f"upsample_{kind}2d").default,
+            *(torch.rand(2, 3, 6, 6), [12, 12], *([False] if kind == "bilinear" else [])),
+        )
+        for kind in ("nearest", "bilinear")
+    },
+    "a transposed matrix, copied": lambda: (aten.copy_.default, torch.rand(90, 80), torch.rand(80, 90).t()),
+    "sums so far of flags": lambda: (aten.cumsum.default, torch.rand(X) > 0.5, 1),
+    "unfolded images": lambda: (aten.im2col.default, torch.rand(2, 3, 8, 8), [3, 3], [1, 1], [0, 0], [1, 1]),
 }
+
+
+def of_channels(last: bool) -> tuple[torch.Tensor, ...]:
+    """Images, and a weight, a bias and the statistics of their channels."""
+    return (tensor(4, 24, 9, 9, last=last), *torch.rand(4, 24))
 
 
 @pytest.mark.parametrize("case", OTHERS)

@@ -59,7 +59,8 @@ def alive_at_start(trace: Trace, part: str) -> int:
     return sum(event.nbytes for event in trace if event.part == part and event.phase == "setup")
 
 
-@pytest.mark.parametrize("case", ["bf16", pytest.param("fsdp1 grad op", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["bf16", "fsdp1 grad op"])
 def test_a_rank_takes_what_the_profiler_sees_of_it(case: str) -> None:
     """The ranks do not divide these layers evenly; the benchmark fails where a byte differs, in bf16 0.3 %."""
     command = [sys.executable, BENCHMARK, "--models", "mlp", "--ranks", "2", "--samples", "5", "--only", case]

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import DoesNotFitError, MemGuard
 from lightning_memguard.core import gpus
 from lightning_memguard.core.batch.batches import batches_from_one
-from lightning_memguard.core.capture.capture import UserCode
 from lightning_memguard.core.capture.predict import Prediction, predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.decision.advice import Advice, in_order, text
 from lightning_memguard.core.decision.decision import Budget, Request
+from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.growth import grow
 from lightning_memguard.core.trace.trace import Event, Trace
@@ -35,6 +35,8 @@ from lightning_memguard.training.planning.subject import trainer_for
 from lightning_memguard.training.run import choose as choose_module
 from lightning_memguard.training.run import tune as tuning_module
 from lightning_memguard.units import KIB, MIB
+
+pytestmark = pytest.mark.usefixtures("all_here")
 
 SIZE = 16
 
@@ -123,7 +125,7 @@ def by_name(found: AdviceReport) -> dict[str, Advice]:
 
 
 @pytest.fixture(scope="module")
-def stacked() -> AdviceReport:
+def stacked(all_here: None) -> AdviceReport:
     return tried(program_of(Stacked()))
 
 
@@ -206,14 +208,14 @@ def test_pairs_save_more_than_either_and_are_never_two_of_a_kind(stacked: Advice
         assert not {"SGD", "Adafactor"} >= set(pair.remedies)
 
 
-def test_side_by_side_remedies_give_what_they_give_one_by_one() -> None:
+def test_side_by_side_remedies_give_what_they_give_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"share": 0.4, "only": ("SGD", "bf16-mixed", "accumulation")}
+    one_by_one = tried(program_of(Stacked()), **options)
+    monkeypatch.setattr("lightning_memguard.core.isolation.pool.can_fork", lambda: True)
+    for module in ("capture", "leftovers"):
+        monkeypatch.setattr(f"lightning_memguard.core.capture.{module}.in_child", in_child)
     together = tried(program_of(Stacked()), **options)
-    with (
-        mock.patch.object(UserCode, "start"),
-        mock.patch.object(UserCode, "ask", lambda self, request, **_: self._work(request)),
-    ):
-        assert tried(program_of(Stacked()), **options) == together
+    assert together == one_by_one
     assert any(len(each.remedies) == 2 for each in together.advice)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from lightning_memguard.report.page_data import Report
 from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.subject import subject_of
 from lightning_memguard.training.run import earlier_runs, profile
+from tests.forks import CONTEXT
 
 H200 = Setting("NVIDIA H200", "570.86.15", "2.13.0+cu130", "13.0", "91900", "")
 BUDGET = 24 << 20
@@ -231,7 +232,10 @@ def test_within_a_run_the_range_narrows_after_the_first_epoch(gpu: Gpu) -> None:
     assert len(stored()) == 1
 
 
-def _fit_often(number: int) -> None:
+def _fit_often(number: int, folder: Path) -> None:
+    os.chdir(folder)
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    torch.set_num_threads(1)
     made = Gpu(share=1.0 + number / 100)
     earlier_runs.setting_of = lambda device: H200  # type: ignore[assignment]
     profile.process_bytes = lambda *_: 0  # type: ignore[assignment]
@@ -241,10 +245,9 @@ def _fit_often(number: int) -> None:
         made.fit("check", size=size)
 
 
-def test_two_trainings_at_once_store_all_that_they_measure(gpu: Gpu) -> None:
+def test_two_trainings_at_once_store_all_that_they_measure(gpu: Gpu, tmp_path: Path) -> None:
     """In new processes: what this one has run must not matter."""
-    context = multiprocessing.get_context("spawn")
-    runs = [context.Process(target=_fit_often, args=(number,)) for number in (1, 2)]
+    runs = [CONTEXT.Process(target=_fit_often, args=(number, tmp_path)) for number in (1, 2)]
     for run in runs:
         run.start()
     for run in runs:

@@ -64,8 +64,12 @@ MEASURED = {
 }
 
 
+# The others are compared by `make long`, and all cases by the benchmark.
+QUICK = {"stage2", "stage2_groups", "stage2_offload", "stage3_tight", "stage3_fp16"}
+
+
 @INSTALLED
-@pytest.mark.parametrize("case", MEASURED)
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.long) for c in MEASURED])
 def test_peaks_are_those_of_deepspeed(truth: Any, case: str) -> None:
     """All but three scalars that DeepSpeed makes of the gradients' norm."""
     predicted, _ = truth.predicted(truth.CASES[case], scratch=False)
