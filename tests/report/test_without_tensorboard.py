@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lightning_memguard
 
@@ -52,4 +53,7 @@ def test_files_are_written_except_for_figures(name: str, fits: dict[str, Any]) -
 def test_the_other_writer_of_tensorboard_gets_scalars_and_text(fits: dict[str, Any]) -> None:
     pytest.importorskip("tensorboardX", reason="TensorBoardLogger needs tensorboardX if TensorBoard is not installed")
     assert fits["tensorboardX"]["logger"] == "TensorBoardLogger"
-    assert any(name.startswith("events.out.tfevents") for name in fits["tensorboardX"]["files"])
+    tags = EventAccumulator(fits["tensorboardX"]["folder"]).Reload().Tags()
+    assert {"memguard/predicted_peak_gib", "memguard/actual_peak_gib"} <= {*tags["scalars"]}
+    assert "memguard/setup/text_summary" in tags["tensors"]
+    assert tags["images"] == []

@@ -93,6 +93,7 @@ def fit(name, logger, folder):
     return {
         "name": name,
         "logger": type(trainer.logger).__name__,
+        "folder": trainer.log_dir,
         "steps": trainer.global_step,
         "scalars": sorted(getattr(trainer.logger, "names", ())),
         "files": sorted(path.name for path in folder.rglob("*") if path.is_file() and path.name != "hparams.yaml"),
