@@ -68,7 +68,7 @@ class MlflowLike(Scalars):
     log_image = WandbLike.log_image
 
 
-class CometLike(Scalars):
+class CometExperiment:
     def log_text(self, text, step=None):
         pass
 
@@ -79,6 +79,12 @@ class CometLike(Scalars):
         pass
 
     log_image = WandbLike.log_image
+
+
+class CometLike(Scalars):
+    @property
+    def experiment(self):
+        return CometExperiment()
 
 
 def fit(name, logger, folder):
