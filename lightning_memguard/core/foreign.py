@@ -3,8 +3,8 @@
 Any release may move one. The engine is imported when a run is set up, and what fails says so in the table's words
 (`reason_of`); what every run needs is looked up once (`gaps`), and operators that this torch lacks are left out of our
 rules (`aten`). Naughty, but in one place: `tests/core/test_foreign.py` fails if a name moves, trains without each in
-turn, and finds names that are not listed. Checked on torch 2.11 to 2.13 and Lightning 2.5.0 to 2.6.6, unless a row
-says otherwise.
+turn, and finds names that are not listed. Checked on torch 2.11 up to `NEWEST_TESTED`, and on Lightning from 2.5.0,
+unless a row says otherwise.
 """
 
 from __future__ import annotations
@@ -219,6 +219,8 @@ TABLE: dict[str, tuple[Need, ...]] = {
     ),
 }
 
+NEWEST_TESTED = {"torch": (2, 15), "Lightning": (2, 6)}  # as in benchmarks/matrix.py and the canary's workflow
+
 _THEIRS = ("torch", "torchmetrics", "pytorch_lightning", "lightning", "lightning_fabric")
 # Where a path begins, if not at a trainer or another object of Lightning's.
 _OF_TORCH = ("torch", "operator", "definition", "mode", "storage", "node", "memory", "cuda", "optimizer")
@@ -310,6 +312,16 @@ def gaps(*parts: str, **roots: object) -> str:
         if path.partition(".")[0] in ("torch", *roots) and isinstance(find(path, **roots), Absent)
     ]
     return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "") if found else ""
+
+
+def untested() -> str:
+    """Say that torch or Lightning is newer than any that the tests have run on; empty if neither is."""
+    versions = [_version_of("torch"), _version_of("trainer")]
+    newer = [
+        each for each in versions if tuple(map(int, re.findall(r"\d+", each)[:2])) > NEWEST_TESTED[each.split()[0]]
+    ]
+    known = " and ".join(f"{name} {major}.{minor}" for name, (major, minor) in NEWEST_TESTED.items())
+    return f"MemGuard is tested up to {known}; this is {' and '.join(newer)}." if newer else ""
 
 
 def reason_of(error: BaseException, text: str = "") -> str:

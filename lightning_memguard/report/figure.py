@@ -1,7 +1,7 @@
 """Predicted versus measured -> a picture: bars by part, the whole peak, and the limit as a line.
 
-This file changes when the picture should look different. It is drawn with Pillow, which TensorBoard brings along: a
-picture took 12 milliseconds on two slow cores, and 27 more to be written as PNG. Matplotlib took 400 to 600 for such
+This file changes when the picture should look different. It is drawn with Pillow, of the extra `tensorboard`:
+a picture took 12 milliseconds on two slow cores, and 27 more to be written as PNG. Matplotlib took 400 to 600 for such
 bars, longer than some epochs, and its import put 38 MiB into the very process whose memory is measured on a CPU.
 """
 

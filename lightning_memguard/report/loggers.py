@@ -106,7 +106,13 @@ class Boards:
             drawn = draw(picture)
         except Exception as error:  # noqa: BLE001 - such as a Pillow that was built without fonts
             self._boards.clear()
-            _warn("picture", error)
+            if isinstance(error, ModuleNotFoundError):
+                text = (
+                    'MemGuard draws no figures: they need Pillow, as in pip install "lightning-memguard[tensorboard]".'
+                )
+                warnings.warn(text, stacklevel=2)
+            else:
+                _warn("picture", error)
             return
         self._show(lambda board: board.picture(drawn, name, step))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,8 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
 from lightning_memguard.core import foreign
-from lightning_memguard.core.foreign import TABLE, Absent, find, gaps, reason_of
+from lightning_memguard.core.foreign import NEWEST_TESTED, TABLE, Absent, find, gaps, reason_of, untested
 from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training.run import callback
 
 PROGRAM = Path(__file__).with_name("without_a_name.py")
 PACKAGE = Path(foreign.__file__).parents[1]
@@ -151,6 +153,42 @@ def read(node: ast.AST) -> Iterator[str]:
 def test_each_private_name_is_in_the_table() -> None:
     listed = {part for path in PATHS for part in path.split(".")}
     assert {place: name for name, place in private_names() if name not in listed} == {}
+
+
+# -- newer versions
+
+
+@pytest.mark.parametrize("version", ["9.0.0", "2.16.0.dev20261124+cpu", "2.16"])
+def test_a_version_above_the_tested_ones_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setitem(NEWEST_TESTED, "Lightning", (9, 9))
+    assert untested() == f"MemGuard is tested up to torch 2.15 and Lightning 9.9; this is torch {version}."
+
+
+@pytest.mark.parametrize("version", ["2.15.9", "2.11.0+cpu", "unknown"])
+def test_a_tested_version_is_not(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setitem(NEWEST_TESTED, "Lightning", (9, 9))
+    assert untested() == ""
+
+
+def test_a_newer_lightning_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(callback, "untested", untested)
+    monkeypatch.setitem(NEWEST_TESTED, "Lightning", (2, 0))
+    callback._say_once.cache_clear()
+    monkeypatch.setattr(logging.getLogger("lightning_memguard"), "propagate", True)
+    for _ in range(2):
+        guard = callback.MemGuard()
+        trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[guard])
+        guard.setup(trainer, pl.LightningModule(), "test")
+    said = [record.getMessage() for record in caplog.records if "tested up to" in record.getMessage()]
+    assert said == [f"MemGuard is tested up to torch 2.15 and Lightning 2.0; this is Lightning {pl.__version__}."]
+
+
+def test_the_newest_tested_versions_are_those_of_the_matrix() -> None:
+    matrix = (PACKAGE.parent / "benchmarks" / "matrix.py").read_text()
+    last = {name: re.search(rf', {name} = .*"(\d+)\.(\d+)[^"]*"', matrix) for name in ("NEWEST", "LIGHTNING")}
+    assert [*NEWEST_TESTED.values()] == [(int(found[1]), int(found[2])) for found in last.values() if found]
 
 
 # -- without a name

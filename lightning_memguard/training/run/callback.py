@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 
 from lightning_memguard.core.decision.decision import Decision
 from lightning_memguard.core.decision.record import EpochRecord
-from lightning_memguard.core.foreign import gaps, reason_of
+from lightning_memguard.core.foreign import gaps, reason_of, untested
 from lightning_memguard.core.replay.compare import compare_files
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.comparison import comparison_text
-from lightning_memguard.training.facts.ranks import attempt, warn
+from lightning_memguard.training.facts.ranks import attempt, say, warn
 from lightning_memguard.training.facts.run_facts import ROLES
 from lightning_memguard.training.rescue.memory import ran_out_of_memory
 from lightning_memguard.training.run.guard_settings import GuardSettings
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # What predicts. It reads the insides of torch and Lightning, so it is imported when a run is set up, and may fail then.
 _ENGINE = "lightning_memguard.training.run.guarded_run"
+_say_once = functools.cache(say)
 _NOT_USED = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end")
 
 
@@ -259,6 +260,8 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
             self.records = []
             self._last_fit = None
         self.evaluations.pop(stage, None)
+        if trainer.is_global_zero and (newer := untested()):
+            _say_once(newer)
         engine = attempt(lambda: importlib.import_module(_ENGINE))
         if engine.value is None:
             self._step_aside(trainer, engine.reason)
