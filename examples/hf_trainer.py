@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     batch = {"input_ids": tokens[:4], "labels": tokens[:4]}
     size, fits = 0, None
-    for larger in (2**power for power in range(1, 10)):
+    for larger in (2**power for power in range(1, 16)):
         footprint = predict(model, batch, larger, TrainingArguments(**settings), options.device)
         if footprint.most_device_bytes > budget:
             break
