@@ -16,19 +16,24 @@ CUDA_VENV ?= .venv-cuda
 # A third one with the libraries of the field.
 FIELD_VENV ?= .venv-field
 
+# A fourth one that builds the documentation's site. It needs Python 3.11 or newer.
+DOCS_VENV ?= .venv-docs
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CUDA_BIN := $(CUDA_VENV)/bin
 CUDA_STAMP := $(CUDA_VENV)/.installed
 FIELD_BIN := $(FIELD_VENV)/bin
 FIELD_STAMP := $(FIELD_VENV)/.installed
+DOCS_BIN := $(DOCS_VENV)/bin
+DOCS_STAMP := $(DOCS_VENV)/.installed
 
 # A worker for each processor, on one thread: with two, workers wait for each other. Bytecode is kept, even if the
 # environment says otherwise: without it, half of the time of collecting goes into rewriting assertions again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 -n auto --maxprocesses=4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sharded test docs long lint bench compiled field histories suite deciding accuracy builds matrix host nohang clean
+.PHONY: help demo demo-sharded test docs site links outputs long lint bench compiled field histories suite deciding accuracy builds matrix host nohang clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -42,7 +47,17 @@ demo-sharded: $(STAMP) ## train a small Llama on two processes under FSDP2 (exam
 test: $(STAMP) ## run the tests, and the examples in docstrings
 	$(PYTEST) -m "not long"
 
-docs: $(STAMP) ## rewrite the output that the documentation shows (docs/outputs.py; ten minutes)
+docs: $(DOCS_STAMP) ## build the documentation's site in build/site, with five trainings; a warning or a dead link fails it
+	$(DOCS_BIN)/python docs/gallery.py build/gallery
+	$(DOCS_BIN)/python -m sphinx -q -W -E -d build/doctrees docs build/site
+	@echo "Open build/site/index.html"
+
+site: docs
+
+links: $(DOCS_STAMP) ## ask the network about the documentation's links to other sites
+	$(DOCS_BIN)/python -m sphinx -q -W -b linkcheck -d build/doctrees docs build/links
+
+outputs: $(STAMP) ## rewrite the output that the documentation shows (docs/outputs.py; ten minutes)
 	$(BIN)/python docs/outputs.py
 
 long: $(STAMP) ## run the tests that take long and show what a benchmark shows too
@@ -100,7 +115,7 @@ nohang: $(STAMP) ## train 50 times in each situation where processes that fork m
 	$(BIN)/python benchmarks/no_hang.py
 
 clean: ## remove the virtual environments, caches and files that trainings wrote
-	rm -rf $(VENV) $(CUDA_VENV) $(FIELD_VENV) .matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs memguard runs
+	rm -rf $(VENV) $(CUDA_VENV) $(FIELD_VENV) $(DOCS_VENV) .matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist lightning_logs memguard runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: it is the largest, and an interrupted installation continues from there.
@@ -126,4 +141,10 @@ $(FIELD_STAMP): pyproject.toml constraints.txt benchmarks/data/field_requirement
 	"$(PYTHON)" -m venv "$(FIELD_VENV)"
 	$(FIELD_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(FIELD_BIN)/python -m pip install --quiet --disable-pip-version-check -r benchmarks/data/field_requirements.txt -e .
+	@touch $@
+
+$(DOCS_STAMP): pyproject.toml constraints.txt docs/requirements.txt
+	"$(PYTHON)" -m venv "$(DOCS_VENV)"
+	$(DOCS_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(DOCS_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r docs/requirements.txt scikit-learn -e .
 	@touch $@

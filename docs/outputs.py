@@ -1,4 +1,4 @@
-"""Write the output of the commands that the documentation shows: ``make docs`` (``--quick`` leaves out the slow ones).
+"""Write the output of commands that the documentation shows: ``make outputs`` (``--quick`` leaves out the slow ones).
 
 A fenced block after a comment ``<!-- output: memguard ... -->`` is the output of that command, run by `main` in a
 folder with the examples, which the commands of one page share. The comment may say which part is shown, and that the

@@ -121,6 +121,20 @@ def test_llama_is_planned_for_a_gpu_without_a_download(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("script", "smallest"), [("hf_trainer.py", 8), ("fabric.py", 32)])
+def test_a_loop_of_others_trains_at_the_size_that_was_estimated(script: str, smallest: int, tmp_path: Path) -> None:
+    if script == "hf_trainer.py":
+        pytest.importorskip("transformers", reason="the Trainer is Hugging Face's own")
+        pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs it")
+    done = run(script, tmp_path)
+    chosen = re.search(r"Batch size (\d+): a predicted peak of ([\d.]+) MiB on cpu, within (\d+)MiB", done.text)
+    assert chosen, done.text
+    size, peak, budget = int(chosen[1]), float(chosen[2]), float(chosen[3])
+    assert size >= smallest
+    assert budget / 3 < peak <= budget
+    assert f"Trained 3 steps at batch size {size}." in done.text
+
+
 @pytest.mark.long  # two trainings in processes whose memory ends
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
 def test_long_tail_is_rescued_where_it_would_run_out_of_memory(tmp_path: Path) -> None:

@@ -160,6 +160,14 @@ def _total_rows(decision: Decision, footprint: Footprint, budget: Budget) -> lis
 
 def totals_of(decision: Decision, footprint: Footprint, budget: Budget) -> list[tuple[str, int]]:
     """Return the totals on the device and the device's offer, in bytes under their names."""
+    totals = peaks_of(footprint)
+    totals.append((f"Budget on {budget.device} ({budget.source})", budget.free_bytes))
+    totals.append((f"Usable after {budget.margin_share:.0%} margin", budget.usable_bytes))
+    return [*totals, *((words, nbytes) for nbytes, words in _host_lines(decision))]
+
+
+def peaks_of(footprint: Footprint) -> list[tuple[str, int]]:
+    """Return the totals on the device, in bytes under their names."""
     least = ", at least" if footprint.is_partial else ""
     totals = [(f"Peak allocated{least}", footprint.peak_allocated_bytes)]
     if footprint.peak_device_bytes != footprint.peak_allocated_bytes:
@@ -169,9 +177,7 @@ def totals_of(decision: Decision, footprint: Footprint, budget: Budget) -> list[
     most = footprint.most_device_bytes  # what is compared with the budget
     if most > footprint.peak_device_bytes and not footprint.is_partial:
         totals.append(("Total on device, at most", most))
-    totals.append((f"Budget on {budget.device} ({budget.source})", budget.free_bytes))
-    totals.append((f"Usable after {budget.margin_share:.0%} margin", budget.usable_bytes))
-    return [*totals, *((words, nbytes) for nbytes, words in _host_lines(decision))]
+    return totals
 
 
 def setup_rows(decision: Decision) -> tuple[Row, list[Row]]:

@@ -8,10 +8,9 @@ The page is complete in itself: it loads nothing, and it works without scripts, 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -20,19 +19,12 @@ from typing import TYPE_CHECKING
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.shown import Shown
 from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report import charts
-from lightning_memguard.report.decision_table import method_words, totals_of, why
-from lightning_memguard.report.page_data import Report, report_data
-from lightning_memguard.report.words import (
-    COLORS,
-    batch_sizes,
-    byte_range,
-    part_words,
-    peak_words,
-    prediction_of,
-    with_stage,
-)
+from lightning_memguard.report.decision_table import method_words, peaks_of, totals_of, why
+from lightning_memguard.report.page_data import CurvePoint, Report, report_data
+from lightning_memguard.report.words import COLORS, batch_sizes, byte_range, part_words, peak_words, with_stage
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -80,15 +72,8 @@ def write_report(directory: str | os.PathLike[str], report: Report, stage: str =
 
 def page(report: Report, data_name: str = DATA_NAME) -> str:
     """The page as HTML, with a link to its data."""
-    decision, (footprint, budget) = report.decision, prediction_of(report.decision)
-    curve = charts.curve(report.curve, decision, footprint, budget)
-    sections = [
-        _headline(decision, footprint, budget),
-        f'<div class="pair">{_setup(decision, footprint, budget)}{curve}</div>',
-        charts.timeline(report.timeline),
-        _epochs(report.records),
-        _layers(report.layers),
-    ]
+    sections = [_decision(report.decision, report.curve)]
+    sections += [charts.timeline(report.timeline), _epochs(report.records), _layers(report.layers)]
     return _asset("page.html").format(
         title=escape(report.title),
         style=_asset("page.css"),
@@ -102,8 +87,52 @@ def _asset(name: str) -> str:
     return (files("lightning_memguard.report") / "assets" / name).read_text(encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class Page:
+    """The page of a run; a notebook shows it in place.
+
+    Attributes:
+        path: the file.
+    """
+
+    path: Path
+
+    def _repr_html_(self) -> str:
+        content = escape(self.path.read_text("utf-8"))
+        return f'<iframe srcdoc="{content}" style="width: 100%; height: 46rem; border: 0"></iframe>'
+
+
+def html_of(*records: Decision | Footprint | LayerTable) -> str:
+    """Return the page's parts for records, with a style that holds within them, for a notebook."""
+    style = _asset("page.css").replace(":root", "&").replace("body {", "& {")
+    return f'<style>.memguard {{ {style} }}</style><div class="memguard">{"".join(map(_part_of, records))}</div>'
+
+
+Shown.html_of = html_of
+
+
+def _part_of(record: Decision | Footprint | LayerTable) -> str:
+    if isinstance(record, Decision):
+        return _decision(record)
+    return _setup(record, peaks_of(record)) if isinstance(record, Footprint) else _layers(record)
+
+
+def _decision(decision: Decision, points: Sequence[CurvePoint] = ()) -> str:
+    footprint, budget = decision.footprint, decision.budget
+    if footprint is None or budget is None:
+        reason = escape(decision.reason or "nothing was predicted")
+        return f'<p class="lead">MemGuard did not tune this run: {reason}.</p>'
+    setup = _setup(footprint, totals_of(decision, footprint, budget))
+    curve = charts.curve(points, decision, footprint, budget)
+    return f'{_headline(decision, footprint, budget)}\n<div class="pair">{setup}{curve}</div>'
+
+
 def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
-    share = footprint.most_device_bytes / budget.usable_bytes if budget.usable_bytes > 0 else math.inf
+    usable = budget.usable_bytes
+    likely, most_share = (
+        f"{nbytes / usable:.1%}" if usable > 0 else "none"
+        for nbytes in (footprint.peak_device_bytes, footprint.most_device_bytes)
+    )
     asked, accumulated = decision.requested_batch_size, decision.accumulate_grad_batches
     size = f"was {batch_sizes(decision, asked)}" if asked != decision.batch_size else "as requested"
     most = f"on {footprint.device}"
@@ -112,6 +141,7 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
     elif footprint.most_device_bytes > footprint.peak_device_bytes:
         most = f"at most {format_bytes(footprint.most_device_bytes)}"
     fits = "unknown whether it fits" if decision.verdict == "unknown" else "fits" if decision.fits else "does NOT fit"
+    bound = f"at most {most_share}: " if most_share != likely and not footprint.is_partial else ""
     tiles = [
         (
             "Batch size",
@@ -119,11 +149,11 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
             size + (f", {accumulated} accumulated" if accumulated > 1 else ""),
         ),
         ("Predicted peak", format_bytes(footprint.peak_device_bytes), most),
-        ("Usable", format_bytes(budget.usable_bytes), f"of {format_bytes(budget.free_bytes)} on {budget.device}"),
-        ("Share used", f"{share:.1%}" if math.isfinite(share) else "none", fits),
+        ("Usable", format_bytes(usable), f"of {format_bytes(budget.free_bytes)} on {budget.device}"),
+        ("Share used", likely, bound + fits),
     ]
     cells = "".join(
-        f'<div class="tile{" bad" if note == "does NOT fit" else ""}"><dt>{escape(name)}</dt>'
+        f'<div class="tile{" bad" if note.endswith("does NOT fit") else ""}"><dt>{escape(name)}</dt>'
         f"<dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in tiles
     )
@@ -131,10 +161,9 @@ def _headline(decision: Decision, footprint: Footprint, budget: Budget) -> str:
     return f'<p class="lead">{escape(why(decision))}</p><dl class="tiles">{cells}</dl>{notes}'
 
 
-def _setup(decision: Decision, footprint: Footprint, budget: Budget) -> str:
+def _setup(footprint: Footprint, sums: Sequence[tuple[str, int]]) -> str:
     parts = [(part, footprint.parts[part]) for part in COLORS if footprint.parts.get(part)]
     rows = "".join(_part(part, nbytes, nbytes / footprint.peak_allocated_bytes) for part, nbytes in parts)
-    sums = totals_of(decision, footprint, budget)
     totals = "".join(charts.row(escape(name), format_bytes(nbytes), "") for name, nbytes in sums)
     operator = f" ({_code(footprint.operator)})" if footprint.operator else ""
     heading = f"At the peak, batch size {footprint.batch_size}"

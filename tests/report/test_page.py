@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -26,7 +28,7 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.timeline import Timeline, timeline_of
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, Event, Trace
 from lightning_memguard.errors import MemGuardError
-from lightning_memguard.report.page import write_report
+from lightning_memguard.report.page import Page, write_report
 from lightning_memguard.report.page_data import CurvePoint, Report, curve_of
 from lightning_memguard.report.words import part_words
 from lightning_memguard.units import GIB, KIB, MIB
@@ -210,6 +212,8 @@ def test_it_shows_all_its_sections(tmp_path):
         "Note: the head is <large>.",
         "Saved for backward",
         "90 frozen",
+        "47.5%",  # of the budget, likely
+        "at most 51.4%: fits",
     ):
         assert words in read.text
 
@@ -376,3 +380,28 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MemGuardError, match=r"cannot be written to .*file"):
         write_report(tmp_path / "file", FULL)
+
+
+# In notebooks
+
+
+@pytest.mark.parametrize(("record", "words"), [(FOOTPRINT, "At the peak"), (DECISION, "Usable"), (LAYERS, "By layer")])
+def test_a_notebook_shows_a_record_as_the_page_does_with_a_style_of_its_own(record, words):
+    shown = record._repr_html_()
+    assert words in Read(shown).text
+    rules = re.findall(r"(?:^|\})\s*([^{}@]+)\{", shown.partition(".memguard {")[2].partition("</style>")[0])
+    assert not {rule.strip() for rule in rules} & {":root", "body", "html"}  # which would style the whole notebook
+
+
+def test_a_notebook_shows_the_whole_page_in_a_frame(tmp_path):
+    path, _ = write_report(tmp_path, FULL)
+    (frame,) = Read(Page(path)._repr_html_()).all("iframe")
+    assert frame["srcdoc"] == path.read_text("utf-8")
+
+
+def test_records_are_text_until_the_report_is_loaded():
+    code = (
+        "from lightning_memguard.core.replay.footprint import Footprint; print(Footprint(1, '', 0, 0, 0)._repr_html_())"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
+    assert answer.stdout == "None\n"

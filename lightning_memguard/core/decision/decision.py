@@ -9,6 +9,7 @@ from typing import Literal
 
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.retries import Retries
+from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.trace.kept import Kept, RunsOut
 from lightning_memguard.errors import DoesNotFitError, MemGuardError
 from lightning_memguard.units import format_bytes
@@ -204,7 +205,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Decision:
+class Decision(Shown):
     """The batch size, and why.
 
     Attributes:

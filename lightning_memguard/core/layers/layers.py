@@ -26,6 +26,7 @@ from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.foreign import aten
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.simulation.backward import graph_task
 from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_rng, real_copy, storage_address
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
@@ -118,7 +119,7 @@ class Layer(_Weights):
 
 
 @dataclass(frozen=True)
-class LayerTable(_Weights):
+class LayerTable(_Weights, Shown):
     """The layers of a model in the order in which it holds them, and their totals, in which nothing counts twice.
 
     Attributes:

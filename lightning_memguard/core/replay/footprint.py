@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning_memguard.core.replay.replay import Replay, within_capacity
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import save_snapshot
+from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS, WAITS, Event, Method, Trace
 from lightning_memguard.errors import MemGuardError
 
@@ -43,7 +44,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Footprint:
+class Footprint(Shown):
     """The memory of a training step at one batch size, in bytes.
 
     Attributes:

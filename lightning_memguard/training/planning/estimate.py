@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+import lightning_memguard.report.page  # noqa: F401 - which shows footprints in notebooks
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.facts.ranks import warn

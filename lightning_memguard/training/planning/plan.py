@@ -17,6 +17,7 @@ from lightning_memguard.core.decision.decision import Budget, Decision, Limits, 
 from lightning_memguard.core.layers.layers import LayerTable, layer_table
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import CannotTraceError, DoesNotFitError, MemGuardError
+from lightning_memguard.report.page import html_of
 from lightning_memguard.report.words import counted
 from lightning_memguard.training.planning.search import largest_that_runs, with_retries
 from lightning_memguard.training.planning.subject import Subject, lightning_program, predicted
@@ -49,6 +50,9 @@ class Plan:
     too_large: DoesNotFitError | None = None
     request: Request | None = None
     ranks: int = 1
+
+    def _repr_html_(self) -> str:
+        return html_of(self.asked, *filter(None, [self.largest]))
 
     @property
     def fits(self) -> bool:

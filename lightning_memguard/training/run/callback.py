@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
     from torch.optim import Optimizer
 
+    from lightning_memguard.report.page import Page
     from lightning_memguard.training.run.guarded_run import GuardedRun
 
 # What predicts. It reads the insides of torch and Lightning, so it is imported when a run is set up, and may fail then.
@@ -218,6 +219,16 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
         if self._run:
             self._run.record_to(path)
         return self._last_run.save_snapshot(path)
+
+    def report(self) -> Page:
+        """Return the report page of the last run, which a notebook shows in place, while the run trains and after it.
+
+        Raises:
+            MemGuardError: there was no run yet, or it writes no files.
+        """
+        if self._last_run is None:
+            raise MemGuardError("There is no report before the first run.")
+        return self._last_run.page()
 
     def compare(self, path: str | os.PathLike[str], *, lines: bool = False) -> str:
         """The predicted step next to the actual one, request by request, as text; for a fit on CUDA.

@@ -22,9 +22,9 @@ from lightning_memguard.errors import MemGuardError
 from lightning_memguard.report.decision_table import evaluation_text, last_line, setup_text, warning_of, why
 from lightning_memguard.report.failure import announcement, kept_words, note, overrun_words, refusal_words
 from lightning_memguard.report.loggers import Boards
-from lightning_memguard.report.page import write_report
+from lightning_memguard.report.page import PAGE_NAME, Page, write_report
 from lightning_memguard.report.page_data import Report
-from lightning_memguard.report.words import counted
+from lightning_memguard.report.words import counted, with_stage
 from lightning_memguard.training.adapter.callbacks import learning_rates_tried
 from lightning_memguard.training.adapter.loader_access import set_batch_size
 from lightning_memguard.training.adapter.metrics import forget_logged, log_epoch
@@ -474,6 +474,17 @@ class GuardedRun:
         if profile is None:
             raise MemGuardError(f"There is no predicted step to write: {decision.reason}.")
         return save_snapshot(profile.trace_at(decision.batch_size), profile.prediction.settings, path)
+
+    def page(self) -> Page:
+        """Return the page that was written last.
+
+        Raises:
+            MemGuardError: there is none.
+        """
+        path = self._folder and self._folder / with_stage(PAGE_NAME, self.stage)
+        if path is None or not path.exists():
+            raise MemGuardError("This run has no report, because it writes no files.")
+        return Page(path)
 
     def _write_page(self) -> Path | None:
         folder, report = self._folder, self._report

@@ -46,6 +46,7 @@ def test_the_report_is_next_to_the_log_and_holds_all_that_the_guard_knows(
     assert max(map(sum, zip(*data["timeline"]["parts_bytes"].values(), strict=True))) == peak
     assert {point["batch_size"]: point["peak_device_bytes"] for point in data["curve"]}[50] == peak
     assert str(folder / PAGE_NAME) in caplog.text
+    assert guard.report().path == folder / PAGE_NAME
 
 
 def test_without_a_logger_it_is_in_its_own_folder(
@@ -102,8 +103,13 @@ def test_it_is_there_before_the_first_step_that_may_fail(
 
 
 def test_a_trial_run_leaves_nothing(trainer: Any, small: Any, loader: DataLoader[Any], tmp_path: Path) -> None:
-    trainer(MemGuard("check"), fast_dev_run=True, default_root_dir=tmp_path).fit(small(), loader)
+    guard = MemGuard("check")
+    with pytest.raises(MemGuardError, match="no report before the first run"):
+        guard.report()
+    trainer(guard, fast_dev_run=True, default_root_dir=tmp_path).fit(small(), loader)
     assert not list(tmp_path.iterdir())
+    with pytest.raises(MemGuardError, match="has no report, because it writes no files"):
+        guard.report()
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_once_and_stops_nothing(
