@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from field.pattern import Net, Run, Step, classifier, data, pattern, vectors
+from field.pattern import POOL, Net, Run, Step, classifier, data, pattern, regress, vectors
 
 # pytorch-forecasting -------------------------------------------------------------------------------------------------
 
@@ -107,6 +107,26 @@ def neural_patchtst() -> Run:
 # GluonTS -------------------------------------------------------------------------------------------------------------
 
 
+@pattern("gluonts", sizes=(16, 64))
+def gluonts_deepar() -> Run:
+    from gluonts.torch.model.deepar.lightning_module import DeepARLightningModule
+
+    def build() -> pl.LightningModule:
+        numbers = {"num_feat_dynamic_real": 1, "num_feat_static_real": 1, "num_feat_static_cat": 1, "cardinality": [10]}
+        sizes = {"context_length": 20, "prediction_length": 10, "num_layers": 2, "hidden_size": 40}
+        kwargs = {"freq": "D", "lags_seq": [1, 2, 7], **numbers, **sizes}
+        return DeepARLightningModule(model_kwargs=kwargs)
+
+    def sample(_: int) -> Any:
+        static = {"feat_static_cat": torch.randint(10, (1,)), "feat_static_real": torch.randn(1)}
+        for when, length in (("past", 27), ("future", 10)):
+            static |= {f"{when}_time_feat": torch.randn(length, 1), f"{when}_target": torch.rand(length)}
+            static[f"{when}_observed_values"] = torch.ones(length)
+        return static
+
+    return Run(build, data(sample))
+
+
 # Differential equations and liquid networks --------------------------------------------------------------------------
 
 
@@ -138,6 +158,23 @@ def neural_ode_rk4_adjoint() -> Run:
     return ode(odeint_adjoint, method="rk4", options={"step_size": 0.1})
 
 
+@pattern("torchcde", sizes=(16, 64))
+def neural_cde() -> Run:
+    import torchcde
+
+    def compute(m: Net, coefficients: Tensor) -> Tensor:
+        path = torchcde.CubicSpline(coefficients)
+        field = lambda t, z: m.field(z).tanh().view(*z.shape, 3)  # noqa: E731
+        start, how = m.start(path.evaluate(path.interval[0])), {"method": "rk4", "options": {"step_size": 1.0}}
+        return m.head(torchcde.cdeint(path, field, start, path.interval, adjoint=False, **how)[:, -1])
+
+    def network() -> Net:
+        return Net(compute, start=nn.Linear(3, 16), field=nn.Linear(16, 48), head=nn.Linear(16, 10))
+
+    coefficients = torchcde.hermite_cubic_coefficients_with_backward_differences(torch.randn(POOL, 12, 3))
+    return Run(classifier(network), data(lambda i: (coefficients[i], i % 10)))
+
+
 @pattern("torchsde", sizes=(16, 64))
 def neural_sde() -> Run:
     import torchsde
@@ -161,3 +198,49 @@ def neural_sde() -> Run:
         return nn.functional.mse_loss(out[-1], y)
 
     return Run(lambda: Step(Sde(), loss), data(lambda _: (torch.randn(8), torch.randn(8))))
+
+
+@pattern("ncps", sizes=(16, 64))
+def liquid_cfc() -> Run:
+    from ncps.torch import CfC
+    from ncps.wirings import AutoNCP
+
+    network = lambda: Net(lambda m, x: m.net(x)[0][:, -1], net=CfC(8, AutoNCP(32, 10), batch_first=True))  # noqa: E731
+    return Run(classifier(network), data(lambda i: (torch.randn(24, 8), i % 10)))
+
+
+@pattern("xlstm", sizes=(4, 8))
+def xlstm_language_model() -> Run:
+    import xlstm
+
+    def build() -> pl.LightningModule:
+        scalar = xlstm.sLSTMBlockConfig(
+            slstm=xlstm.sLSTMLayerConfig(backend="vanilla", num_heads=4, conv1d_kernel_size=4),
+            feedforward=xlstm.FeedForwardConfig(proj_factor=1.3, act_fn="gelu"),
+        )
+        layer = xlstm.mLSTMLayerConfig(conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=4)
+        blocks = {"mlstm_block": xlstm.mLSTMBlockConfig(mlstm=layer), "slstm_block": scalar, "slstm_at": [1]}
+        config = xlstm.xLSTMBlockStackConfig(context_length=32, num_blocks=3, embedding_dim=64, **blocks)
+        return Step(xlstm.xLSTMBlockStack(config), regress)
+
+    return Run(build, data(lambda _: (torch.randn(32, 64), torch.randn(32, 64))))
+
+
+@pattern("snntorch", sizes=(16, 64))
+def spiking_network() -> Run:
+    import snntorch
+
+    def compute(m: Net, x: Tensor) -> Tensor:
+        a, b = m.one.init_leaky(), m.two.init_leaky()
+        out = []
+        for _ in range(20):
+            spikes, a = m.one(m.first(x), a)
+            _, b = m.two(m.second(spikes), b)
+            out.append(b)
+        return torch.stack(out).sum(0)
+
+    def network() -> Net:
+        leaks = {"one": snntorch.Leaky(beta=0.9), "two": snntorch.Leaky(beta=0.9)}
+        return Net(compute, first=nn.Linear(100, 128), second=nn.Linear(128, 10), **leaks)
+
+    return Run(classifier(network), vectors(100))

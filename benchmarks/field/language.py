@@ -12,10 +12,14 @@ from field.pattern import (
     Run,
     Step,
     adamw,
+    classify,
     data,
     dictionary,
+    images,
     next_token,
     pattern,
+    regress,
+    sgd,
     tokens,
 )
 
@@ -169,6 +173,27 @@ def sentence_pairs() -> Run:
 # Other architectures of language models ------------------------------------------------------------------------------
 
 
+@pattern("x-transformers", sizes=(4, 16))
+def x_transformers_decoder() -> Run:
+    from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
+
+    def build() -> Step:
+        layers = Decoder(dim=64, depth=2, heads=4, rotary_pos_emb=True, ff_glu=True, use_rmsnorm=True)
+        network = AutoregressiveWrapper(TransformerWrapper(num_tokens=500, max_seq_len=64, attn_layers=layers))
+        return Step(network, lambda n, b: n(b[0]))
+
+    return Run(build, tokens(64, 500))
+
+
+@pattern("performer-pytorch", sizes=(4, 16))
+def performer() -> Run:
+    from performer_pytorch import PerformerLM
+
+    return Run(
+        lambda: Step(PerformerLM(num_tokens=500, max_seq_len=64, dim=64, depth=2, heads=4), next_token), tokens(64, 500)
+    )
+
+
 @pattern("reformer-pytorch", sizes=(2, 8))
 def reformer() -> Run:
     from reformer_pytorch import ReformerLM
@@ -180,6 +205,84 @@ def reformer() -> Run:
         return Step(network, next_token)
 
     return Run(build, tokens(128, 500))
+
+
+@pattern("linear-attention-transformer", sizes=(4, 16))
+def linear_attention() -> Run:
+    from linear_attention_transformer import LinearAttentionTransformerLM
+
+    def build() -> Step:
+        network = LinearAttentionTransformerLM(num_tokens=500, dim=64, heads=4, depth=2, max_seq_len=128, causal=True)
+        return Step(network, next_token)
+
+    return Run(build, tokens(128, 500))
+
+
+@pattern("mambapy", sizes=(2, 8))
+def mamba_parallel_scan() -> Run:
+    from mambapy.mamba import Mamba, MambaConfig
+
+    return Run(
+        lambda: Step(Mamba(MambaConfig(d_model=32, n_layers=2)), regress),
+        data(lambda _: (torch.randn(32, 32), torch.randn(32, 32))),
+    )
+
+
+@pattern("rotary-embedding-torch", sizes=(4, 16))
+def rotary_attention() -> Run:
+    from rotary_embedding_torch import RotaryEmbedding
+
+    def attend(m: Net, ids: Tensor) -> Tensor:
+        x = m.embedding(ids)
+        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in m.qkv(x).chunk(3, -1))
+        q, k = m.rotary.rotate_queries_or_keys(q), m.rotary.rotate_queries_or_keys(k)
+        return m.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    def build() -> Step:
+        layers = {"embedding": nn.Embedding(500, 64), "qkv": nn.Linear(64, 192), "head": nn.Linear(64, 500)}
+        return Step(Net(attend, rotary=RotaryEmbedding(16), **layers), next_token)
+
+    return Run(build, tokens(64, 500))
+
+
+@pattern("einops", sizes=(4, 16))
+def einops_mixer() -> Run:
+    from einops import rearrange
+    from einops.layers.torch import EinMix, Rearrange, Reduce
+
+    class Residual(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return rearrange(x + self.layers(x), "b n c -> b n c")
+
+    def build() -> Step:
+        network = nn.Sequential(
+            Rearrange("b c (h p) (w q) -> b (h w) (p q c)", p=8, q=8),
+            nn.Linear(192, 64),
+            Residual(EinMix("b n c -> b m c", "n m", n=64, m=64), nn.GELU()),
+            Residual(EinMix("b n c -> b n d", "c d", c=64, d=64), nn.GELU()),
+            Reduce("b n c -> b c", "mean"),
+            nn.Linear(64, 10),
+        )
+        return Step(network, classify)
+
+    return Run(build, images(64))
+
+
+@pattern("x-clip", sizes=(4, 8))
+def x_clip() -> Run:
+    from x_clip import CLIP
+
+    def build() -> Step:
+        widths = {"dim_text": 64, "dim_image": 64, "dim_latent": 32, "text_heads": 4, "visual_heads": 4}
+        text = {"num_text_tokens": 500, "text_enc_depth": 1, "text_seq_len": 32}
+        network = CLIP(visual_enc_depth=1, visual_image_size=32, visual_patch_size=8, **widths, **text)
+        return Step(network, lambda n, b: n(b[0], b[1], freeze_image_encoder=False, return_loss=True))
+
+    return Run(build, data(lambda _: (torch.randint(1, 500, (32,)), torch.randn(3, 32, 32))))
 
 
 # Speech --------------------------------------------------------------------------------------------------------------
@@ -212,3 +315,47 @@ def conformer_ctc() -> Run:
 
     network = lambda: Net(recognize, net=Conformer(40, 4, 64, 2, 15), head=nn.Linear(40, 30))  # noqa: E731
     return Run(lambda: Step(network(), loss), utterances())
+
+
+@pattern("speechbrain", sizes=(4, 8))
+def ecapa_tdnn() -> Run:
+    from speechbrain.lobes.models.ECAPA_TDNN import ECAPA_TDNN
+
+    def loss(network: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(network(batch[0]).squeeze(1), batch[1])
+
+    def build() -> Step:
+        network = ECAPA_TDNN(40, channels=[64, 64, 64, 64, 192], attention_channels=16, lin_neurons=20)
+        return Step(network, loss)
+
+    return Run(build, data(lambda i: (torch.randn(80, 40), i % 20)))
+
+
+@pattern("nnaudio", sizes=(4, 16))
+def trainable_spectrogram() -> Run:
+    from nnAudio.features import STFT
+
+    def build() -> Step:
+        stft = STFT(n_fft=128, hop_length=64, trainable=True, output_format="Magnitude", verbose=False)
+        return Step(Net(lambda m, x: m.head(m.stft(x).mean(-1)), stft=stft, head=nn.Linear(65, 10)), classify, sgd)
+
+    return Run(build, data(lambda i: (torch.randn(4000), i % 10)))
+
+
+@pattern("asteroid-filterbanks", sizes=(4, 16))
+def asteroid_mask() -> Run:
+    from asteroid_filterbanks import Decoder, Encoder, FreeFB
+
+    def separate(m: Net, x: Tensor) -> Tensor:
+        z = m.encoder(x)
+        return m.decoder(z * m.mask(z.transpose(1, 2))[0].transpose(1, 2).sigmoid())
+
+    def build() -> Step:
+        filters = {"encoder": Encoder(FreeFB(64, 16, 8)), "decoder": Decoder(FreeFB(64, 16, 8))}
+        return Step(Net(separate, mask=nn.GRU(64, 64, batch_first=True), **filters), loss)
+
+    def loss(network: nn.Module, batch: Any) -> Tensor:
+        out = network(batch[0])
+        return F.l1_loss(out, batch[1][..., : out.shape[-1]])
+
+    return Run(build, data(lambda _: (torch.randn(1, 800), torch.randn(1, 800))))

@@ -149,7 +149,54 @@ def masked_affine_flow() -> Run:
     return Run(build, regression(8))
 
 
+@pattern("zuko", sizes=(32, 128))
+def zuko_spline_flow() -> Run:
+    import zuko
+
+    return Run(
+        lambda: Step(
+            zuko.flows.NSF(8, 4, transforms=2, hidden_features=(64, 64)), lambda n, b: -n(b[1]).log_prob(b[0]).mean()
+        ),
+        data(lambda _: (torch.randn(8), torch.randn(4))),
+    )
+
+
+@pattern("normflows", sizes=(32, 128))
+def real_nvp() -> Run:
+    import normflows as nf
+
+    def build() -> Step:
+        layers: list[nn.Module] = []
+        for _ in range(4):
+            layers += [
+                nf.flows.AffineCouplingBlock(nf.nets.MLP([4, 64, 64, 8], init_zeros=True)),
+                nf.flows.Permute(8, mode="swap"),
+            ]
+        return Step(nf.NormalizingFlow(nf.distributions.DiagGaussian(8), layers), lambda n, b: n.forward_kld(b[0]))
+
+    return Run(build, regression(8))
+
+
 # Equivariance --------------------------------------------------------------------------------------------------------
+
+
+@pattern("e3nn", sizes=(16, 64))
+def e3nn_tensor_product() -> Run:
+    from e3nn import o3
+
+    spherical = o3.Irreps("1x0e + 1x1o + 1x2e")
+
+    def compute(m: Net, x: Tensor, position: Tensor) -> Tensor:
+        return m.head(m.product(x, o3.spherical_harmonics(spherical, position, True)))
+
+    def network() -> Net:
+        product = o3.FullyConnectedTensorProduct("8x0e + 8x1o", spherical, "8x0e + 8x1o")
+        return Net(compute, product=product, head=o3.Linear("8x0e + 8x1o", "1x0e"))
+
+    return Run(
+        lambda: Step(network(), lambda n, b: F.mse_loss(n(b[0], b[1]), b[2])),
+        data(lambda _: (torch.randn(32), torch.randn(3), torch.randn(1))),
+    )
 
 
 # Reinforcement learning, privacy -------------------------------------------------------------------------------------
@@ -211,6 +258,31 @@ def opacus_private_sgd() -> Run:
 
 def columns(categories: int = 6, numbers: int = 10) -> Callable[[int, int], Any]:
     return data(lambda i: (torch.randint(20, (categories,)), torch.randn(numbers), i % 3))
+
+
+@pattern("rtdl-revisiting-models", sizes=(32, 128))
+def ft_transformer() -> Run:
+    from rtdl_revisiting_models import FTTransformer
+
+    def build() -> Step:
+        options = FTTransformer.get_default_kwargs(n_blocks=2)
+        network = FTTransformer(n_cont_features=10, cat_cardinalities=[20] * 6, d_out=3, **options)
+        return Step(network, lambda n, b: F.cross_entropy(n(b[1], b[0]), b[2]), lambda p: torch.optim.AdamW(p, 1e-4))
+
+    return Run(build, columns())
+
+
+@pattern("tab-transformer-pytorch", sizes=(32, 128))
+def tab_transformer() -> Run:
+    from tab_transformer_pytorch import TabTransformer
+
+    def build() -> Step:
+        network = TabTransformer(
+            categories=(20,) * 6, num_continuous=10, dim=32, dim_out=3, depth=2, heads=4, mlp_act=nn.ReLU()
+        )
+        return Step(network, lambda n, b: F.cross_entropy(n(b[0], b[1]), b[2]))
+
+    return Run(build, columns())
 
 
 @pattern("pytorch-tabular", sizes=(64, 256))

@@ -145,6 +145,24 @@ def trained_by(optimizer: MakeOptimizer) -> Run:
     return Run(classifier(lambda: mlp(64, 384), optimizer), vectors(64))
 
 
+@pattern("schedulefree", sizes=(16, 64))
+def schedule_free() -> Run:
+    import schedulefree
+
+    class Free(Step):
+        def on_train_epoch_start(self) -> None:
+            self.optimizers().train()
+
+    return Run(lambda: Free(mlp(64, 384), classify, lambda p: schedulefree.AdamWScheduleFree(p, lr=1e-3)), vectors(64))
+
+
+@pattern("lion-pytorch", sizes=(16, 64))
+def lion() -> Run:
+    from lion_pytorch import Lion
+
+    return trained_by(lambda p: Lion(p, lr=1e-4))
+
+
 @pattern("pytorch-optimizer", sizes=(16, 64))
 def sharpness_aware() -> Run:
     """Two passes a step, by hand."""

@@ -149,6 +149,36 @@ def yolov8() -> Run:
 # Segmentation, medical, augmentation ---------------------------------------------------------------------------------
 
 
+@pattern("segmentation-models-pytorch", sizes=(4, 8))
+def smp_unet() -> Run:
+    import segmentation_models_pytorch as smp
+
+    def build() -> Step:
+        dice, focal = smp.losses.DiceLoss("multiclass"), smp.losses.FocalLoss("multiclass")
+        network = smp.Unet("resnet18", encoder_weights=None, classes=4)
+
+        def loss(network: nn.Module, batch: Any) -> Tensor:
+            logits = network(batch[0])
+            return dice(logits, batch[1]) + focal(logits, batch[1])
+
+        return Step(network, loss)
+
+    return Run(build, data(lambda _: (torch.randn(3, 64, 64), torch.randint(4, (64, 64)))))
+
+
+@pattern("monai", sizes=(2, 4))
+def monai_unet_3d() -> Run:
+    from monai.losses import DiceCELoss
+    from monai.networks.nets import UNet
+
+    def build() -> Step:
+        criterion = DiceCELoss(to_onehot_y=True, softmax=True)
+        network = UNet(3, 1, 3, (8, 16, 32, 64), (2, 2, 2), num_res_units=2)
+        return Step(network, lambda n, b: criterion(n(b[0]), b[1]))
+
+    return Run(build, data(lambda _: (torch.randn(1, 32, 32, 32), torch.randint(3, (1, 32, 32, 32)).float())))
+
+
 @pattern("kornia", sizes=(8, 32))
 def kornia_augmentations() -> Run:
     import kornia.augmentation as K
@@ -205,6 +235,22 @@ def lightly_moco_memory_bank() -> Run:
     return Run(MoCo, views())
 
 
+@pattern("open-clip-torch", sizes=(4, 16))
+def open_clip() -> Run:
+    from open_clip import CLIP, ClipLoss
+
+    def build() -> Step:
+        network = CLIP(
+            64,
+            {"layers": 3, "width": 128, "patch_size": 8, "image_size": 32, "head_width": 32},
+            {"context_length": 24, "vocab_size": 1000, "width": 64, "heads": 4, "layers": 2},
+        )
+        criterion = ClipLoss()
+        return Step(network, lambda n, b: criterion(*n(b[0], b[1])), adamw)
+
+    return Run(build, data(lambda _: (torch.randn(3, 32, 32), torch.randint(1000, (24,)))))
+
+
 @pattern("pytorch-metric-learning", sizes=(16, 64))
 def metric_learning_miner() -> Run:
     from pytorch_metric_learning import losses, miners
@@ -242,6 +288,17 @@ def diffusers_unet() -> Run:
             return F.mse_loss(self.network(self.scheduler.add_noise(x, noise, t), t).sample, noise)
 
     return Run(Ddpm, images(32))
+
+
+@pattern("denoising-diffusion-pytorch", sizes=(2, 8))
+def lucidrains_diffusion() -> Run:
+    from denoising_diffusion_pytorch import GaussianDiffusion, Unet
+
+    def build() -> Step:
+        network = GaussianDiffusion(Unet(16, dim_mults=(1, 2), flash_attn=False), image_size=32, timesteps=100)
+        return Step(network, lambda n, b: n(b[0]))
+
+    return Run(build, data(lambda i: (torch.rand(3, 32, 32), i)))
 
 
 @pattern("vector-quantize-pytorch", sizes=(4, 16))

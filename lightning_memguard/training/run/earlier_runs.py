@@ -25,6 +25,7 @@ from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.units import MIB
 
 if TYPE_CHECKING:
+    from lightning_memguard.training.facts.run_facts import RunFacts
     from lightning_memguard.training.run.profile import RunProfile
 
 _CHANGED = 0.002  # of the peak: less is not worth another line
@@ -47,12 +48,11 @@ class EarlierRuns:
     _stored_bytes: int = 0
 
     @classmethod
-    def of(cls, profile: RunProfile, *, wanted: bool) -> EarlierRuns:
-        """Find the file; read what this run's GPU and software are."""
-        facts = profile.facts
+    def of(cls, facts: RunFacts, held_bytes: int, *, wanted: bool) -> EarlierRuns:
+        """Find the file; read what this run's GPU, of which the training holds some bytes, and its software are."""
         if not wanted or facts.stage != "fit":
             return cls()
-        there = reserved_bytes(facts.device) - profile.held_bytes
+        there = reserved_bytes(facts.device) - held_bytes
         return attempt(lambda: cls(setting_of(facts.device), Store(default_path()), there)).value or cls()
 
     def learned(self, profile: RunProfile) -> Learned | None:

@@ -77,7 +77,7 @@ def tune(trainer: Trainer, module: LightningModule, settings: GuardSettings, sta
             context = attempt(lambda: process_bytes or context_bytes(facts.device))
             profile = ranks.agree(planner.profile()).with_context(ranks.agree(context))
             profile = replace(profile, budget=shared(ranks, profile.budget, facts.device, reading.held_bytes))
-            earlier = EarlierRuns.of(profile, wanted=settings.learns)
+            earlier = EarlierRuns.of(facts, reading.held_bytes, wanted=settings.learns)
             profile = profile.learning(ranks.gather(attempt(partial(earlier.learned, profile)).value)[0])
             answers = ranks.gather((profile.request.free_to_choose, profile.request.fixed_because))
             profile = replace(profile, request=_common(profile.request, answers))
