@@ -10,7 +10,7 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
-HIDDEN = ("tensorboard", "PIL", "pillow")
+HIDDEN = ("tensorboard", "PIL", "pillow") if __name__ == "__main__" else ()
 sys.modules.update(dict.fromkeys(HIDDEN))
 found = metadata.Distribution.from_name
 

@@ -262,7 +262,7 @@ def _owners(roots: Iterable[object]) -> Iterator[MutableMapping[Any, Any]]:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        owners = [vars(each)]
+        owners = [vars(each)] if hasattr(each, "__dict__") else []
         if isinstance(each, nn.Module):
             owners.append(each._buffers)
             queue.extend(each.children())

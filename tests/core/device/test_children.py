@@ -118,9 +118,10 @@ def test_where_files_cannot_be_told_apart_all_of_shared_memory_counts(monkeypatc
 def test_reading_files_leaves_the_time_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     used = iter(range(100))
     monkeypatch.setattr(children, "_shared_bytes", lambda: next(used))
+    pages = iter([0, 50 * MIB])
+    monkeypatch.setattr(ChildrenMeter, "_own_pages", lambda _: next(pages))
     meter = ChildrenMeter()
     monkeypatch.setattr(meter, "_own_shared", lambda: time.sleep(0.05) or 0)
-    monkeypatch.setattr(meter, "_own_pages", lambda: 50 * MIB)
     for _ in range(4):
         meter.read_shared()
     meter.read_pages()

@@ -35,7 +35,7 @@ class Tokens(pl.LightningModule):
         self.shapes: list[tuple[int, ...]] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if batch_idx == self.fails_at and not isinstance(batch, torch._subclasses.FakeTensor):
+        if type(self.trainer) is pl.Trainer and batch_idx == self.fails_at:  # and not that of a capture
             self.error()
         self.shapes.append(tuple(batch.shape))
         return self.head(self.embedding(batch).mean(1)).square().mean()

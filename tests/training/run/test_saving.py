@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memguard import MemGuard
 from lightning_memguard.report.decision_table import why
 from lightning_memguard.units import MIB
+from tests.forks import on_ranks
 
 WEIGHTS = 4 * (1024 * 1024 + 1024) * 4
 
@@ -61,7 +62,7 @@ def fit(
 def test_the_buffer_is_as_large_as_the_file(tmp_path: Path, optimizer: Any, settings: Any, states: int) -> None:
     guard = MemGuard("check", budget="1GiB")
     fit(guard, Layers(optimizer), ModelCheckpoint(dirpath=tmp_path, **settings))
-    (file,) = tmp_path.glob("*.ckpt")
+    file, *_ = tmp_path.glob("*.ckpt")  # the thread may not have come to remove that of the first epoch
     footprint = guard.decision.footprint
     assert footprint.phase == "checkpoint"
     assert footprint.parts["checkpoint"] == pytest.approx(file.stat().st_size, rel=0.005)
@@ -73,7 +74,7 @@ def test_a_thread_saves_a_copy_while_training_goes_on(tmp_path: Path) -> None:
     plain, guard = MemGuard("check", budget="1GiB"), MemGuard("check", budget="1GiB")
     fit(plain, Layers())
     fit(guard, Layers(), ModelCheckpoint(dirpath=tmp_path), epochs=2, plugins=[AsyncCheckpointIO()])
-    (file,) = tmp_path.glob("*.ckpt")
+    file, *_ = tmp_path.glob("*.ckpt")  # the thread may not have come to remove that of the first epoch
     footprint, step = guard.decision.footprint, plain.decision.footprint
     assert footprint.parts["checkpoint"] == pytest.approx(2 * file.stat().st_size, rel=0.005)
     assert footprint.peak_allocated_bytes - footprint.parts["checkpoint"] == step.peak_allocated_bytes
@@ -82,8 +83,13 @@ def test_a_thread_saves_a_copy_while_training_goes_on(tmp_path: Path) -> None:
 
 
 def test_the_measured_peak_holds_what_is_saved_after_an_epoch(tmp_path: Path) -> None:
+    """In a process of its own: this one has memory of earlier tests, which a fit would use again."""
+    on_ranks(1, measure_what_is_saved, tmp_path)
+
+
+def measure_what_is_saved(_: int, folder: Path) -> None:
     guard = MemGuard("check", budget="1GiB")
-    fit(guard, Layers(), ModelCheckpoint(dirpath=tmp_path), epochs=2)
+    fit(guard, Layers(), ModelCheckpoint(dirpath=folder), epochs=2)
     first, last = (record.measured.peak_bytes for record in guard.records)
     assert last >= 0.97 * guard.decision.footprint.peak_allocated_bytes
     assert first < last + MIB
