@@ -23,6 +23,7 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["requirements.txt"]
 myst_heading_anchors = 3
+smartquotes = False  # options begin with two dashes
 default_role = "code"  # docstrings are Markdown in this: `name`
 napoleon_use_ivar = True
 autodoc_member_order = "bysource"
@@ -35,8 +36,9 @@ html_extra_path = [str(ROOT / "build" / "gallery")]  # what docs/gallery.py trai
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_sidebars = {"**": []}  # every page is one of the header's
 html_theme_options = {
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 4,
     "navbar_end": ["theme-switcher"],
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
