@@ -146,5 +146,5 @@ $(FIELD_STAMP): pyproject.toml constraints.txt benchmarks/data/field_requirement
 $(DOCS_STAMP): pyproject.toml constraints.txt docs/requirements.txt
 	"$(PYTHON)" -m venv "$(DOCS_VENV)"
 	$(DOCS_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(DOCS_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r docs/requirements.txt scikit-learn -e .
+	$(DOCS_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r docs/requirements.txt scikit-learn -e '.[tensorboard]'
 	@touch $@
