@@ -126,8 +126,8 @@ def programs() -> dict[str, Callable[[], tuple[Any, Any, dict[str, Any]]]]:
         return case.build(optimizer), data, {**case.trainer_kwargs, **QUIET, "accelerator": "cpu"}
 
     def of_rescue(program: Any) -> tuple[Any, Any, dict[str, Any]]:
-        data = DataLoader(rescue.DATA, rescue.BATCH, collate_fn=program.collate)
-        return program.module(), data, {**QUIET, "accelerator": "cpu", **program.settings}
+        module, data = program.training(3)
+        return module, data, {**QUIET, "accelerator": "cpu", **program.settings}
 
     for name, pattern in field.load_patterns().items():
         found[name] = functools.partial(of_field, pattern)
