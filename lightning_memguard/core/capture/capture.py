@@ -40,8 +40,8 @@ T = TypeVar("T")
 Request = TypeVar("Request", bound=Hashable)
 
 _VALUE_NEEDED = (ValueNeededError, DataDependentOutputException, DynamicOutputShapeException)
+_MOST_SECONDS_TO_GO_ON = 20.0  # a slower step is not captured again with its counters moved
 # What CUDA and autograd say in a child whose parent used them.
-_MOST_SECONDS_TO_GO_ON = 20.0
 _NOT_AFTER_A_FORK = ("in forked subprocess", "fork-based multiprocessing", "initialization error")
 
 

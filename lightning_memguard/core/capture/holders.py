@@ -92,7 +92,7 @@ def _is_node(thing: object) -> bool:
 
 
 def _in(holder: Holder, thing: Any) -> Iterator[tuple[Holder, object]]:
-    """What an object holds, each with the name it is known by."""
+    """Yield the objects that an object holds, each with the name it is known by."""
     if isinstance(thing, Tensor):
         yield from ((holder, each) for each in (thing.grad_fn, thing._base))
     elif isinstance(thing, np.ndarray):

@@ -101,7 +101,7 @@ class HostUse:
 
     @property
     def uses(self) -> tuple[tuple[int, Budget], ...]:
-        """What is taken, each with the budget that must hold it."""
+        """Bytes that are taken, each with the budget that must hold it."""
         held = (self.most_bytes, self.budget), (self.shared_bytes, self.shared_budget)
         return tuple((nbytes, of) for nbytes, of in held if nbytes and of)
 

@@ -546,7 +546,7 @@ class OutOfMemory:
 
     @property
     def capacity_bytes(self) -> int:
-        """What the process could have reserved, at most."""
+        """The most that the process could have reserved, in bytes."""
         return self.reserved_bytes + max(0, min(self.entry.address, self.missing_bytes - 1))
 
     @property
@@ -640,7 +640,7 @@ class Replaying:
         """A request was served; where the record has it."""
 
     def other(self, action: str, address: int, nbytes: int) -> None:
-        """What the record says of its device; the replay's own decides."""
+        """Ignore an entry about the recorded device; the replay's own device decides."""
 
     def release(self, entries: Sequence[HistoryEntry], release: Release) -> None:  # noqa: ARG002
         """Release the cache as the record did, unless it did so for want of memory and the replay has a capacity."""

@@ -31,7 +31,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Learned:
-    """What is known from earlier runs of a step on a GPU.
+    """Measurements of earlier runs of a step on a GPU.
 
     Attributes:
         step: the signature of the step, see `lightning_memguard.core.trace.signature`.

@@ -133,7 +133,7 @@ class BatchWatch:
         return int(failed.count * self.prediction.expected_batch(size)[1] / max(1, failed.nbytes)) if size else 1
 
     def budget_now(self) -> Budget:
-        """What the device offers now, or did at setup if that is less."""
+        """Budget of the device now, or at setup if that was less."""
         then, device = self.profile.budget, self.profile.facts.device
         now = attempt(lambda: read_budget(device, margin=then.margin_share)).value
         return min(now or then, then, key=lambda each: each.usable_bytes)
@@ -173,7 +173,7 @@ def failure(watch: BatchWatch, decided: Footprint, measured: Measured | None, **
 
 
 def _shares(trace: Trace, prediction: Prediction, device: torch.device) -> list[LineShare]:
-    """What holds the memory at the peak, line by line, next to what each line really holds, if that is recorded."""
+    """Lines that hold the memory at the peak, next to what each line really holds, if that is recorded."""
     shares, actual = shares_at_peak(trace, prediction.settings), or_none(allocated_now, device)
     if not actual:
         return shares

@@ -1,4 +1,4 @@
-"""What earlier runs of a step measured on this GPU, and what this one adds: predictions learn from it."""
+"""Measurements of a step by earlier runs on this GPU and by this one: predictions learn from them."""
 
 from __future__ import annotations
 

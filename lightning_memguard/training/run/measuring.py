@@ -1,4 +1,4 @@
-"""What a run really takes: the peak on its device and of its workers, by part where that can be read."""
+"""Memory that a run really takes: the peak on its device and of its workers, by part where that can be read."""
 
 from __future__ import annotations
 

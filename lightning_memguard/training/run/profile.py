@@ -281,7 +281,7 @@ class RunProfile:
         return least + self.kept_bytes, likely + self.kept_bytes, most + self.kept_bytes
 
     def host_at(self, batch_size: int) -> HostUse | None:
-        """What the run takes of the host at a batch size; None if that is nothing, or all of it is the device's."""
+        """Memory of the host that a batch size takes; None if that is nothing, or all of it is the device's."""
         shared = self.workers.shared_bytes(batch_size, self._validation_size) if self.workers else 0
         if self.host is None and not shared:
             return None
