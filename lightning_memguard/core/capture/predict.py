@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 
 from lightning_memguard.core.capture.capture import (
     FIRST,
@@ -21,15 +22,18 @@ from lightning_memguard.core.capture.capture import (
 )
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.device.host import available_memory
+from lightning_memguard.core.device.speed import speed_of
 from lightning_memguard.core.isolation.pool import processors
 from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
 from lightning_memguard.core.replay.learned import Learned
+from lightning_memguard.core.replay.seconds import Timing
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.compiled import NOTE
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
 from lightning_memguard.core.trace.signature import SIGNED_SIZE, signature_of
 from lightning_memguard.core.trace.trace import Method, Shapes, Trace
+from lightning_memguard.core.trace.work import Work
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.units import format_bytes
 
@@ -232,6 +236,8 @@ class Prediction:
             if self.unfrozen:
                 most = _with_later(most, self._footprint_of(self.unfrozen.trace_at(batch_size)))
             batch = " x ".join(map(str, next(iter(self.expected_batch(batch_size)[0]), ()))) if self.kinds else ""
+            if self.compiles:
+                most = replace(most, timing=self._timing(self.growth.at(batch_size).work if self.growth else ()))
             most = replace(most, batch=batch, notes=tuple(dict.fromkeys((*self.notes, *most.notes))))
             known[batch_size] = self.learned.corrected(most) if self.learned else most
         return known[batch_size]
@@ -290,7 +296,13 @@ class Prediction:
         return replace(at_near.plus(more, "activations"), batch_size=batch_size)
 
     def _footprint_of(self, trace: Trace) -> Footprint:
-        return footprint(self._own(trace), self.settings, self.context_bytes)
+        found = footprint(self._own(trace), self.settings, self.context_bytes)
+        return replace(found, timing=self._timing(trace.work)) if trace.work else found
+
+    def _timing(self, work: tuple[Work, ...]) -> Timing:
+        """What the time of a step is predicted from; ``work`` is that of a batch as written."""
+        gpu = self.program.gpu
+        return Timing(work, partial(speed_of, gpu), self.program.batches_per_step or 1, compiled=self.compiles)
 
     def proven_at(self, batch_size: int) -> Prediction:
         """Capture the step at this size: as it is compiled, if it is, else to compare it with the growth.

@@ -7,6 +7,7 @@ It works the same on fake and on real tensors, so one recorder serves every meth
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodWrapperType
@@ -30,6 +31,7 @@ from lightning_memguard.core.capture.storages import Storages, plain_tensors
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.foreign import find, patched
 from lightning_memguard.core.isolation.pool import beat
+from lightning_memguard.core.kernels.work import work_of
 from lightning_memguard.core.simulation import (
     compiled,
     cudnn_rnn,
@@ -47,6 +49,7 @@ from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumptio
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Event, Trace
+from lightning_memguard.core.trace.work import Work
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 if TYPE_CHECKING:
@@ -93,6 +96,7 @@ class Recorder(Storages, TorchDispatchMode):
         self._scratch = KernelScratch(self, kernel_target)
         self.ran_backward = False
         self.kept: tuple[Kept, ...] = ()
+        self._work: dict[tuple[int, bool], list[Work]] = {}  # by batch, and whether the optimizer runs it
         self.in_linear: int | None = None  # while it runs, the first block that it may have made
         self._below_autograd = False
         self._first_of_node = 0  # the first block that the node of the backward pass that runs now may have made
@@ -175,6 +179,7 @@ class Recorder(Storages, TorchDispatchMode):
         try:
             with torch._C.DisableTorchFunction():
                 self._scratch.note(func, args, kwargs, out)
+                self._note_work(func, args, kwargs, out)
         finally:
             self._line = None
         return out
@@ -288,8 +293,26 @@ class Recorder(Storages, TorchDispatchMode):
         )
         assumed, shares = (*notes, *self.assumptions), self._value_sizes.noted
         read = batch_size, self.device_type, method, events, assumed, kernels, spans, self._batch, held_at, shares
-        return Trace(*read, kept=self.kept)
+        return Trace(*read, kept=self.kept, work=self._work_of_step())
 
+    def _note_work(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
+        """Note what an operator computes in the first two batches, or optimizer steps."""
+        updates = self.phase == "optimizer"
+        known = [step for step, is_update in self._work if is_update == updates]
+        if self.phase == "setup" or (self.step not in known and len(known) == _NOTED_STEPS):
+            return
+        target = self._scratch.target
+        work = work_of(func, args, kwargs, out, tf32=isinstance(target, CudaTarget) and target.tf32)
+        if work is not None:
+            self._work.setdefault((self.step, updates), []).append(work._replace(updates=updates))
+
+    def _work_of_step(self) -> tuple[Work, ...]:
+        """What a batch and an optimizer step compute, of the last noted: the first ones also make states."""
+        by_kind = {updates: work for (_, updates), work in sorted(self._work.items())}
+        return tuple(itertools.chain.from_iterable(by_kind.values()))
+
+
+_NOTED_STEPS = 2
 
 _AUTOTUNED = (
     "max-autotune chooses kernels by their speed: predicted with those of the default mode, and at most with one more "

@@ -7,7 +7,6 @@ on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +23,8 @@ from lightning_memguard.core.batch.batches import Batches, batches_from_one
 from lightning_memguard.core.batch.nesting import batch_bytes, map_tensors, tensors_in
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.decision.decision import check_count
-from lightning_memguard.core.foreign import aten
 from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.kernels.work import FLOPS
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.simulation.backward import graph_task
 from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_rng, real_copy, storage_address
@@ -245,7 +244,7 @@ def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step,
     """
     recorder = Recorder("cuda" if gpu else "cpu", worst_case=True, kernel_target=gpu.kernel_target if gpu else None)
     recorder.mark("forward")
-    counter: Any = FlopCounterMode(display=False, custom_mapping=_FLOPS)
+    counter: Any = FlopCounterMode(display=False, custom_mapping=FLOPS)
     counter.mod_tracker = _CurrentModule(recorder)
     saving = _saved_watched(recorder)
     with torch.enable_grad(), watching(recorder, module_copy), _outputs_watched() as outputs, counter, saving as saved:
@@ -398,60 +397,6 @@ class _CurrentModule:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
-
-
-_Shape = Sequence[int]
-
-
-def _attention(query: _Shape, key: _Shape, value: _Shape, *_: object, **__: object) -> int:
-    """Queries by keys, then the scores by values; heads of keys and values may be fewer, each for several queries."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-
-def _lstm(x: _Shape, weight_ih: _Shape, weight_hh: _Shape, *_: object, **__: object) -> int:
-    """One layer in one direction: its input (steps, batch, inputs) by one weight, its state by another."""
-    return 2 * math.prod(x[:-1]) * (math.prod(weight_ih) + math.prod(weight_hh))
-
-
-def _cudnn_rnn(x: _Shape, weights: Sequence[_Shape], *_: object, **__: object) -> int:
-    """All layers: every weight that is a matrix is multiplied once for each step and sample."""
-    return 2 * math.prod(x[:-1]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
-
-
-def _fast_attention(query: _Shape, key: _Shape, _: _Shape, width: int, *__: object, **___: object) -> int:
-    """Count the FLOPs of the fast path of ``nn.MultiheadAttention``: four projections, and attention."""
-    rows = math.prod(query[:-1]), math.prod(key[:-1])
-    return 4 * width * width * sum(rows) + 4 * rows[0] * key[-2] * width
-
-
-def _fast_layer(x: _Shape, width: int, *rest: Any, **_: object) -> int:
-    """Count the FLOPs of the fast path of ``nn.TransformerEncoderLayer``: attention and two Linears."""
-    inner: _Shape = rest[_FFN_WEIGHT]
-    return _fast_attention(x, x, x, width) + 4 * math.prod(x[:-1]) * math.prod(inner)
-
-
-_FFN_WEIGHT = 12  # place of the first Linear's weight after the width, see `_transformer_encoder_layer_fwd`
-
-
-# Products that torch's counter does not know: it would count 0. Each rule gets shapes in place of tensors.
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/flop_counter.py (`flop_registry`)
-_FLOPS: dict[Any, Callable[..., int]] = {
-    getattr(aten, name): rule
-    for name, rule in (
-        ("_scaled_dot_product_cudnn_attention", _attention),
-        ("_scaled_dot_product_efficient_attention", _attention),
-        ("_scaled_dot_product_flash_attention", _attention),
-        ("_scaled_dot_product_flash_attention_for_cpu", _attention),
-        ("_scaled_dot_product_fused_attention_overrideable", _attention),
-        ("_native_multi_head_attention", _fast_attention),
-        ("_transformer_encoder_layer_fwd", _fast_layer),
-        ("mkldnn_rnn_layer", _lstm),
-        ("_cudnn_rnn", _cudnn_rnn),
-        ("mv", lambda matrix, *_, **__: 2 * math.prod(matrix)),
-        ("addmv", lambda _, matrix, *__, **___: 2 * math.prod(matrix)),
-        ("dot", lambda vector, *_, **__: 2 * math.prod(vector)),
-    )
-}
 
 
 def _rows(

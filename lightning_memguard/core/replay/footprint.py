@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 from lightning_memguard.core.replay.replay import Replay, within_capacity
+from lightning_memguard.core.replay.seconds import Seconds, Timing
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.replay.snapshot import save_snapshot
 from lightning_memguard.core.shown import Shown
@@ -69,6 +70,7 @@ class Footprint(Shown):
         batch: the shape of the batch, such as ``"3 x 512"``, if the data sets its size; else empty.
         correction_bytes: how much larger the peak on the device is by earlier measurements; negative if it is smaller.
         learned_from: these measurements in words, such as ``"3 earlier runs on this GPU"``; empty without any.
+        timing: what `step_seconds` is computed from; None if the step was not run.
     """
 
     batch_size: int
@@ -90,6 +92,18 @@ class Footprint(Shown):
     batch: str = ""
     correction_bytes: int = 0
     learned_from: str = ""
+    timing: Timing | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def step_seconds(self) -> Seconds | None:
+        """Seconds of an optimizer step, all its batches included: at least, most likely, at most.
+
+        A roofline (`lightning_memguard.core.replay.seconds`) from what the operators compute and move, and the peaks
+        of a GPU of the catalogue; for the CPU those of this machine, which takes a third of a second to measure. It
+        does not include loading data, or other processes. None for another GPU, or a step that could not be run.
+        How far off it is: docs/accuracy.
+        """
+        return self.timing.step if self.timing else None
 
     @property
     def peak(self) -> Peak:

@@ -17,6 +17,7 @@ from math import ceil
 
 from lightning_memguard.core.trace.scratch import Scratch
 from lightning_memguard.core.trace.trace import Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
+from lightning_memguard.core.trace.work import Group, Work, grown, groups_of
 from lightning_memguard.errors import CannotTraceError
 
 _Coefficients = tuple[Fraction, ...]  # c[0] + c[1] n + c[2] n^2
@@ -34,6 +35,7 @@ class Growth:
         kernels: by kernel of the template, for each of its numbers that depends on the batch size. Scratch follows
             rules that are not polynomials; the numbers they are given grow like everything else.
         same: by kernel of the template, the first one called the same way at every size.
+        work: what the operators compute, grouped by how it grows.
     """
 
     template: Trace
@@ -41,6 +43,7 @@ class Growth:
     coefficients: dict[int, _Coefficients]
     kernels: dict[int, dict[int, _Coefficients]]
     same: tuple[int, ...]
+    work: tuple[Group, ...] = ()
 
     @property
     def degree(self) -> int:
@@ -61,8 +64,11 @@ class Growth:
             event = events[position]
             events[position] = Event(event.action, event.block, nbytes, *event[3:])
         if not self.kernels:
-            return replace(self.template, batch_size=batch_size, events=tuple(events))
+            return replace(self.template, batch_size=batch_size, events=tuple(events), work=self._work(batch_size))
         return self._with_scratch(batch_size, events)
+
+    def _work(self, batch_size: int) -> tuple[Work, ...]:
+        return grown(self.work, self.sizes, batch_size)
 
     def _with_scratch(self, batch_size: int, events: list[Event]) -> Trace:
         grown = {index: self._kernel(index, batch_size) for index in set(self.same)}
@@ -87,6 +93,7 @@ class Growth:
             events=tuple(written),
             kernels=tuple(grown[first] for first in self.same),
             scratch_spans=tuple(scratch_spans),
+            work=self._work(batch_size),
         )
 
     def _kernel(self, index: int, batch_size: int) -> Kernel:
@@ -126,7 +133,8 @@ def grow(traces: Sequence[Trace]) -> Growth:
         if min(nbytes) != max(nbytes):
             coefficients[position] = fit(nbytes, rows[0])
     same = _same_kernels(ordered)
-    return Growth(ordered[-1], sizes, coefficients, _grow_kernels(ordered, set(same), fit), same)
+    work = groups_of([trace.work for trace in ordered])
+    return Growth(ordered[-1], sizes, coefficients, _grow_kernels(ordered, set(same), fit), same, work)
 
 
 def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
@@ -156,7 +164,10 @@ def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
     events = tuple(
         event._replace(nbytes=grown.get((event.block, event.case), event.nbytes)) for event in largest.events
     )
-    return replace(largest, batch_size=batch_size, events=events, kernels=(), scratch_spans=(), batch=None, seconds=0.0)
+    pair = [trace for trace in (smaller, largest) if trace]
+    work = grown(groups_of([trace.work for trace in pair]), [trace.batch_size for trace in pair], batch_size)
+    made = replace(largest, batch_size=batch_size, events=events, kernels=(), scratch_spans=(), batch=None)
+    return replace(made, seconds=0.0, work=work)
 
 
 _Request = tuple[object, ...]

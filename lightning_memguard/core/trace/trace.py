@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import ByteRange, Moment, Scratch
+from lightning_memguard.core.trace.work import Work
 
 Action = Literal["alloc", "free"]
 
@@ -113,7 +114,7 @@ class Trace:
     ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule. ``batch`` is the shapes and bytes
     of the largest batch that the step was given, if it was noted. ``held_at`` is the place among the events at which
     `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is the processor time that the run took.
-    ``kept`` is what each batch leaves behind.
+    ``kept`` is what each batch leaves behind, and ``work`` what one batch and one optimizer step compute.
     """
 
     batch_size: int
@@ -128,6 +129,7 @@ class Trace:
     shares: Shares = field(default=(), compare=False)
     seconds: float = field(default=0.0, compare=False)
     kept: tuple[Kept, ...] = field(default=(), compare=False)
+    work: tuple[Work, ...] = field(default=(), compare=False, repr=False)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)

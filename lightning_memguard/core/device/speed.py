@@ -1,0 +1,100 @@
+"""How fast a device is: a GPU of the catalogue by its published peaks, this machine's CPU by a short measurement."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.replay.seconds import Speed
+from lightning_memguard.core.trace.work import CONVOLUTION
+
+# Shares of the published peaks that operators reach, and the range of measured times around the likely one: fitted on
+# published training steps of half of timm's models on one GPU, shown on the other half (`benchmarks/seconds.py`).
+_OF_PEAK, _OF_BANDWIDTH = 0.6, 0.8
+_GPU_SPREAD = 0.8, 1.25
+# A kernel of a GPU that does next to nothing.
+_GPU_LAUNCH = 5e-6
+_CPU_SPREAD = 0.6, 1.6
+_KINDS = ("float32", "tf32", "float16", "bfloat16", "float64")
+
+
+def speed_of(gpu: Gpu | None) -> Speed | None:
+    """How fast a GPU is, or for None this machine's CPU with the threads that torch uses now.
+
+    Returns:
+        None if the catalogue does not say it.
+    """
+    if gpu is None:
+        return cpu_speed(torch.get_num_threads())
+    peaks = {kind: peak * _OF_PEAK for kind in _KINDS if (peak := gpu.peak_flops(kind))}
+    if not peaks or not gpu.bandwidth:
+        return None
+    return Speed(peaks, ((0.0, gpu.bandwidth * _OF_BANDWIDTH),), _GPU_LAUNCH, _GPU_SPREAD, gpu.link)
+
+
+@functools.cache
+def cpu_speed(threads: int) -> Speed:
+    """Measure this machine's CPU, in about a third of a second; ``threads`` are those that torch uses.
+
+    Products of matrices by number format; a convolution with its backward pass; sums of two vectors of several sizes,
+    as a cache holds small ones; and an operator on one element, with its node in the backward pass.
+    """
+    flops = {name: 2 * _SIDE**3 / _fastest(_product(name)) for name in ("float32", "float64", "bfloat16", "float16")}
+    slower = _CONVOLUTION_FLOPS / _fastest(_convolution) / flops["float32"]
+    flops |= {f"{name}{CONVOLUTION}": slower * rate for name, rate in flops.items()}
+    bandwidth = [(3.0 * nbytes, 3 * nbytes * _HELD / _fastest(_sums(nbytes))) for nbytes in _SIZES]
+    bandwidth[0] = (0.0, bandwidth[0][1])
+    return Speed(flops, tuple(bandwidth), _fastest(_chain) / (2 * _OPERATORS), _CPU_SPREAD)
+
+
+_SIDE = 384  # of a matrix
+_SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes of a vector
+_HELD = 4  # results that live at once, as activations do: memory that is new has to be mapped
+_OPERATORS = 50
+_IMAGES = 8, 32, 28, 28
+_CONVOLUTION_FLOPS = 3 * 2 * math.prod(_IMAGES) * 32 * 9
+
+
+def _product(dtype: str) -> Callable[[], object]:
+    matrix = torch.ones(_SIDE, _SIDE, dtype=getattr(torch, dtype), device="cpu")
+    return lambda: matrix @ matrix
+
+
+def _sums(nbytes: int) -> Callable[[], object]:
+    vector = torch.ones(nbytes // 4, dtype=torch.float32, device="cpu")
+    return lambda: [vector + vector for _ in range(_HELD)]
+
+
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
+def _convolution() -> None:
+    options: Any = {"device": "cpu", "dtype": torch.float32, "requires_grad": True}
+    images, weight = torch.ones(_IMAGES, **options), torch.ones(32, 32, 3, 3, **options)
+    result = nn.functional.conv2d(images, weight, padding=1)
+    result.backward(torch.ones_like(result))
+
+
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
+def _chain() -> None:
+    result = torch.ones(1, device="cpu", requires_grad=True)
+    for _ in range(_OPERATORS):
+        result = result * 2
+    result.backward()
+
+
+def _fastest(run: Callable[[], object], times: int = 3) -> float:
+    """Seconds of the fastest of a few runs, after one that is not counted."""
+    taken = []
+    for _ in range(times + 1):
+        started = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - started)
+    return min(taken[1:])

@@ -1,0 +1,191 @@
+"""Operator and arguments -> the floating point operations it runs, and the bytes it moves.
+
+Products by the formulas of torch's own counter where these are right; convolutions by ours, since torch counts the
+backward pass of a grouped one up to twice. Checked on torch 2.11 to 2.13.
+https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/flop_counter.py (`flop_registry`)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from lightning_memguard.core.foreign import aten
+from lightning_memguard.core.kernels.arguments import operands
+from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, GROUPED, Work
+
+_Shape = Sequence[int]
+
+
+def _attention(query: _Shape, key: _Shape, value: _Shape, *_: object, **__: object) -> int:
+    """Queries by keys, then the scores by values; heads of keys and values may be fewer, each for several queries."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _attention_backward(_: _Shape, query: _Shape, key: _Shape, value: _Shape, *__: object, **___: object) -> int:
+    """The scores again, and four products: of the gradients of scores, queries, keys and values."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+
+
+def _lstm(x: _Shape, weight_ih: _Shape, weight_hh: _Shape, *_: object, **__: object) -> int:
+    """One layer in one direction: its input (steps, batch, inputs) by one weight, its state by another."""
+    return 2 * math.prod(x[:-1]) * (math.prod(weight_ih) + math.prod(weight_hh))
+
+
+def _cudnn_rnn(x: _Shape, weights: Sequence[_Shape], *_: object, **__: object) -> int:
+    """All layers: every weight that is a matrix is multiplied once for each step and sample."""
+    return 2 * math.prod(x[:-1]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
+
+
+def _fast_attention(query: _Shape, key: _Shape, _: _Shape, width: int, *__: object, **___: object) -> int:
+    """Count the FLOPs of the fast path of ``nn.MultiheadAttention``: four projections, and attention."""
+    rows = math.prod(query[:-1]), math.prod(key[:-1])
+    return 4 * width * width * sum(rows) + 4 * rows[0] * key[-2] * width
+
+
+def _fast_layer(x: _Shape, width: int, *rest: Any, **_: object) -> int:
+    """Count the FLOPs of the fast path of ``nn.TransformerEncoderLayer``: attention and two Linears."""
+    inner: _Shape = rest[_FFN_WEIGHT]
+    return _fast_attention(x, x, x, width) + 4 * math.prod(x[:-1]) * math.prod(inner)
+
+
+_FFN_WEIGHT = 12  # place of the first Linear's weight after the width, see `_transformer_encoder_layer_fwd`
+
+
+def _convolution(x: _Shape, weight: _Shape, *rest: Any, out_val: _Shape, **_: object) -> int:
+    """Each weight once for each place and sample: of the result, or of a transposed convolution's input."""
+    return 2 * _places(x if rest[_TRANSPOSED] else out_val) * math.prod(weight)
+
+
+def _convolution_backward(grad: _Shape, x: _Shape, weight: _Shape, *rest: Any, **_: object) -> int:
+    """The gradient of the input costs as much as the forward pass, and so does that of the weight."""
+    wanted = sum(rest[-1][:2])
+    return wanted * 2 * _places(x if rest[_TRANSPOSED] else grad) * math.prod(weight)
+
+
+_TRANSPOSED = 4  # place of ``transposed`` after the weight, forward and backward
+
+
+def _places(shape: _Shape) -> int:
+    return shape[0] * math.prod(shape[2:])
+
+
+# Products that torch's counter does not know, or counts otherwise. Each rule gets shapes in place of tensors.
+FLOPS: dict[Any, Callable[..., int]] = {
+    getattr(aten, name): rule
+    for name, rule in (
+        ("convolution", _convolution),
+        ("convolution_backward", _convolution_backward),
+        ("_scaled_dot_product_cudnn_attention", _attention),
+        ("_scaled_dot_product_efficient_attention", _attention),
+        ("_scaled_dot_product_flash_attention", _attention),
+        ("_scaled_dot_product_flash_attention_for_cpu", _attention),
+        ("_scaled_dot_product_flash_attention_for_cpu_backward", _attention_backward),
+        ("_scaled_dot_product_fused_attention_overrideable", _attention),
+        ("_native_multi_head_attention", _fast_attention),
+        ("_transformer_encoder_layer_fwd", _fast_layer),
+        ("mkldnn_rnn_layer", _lstm),
+        ("_cudnn_rnn", _cudnn_rnn),
+        ("mv", lambda matrix, *_, **__: 2 * math.prod(matrix)),
+        ("addmv", lambda _, matrix, *__, **___: 2 * math.prod(matrix)),
+        ("dot", lambda vector, *_, **__: 2 * math.prod(vector)),
+    )
+}
+
+# A rule of torch's gets tensors, with its own decorator around it that takes their shapes.
+_TORCH_FLOPS: dict[Any, Callable[..., int]] = flop_registry
+
+# Operators that read their largest input twice: for its statistics, then for its values.
+_TWICE = (
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "native_group_norm",
+    "_batch_norm_with_update",
+    "batch_norm_backward",
+)
+_GATHERS = ("embedding", "index", "index_select", "gather", "_embedding_bag", "embedding_renorm_")
+_LEAST_CHANNELS = 8  # of each group: a tensor core multiplies blocks of 8 or 16 of them
+
+
+def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, *, tf32: bool) -> Work | None:
+    """What one call computes and moves; None if that is nothing, as for a view.
+
+    Args:
+        func: the operator.
+        args: its arguments, fake or real.
+        kwargs: its named arguments.
+        out: what it returned.
+        tf32: whether convolutions of float32 compute in TF32.
+    """
+    moves = _moves(func)
+    if not moves:
+        return None
+    given, results = list(operands((args, tuple(kwargs.values())))), list(operands(out))
+    if moves == COMMUNICATION:
+        return Work(COMMUNICATION, 0, max((_nbytes(tensor) for tensor in (*given, *results)), default=0))
+    made = sum(map(_nbytes, results))
+    read = made if moves == "gather" else sum(map(_nbytes, given))
+    if moves == "twice":
+        read += max(map(_nbytes, given), default=0)
+    rule = FLOPS.get(func._overloadpacket)
+    if rule is not None:
+        flops = rule(
+            *map(_shapes, args), **{name: _shapes(value) for name, value in kwargs.items()}, out_val=_shapes(out)
+        )
+    elif func._overloadpacket in _TORCH_FLOPS:
+        flops = _TORCH_FLOPS[func._overloadpacket](*args, **kwargs, out_val=out)
+    else:
+        return Work("", 0, read + made) if read + made else None
+    return Work(_kind(func, given, tf32=tf32), flops, read + made)
+
+
+def _shapes(value: object) -> Any:
+    """A value with the shapes of tensors in place of them."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return [_shapes(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes behind a tensor: an expanded one has fewer than elements."""
+    nbytes: int = tensor.numel() * tensor.element_size()
+    return min(nbytes, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else nbytes
+
+
+def _kind(func: OpOverload, given: Sequence[Tensor], *, tf32: bool) -> str:
+    """The number format that a product computes in. Thin groups have no use for tensor cores."""
+    kind = str(given[0].dtype).removeprefix("torch.")
+    if not func._schema.name.startswith("aten::convolution"):
+        return kind
+    x, weight = given[1:3] if func._schema.name.endswith("backward") else given[:2]
+    channels, grouped = weight.shape[1], weight.shape[1] < x.shape[1]
+    if grouped and channels < _LEAST_CHANNELS:
+        return "float32" + CONVOLUTION
+    kind = "tf32" if tf32 and kind == "float32" else kind
+    return kind + (GROUPED if grouped and _is_channels_last(x) else "") + CONVOLUTION
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+@functools.cache
+def _moves(func: OpOverload) -> str:
+    """How an operator moves bytes: not at all, or each operand once, or as one of the lists above."""
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace in ("c10d", "_c10d_functional"):
+        return COMMUNICATION if any(word in name for word in ("reduce", "gather", "all_to_all", "broadcast")) else ""
+    if "empty" in name or name in ("_unsafe_view", "_reshape_alias", "lift_fresh", "detach"):
+        return ""
+    if any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns):
+        return ""
+    if name in _GATHERS:
+        return "gather"
+    return "twice" if any(name.startswith(part) or name.endswith(part) for part in _TWICE) else "once"

@@ -1,0 +1,90 @@
+"""What a step computes and moves + how fast a device is -> the seconds that it takes.
+
+A roofline, operator by operator: each takes as long as its products at the device's peak, or as its bytes at the
+device's bandwidth, whichever is longer, and never less than a launch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_memguard.core.trace.work import COMMUNICATION, GROUPED, Work
+
+
+class Seconds(NamedTuple):
+    """A time in seconds: at least, most likely, at most."""
+
+    low: float
+    likely: float
+    high: float
+
+    def times(self, factor: float) -> Seconds:
+        """Each of the three, times a factor."""
+        return Seconds(*(factor * each for each in self))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a device is.
+
+    Attributes:
+        flops: floating point operations a second that products reach, by number format.
+        bandwidth: bytes a second, by the bytes that an operator moves: from that many on, ascending.
+        launch_seconds: how long an operator takes at least.
+        link: bytes a second to another rank; None if it is not known.
+        spread: the likely time times these is the range that held nine of ten measured steps.
+    """
+
+    flops: Mapping[str, float]
+    bandwidth: tuple[tuple[float, float], ...]
+    launch_seconds: float
+    spread: tuple[float, float]
+    link: float | None = None
+
+    def seconds(self, work: Work) -> float:
+        """How long one call takes."""
+        moving = work.nbytes / self.bandwidth[bisect.bisect(self.bandwidth, (work.nbytes,)) - 1][1]
+        return max(moving, work.flops / self._peak(work.kind) if work.kind else 0.0, self.launch_seconds)
+
+    def _peak(self, kind: str) -> float:
+        less_and_less = (kind, kind.replace(GROUPED, ""), kind.split()[0], "float32")
+        return next(self.flops[each] for each in less_and_less if each in self.flops)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the time of a step is predicted from.
+
+    Attributes:
+        work: what a batch and an optimizer step compute.
+        speed: returns how fast the device is; None if that is not known.
+        batches_per_step: batches of an optimizer step.
+        compiled: whether torch.compile fuses operators of ``work``.
+    """
+
+    work: tuple[Work, ...]
+    speed: Callable[[], Speed | None]
+    batches_per_step: int = 1
+    compiled: bool = False
+
+    @functools.cached_property
+    def step(self) -> Seconds | None:
+        """The seconds of an optimizer step: all its batches, and the update."""
+        speed = self.speed() if self.work else None
+        if speed is None:
+            return None
+        seconds, products = self._sum(speed, self.work), self._sum(speed, (each for each in self.work if each.kind))
+        least = (products if self.compiled else seconds) * speed.spread[0]
+        sent = self._times_each((each, each.nbytes) for each in self.work if each.kind == COMMUNICATION)
+        sending = sent / speed.link if speed.link else 0.0
+        return Seconds(least, max(seconds, sending), (seconds + 2 * sending) * speed.spread[1])
+
+    def _sum(self, speed: Speed, work: Iterable[Work]) -> float:
+        return self._times_each((each, speed.seconds(each)) for each in work if each.kind != COMMUNICATION)
+
+    def _times_each(self, figures: Iterable[tuple[Work, float]]) -> float:
+        return sum(figure * each.calls * (1 if each.updates else self.batches_per_step) for each, figure in figures)

@@ -1,0 +1,76 @@
+"""What the operators of a step compute and move: the record that its time is predicted from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+COMMUNICATION = "communication"
+CONVOLUTION, GROUPED = " convolution", " channels-last grouped"  # after a number format
+
+
+class Work(NamedTuple):
+    """What calls of one operator compute and move.
+
+    Attributes:
+        kind: the number format that a product computes in, such as ``"float16"`` or ``"tf32 convolution"``;
+            ``"communication"`` for what is sent to other ranks; empty for all else, whose time its bytes decide.
+        flops: floating point operations of a call; a multiply-add is two.
+        nbytes: bytes that a call reads and writes, or sends.
+        updates: whether the optimizer runs it, once a step, and not each batch.
+        calls: how many such calls there are.
+    """
+
+    kind: str
+    flops: float
+    nbytes: float
+    updates: bool = False
+    calls: int = 1
+
+
+Group = tuple[tuple[Work, ...], int]
+"""One call at each captured size, and how many such calls there are."""
+
+
+def groups_of(works: Sequence[Sequence[Work]]) -> tuple[Group, ...]:
+    """Group the calls of a step that are the same at each of several batch sizes.
+
+    Args:
+        works: by size, the calls in order.
+
+    Returns:
+        The groups; without an order that all sizes share, those of the last size alone.
+    """
+    outlines = {tuple((each.kind, each.updates) for each in work) for work in works}
+    return tuple(Counter(zip(*(works if len(outlines) == 1 else works[-1:]), strict=True)).items())
+
+
+def grown(groups: Sequence[Group], sizes: Sequence[int], batch_size: int) -> tuple[Work, ...]:
+    """The calls at another batch size: on the line or square through the captured ones.
+
+    A call that is known at one size alone grows in proportion, but for the optimizer's.
+    """
+    return tuple(
+        last._replace(
+            flops=_at([each.flops for each in calls], sizes, batch_size, fixed=last.updates),
+            nbytes=_at([each.nbytes for each in calls], sizes, batch_size, fixed=last.updates),
+            calls=times,
+        )
+        for calls, times in groups
+        for last in calls[-1:]
+    )
+
+
+def _at(values: Sequence[float], sizes: Sequence[int], batch_size: int, *, fixed: bool) -> float:
+    """Lagrange's polynomial through the values of up to three sizes."""
+    if len(values) == 1:
+        return values[0] if fixed else values[0] * batch_size / sizes[-1]
+    known = list(zip(sizes, values, strict=True))[-3:]
+    total = 0.0
+    for size, value in known:
+        for other, _ in known:
+            if other != size:
+                value *= (batch_size - other) / (size - other)
+        total += value
+    return max(0.0, total)
