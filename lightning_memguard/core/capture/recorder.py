@@ -28,10 +28,10 @@ from lightning_memguard.core.capture.counters import Counters, Due
 from lightning_memguard.core.capture.kernel_scratch import KernelScratch
 from lightning_memguard.core.capture.naming import written_path
 from lightning_memguard.core.capture.storages import Storages, plain_tensors
+from lightning_memguard.core.capture.work import work_of
 from lightning_memguard.core.foreign import aten as _aten
 from lightning_memguard.core.foreign import find, patched
 from lightning_memguard.core.isolation.pool import beat
-from lightning_memguard.core.kernels.work import work_of
 from lightning_memguard.core.simulation import (
     compiled,
     cudnn_rnn,

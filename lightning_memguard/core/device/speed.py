@@ -40,7 +40,7 @@ def speed_of(gpu: Gpu | None) -> Speed | None:
 
 
 @functools.cache
-def cpu_speed(threads: int) -> Speed:
+def cpu_speed(threads: int) -> Speed:  # noqa: ARG001 - it is measured anew for another number
     """Measure this machine's CPU, in about a third of a second; ``threads`` are those that torch uses.
 
     Products of matrices by number format; a convolution with its backward pass; sums of two vectors of several sizes,

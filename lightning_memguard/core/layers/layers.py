@@ -22,9 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_memguard.core.batch.batches import Batches, batches_from_one
 from lightning_memguard.core.batch.nesting import batch_bytes, map_tensors, tensors_in
 from lightning_memguard.core.capture.recorder import Recorder, watching
+from lightning_memguard.core.capture.work import FLOPS
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.gpus import Gpu
-from lightning_memguard.core.kernels.work import FLOPS
 from lightning_memguard.core.shown import Shown
 from lightning_memguard.core.simulation.backward import graph_task
 from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_rng, real_copy, storage_address

@@ -51,7 +51,7 @@ class Speed:
         return max(moving, work.flops / self._peak(work.kind) if work.kind else 0.0, self.launch_seconds)
 
     def _peak(self, kind: str) -> float:
-        less_and_less = (kind, kind.replace(GROUPED, ""), kind.split()[0], "float32")
+        less_and_less = (kind, kind.replace(GROUPED, ""), kind.partition(" ")[0], "float32")
         return next(self.flops[each] for each in less_and_less if each in self.flops)
 
 

@@ -17,7 +17,7 @@ from math import ceil
 
 from lightning_memguard.core.trace.scratch import Scratch
 from lightning_memguard.core.trace.trace import Event, Kernel, ScratchSpan, Trace, moments_of, scratch_events
-from lightning_memguard.core.trace.work import Group, Work, grown, groups_of
+from lightning_memguard.core.trace.work import Group, Work, groups_of, work_at
 from lightning_memguard.errors import CannotTraceError
 
 _Coefficients = tuple[Fraction, ...]  # c[0] + c[1] n + c[2] n^2
@@ -68,7 +68,7 @@ class Growth:
         return self._with_scratch(batch_size, events)
 
     def _work(self, batch_size: int) -> tuple[Work, ...]:
-        return grown(self.work, self.sizes, batch_size)
+        return work_at(self.work, self.sizes, batch_size)
 
     def _with_scratch(self, batch_size: int, events: list[Event]) -> Trace:
         grown = {index: self._kernel(index, batch_size) for index in set(self.same)}
@@ -165,7 +165,7 @@ def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
         event._replace(nbytes=grown.get((event.block, event.case), event.nbytes)) for event in largest.events
     )
     pair = [trace for trace in (smaller, largest) if trace]
-    work = grown(groups_of([trace.work for trace in pair]), [trace.batch_size for trace in pair], batch_size)
+    work = work_at(groups_of([trace.work for trace in pair]), [trace.batch_size for trace in pair], batch_size)
     made = replace(largest, batch_size=batch_size, events=events, kernels=(), scratch_spans=(), batch=None)
     return replace(made, seconds=0.0, work=work)
 

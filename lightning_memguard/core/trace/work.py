@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -46,7 +47,7 @@ def groups_of(works: Sequence[Sequence[Work]]) -> tuple[Group, ...]:
     return tuple(Counter(zip(*(works if len(outlines) == 1 else works[-1:]), strict=True)).items())
 
 
-def grown(groups: Sequence[Group], sizes: Sequence[int], batch_size: int) -> tuple[Work, ...]:
+def work_at(groups: Sequence[Group], sizes: Sequence[int], batch_size: int) -> tuple[Work, ...]:
     """The calls at another batch size: on the line or square through the captured ones.
 
     A call that is known at one size alone grows in proportion, but for the optimizer's.
@@ -67,10 +68,8 @@ def _at(values: Sequence[float], sizes: Sequence[int], batch_size: int, *, fixed
     if len(values) == 1:
         return values[0] if fixed else values[0] * batch_size / sizes[-1]
     known = list(zip(sizes, values, strict=True))[-3:]
-    total = 0.0
-    for size, value in known:
-        for other, _ in known:
-            if other != size:
-                value *= (batch_size - other) / (size - other)
-        total += value
-    return max(0.0, total)
+    return max(0.0, sum(value * _share(size, [n for n, _ in known if n != size], batch_size) for size, value in known))
+
+
+def _share(size: int, others: Sequence[int], batch_size: int) -> float:
+    return math.prod((batch_size - other) / (size - other) for other in others)
