@@ -59,14 +59,14 @@ def _fast_layer(x: _Shape, width: int, *rest: Any, **_: object) -> int:
 _FFN_WEIGHT = 12  # place of the first Linear's weight after the width, see `_transformer_encoder_layer_fwd`
 
 
-def _convolution(x: _Shape, weight: _Shape, *rest: Any, out_val: _Shape, **_: object) -> int:
+def _convolution(x: _Shape, weight: _Shape, *rest: Any, out_shape: _Shape, **_: object) -> int:
     """Each weight once for each place and sample: of the result, or of a transposed convolution's input."""
-    return 2 * _places(x if rest[_TRANSPOSED] else out_val) * math.prod(weight)
+    return 2 * _places(x if rest[_TRANSPOSED] else out_shape) * math.prod(weight)
 
 
 def _convolution_backward(grad: _Shape, x: _Shape, weight: _Shape, *rest: Any, **_: object) -> int:
     """The gradient of the input costs as much as the forward pass, and so does that of the weight."""
-    wanted = sum(rest[-1][:2])
+    wanted: int = sum(rest[-1][:2])
     return wanted * 2 * _places(x if rest[_TRANSPOSED] else grad) * math.prod(weight)
 
 
@@ -137,7 +137,7 @@ def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     rule = FLOPS.get(func._overloadpacket)
     if rule is not None:
         flops = rule(
-            *map(_shapes, args), **{name: _shapes(value) for name, value in kwargs.items()}, out_val=_shapes(out)
+            *map(_shapes, args), **{name: _shapes(value) for name, value in kwargs.items()}, out_shape=_shapes(out)
         )
     elif func._overloadpacket in _TORCH_FLOPS:
         flops = _TORCH_FLOPS[func._overloadpacket](*args, **kwargs, out_val=out)

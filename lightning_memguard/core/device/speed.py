@@ -6,14 +6,16 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.gpus import Gpu, find
 from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.core.trace.work import CONVOLUTION
+from lightning_memguard.errors import MemGuardError
 
 # Shares of the published peaks that operators reach, and the range of measured times around the likely one: fitted on
 # published training steps of half of timm's models on one GPU, shown on the other half (`benchmarks/seconds.py`).
@@ -33,6 +35,9 @@ def speed_of(gpu: Gpu | None) -> Speed | None:
     """
     if gpu is None:
         return cpu_speed(torch.get_num_threads())
+    if not gpu.bandwidth:
+        with suppress(MemGuardError):  # it was read from the device
+            gpu = find(gpu.name)
     peaks = {kind: peak * _OF_PEAK for kind in _KINDS if (peak := gpu.peak_flops(kind))}
     if not peaks or not gpu.bandwidth:
         return None
