@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 SHARES = tuple(share / 100 for share in range(50, 101, 2))
-GROUPED_SHARES = (0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2)
+GROUPED = 0.05
 
 
 def hash_of(name: str) -> int:
@@ -112,10 +112,14 @@ def published(arguments: argparse.Namespace) -> None:
         held = sum(times[name].low <= measured[name] <= times[name].high for name in chosen) / len(chosen)
         print(
             f"{title}: {len(chosen)} models, median error {statistics.median(map(abs, off.values())):.1%}, rank "
-            f"correlation of samples a second {statistics.correlation(*rates, method='ranked'):.3f}, in range {held:.0%}"
+            f"correlation of samples a second {statistics.correlation(*map(ranks, rates)):.3f}, in range {held:.0%}"
         )
     for name in sorted(off, key=lambda each: -abs(off[each]))[:12]:
         print(f"  {name}: measured {measured[name]:.3f} s, predicted {off[name]:+.0%}")
+
+
+def ranks(values: Sequence[float]) -> list[int]:
+    return [sorted(values).index(value) for value in values]
 
 
 def seconds_of(work: tuple[Any, ...], speed: Any) -> Any:
@@ -125,19 +129,20 @@ def seconds_of(work: tuple[Any, ...], speed: Any) -> Any:
 
 
 def fitted(gpu: Any, works: dict[str, tuple[Any, ...]], measured: dict[str, float]) -> Any:
-    """The speed whose shares of the peaks fit best, and whose range holds nine of ten; grouped convolutions last."""
+    """The speed whose shares of the peaks fit best, and whose range holds nine of ten, of models without slow groups."""
     from lightning_memguard.core.device.speed import gpu_speed
 
-    def error(shares: tuple[float, ...], average: Any) -> float:
+    def error(shares: tuple[float, ...], works: dict[str, tuple[Any, ...]]) -> float:
         speed = gpu_speed(gpu, shares)
-        return average(abs(math.log(seconds_of(work, speed).likely / measured[name])) for name, work in works.items())
+        logs = [math.log(seconds_of(work, speed).likely / measured[name]) for name, work in works.items()]
+        return statistics.median(map(abs, logs))
 
-    peak, bandwidth = min(product(SHARES, SHARES), key=lambda pair: error((*pair, 0.05), statistics.median))
-    shares = min(((peak, bandwidth, each) for each in GROUPED_SHARES), key=lambda each: error(each, statistics.fmean))
+    plain = {name: work for name, work in works.items() if not any("grouped" in each.kind for each in work)}
+    shares = min(product(SHARES, SHARES, [GROUPED]), key=lambda each: error(each, plain))
     speed = gpu_speed(gpu, shares)
-    ratios = sorted(measured[name] / seconds_of(work, speed).likely for name, work in works.items())
+    ratios = sorted(measured[name] / seconds_of(work, speed).likely for name, work in plain.items())
     spread = ratios[len(ratios) // 20], ratios[-1 - len(ratios) // 20]
-    print(f"of peak, bandwidth, peak of grouped convolutions: {shares}; range: {spread[0]:.2f} to {spread[1]:.2f}")
+    print(f"shares of peak and bandwidth: {shares[:2]}; range: {spread[0]:.2f} to {spread[1]:.2f}")
     return replace(speed, spread=spread)
 
 

@@ -112,7 +112,7 @@ _TWICE = (
 )
 _GATHERS = ("embedding", "index", "index_select", "gather", "_embedding_bag", "embedding_renorm_")
 _LEAST_CHANNELS = 8  # of each group: a tensor core multiplies blocks of 8 or 16 of them
-_FAST_GROUPS = (4, 8, 16, 32)  # channels of a group, for which cuDNN has fast 3 x 3 kernels, channels last
+_FAST_GROUPS, _FAST_WIDTHS = 32, (4, 8, 16, 32)  # ResNeXt's, for which cuDNN has fast 3 x 3 kernels, channels last
 
 
 def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, *, tf32: bool) -> Work | None:
@@ -130,7 +130,8 @@ def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
         return None
     given, results = list(operands((args, tuple(kwargs.values())))), list(operands(out))
     if moves == COMMUNICATION:
-        return Work(COMMUNICATION, 0, max((_nbytes(tensor) for tensor in (*given, *results)), default=0))
+        times = 2 if "allreduce" in func.name().replace("_", "") else 1  # reduced to parts, and gathered
+        return Work(COMMUNICATION, 0, times * max((_nbytes(tensor) for tensor in (*given, *results)), default=0))
     made = sum(map(_nbytes, results))
     read = made if moves == "gather" else sum(map(_nbytes, given))
     if moves == "twice":
@@ -172,7 +173,7 @@ def _kind(func: OpOverload, given: Sequence[Tensor], *, tf32: bool) -> str:
     if width == x.shape[1]:
         return kind + CONVOLUTION
     kind = "float32" if width < _LEAST_CHANNELS else kind
-    has_kernel = width in _FAST_GROUPS and weight.shape == (x.shape[1], width, 3, 3)
+    has_kernel = width in _FAST_WIDTHS and weight.shape == (_FAST_GROUPS * width, width, 3, 3)
     is_slow = width > 1 and _is_channels_last(x) and not has_kernel
     return kind + (GROUPED if is_slow else "") + CONVOLUTION
 

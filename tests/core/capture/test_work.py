@@ -73,15 +73,16 @@ def test_attention_costs_five_products_backward_for_two_forward():
 @pytest.mark.parametrize(
     ("shape", "groups", "kind"),
     [
-        ((64, 64, 3, 3), 1, "float32"),
-        ((64, 1, 3, 3), 64, "float32"),  # by channel
-        ((64, 16, 3, 3), 4, "float32"),  # with fast kernels
-        ((64, 16, 5, 5), 4, f"float32{GROUPED}"),
-        ((128, 16, 3, 3), 4, f"float32{GROUPED}"),
+        ((128, 128, 3, 3), 1, "float32"),
+        ((128, 1, 3, 3), 128, "float32"),  # by channel
+        ((128, 4, 3, 3), 32, "float32"),  # ResNeXt's
+        ((128, 4, 5, 5), 32, f"float32{GROUPED}"),
+        ((256, 4, 3, 3), 32, f"float32{GROUPED}"),
+        ((128, 32, 3, 3), 4, f"float32{GROUPED}"),
     ],
 )
 def test_grouped_convolutions_without_fast_kernels_are_told_apart_in_channels_last(shape, groups, kind):
-    images = torch.ones(2, 64, 8, 8).to(memory_format=torch.channels_last)
+    images = torch.ones(2, 128, 8, 8).to(memory_format=torch.channels_last)
     work = works_of(lambda x, w: F.conv2d(x, w, groups=groups), images, torch.ones(shape))
     assert [each.kind for each in work if each.kind] == [kind + CONVOLUTION]
 
