@@ -42,7 +42,7 @@ def step(model: nn.Module, batch: Sequence[Any]) -> Any:
     return nn.functional.cross_entropy(out[0] if isinstance(out, tuple) else out, batch[1])
 
 
-def published_work(name: str, row: dict[str, str], gpu: Any, *, trains: bool, channels_last: bool) -> list[Any]:
+def published_work(name: str, row: dict[str, str], gpu: Any, table: str) -> list[Any]:
     """The work of a model's step at its published size: as timm's benchmark.py runs it, in mixed float16."""
     import timm
 
@@ -51,9 +51,10 @@ def published_work(name: str, row: dict[str, str], gpu: Any, *, trains: bool, ch
     from lightning_memguard.core.capture.program import LoopProgram
     from lightning_memguard.core.trace.work import groups_of, work_at
 
+    trains, channels_last = "train" in table, "nhwc" in table
     kind = "train" if trains else "infer"
     side = int(row[f"{kind}_img_size"])
-    timm.layers.set_fused_attn(enable=False)  # timm had none when the first tables were made
+    timm.layers.set_fused_attn("pt112" not in table)  # timm had none with torch 1.12
     try:
         model = timm.create_model(name, pretrained=False)
     except AssertionError:  # it has to be told the side
@@ -92,8 +93,7 @@ def published(arguments: argparse.Namespace) -> None:
         for name in names:
             if name not in known:
                 try:
-                    layout = "nhwc" in arguments.table.name
-                    work = published_work(name.split(".")[0], rows[name], gpu, trains=trains, channels_last=layout)
+                    work = published_work(name.split(".")[0], rows[name], gpu, arguments.table.name)
                 except Exception as error:  # noqa: BLE001 - a model that cannot be built is listed
                     print(f"{name}: left out ({type(error).__name__}: {str(error)[:100]})")
                     work = []
@@ -172,7 +172,7 @@ def models() -> dict[str, tuple[Any, Any, tuple[int, ...]]]:
         ),
         "cnn": (zoo.cnn(), pictures(32), words),
         "resnet": (zoo.resnet_small(), pictures(48), small),
-        "unet": (nn.Sequential(zoo.UNet(), Mean()), pictures(48), small),
+        "unet": (nn.Sequential(zoo.UNet(classes=10), Mean()), pictures(48), small),
         "autoencoder": (nn.Sequential(zoo.encoder(), zoo.decoder(), nn.Flatten()), pictures(32), small),
         "encoder": (zoo.EncoderClassifier(), tokens(4000, 64), words),
         "lstm": (zoo.LSTMClassifier(), tokens(4000, 32), words),

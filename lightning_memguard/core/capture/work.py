@@ -102,14 +102,10 @@ FLOPS: dict[Any, Callable[..., int]] = {
 # A rule of torch's gets tensors, with its own decorator around it that takes their shapes.
 _TORCH_FLOPS: dict[Any, Callable[..., int]] = flop_registry
 
-# Operators that read their largest input twice: for its statistics, then for its values.
-_TWICE = (
-    "native_batch_norm",
-    "cudnn_batch_norm",
-    "native_group_norm",
-    "_batch_norm_with_update",
-    "batch_norm_backward",
-)
+# Operators that read their largest input twice: for its statistics, then for its values. Batch norms by one that has them
+# (in evaluation) read it once.
+_TWICE = ("batch_norm_backward", "native_group_norm", "_batch_norm_with_update")
+_IF_TRAINING, _TRAINING = ("native_batch_norm", "cudnn_batch_norm"), 5  # place of the argument
 _GATHERS = ("embedding", "index", "index_select", "gather", "_embedding_bag", "embedding_renorm_")
 _LEAST_CHANNELS = 8  # of each group: a tensor core multiplies blocks of 8 or 16 of them
 _FAST_GROUPS, _FAST_WIDTHS = 32, (4, 8, 16, 32)  # ResNeXt's, for which cuDNN has fast 3 x 3 kernels, channels last
@@ -134,7 +130,7 @@ def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
         return Work(COMMUNICATION, 0, times * max((_nbytes(tensor) for tensor in (*given, *results)), default=0))
     made = sum(map(_nbytes, results))
     read = made if moves == "gather" else sum(map(_nbytes, given))
-    if moves == "twice":
+    if moves == "twice" or (moves == "if training" and args[_TRAINING]):
         read += max(map(_nbytes, given), default=0)
     rule = FLOPS.get(func._overloadpacket)
     if rule is not None:
@@ -194,4 +190,6 @@ def _moves(func: OpOverload) -> str:
         return ""
     if name in _GATHERS:
         return "gather"
-    return "twice" if any(name.startswith(part) or name.endswith(part) for part in _TWICE) else "once"
+    if name in _IF_TRAINING:
+        return "if training"
+    return "twice" if any(name.endswith(part) for part in _TWICE) else "once"

@@ -20,8 +20,8 @@ from lightning_memguard.errors import MemGuardError
 # Shares of the published peaks that products, bytes, and grouped convolutions without fast kernels reach, and the range
 # of measured times around the likely one: fitted on published training steps of half of some models of timm on an RTX
 # 3090, and shown on the other half (`benchmarks/seconds.py`).
-_SHARES = 0.9, 0.6, 0.05
-_GPU_SPREAD = 0.8, 1.25
+_SHARES = 1.0, 0.64, 0.05
+_GPU_SPREAD = 0.91, 1.45
 # A kernel of a GPU that does next to nothing.
 _GPU_LAUNCH = 5e-6
 _CPU_SPREAD = 0.6, 1.6
