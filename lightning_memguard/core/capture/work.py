@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memguard.core.foreign import aten
 from lightning_memguard.core.kernels.arguments import operands
-from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, GROUPED, Work
+from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, Work
 
 _Shape = Sequence[int]
 
@@ -102,13 +102,11 @@ FLOPS: dict[Any, Callable[..., int]] = {
 # A rule of torch's gets tensors, with its own decorator around it that takes their shapes.
 _TORCH_FLOPS: dict[Any, Callable[..., int]] = flop_registry
 
-# Operators that read their largest input twice: for its statistics, then for its values. Batch norms by one that has them
-# (in evaluation) read it once.
+# Operators that read their largest input twice: for its statistics, then for its values. Batch norms do so in training.
 _TWICE = ("batch_norm_backward", "native_group_norm", "_batch_norm_with_update")
 _IF_TRAINING, _TRAINING = ("native_batch_norm", "cudnn_batch_norm"), 5  # place of the argument
 _GATHERS = ("embedding", "index", "index_select", "gather", "_embedding_bag", "embedding_renorm_")
 _LEAST_CHANNELS = 8  # of each group: a tensor core multiplies blocks of 8 or 16 of them
-_FAST_GROUPS, _FAST_WIDTHS = 32, (4, 8, 16, 32)  # ResNeXt's, for which cuDNN has fast 3 x 3 kernels, channels last
 
 
 def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, *, tf32: bool) -> Work | None:
@@ -165,17 +163,9 @@ def _kind(func: OpOverload, given: Sequence[Tensor], *, tf32: bool) -> str:
     x, weight = given[1:3] if func._schema.name.endswith("backward") else given[:2]
     if tf32 and kind == "float32":
         kind = "tf32"
-    width = weight.shape[1]
-    if width == x.shape[1]:
-        return kind + CONVOLUTION
-    kind = "float32" if width < _LEAST_CHANNELS else kind
-    has_kernel = width in _FAST_WIDTHS and weight.shape == (_FAST_GROUPS * width, width, 3, 3)
-    is_slow = width > 1 and _is_channels_last(x) and not has_kernel
-    return kind + (GROUPED if is_slow else "") + CONVOLUTION
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    if weight.shape[1] < min(x.shape[1], _LEAST_CHANNELS):
+        kind = "float32"
+    return kind + CONVOLUTION
 
 
 @functools.cache

@@ -14,14 +14,14 @@ from torch import nn
 
 from lightning_memguard.core.gpus import Gpu, find
 from lightning_memguard.core.replay.seconds import Speed
-from lightning_memguard.core.trace.work import CONVOLUTION, GROUPED
+from lightning_memguard.core.trace.work import CONVOLUTION
 from lightning_memguard.errors import MemGuardError
 
-# Shares of the published peaks that products, bytes, and grouped convolutions without fast kernels reach, and the range
-# of measured times around the likely one: fitted on published training steps of half of some models of timm on an RTX
-# 3090, and shown on the other half (`benchmarks/seconds.py`).
-_SHARES = 1.0, 0.64, 0.05
-_GPU_SPREAD = 0.91, 1.45
+# Shares of the published peaks that products and bytes reach, and the range of measured times around the likely one:
+# fitted on published training steps of half of some models of timm on an RTX 3090, and shown on the other half. The
+# range's lower end is from inference on an RTX 4090 (`benchmarks/seconds.py`, docs/accuracy.md).
+_SHARES = 1.0, 0.64
+_GPU_SPREAD = 0.5, 1.45
 # A kernel of a GPU that does next to nothing.
 _GPU_LAUNCH = 5e-6
 _CPU_SPREAD = 0.6, 1.6
@@ -42,19 +42,17 @@ def speed_of(gpu: Gpu | None) -> Speed | None:
     return gpu_speed(gpu)
 
 
-def gpu_speed(gpu: Gpu, shares: tuple[float, float, float] = _SHARES) -> Speed | None:
+def gpu_speed(gpu: Gpu, shares: tuple[float, float] = _SHARES) -> Speed | None:
     """The speed of a GPU of the catalogue, given the shares of its peaks that are reached; None if these are unknown."""
-    of_peak, of_bandwidth, of_grouped = shares
-    peaks = {kind: peak for kind in _KINDS if (peak := gpu.peak_flops(kind))}
-    if not peaks or not gpu.bandwidth:
+    of_peak, of_bandwidth = shares
+    flops = {kind: peak * of_peak for kind in _KINDS if (peak := gpu.peak_flops(kind))}
+    if not flops or not gpu.bandwidth:
         return None
-    flops = {kind: peak * of_peak for kind, peak in peaks.items()}
-    flops |= {f"{kind}{GROUPED}{CONVOLUTION}": peak * of_grouped for kind, peak in peaks.items()}
     return Speed(flops, ((0.0, gpu.bandwidth * of_bandwidth),), _GPU_LAUNCH, _GPU_SPREAD, gpu.link)
 
 
 @functools.cache
-def cpu_speed(threads: int) -> Speed:  # noqa: ARG001 - it is measured anew for another number
+def cpu_speed(threads: int) -> Speed:  # noqa: ARG001 - another number is another speed
     """Measure this machine's CPU, in about a third of a second; ``threads`` are those that torch uses.
 
     Products of matrices by number format; a convolution with its backward pass; sums of two vectors of several sizes,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_memguard.core.trace.work import COMMUNICATION, GROUPED, Work
+from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, Work
 
 
 class Seconds(NamedTuple):
@@ -51,8 +51,9 @@ class Speed:
         return max(moving, work.flops / self._peak(work.kind) if work.kind else 0.0, self.launch_seconds)
 
     def _peak(self, kind: str) -> float:
-        less_and_less = (kind, kind.replace(GROUPED, ""), kind.partition(" ")[0], "float32")
-        return next(self.flops[each] for each in less_and_less if each in self.flops)
+        return next(
+            self.flops[each] for each in (kind, kind.removesuffix(CONVOLUTION), "float32") if each in self.flops
+        )
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,9 @@ class Timing:
             return None
         taken = [(each, speed.seconds(each)) for each in self.work if each.kind != COMMUNICATION]
         seconds, least = self._sum(taken), self._sum(one for one in taken if one[0].kind or not self.compiled)
-        doubtful = self._sum(one for one in taken if GROUPED in one[0].kind)
         sent = self._sum((each, each.nbytes) for each in self.work if each.kind == COMMUNICATION)
         sending = sent / speed.link if speed.link else 0.0
-        low, high = least - (1 - _FASTER) * doubtful, seconds + 2 * sending + (_SLOWER - 1) * doubtful
-        return Seconds(low * speed.spread[0], max(seconds, sending), high * speed.spread[1])
+        return Seconds(least * speed.spread[0], max(seconds, sending), (seconds + 2 * sending) * speed.spread[1])
 
     def _sum(self, figures: Iterable[tuple[Work, float]]) -> float:
         return sum(figure * each.calls * (1 if each.updates else self.batches_per_step) for each, figure in figures)
-
-
-# How much less or more time than likely grouped convolutions without fast kernels take, times the likely one: of 14
-# published models, they reach 1.6 to 8.7 % of the peak, where 5 % is likely.
-_FASTER, _SLOWER = 0.5, 3.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 COMMUNICATION = "communication"
-CONVOLUTION, GROUPED = " convolution", " channels-last grouped"  # after a number format
+CONVOLUTION = " convolution"  # after a number format
 
 
 class Work(NamedTuple):
