@@ -6,8 +6,9 @@
 Published: tables of timm's repository (its folder `results`), models in the order of a hash of their names. Each is
 captured at two small sizes on the simulated GPU, and its work grown to the published size. With `--fit`, the shares of
 the peaks (`_SHARES` of `core/device/speed.py`) are those that fit the models of even hash best; those of odd hash show
-what that is worth. Models with grouped convolutions are left out of both, and counted apart: channels last, cuDNN ran
-these up to 30 times slower with torch 1.12 than with torch 2.4. `--json` continues where it stopped. Needs timm, no GPU.
+what that is worth. Models with grouped convolutions are left out of both, and counted apart: channels last, with torch
+1.12, cuDNN ran these up to 30 times slower than with torch 2.4. `--json` continues where it stopped. Needs timm, no
+GPU.
 
 Here: 12 models at five batch sizes, with their blocks checkpointed and without. "chosen" is the way whose predicted time
 a sample is least; it is compared with the way that was measured to be the fastest.
@@ -237,9 +238,8 @@ def here(arguments: argparse.Namespace) -> None:
         print(f"{name}: chosen {chosen}, fastest {best}, {lost:.1%} slower")
         for (size, checkpointed), (predicted, measured) in times.items():
             how = "checkpointed" if checkpointed else ""
-            print(
-                f"  {size:5} {how:12} {1e3 * measured:8.3f} ms a sample, predicted {1e3 * predicted:8.3f} ({predicted / measured - 1:+.0%})"
-            )
+            off = f"predicted {1e3 * predicted:8.3f} ({predicted / measured - 1:+.0%})"
+            print(f"  {size:5} {how:12} {1e3 * measured:8.3f} ms a sample, {off}")
     print(f"within 5 % of the fastest: {good} of 12; median error {statistics.median(map(abs, errors)):.0%}")
 
 

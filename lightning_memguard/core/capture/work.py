@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memguard.core.foreign import aten
 from lightning_memguard.core.kernels.arguments import operands
-from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, Work
+from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, RANDOM, SPECIAL, Work
 
 _Shape = Sequence[int]
 
@@ -92,7 +92,9 @@ FLOPS: dict[Any, Callable[..., int]] = {
         ("_native_multi_head_attention", _fast_attention),
         ("_transformer_encoder_layer_fwd", _fast_layer),
         ("mkldnn_rnn_layer", _lstm),
+        ("mkldnn_rnn_layer_backward", lambda *args, **_: 2 * _lstm(*args)),
         ("_cudnn_rnn", _cudnn_rnn),
+        ("_cudnn_rnn_backward", lambda *args, **_: 2 * _cudnn_rnn(*args)),
         ("mv", lambda matrix, *_, **__: 2 * math.prod(matrix)),
         ("addmv", lambda _, matrix, *__, **___: 2 * math.prod(matrix)),
         ("dot", lambda vector, *_, **__: 2 * math.prod(vector)),
@@ -106,6 +108,36 @@ _TORCH_FLOPS: dict[Any, Callable[..., int]] = flop_registry
 _TWICE = ("batch_norm_backward", "native_group_norm", "_batch_norm_with_update")
 _IF_TRAINING, _TRAINING = ("native_batch_norm", "cudnn_batch_norm"), 5  # place of the argument
 _GATHERS = ("embedding", "index", "index_select", "gather", "_embedding_bag", "embedding_renorm_")
+_RANDOM = (
+    "native_dropout",
+    "bernoulli",
+    "uniform",
+    "normal",
+    "rand",
+    "randn",
+    "rand_like",
+    "randn_like",
+    "multinomial",
+)
+_SPECIAL = (
+    *(
+        "exp",
+        "log",
+        "pow",
+        "sin",
+        "cos",
+        "erf",
+        "tanh",
+        "sigmoid",
+        "gelu",
+        "silu",
+        "mish",
+        "elu",
+        "softplus",
+        "softmax",
+    ),
+    *("log_softmax", "logsumexp", "log_sigmoid_forward", "binary_cross_entropy_with_logits"),
+)
 _LEAST_CHANNELS = 8  # of each group: a tensor core multiplies blocks of 8 or 16 of them
 
 
@@ -137,9 +169,19 @@ def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
         )
     elif func._overloadpacket in _TORCH_FLOPS:
         flops = _TORCH_FLOPS[func._overloadpacket](*args, **kwargs, out_val=out)
+    elif read + made:
+        kind = _slow_kind(func)
+        return Work(kind, max(t.numel() for t in (*given, *results)) if kind else 0, read + made)
     else:
-        return Work("", 0, read + made) if read + made else None
+        return None
     return Work(_kind(func, given, tf32=tf32), flops, read + made)
+
+
+@functools.cache
+def _slow_kind(func: OpOverload) -> str:
+    """Whether elements take a CPU longer than their bytes do."""
+    name = func._schema.name.removeprefix("aten::").removesuffix("_backward").strip("_")
+    return RANDOM if name in _RANDOM else SPECIAL if name in _SPECIAL else ""
 
 
 def _shapes(value: object) -> Any:
