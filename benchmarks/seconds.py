@@ -10,8 +10,8 @@ what that is worth. Models with grouped convolutions are left out of both, and c
 1.12, cuDNN ran these up to 30 times slower than with torch 2.4. `--json` continues where it stopped. Needs timm, no
 GPU.
 
-Here: 12 models at five batch sizes, with their blocks checkpointed and without. "chosen" is the way whose predicted time
-a sample is least; it is compared with the way that was measured to be the fastest.
+Here: 12 models at five batch sizes, with their blocks checkpointed and without. "chosen" is the way whose predicted
+time a sample is least; it is compared with the way that was measured to be the fastest.
 """
 
 import argparse
