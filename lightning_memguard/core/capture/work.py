@@ -162,13 +162,13 @@ def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     read = made if moves == "gather" else sum(map(_nbytes, given))
     if moves == "twice" or (moves == "if training" and args[_TRAINING]):
         read += max(map(_nbytes, given), default=0)
-    rule = FLOPS.get(func._overloadpacket)
+    rule = FLOPS.get(func.overloadpacket)
     if rule is not None:
         flops = rule(
             *map(_shapes, args), **{name: _shapes(value) for name, value in kwargs.items()}, out_shape=_shapes(out)
         )
-    elif func._overloadpacket in _TORCH_FLOPS:
-        flops = _TORCH_FLOPS[func._overloadpacket](*args, **kwargs, out_val=out)
+    elif func.overloadpacket in _TORCH_FLOPS:
+        flops = _TORCH_FLOPS[func.overloadpacket](*args, **kwargs, out_val=out)
     elif read + made:
         kind = _slow_kind(func)
         return Work(kind, max(t.numel() for t in (*given, *results)) if kind else 0, read + made)
