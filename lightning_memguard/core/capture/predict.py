@@ -337,10 +337,10 @@ class Prediction:
 def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint | None) -> Footprint:
     """The largest of several, between the least seen and as much above the largest as that is above the least."""
     points, lows, highs = ([getattr(each, name) for each in found] for name in ("peak", "lowest", "highest"))
-    top, spread = Peak.widest(highs, max), [max(each) - min(each) for each in zip(*map(astuple, points), strict=True)]
+    top, spread = Peak.figurewise(highs, max), [max(each) - min(each) for each in zip(*map(astuple, points), strict=True)]
     beyond = Peak(*map(sum, zip(astuple(top), spread, strict=True)))
     if ceiling is not None:  # which is above all that was seen
-        beyond = Peak.widest((beyond, ceiling.highest), min)
+        beyond = Peak.figurewise((beyond, ceiling.highest), min)
     wide = most.widened(*lows, top, beyond)
     if wide.high == wide.low:
         return most

@@ -29,7 +29,7 @@ from lightning_memguard.core.capture.capture import CaptureFailedError, isolated
 from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.capture.recorder import Recorder, call_with_overrides, watching
 from lightning_memguard.core.layers.layers import LayerTable, table_of
-from lightning_memguard.core.simulation.fake import fake_copy, real_copy, stored
+from lightning_memguard.core.simulation.fake import fake_copy, pyro_params_of, real_copy
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes, set_batch_size
@@ -177,7 +177,7 @@ class LightningProgram(LightningStep):
             device = device_to_run_on(self, fake=fake)
             on_host = self.layout is not None and self.layout.begins_on_host
             module_copy = self._copy_module(mode, torch.device("cpu") if on_host else device, batch_size)
-            watch.enter_context(stored(self.module, module_copy))
+            watch.enter_context(pyro_params_of(module_copy, self.module))
 
             def start(model: nn.Module) -> None:
                 for change in self.changes:

@@ -27,8 +27,8 @@ class Rescue:
     Attributes:
         samples: in the batch.
         at_once: in the largest part.
-        changes: how it is not the same step; empty if it is.
-        failed: whether it ran out of memory first; if not, it was known to be too large.
+        changes: how the step in parts differs from the whole one; empty if it does not.
+        failed: whether the whole batch ran out of memory; if not, it was known to be too large.
     """
 
     samples: int
@@ -82,9 +82,9 @@ class Policy:
         return self._within(batch_size_of(batch), nbytes)
 
     def expect(self, batch: Any, share: float) -> int:
-        """Run batches as large as this one in parts, as it is predicted not to fit; return how many samples at once.
+        """Run batches as large as this one in parts, since it is predicted not to fit: only a ``share`` of its samples.
 
-        ``share`` is that of its samples which fit. 0 is all of them.
+        Returns how many samples to run at once; 0 for all of them.
         """
         samples, nbytes = batch_size_of(batch), batch_bytes(batch)
         if samples < 2 or share <= 0:
