@@ -29,7 +29,7 @@ class Peak:
         return self.device_bytes - self.reserved_bytes
 
     @classmethod
-    def figurewise(cls, peaks: Iterable[Peak], of: Callable[[Iterable[int]], int]) -> Peak:
+    def extreme(cls, peaks: Iterable[Peak], of: Callable[[Iterable[int]], int]) -> Peak:
         """The ``min`` or ``max`` of each figure: larger blocks can leave a smaller reserve, by filling gaps better."""
         return cls(*map(of, zip(*map(astuple, peaks), strict=True)))
 
@@ -132,7 +132,7 @@ class Footprint(Shown):
         Every range is made here, apart from what `plus` shifts.
         """
         all_peaks = self.peak, self.lowest, self.highest, *peaks
-        low, high = (Peak.figurewise(all_peaks, of) for of in (min, max))
+        low, high = (Peak.extreme(all_peaks, of) for of in (min, max))
         return replace(self, low=low, high=high, notes=(*self.notes, note) if note else self.notes)
 
     def plus(self, nbytes: int, part: str, least_bytes: int | None = None, most_bytes: int | None = None) -> Footprint:

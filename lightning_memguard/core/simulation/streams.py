@@ -138,7 +138,7 @@ class Waiting:
 
     Args:
         block_of: finds the block behind a tensor, if it is not this stream's.
-        wait: keeps the memory of a freed block in use, in the upper bound; returns the block that waits in its place.
+        wait: keeps a freed block until the stream is done with it, in the upper bound; returns the one in its place.
         come_back: frees what waited in place of a block.
     """
 

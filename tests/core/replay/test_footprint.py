@@ -153,7 +153,7 @@ def test_a_context_whose_bounds_are_equal_is_known():
 
 def test_the_least_or_most_of_two_peaks_takes_each_figure_by_itself():
     one, other = Peak(1, 20, 300), Peak(10, 2, 400)
-    assert [Peak.figurewise((one, other), of) for of in (min, max)] == [Peak(1, 2, 300), Peak(10, 20, 400)]
+    assert [Peak.extreme((one, other), of) for of in (min, max)] == [Peak(1, 2, 300), Peak(10, 20, 400)]
 
 
 blocks = st.integers(0, 64 * MIB)
