@@ -163,9 +163,7 @@ class WeightMemory:
     trainable_bytes: int
 
 
-def weight_memory(
-    parameters: int, trainable_parameters: int, elements: Iterable[str] = ("fp32", "fp16", "bf16", "int8", "int4")
-) -> tuple[WeightMemory, ...]:
+def weight_memory(parameters: int, trainable_parameters: int) -> tuple[WeightMemory, ...]:
     """Memory of the weights alone, in bytes, total and trainable, at several types of element.
 
     Assumes that every weight has that type and that quantized ones need no scales, zero points or padding, though real
@@ -173,11 +171,12 @@ def weight_memory(
     """
     _refuse_negative(parameters=parameters, trainable_parameters=trainable_parameters)
     return tuple(
-        WeightMemory(name, nbytes_of(parameters, name), nbytes_of(trainable_parameters, name)) for name in elements
+        WeightMemory(name, nbytes_of(parameters, name), nbytes_of(trainable_parameters, name))
+        for name in ("fp32", "fp16", "bf16", "int8", "int4")
     )
 
 
-def textbook_sums(table: LayerTable, *, optimizer: str = "adam", element: str = "fp32") -> tuple[TextbookSum, ...]:
+def textbook_sums(table: LayerTable, *, optimizer: str = "adam") -> tuple[TextbookSum, ...]:
     """All sums for one model, from its table by layer: inference, forward only, training, and the lecture's.
 
     The activations are what the modules without children return, all calls counted.
@@ -185,16 +184,15 @@ def textbook_sums(table: LayerTable, *, optimizer: str = "adam", element: str = 
     Args:
         table: the layers at the batch size to sum for.
         optimizer: a name of `MOMENTS`.
-        element: name of an element's type, see `BYTES_PER_ELEMENT`.
     """
     weights, trainable = table.parameters, table.trainable_parameters
     # The table's figures are of the whole batch, and may not divide by its size: one "sample" is all of it.
     outputs, inputs = table.output_elements, table.batch_elements
     return (
-        weights_and_input_sum(weights, inputs, element=element),
-        forward_sum(weights, outputs, inputs, 1, element=element),
-        states_sum(weights, outputs, inputs, 1, optimizer=optimizer, trainable_parameters=trainable, element=element),
-        lecture_sum(weights, inputs, (outputs,), 1, trainable_parameters=trainable, element=element),
+        weights_and_input_sum(weights, inputs),
+        forward_sum(weights, outputs, inputs, 1),
+        states_sum(weights, outputs, inputs, 1, optimizer=optimizer, trainable_parameters=trainable),
+        lecture_sum(weights, inputs, (outputs,), 1, trainable_parameters=trainable),
     )
 
 

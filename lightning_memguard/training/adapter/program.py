@@ -113,7 +113,7 @@ class LightningProgram(LightningStep):
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         with self._stage(recorder, batch_size, fake) as (shadow, module_copy):
             with contextlib.suppress(StepsDone):
-                shadow.run(module_copy, self.families, batch_size, fake=fake)
+                shadow.run(module_copy, self.families, fake=fake)
             if self.trains:
                 shadow.trainer.fit_loop.epoch_loop._results.batch = None  # as at the end of an epoch
                 shadow.marker.compute_metrics(module_copy)
@@ -135,7 +135,7 @@ class LightningProgram(LightningStep):
                 raise StepsDone
 
             setattr(module_copy, hook, make_table)
-            shadow.run(module_copy, self.families, batch_size, fake=True)
+            shadow.run(module_copy, self.families, fake=True)
         if not found:
             raise CannotTraceError(f"{type(self.module).__name__}.{hook} was not called.")
         return found[0]

@@ -198,7 +198,7 @@ def _is_cut(decision: Decision, request: Request, settings: GuardSettings) -> bo
 
 
 def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choice:
-    """Divide the loader's batch into pieces and accumulate their gradients; else keep the smaller batch, and say why."""
+    """Divide the loader's batch into pieces with accumulated gradients; else keep the smaller batch, and say why."""
     request, (decision, chosen) = profile.request, cut
     asked, why_not = request.batch_size, ""
     if not profile.run.program.module.automatic_optimization:
