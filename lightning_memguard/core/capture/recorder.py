@@ -249,7 +249,7 @@ class Recorder(Storages, TorchDispatchMode):
             except Exception:
                 if not any(isinstance(tensor, FakeTensor) for tensor in plain_tensors([args, *kwargs.values()])):
                     raise
-        self.assumptions[fake.unseen_note(func)] = None
+        self.assumptions[fake.unseen(func)] = None
         return None
 
     def _fake_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

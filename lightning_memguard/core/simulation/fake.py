@@ -533,7 +533,7 @@ def without_addresses() -> AbstractContextManager[object]:
     return patched(FakeTensor, data_ptr=refuse)
 
 
-def unseen_note(func: OpOverload) -> str:
+def unseen(func: OpOverload) -> str:
     """Return the note that memory inside an operator is not predicted."""
     return f"what {func.name()} allocates inside is not seen: it is not implemented in Python"
 

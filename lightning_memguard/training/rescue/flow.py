@@ -254,7 +254,7 @@ class Flow(TorchDispatchMode):
         return self._after(call, self._run_random(call) if info.draws else func(*args, **kwargs))
 
     def _after(self, call: rules.OperatorCall, out: Any) -> Any:
-        """Set how the samples lie in an operator's results."""
+        """Say how the samples lie in what an operator has returned."""
         info = call.info
         call.outs = [*operands(out)]
         layouts = self._layouts(call)

@@ -82,9 +82,9 @@ class Policy:
         return self._within(batch_size_of(batch), nbytes)
 
     def expect(self, batch: Any, share: float) -> int:
-        """Run batches as large as this one in parts, since it is predicted not to fit: only a ``share`` of its samples.
+        """Run batches as large as this one in parts, as it is predicted not to fit; return how many samples at once.
 
-        Returns how many samples to run at once; 0 for all of them.
+        Only a ``share`` of its samples fit. The result is 0 for all of them.
         """
         samples, nbytes = batch_size_of(batch), batch_bytes(batch)
         if samples < 2 or share <= 0:

@@ -51,7 +51,7 @@ class Measuring:
             self._host_meter.start(0)
 
     def at_batch(self, batch_idx: int) -> None:
-        """Measure the workers: their shared memory at each batch, their pages after 2, 4, 8, ... batches."""
+        """Look at the workers: at their shared memory at each batch, at their pages after 2, 4, 8, ... batches."""
         if self._children is not None:
             self._children.read_shared()
             if batch_idx > 1 and batch_idx.bit_count() == 1:
