@@ -67,11 +67,11 @@ Values = dict[str, torch.Tensor]
 # -- the rescue
 
 
-def direct_guard(trainer: Any, module: Any, by_name: bool = False) -> Any:
+def direct_guard(trainer: Any, module: Any, lenient: bool = False) -> Any:
     """Do steps of this Trainer again in parts if they run out of memory, without the rest of MemGuard."""
     from lightning_memguard.training.rescue.rescuer import Rescuer
 
-    rescuer = Rescuer(trainer, module, by_name=by_name, announce=lambda _: None)
+    rescuer = Rescuer(trainer, module, lenient=lenient, announce=lambda _: None)
     rescuer.install()
     return rescuer
 
@@ -87,11 +87,11 @@ def forget(rescuer: Any, batch: Any, step: int) -> None:
 class Direct(pl.Callback):
     """Attaches the rescue to a Trainer, and counts the steps it has done."""
 
-    def __init__(self, by_name: bool) -> None:
-        self.by_name, self.rescuer, self.batches, self.rescued, self.reason = by_name, None, 0, 0, ""
+    def __init__(self, lenient: bool) -> None:
+        self.lenient, self.rescuer, self.batches, self.rescued, self.reason = lenient, None, 0, 0, ""
 
     def find(self, trainer: Any, module: Any) -> Any:
-        return direct_guard(trainer, module, self.by_name)
+        return direct_guard(trainer, module, self.lenient)
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.rescuer = self.find(trainer, module)
@@ -131,10 +131,10 @@ class Guarded(Direct):
 
 def callbacks_of(how: str) -> list[Any]:
     if how != "guard":
-        return [Direct(by_name=how == "by name")]
+        return [Direct(lenient=how == "by name")]
     from lightning_memguard import MemGuard
 
-    return [MemGuard(on_oom=None, max_batch_size=BATCH), Guarded(by_name=False)]
+    return [MemGuard(on_oom=None, max_batch_size=BATCH), Guarded(lenient=False)]
 
 
 # -- errors at a place

@@ -37,9 +37,7 @@ class Config:
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_config(
-    path: str, model_class: type | None = None, data_class: type | None = None, *, meta: bool = True
-) -> Config:
+def read_config(path: str, model_class: type | None, data_class: type | None, *, meta: bool) -> Config:
     """Read a LightningCLI's YAML file with LightningCLI itself.
 
     The file has class paths, or the arguments of the classes that the user's own LightningCLI is made with.

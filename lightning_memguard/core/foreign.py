@@ -22,7 +22,7 @@ from lightning_memguard.errors import CannotTraceError
 
 @dataclass(frozen=True)
 class Need:
-    """Private names that serve one purpose.
+    """Private names that serve one purpose; a comment names the main files that read them.
 
     Attributes:
         purpose: completes "which MemGuard needs to".
@@ -54,13 +54,13 @@ _UNKNOWN = "a step that calls what replaced it may take more than predicted"
 TABLE: dict[str, tuple[Need, ...]] = {
     "every run": (
         Need(
-            "run a step without memory",
+            "run a step without memory",  # core/simulation/{fake,repeated,fake_cuda}, core/capture/recorder
             "torch._subclasses.fake_tensor: FakeTensor FakeTensorMode unset_fake_temporarily "
             "DataDependentOutputException DynamicOutputShapeException init_gpu_context; "
             "torch._subclasses: FakeTensor; mode: _allow_unsafe_data_ptr_access",
         ),
         Need(
-            "see each operator of a step",
+            "see each operator of a step",  # core/capture/recorder, core/simulation/{fake,constants}
             "torch._ops: OpOverload; torch.utils._python_dispatch: TorchDispatchMode; "
             "torch.utils._mode_utils: no_dispatch; "
             "torch._C: _AutoDispatchBelowAutograd DisableTorchFunction DispatchKey DisableTorchFunctionSubclass "
@@ -69,18 +69,18 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "definition: _backend_fns",
         ),
         Need(
-            "copy a module and its batches",
+            "copy a module and its batches",  # core/simulation/fake, core/batch/
             "torch.utils._pytree: tree_leaves tree_map tree_flatten tree_unflatten; torch._C.TensorBase: clone; "
             "torch.nn.Module: _apply _call_impl _compiled_call_impl; module: _parameters _buffers; "
             "torch.nn.modules.batchnorm: _BatchNorm; torch._dynamo: OptimizedModule; "
             "torch._dynamo.eval_frame: _TorchDynamoContext innermost_fn _callback_from_stance",
         ),
         Need(
-            "know which tensors share memory",
+            "know which tensors share memory",  # core/capture/storages, core/simulation/backward
             "storage: _cdata; torch.Tensor: _is_view _use_count; torch._C: _storage_Use_Count",
         ),
         Need(
-            "make the results of operators",
+            "make the results of operators",  # core/simulation/{fake,repeated}
             "torch._C: _set_warn_deprecated_on_mutable_data_ptr _set_throw_on_mutable_data_ptr; "
             "torch.Tensor: _make_subclass; torch._prims_common: suggest_memory_format; "
             "torch.autograd.forward_ad: _current_level; torch.optim.optimizer: _foreach_supported_types; "
@@ -88,13 +88,13 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "torch: _is_all_true",
         ),
         Need(
-            "walk the backward pass",
+            "walk the backward pass",  # core/simulation/backward
             "torch._C: _current_graph_task_id _FunctionBase; torch._C._functorch: is_gradtrackingtensor; "
             "torch.autograd.Variable: _execution_engine; torch.Tensor: _backward_hooks _post_accumulate_grad_hooks; "
             "node: _input_metadata _sequence_nr",
         ),
         Need(
-            "see what the backward pass keeps",
+            "see what the backward pass keeps",  # core/simulation/{backward,plain}
             "torch._C._autograd: _push_saved_tensors_default_hooks _pop_saved_tensors_default_hooks "
             "_saved_tensors_hooks_disable _saved_tensors_hooks_enable _make_saved_tensor _get_sequence_nr; "
             "node: _saved_self _saved_result _saved_dim _saved_keepdim _saved_reduction _saved_other _saved_mat1 "
@@ -103,7 +103,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
         ),
         Need("follow Adafactor", "torch.optim: _adafactor", "its steps run for real, and it is not advised"),
     ),
-    "lightning": (
+    "lightning": (  # training/facts/run_facts, training/adapter/{shadow,loader_access,metrics,program}
         Need(
             "read a run's settings",
             "trainer: _detect_anomaly; trainer._accelerator_connector: use_distributed_sampler",
@@ -112,26 +112,26 @@ TABLE: dict[str, tuple[Need, ...]] = {
         Need("find a run's loaders", "trainer.fit_loop: _data_source; trainer: _data_connector", _NOT_TUNED),
         Need("hide its copy of a run from loggers", "trainer._logger_connector: update_eval_epoch_metrics"),
         Need("know what a run logs", "trainer.fit_loop.epoch_loop: _results"),
-        Need("know when a step ends", "trainer.fit_loop: _should_accumulate"),
+        Need("know when a step ends", "trainer.fit_loop: _should_accumulate"),  # training/strategies/ddp
         Need("log at Lightning's step", "trainer.fit_loop.epoch_loop: _batches_that_stepped", "no picture is logged"),
     ),
     "rescue": (
         Need(
-            "do a step again that ran out of memory",
+            "do a step again that ran out of memory",  # training/rescue/{again,state,parts}
             "trainer.fit_loop.epoch_loop.automatic_optimization: _make_closure; closure: _step_fn _zero_grad_fn "
-            "_backward_fn; trainer._logger_connector: _current_fx _first_loop_iter; module: _current_fx_name; "
+            "_backward_fn; trainer._logger_connector: _current_fx; module: _current_fx_name; "
             "parameter: _backward_hooks _post_accumulate_grad_hooks; torch.Tensor: _version _base; "
             "torch.UntypedStorage: _cdata; torch.autograd: _engine_run_backward; "
             "torch.autograd.Function: _backward_cls",
             "steps that run out of memory raise",
         ),
         Need(
-            "have the other ranks see one step",
+            "have the other ranks see one step",  # training/rescue/other_ranks
             "ddp_module: _pre_forward; group: _get_sequence_number_for_group",
             "steps of several ranks that run out of memory raise",
         ),
     ),
-    "some runs": (
+    "some runs": (  # training/adapter/{shadow,loader_access,callbacks}
         Need("find hooks that move a batch", "connector: _datahook_selector", "validation is not predicted"),
         Need("construct a loader again", "connector: _replace_dunder_methods", _NOT_SUCH),
         Need("know how loaders are combined", "combined: _mode _spec", _NOT_SUCH),
@@ -139,12 +139,11 @@ TABLE: dict[str, tuple[Need, ...]] = {
         Need("follow averages of weights", "swa: _avg_fn _device; averaging: _use_buffers _kwargs", _NOT_SUCH),
         Need("prune as the run will", "pruning: _parameters_to_prune _run_pruning", _NOT_SUCH),
         Need("know how many rates are tried", "finder: _num_training_steps", "a short search is not reported"),
-        Need("know what a metric holds", "metric: _defaults _forward_cache"),
         Need("wait for no other rank", "epoch_loop: _broadcast_sigterm_tensor", _NOT_SUCH, checked="Lightning 2.6"),
     ),
     "operators": (
         Need(
-            "know the memory of such operators",
+            "know the memory of such operators",  # core/simulation/, training/rescue/rules
             "torch.ops.aten: _addmm_activation _cudnn_rnn _cudnn_rnn_backward _efficientzerotensor _euclidean_dist "
             "_fused_adagrad_ _fused_sgd_ _fused_rms_norm _fused_rms_norm_backward _local_scalar_dense "
             "_masked_softmax _softmax _native_multi_head_attention _transformer_encoder_layer_fwd "
@@ -156,7 +155,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
     ),
     "compile": (
         Need(
-            "follow torch.compile",
+            "follow torch.compile",  # core/simulation/compiled
             "torch._inductor.config: _config; torch._functorch: config; torch._dynamo: reset; "
             "torch._inductor.async_compile: AsyncCompile; torch._inductor.cpu_vec_isa.VecISA: check_build; "
             "torch._inductor: compile_fx output_code; torch._inductor.codecache: write; "
@@ -169,18 +168,18 @@ TABLE: dict[str, tuple[Need, ...]] = {
     ),
     "cuda": (
         Need(
-            "simulate a GPU",
+            "simulate a GPU",  # core/simulation/{fake_cuda,sdpa,backward}
             "torch._C: _ensureCUDADeviceGuardSet _get_sdp_priority_order; torch._C._autograd.SavedTensor: data",
             _NOT_SUCH,
         ),
         Need(
-            "record the actual snapshot",
+            "record the actual snapshot",  # core/device/meter
             "memory: _record_memory_history _dump_snapshot; cuda: _cuda_isHistoryEnabled",
             "it is not written",
             checked="torch 2.11 to 2.15, in builds with CUDA",
         ),
         Need(
-            "know whether CUDA has begun",
+            "know whether CUDA has begun",  # core/device/context
             "cuda: _cuda_hasPrimaryContext",
             "the GPU is asked",
             checked="builds with CUDA",
@@ -188,7 +187,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
     ),
     "strategies": (
         Need(
-            "be one rank of several",
+            "be one rank of several",  # core/simulation/one_rank
             "torch.testing._internal.distributed.fake_pg: FakeStore; torch._C: _get_accelerator; "
             "torch.distributed.distributed_c10d: _pg_map _pg_names _pg_group_ranks _pg_backend_config _group_count "
             "_tags_to_pg _pg_to_tag _world _unregister_all_process_groups; "
@@ -204,7 +203,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
             _NOT_SUCH,
         ),
         Need(
-            "follow DistributedDataParallel",
+            "follow DistributedDataParallel",  # training/strategies/ddp
             "ddp: _ddp_kwargs _layer_sync _ddp_comm_hook _ddp_comm_wrapper; "
             "torch._C._distributed_c10d: _compute_bucket_assignment_by_size",
             _NOT_SUCH,

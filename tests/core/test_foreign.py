@@ -20,7 +20,6 @@ import lightning_fabric
 import pytest
 import pytorch_lightning as pl
 import torch
-import torchmetrics
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
@@ -66,7 +65,6 @@ def samples() -> dict[str, list[Any]]:
         "averaging": [pl.callbacks.WeightAveraging()],
         "pruning": [pl.callbacks.ModelPruning("l1_unstructured", amount=0.1)],
         "finder": [pl.callbacks.LearningRateFinder()],
-        "metric": [torchmetrics.MeanMetric()],
         "ddp": [pl.strategies.DDPStrategy(find_unused_parameters=True)],
         "strategy": [fsdp, pl.strategies.ModelParallelStrategy(), pl.strategies.DeepSpeedStrategy],
         "wrappers": [lightning_fabric.wrappers],

@@ -77,11 +77,11 @@ class Prediction:
         compiled: traces of the compiled step, by batch size; `proven_at` adds to them. Between them footprints are
             estimates.
         variants: the captures at each size, if memory depends on values; the largest is in ``traces``.
-        others: the traces of the other variants, by batch size.
+        others: by batch size, the traces of all variants but the largest.
         ceiling: the largest possible memory, if that is known too.
         unfrozen: the step that trains all parameters, if frozen ones may be trained later.
-        kinds: if the data sets the sizes of its batches, shapes and bytes of those captured.
-        kind: the place among them of the one that is predicted, as it takes the most.
+        kinds: if the data sets the batch sizes, shapes and bytes of each kind of batch that was captured.
+        kind: the place in ``kinds`` of the one that takes the most, which is predicted.
         stopped: why too few captures were made to check how the step grows, or what other values change.
         guessed: sizes that were asked for after the deadline.
         learned: what earlier runs of the step have measured.
@@ -146,10 +146,10 @@ class Prediction:
         if self.growth is not None:
             return (self.growth.at(batch_size),)
         if batch_size not in self._known_traces:
-            self._known_traces[batch_size] = self._found_at(batch_size)
+            self._known_traces[batch_size] = self._capture_or_extrapolate(batch_size)
         return self._known_traces[batch_size]
 
-    def _found_at(self, batch_size: int) -> tuple[Trace, ...]:
+    def _capture_or_extrapolate(self, batch_size: int) -> tuple[Trace, ...]:
         if self.method != "real":
             try:
                 return self._captured_at(batch_size)
@@ -158,7 +158,7 @@ class Prediction:
                     raise
                 self.guessed.add(batch_size)
                 return self._extrapolated_at(batch_size, str(error))
-        if not self._may_run(batch_size):
+        if not self._can_run(batch_size):
             return self._extrapolated_at(batch_size, "there, the step was not run: it would take too long, or too much")
         try:
             return self._captured_at(batch_size)
@@ -175,7 +175,7 @@ class Prediction:
         self.seen[batch_size] = max(batches, key=lambda batch: batch[1], default=None)
         return found
 
-    def _may_run(self, batch_size: int) -> bool:
+    def _can_run(self, batch_size: int) -> bool:
         known = [*self.traces.values(), *(traces[0] for traces in self._known_traces.values())]
         return _may_run(known, batch_size)
 
@@ -229,7 +229,7 @@ class Prediction:
                 most = _with_range(
                     most, found, self._footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
                 )
-            if batch_size in self.guessed or (self.stopped and batch_size not in self._captured):
+            if batch_size in self.guessed or (self.stopped and batch_size not in self._captured_sizes):
                 most = self._with_doubt(most)
             if self.stopped and self._is_of_one_draw:
                 most = self._with_unknown_values(most)
@@ -250,12 +250,12 @@ class Prediction:
         return signature_of(self.growth.at(SIGNED_SIZE))
 
     @property
-    def _captured(self) -> set[int]:
+    def _captured_sizes(self) -> set[int]:
         return {*self.traces, *self._known_traces, *(self.growth.sizes if self.growth else ())} - self.guessed
 
     def _with_doubt(self, guessed: Footprint) -> Footprint:
-        """A footprint that no capture has checked, at most as if what belongs to the batch grew with its square."""
-        near = max(self._captured)
+        """Widen a footprint that no capture has checked: at most, the batch's share grows with the size squared."""
+        near = max(self._captured_sizes)
         times = max(1.0, guessed.batch_size / near)
         grown = self.footprint_at(near)
         of_batch = grown.peak_allocated_bytes - sum(grown.parts[part] for part in _STATIC)
@@ -269,7 +269,7 @@ class Prediction:
         return self.method in ("worst-case", "real") and not self.variants
 
     def _with_unknown_values(self, found: Footprint) -> Footprint:
-        """A footprint with a range for what values may change, as no capture has told how much that is."""
+        """Widen a footprint by what other values may change, since no capture has shown how much that is."""
         of_batch = found.peak_allocated_bytes - sum(found.parts[part] for part in _STATIC)
         if self.method == "real":
             other, most = found.highest.plus(of_batch), "as if what belongs to the batch took twice as much"
@@ -278,9 +278,9 @@ class Prediction:
         return found.widened(other, note=f"other values were not tried: at most {most}")
 
     def _estimate_at(self, batch_size: int) -> Footprint:
-        """The compiled step at a size between or beyond those captured: peaks are close to lines.
+        """Estimate the compiled step at a size between or beyond those captured: peaks are close to lines.
 
-        From one size alone, it grows as the step as written does.
+        If only one size was captured, it grows as the uncompiled step does.
         """
         near, *others = sorted(self.compiled, key=lambda size: abs(size - batch_size))
         at_near = self.footprint_at(near)
@@ -308,8 +308,8 @@ class Prediction:
         """Capture the step at this size: as it is compiled, if it is, else to compare it with the growth.
 
         Returns:
-            This prediction if the two agree, or there is nothing to compare; else one that captures each size. For a
-            step that is compiled, one that knows this size.
+            This prediction if the two agree, or if there is nothing to compare; else a prediction that captures each
+            size. For a compiled step, a prediction that has a trace of this size.
 
         Raises:
             StepFailsError: the step does not run at this size, though it did at others.
@@ -320,7 +320,7 @@ class Prediction:
             failure = self._failed[batch_size]
             raise StepFailsError(f"at batch size {batch_size} {_reason(self.method, failure)}") from failure
         is_known = batch_size in self.traces or batch_size in self.compiled
-        cannot_run = self.method == "real" and not (self.program.is_real_at(batch_size) and self._may_run(batch_size))
+        cannot_run = self.method == "real" and not (self.program.is_real_at(batch_size) and self._can_run(batch_size))
         if self.growth is None or self.method == "states" or is_known or cannot_run:
             return self
         try:
@@ -347,12 +347,12 @@ class Prediction:
 
 
 def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint | None) -> Footprint:
-    """The largest of several, between the least seen and as much above the largest as that is above the least."""
+    """Return the largest of several, with a range: from the least seen to the largest plus the spread of all."""
     points, lows, highs = ([getattr(each, name) for each in found] for name in ("peak", "lowest", "highest"))
-    top, spread = Peak.widest(highs, max), [max(each) - min(each) for each in zip(*map(astuple, points), strict=True)]
+    top, spread = Peak.extreme(highs, max), [max(each) - min(each) for each in zip(*map(astuple, points), strict=True)]
     beyond = Peak(*map(sum, zip(astuple(top), spread, strict=True)))
     if ceiling is not None:  # which is above all that was seen
-        beyond = Peak.widest((beyond, ceiling.highest), min)
+        beyond = Peak.extreme((beyond, ceiling.highest), min)
     wide = most.widened(*lows, top, beyond)
     if wide.high == wide.low:
         return most
@@ -362,7 +362,7 @@ def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint 
 
 
 def _with_later(now: Footprint, later: Footprint) -> Footprint:
-    """The step of the first epoch, and at most one that trains all parameters."""
+    """Widen the footprint of the first epoch's step up to that of a step that trains all parameters."""
     more = format_bytes(max(now.highest.allocated_bytes, later.highest.allocated_bytes))
     note = f"parameters that are frozen now may be trained in a later epoch: with all of them, a step takes {more}"
     return now.widened(later.highest, note=note)
@@ -378,7 +378,7 @@ def predict(
 ) -> Prediction:
     """Capture a step in the best way that works: fake, worst case, real, states alone.
 
-    If real batches take clearly less than the worst case, that gives way to the share that real batches have of it.
+    If real batches take clearly less than the worst case, the prediction uses the share of it that they take.
 
     Args:
         program: what runs.
@@ -427,7 +427,7 @@ def predict_largest(
     for each, size in zip(kinds, sizes, strict=True):
         with captures_of(each) as captures:
             captures.start(each, size, "fake")
-    traces = [_compared(each, size, settings) for each, size in zip(kinds, sizes, strict=True)]
+    traces = [_capture_to_compare(each, size, settings) for each, size in zip(kinds, sizes, strict=True)]
     nbytes = [footprint(trace, settings).most_device_bytes for trace in traces]
     place = nbytes.index(max(nbytes))
     found = predict(kinds[place], sizes[place], settings, scalable=False)
@@ -435,8 +435,8 @@ def predict_largest(
     return sizes[place], replace(found, kinds=tuple(batches), kind=place)
 
 
-def _compared(program: Program, batch_size: int, settings: AllocatorSettings) -> Trace:
-    """Capture a step to compare it with others: without memory, if that is possible."""
+def _capture_to_compare(program: Program, batch_size: int, settings: AllocatorSettings) -> Trace:
+    """Capture a step, to compare its size with that of others: without memory, if that is possible."""
     for method in _WAYS[:2]:
         with contextlib.suppress(CaptureFailedError):
             return capture(program, batch_size, method)
@@ -477,7 +477,7 @@ def _stopped(captures: Captures, asked: Prediction, method: Method, reasons: lis
     """Predict from what was captured until the deadline.
 
     Raises:
-        CannotTraceError: nothing was.
+        CannotTraceError: nothing was captured.
     """
     traces = captures.known(asked.program, method)
     if not traces:

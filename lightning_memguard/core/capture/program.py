@@ -24,7 +24,7 @@ from lightning_memguard.core.capture.recorder import Recorder, gradients_of, ref
 from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import in_child
 from lightning_memguard.core.simulation.constants import KnownFakeMode
-from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_rng, real_copy, stored
+from lightning_memguard.core.simulation.fake import fake_copy, faking, isolated_rng, pyro_params_of, real_copy
 from lightning_memguard.core.simulation.fake_cuda import FAKE_DEVICE, FakeCudaMode, simulated_cuda
 from lightning_memguard.core.simulation.one_rank import one_rank_of
 from lightning_memguard.core.trace.trace import Shapes
@@ -270,7 +270,7 @@ class LoopProgram(Program):
             module_copy = self._module_copy(mode)
             optimizers = self._optimizers(module_copy) if self.training else []
             recorder.counters.read(mode)
-            with stored(self.model, module_copy), watching(recorder, module_copy):
+            with pyro_params_of(module_copy, self.model), watching(recorder, module_copy):
                 self._begin(recorder, module_copy)
                 recorder.label_held_by(optimizers)
                 if self.training:

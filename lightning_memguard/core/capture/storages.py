@@ -108,7 +108,7 @@ class Storages(Place):
         return None if block is None or self._streams.get(block, 0) == stream else block
 
     def wait(self, block: int) -> int:
-        """A block that was freed waits, at most, for another stream; returns one that waits in its place."""
+        """Keep a freed block until another stream is done with it, in the upper bound; return the one in its place."""
         waiting = len(self._bytes)
         self._bytes.append(self._bytes[block])
         self._parts[waiting] = self._parts.get(block, "temporaries")

@@ -237,7 +237,7 @@ def layer_table(
         ) from error
 
 
-def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step, gpu: Gpu | None = None) -> LayerTable:
+def table_of(module_copy: nn.Module, batch: object, batch_size: int, step: Step, gpu: Gpu | None) -> LayerTable:
     """Make the table of `layer_table` for a module that is already fake; call it under the fake mode.
 
     ``batch`` holds ``batch_size`` samples as fake tensors, and ``gpu`` is the simulated GPU, if any.

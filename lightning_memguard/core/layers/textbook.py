@@ -2,9 +2,8 @@
 
 None of them is a prediction: `ratio_to_peak` compares one with the peak of a traced step. They share arguments:
 ``parameters`` and ``trainable_parameters`` (default: all of them) are numbers of elements, ``activations`` the number
-of elements that all layers return for one sample, ``input_elements`` that of one sample, ``batch_size`` the number of
-samples, and ``element`` the name of an element's type, see `BYTES_PER_ELEMENT`. They raise `MemGuardError` for
-negative counts and unknown names.
+of elements that all layers return for one sample, ``input_elements`` that of one sample and ``batch_size`` the number
+of samples. All elements have four bytes (float32). They raise `MemGuardError` for negative counts and unknown names.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _NO_KERNEL = "no workspace, no allocator, no CUDA context"
 _NO_REUSE = "every layer's output has its own memory, and is kept whether needed or not"
 
 
-def weights_and_input_sum(parameters: int, input_elements: int, *, element: str = "fp32") -> TextbookSum:
+def weights_and_input_sum(parameters: int, input_elements: int) -> TextbookSum:
     """Parameters x 4 + input x 4: the least that inference can take; here ``input_elements`` is for the whole batch.
 
     Assumes that nothing between the input and the result takes memory. Source: a rule of thumb without an author.
@@ -62,7 +61,7 @@ def weights_and_input_sum(parameters: int, input_elements: int, *, element: str 
     _refuse_negative(parameters=parameters, input_elements=input_elements)
     counts = {"parameters": parameters, "input": input_elements}
     assumptions = ("inference", "activations take no memory", _NO_KERNEL)
-    return _sum("weights and input", "(parameters + input)", counts, element, assumptions)
+    return _sum("weights and input", "(parameters + input)", counts, assumptions)
 
 
 def states_sum(
@@ -73,7 +72,6 @@ def states_sum(
     *,
     optimizer: str = "adam",
     trainable_parameters: int | None = None,
-    element: str = "fp32",
 ) -> TextbookSum:
     """Parameters x (1 + gradient + moments) + activations x 2 x batch + input x batch: training.
 
@@ -99,12 +97,10 @@ def states_sum(
     }
     together = "all gradients exist while all activations do"
     twice = "each activation has a gradient, and all of these exist together"
-    return _sum("states and activations", formula, counts, element, (together, twice, _NO_REUSE, _NO_KERNEL))
+    return _sum("states and activations", formula, counts, (together, twice, _NO_REUSE, _NO_KERNEL))
 
 
-def forward_sum(
-    parameters: int, activations: int, input_elements: int, batch_size: int, *, element: str = "fp32"
-) -> TextbookSum:
+def forward_sum(parameters: int, activations: int, input_elements: int, batch_size: int) -> TextbookSum:
     """Parameters + (activations + input) x batch: the forward pass alone, by the same rules as `states_sum`.
 
     Assumes that nothing is freed before the end, though inference under ``torch.no_grad`` frees all the time. Source:
@@ -115,7 +111,7 @@ def forward_sum(
     formula = "[parameters + (activations + input) x batch]"
     counts = {"parameters": parameters, "activations": activations * batch_size, "input": input_elements * batch_size}
     assumptions = ("no gradients and no optimizer", _NO_REUSE, _NO_KERNEL)
-    return _sum("forward only", formula, counts, element, assumptions)
+    return _sum("forward only", formula, counts, assumptions)
 
 
 def lecture_sum(
@@ -125,7 +121,6 @@ def lecture_sum(
     batch_size: int,
     *,
     trainable_parameters: int | None = None,
-    element: str = "fp32",
 ) -> TextbookSum:
     """Parameters + gradients + batch x (input + 2 x sum of the outputs): training, as lectures write it.
 
@@ -146,12 +141,12 @@ def lecture_sum(
         "gradients of outputs": batch_size * total,
     }
     assumptions = ("the optimizer keeps nothing", "all gradients of outputs exist together", _NO_REUSE, _NO_KERNEL)
-    return _sum("lecture", formula, counts, element, assumptions)
+    return _sum("lecture", formula, counts, assumptions)
 
 
-def _sum(name: str, formula: str, counts: Mapping[str, int], element: str, assumptions: tuple[str, ...]) -> TextbookSum:
-    terms = {term: nbytes_of(count, element) for term, count in counts.items()}
-    return TextbookSum(name, f"{formula} x {float(_bytes_of(element)):g} bytes", terms, assumptions)
+def _sum(name: str, formula: str, counts: Mapping[str, int], assumptions: tuple[str, ...]) -> TextbookSum:
+    terms = {term: nbytes_of(count) for term, count in counts.items()}
+    return TextbookSum(name, f"{formula} x 4 bytes", terms, assumptions)
 
 
 @dataclass(frozen=True)
@@ -163,9 +158,7 @@ class WeightMemory:
     trainable_bytes: int
 
 
-def weight_memory(
-    parameters: int, trainable_parameters: int, elements: Iterable[str] = ("fp32", "fp16", "bf16", "int8", "int4")
-) -> tuple[WeightMemory, ...]:
+def weight_memory(parameters: int, trainable_parameters: int) -> tuple[WeightMemory, ...]:
     """Memory of the weights alone, in bytes, total and trainable, at several types of element.
 
     Assumes that every weight has that type and that quantized ones need no scales, zero points or padding, though real
@@ -173,11 +166,12 @@ def weight_memory(
     """
     _refuse_negative(parameters=parameters, trainable_parameters=trainable_parameters)
     return tuple(
-        WeightMemory(name, nbytes_of(parameters, name), nbytes_of(trainable_parameters, name)) for name in elements
+        WeightMemory(name, nbytes_of(parameters, name), nbytes_of(trainable_parameters, name))
+        for name in ("fp32", "fp16", "bf16", "int8", "int4")
     )
 
 
-def textbook_sums(table: LayerTable, *, optimizer: str = "adam", element: str = "fp32") -> tuple[TextbookSum, ...]:
+def textbook_sums(table: LayerTable, *, optimizer: str = "adam") -> tuple[TextbookSum, ...]:
     """All sums for one model, from its table by layer: inference, forward only, training, and the lecture's.
 
     The activations are what the modules without children return, all calls counted.
@@ -185,16 +179,15 @@ def textbook_sums(table: LayerTable, *, optimizer: str = "adam", element: str = 
     Args:
         table: the layers at the batch size to sum for.
         optimizer: a name of `MOMENTS`.
-        element: name of an element's type, see `BYTES_PER_ELEMENT`.
     """
     weights, trainable = table.parameters, table.trainable_parameters
     # The table's figures are of the whole batch, and may not divide by its size: one "sample" is all of it.
     outputs, inputs = table.output_elements, table.batch_elements
     return (
-        weights_and_input_sum(weights, inputs, element=element),
-        forward_sum(weights, outputs, inputs, 1, element=element),
-        states_sum(weights, outputs, inputs, 1, optimizer=optimizer, trainable_parameters=trainable, element=element),
-        lecture_sum(weights, inputs, (outputs,), 1, trainable_parameters=trainable, element=element),
+        weights_and_input_sum(weights, inputs),
+        forward_sum(weights, outputs, inputs, 1),
+        states_sum(weights, outputs, inputs, 1, optimizer=optimizer, trainable_parameters=trainable),
+        lecture_sum(weights, inputs, (outputs,), 1, trainable_parameters=trainable),
     )
 
 

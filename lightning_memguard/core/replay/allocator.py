@@ -146,7 +146,7 @@ class Allocator:
         self.allocated_bytes += block.size_bytes
         return block
 
-    def alloc_beyond(self, nbytes: int, stream: int = 0) -> Block:
+    def alloc_beyond(self, nbytes: int, stream: int) -> Block:
         """The block that serves a request that was refused, on a device as large as that takes."""
         capacity, self._capacity = self._capacity, UNLIMITED
         block = self.alloc(nbytes, stream)

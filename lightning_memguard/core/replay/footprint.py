@@ -30,12 +30,12 @@ class Peak:
         return self.device_bytes - self.reserved_bytes
 
     @classmethod
-    def widest(cls, peaks: Iterable[Peak], of: Callable[[Iterable[int]], int]) -> Peak:
-        """The smallest or largest of each figure: larger blocks can leave a smaller reserve, by filling gaps better."""
+    def extreme(cls, peaks: Iterable[Peak], of: Callable[[Iterable[int]], int]) -> Peak:
+        """The ``min`` or ``max`` of each figure: larger blocks can leave a smaller reserve, by filling gaps better."""
         return cls(*map(of, zip(*map(astuple, peaks), strict=True)))
 
     def fragmented(self, nbytes: int) -> Peak:
-        """The peak with this much more in the cache, or less; what is allocated stays, and is reserved."""
+        """The peak with this much more in the cache, or less if negative; what is allocated stays reserved."""
         more = max(nbytes, self.allocated_bytes - self.reserved_bytes)
         return Peak(self.allocated_bytes, self.reserved_bytes + more, self.device_bytes + more)
 
@@ -122,10 +122,7 @@ class Footprint(Shown):
 
     @property
     def most_device_bytes(self) -> int:
-        """Bytes compared with a budget: `peak_device_bytes`, or its upper bound if it has one.
-
-        Without `yielding_bytes`.
-        """
+        """Bytes compared with a budget: `peak_device_bytes`, or `high` without `yielding_bytes` if that is more."""
         return max(self.peak_device_bytes, self.highest.device_bytes - self.yielding_bytes)
 
     @property
@@ -149,7 +146,7 @@ class Footprint(Shown):
         Every range is made here, apart from what `plus` shifts.
         """
         all_peaks = self.peak, self.lowest, self.highest, *peaks
-        low, high = (Peak.widest(all_peaks, of) for of in (min, max))
+        low, high = (Peak.extreme(all_peaks, of) for of in (min, max))
         return replace(self, low=low, high=high, notes=(*self.notes, note) if note else self.notes)
 
     def plus(self, nbytes: int, part: str, least_bytes: int | None = None, most_bytes: int | None = None) -> Footprint:

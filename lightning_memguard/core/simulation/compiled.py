@@ -71,7 +71,7 @@ _QUIET = {  # of `torch._inductor.config`: nothing is cached on disk, and no pro
 
 
 @contextmanager
-def compiling(on_autotune: Callable[[], object] = lambda: None) -> Iterator[None]:
+def compiling(on_autotune: Callable[[], object]) -> Iterator[None]:
     """Run compiled code on fake tensors, with kernels that do nothing, while the context is open.
 
     Forgets what was compiled in this process before, and patches torch's compiler for all its threads.

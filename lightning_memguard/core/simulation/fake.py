@@ -54,7 +54,7 @@ class ValueNeededError(CannotTraceError):
     """The step depends on a value, and a fake tensor has none."""
 
 
-def _unknown(operation: Callable[..., float]) -> Callable[..., UnknownFloat]:
+def _float_operator(operation: Callable[..., float]) -> Callable[..., UnknownFloat]:
     def apply(*operands: float) -> UnknownFloat:
         return UnknownFloat(operation(*map(float, operands)))
 
@@ -74,16 +74,16 @@ class UnknownFloat(float):
         return UnknownFloat(1.0) if digits is not None else int(self)
 
     __trunc__ = __floor__ = __ceil__ = __int__
-    __neg__, __abs__ = _unknown(operator.neg), _unknown(abs)
-    __add__ = __radd__ = _unknown(operator.add)
-    __mul__ = __rmul__ = _unknown(operator.mul)
-    __sub__, __rsub__ = _unknown(operator.sub), _unknown(lambda self, other: other - self)
-    __truediv__, __rtruediv__ = _unknown(operator.truediv), _unknown(lambda self, other: other / self)
+    __neg__, __abs__ = _float_operator(operator.neg), _float_operator(abs)
+    __add__ = __radd__ = _float_operator(operator.add)
+    __mul__ = __rmul__ = _float_operator(operator.mul)
+    __sub__, __rsub__ = _float_operator(operator.sub), _float_operator(lambda self, other: other - self)
+    __truediv__, __rtruediv__ = _float_operator(operator.truediv), _float_operator(lambda self, other: other / self)
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse
     __hash__ = float.__hash__
 
 
-_MOST_FLAGS = 64  # elements of a trained parameter that the step may read
+_MOST_READ = 64  # elements of a trained parameter whose values the step may read
 
 
 class _FakeCopy(TorchFunctionMode):
@@ -152,7 +152,7 @@ def fake_copy(
         The copy. Nothing done to its tensors, lists or counters reaches the module.
     """
     moving = Counter(storage_address(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    trained = {storage_address(p) for p in module.parameters() if p.requires_grad and p.numel() > _MOST_FLAGS}
+    trained = {storage_address(p) for p in module.parameters() if p.requires_grad and p.numel() > _MOST_READ}
     # With the mode on, a real Parameter's `.data` would already be fake, with another storage.
     with unset_fake_temporarily(), _FakeCopy(mode, device, moving, trained):
         module_copy = real_copy(module, instead)
@@ -210,21 +210,21 @@ def _rebind_functions(module: nn.Module, module_copy: nn.Module) -> None:
 
 
 def _rebound(value: Any, copies: Mapping[int, nn.Module]) -> Any:
-    """The copy of a module, or a method of a module bound to its copy; all else as it is."""
+    """Return the copy of a module, a method bound to the copy of its module, or any other value as it is."""
     if id(getattr(value, "__self__", None)) in copies:
         return types.MethodType(value.__func__, copies[id(value.__self__)])
     return copies.get(id(value), value)
 
 
 def _compiled_like(function: Function, other: Any) -> Function:
-    """A function, compiled (or kept from being compiled) as another one is. Checked on torch 2.11 and 2.13."""
+    """Compile a function (or disable its compilation) as another one is. Checked on torch 2.11 and 2.13."""
     cells = dict(zip(other.__code__.co_freevars, other.__closure__ or (), strict=True))
     how = cells["self"].cell_contents if "self" in cells and hasattr(other, "_torchdynamo_orig_callable") else None
     return how(function) if isinstance(how, torch._dynamo.eval_frame._TorchDynamoContext) else function
 
 
 def _compilers(module: nn.Module) -> Iterator[object]:
-    """How the compiled parts of a module are compiled, which says nothing of the module."""
+    """The contexts that compile the compiled parts of a module; they do not refer to the module."""
     for child in module.modules():
         if isinstance(child, torch._dynamo.OptimizedModule):
             yield child.dynamo_ctx
@@ -265,8 +265,8 @@ def _data_attributes(module: nn.Module) -> Iterator[object]:
 
 
 @contextmanager
-def stored(module: nn.Module, module_copy: nn.Module) -> Iterator[None]:
-    """Have Pyro's store of parameters, where its modules look theirs up by name, hold those of a copy meanwhile."""
+def pyro_params_of(module_copy: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Put a copy's parameters into Pyro's store, where modules look theirs up by name, while the context is open."""
     pyro: Any = sys.modules.get("pyro")
     if pyro is None or not hasattr(pyro, "get_param_store"):
         yield
@@ -402,11 +402,10 @@ def _modules_can_move() -> Iterator[None]:
 def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call a torch function for a step that may run on fake tensors.
 
-    Four things differ there: torch's deep copy of a fake tensor would make a real storage; a float that is read
-    (usually to be logged) has no value; arguments that distributions validate are valid; and the rows of a packed
-    sequence, which the step reads, are known.
-    ``float(tensor)`` must return a plain float, so comparing that one goes unnoticed; comparing ``tensor.item()``, the
-    usual way, does not.
+    This differs from torch in: 1. A deep copy of a fake tensor makes no real storage. 2. A float that is read (usually
+    to be logged) is an `UnknownFloat`; ``float(tensor)`` must return a plain float, so comparing that one goes
+    unnoticed. 3. Arguments that distributions validate are valid. 4. Known values are read as NumPy arrays. 5. The rows
+    of a packed sequence, which the step reads, are known.
     """
     if args and isinstance(args[0], FakeTensor):
         if func is torch.Tensor.__deepcopy__:
@@ -479,7 +478,7 @@ _BATCH_NORMS = {  # with the place of the input
 
 
 def only_writes(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether an operator returns nothing and torch has no fake kernel for it: torch would ask for a device."""
+    """Whether an operator returns nothing and has no fake kernel in torch, which would ask for a device."""
     return func in _ONLY_WRITES and bool(args[0]) and isinstance(args[0][0], FakeTensor)
 
 

@@ -72,7 +72,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:  # noqa: D102
         for waiting in _watched:
-            waiting.end(self._is_done)
+            waiting.give_back(self._is_done)
 
     def query(self) -> bool:  # noqa: D102
         return True
@@ -106,7 +106,7 @@ def _on_stream(stream: FakeStream | None) -> Iterator[None]:
 
 def _synchronize(*_: object) -> None:
     for waiting in _watched:
-        waiting.end(lambda _: True)
+        waiting.give_back(lambda _: True)
 
 
 def functions() -> dict[str, Callable[..., Any]]:
@@ -138,7 +138,7 @@ class Waiting:
 
     Args:
         block_of: finds the block behind a tensor, if it is not this stream's.
-        wait: has a block that is freed wait, at most, for its memory to come back; returns what waits in its place.
+        wait: keeps a freed block until the stream is done with it, in the upper bound; returns the one in its place.
         come_back: frees what waited in place of a block.
     """
 
@@ -165,8 +165,8 @@ class Waiting:
         if user is not None:
             self._late.append(_Late(self._wait(block), user, next(_clock), self._step))
 
-    def end(self, is_done: Callable[[_Late], bool]) -> None:
-        """The host knows that streams are done with some of them."""
+    def give_back(self, is_done: Callable[[_Late], bool]) -> None:
+        """Give back the blocks that streams are done with, as the host finds out."""
         for late in [each for each in self._late if is_done(each)]:
             self._late.remove(late)
             self._come_back(late.waiting)
@@ -174,7 +174,7 @@ class Waiting:
     def begin_step(self, step: int) -> None:
         """The host is less than a step ahead of the GPU: a stream of commands holds about a thousand."""
         self._step = step
-        self.end(lambda late: late.step < step - 1)
+        self.give_back(lambda late: late.step < step - 1)
 
 
 _watched: list[Waiting] = []  # the innermost last

@@ -18,7 +18,7 @@ class Kept:
         when: what leaves it: each batch of training or of validation, or each epoch.
         lasts: whether it outlives the epoch, as far as the code tells; else it is counted for one epoch.
         fixed_bytes: of each batch, whatever its size.
-        sample_bytes: of each sample, besides.
+        sample_bytes: in addition, of each sample.
         on_host: whether it is the host's memory of a run on another device.
     """
 
@@ -61,23 +61,23 @@ def fit_kept(captured: Iterable[tuple[int, Sequence[Kept]]]) -> tuple[Kept, ...]
 
 @dataclass(frozen=True)
 class RunsOut:
-    """Moment at which memory ends: a training batch of an epoch, both counted from 0."""
+    """The training batch at which memory runs out, and its epoch, both counted from 0."""
 
     epoch: int
     step: int
 
 
-# No run lasts longer that sets no end itself: a metric's list of four bytes a step is no leak.
+# A run that sets no end itself is assumed to end here: a metric's list of four bytes a step is not a leak.
 MOST_EPOCHS, MOST_STEPS = 10_000, 100_000_000
 
 
 def runs_out(
     room_bytes: int, step_bytes: int, epoch_bytes: int, batches: int | None, epochs: float, steps: float
 ) -> RunsOut | None:
-    """Find when memory ends that is left behind for good; None if it lasts to the end of the run.
+    """Find when memory that is left behind for good fills the room; None if the run ends before that.
 
-    Each training batch leaves ``step_bytes``, and each epoch ``epoch_bytes`` in all; the first epoch's peak, next to
-    which there is room, includes its own. ``batches`` of an epoch may be unknown.
+    Each training batch leaves ``step_bytes``, and each epoch ``epoch_bytes`` in all. At the peak of the first epoch,
+    which includes what it leaves, ``room_bytes`` are free. ``batches`` of an epoch is None if unknown.
     """
     if batches is None or not epoch_bytes:
         step = max(0, room_bytes) // step_bytes if step_bytes else steps

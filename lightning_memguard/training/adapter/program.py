@@ -29,7 +29,7 @@ from lightning_memguard.core.capture.capture import CaptureFailedError, isolated
 from lightning_memguard.core.capture.program import device_to_run_on, refuse_meta, step_states, tensors
 from lightning_memguard.core.capture.recorder import Recorder, call_with_overrides, watching
 from lightning_memguard.core.layers.layers import LayerTable, table_of
-from lightning_memguard.core.simulation.fake import fake_copy, real_copy, stored
+from lightning_memguard.core.simulation.fake import fake_copy, pyro_params_of, real_copy
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter import callbacks
 from lightning_memguard.training.adapter.loader_access import preserve_loader_classes, set_batch_size
@@ -113,7 +113,7 @@ class LightningProgram(LightningStep):
     def run(self, recorder: Recorder, batch_size: int, *, fake: bool) -> None:
         with self._stage(recorder, batch_size, fake) as (shadow, module_copy):
             with contextlib.suppress(StepsDone):
-                shadow.run(module_copy, self.families, batch_size, fake=fake)
+                shadow.run(module_copy, self.families, fake=fake)
             if self.trains:
                 shadow.trainer.fit_loop.epoch_loop._results.batch = None  # as at the end of an epoch
                 shadow.marker.compute_metrics(module_copy)
@@ -135,7 +135,7 @@ class LightningProgram(LightningStep):
                 raise StepsDone
 
             setattr(module_copy, hook, make_table)
-            shadow.run(module_copy, self.families, batch_size, fake=True)
+            shadow.run(module_copy, self.families, fake=True)
         if not found:
             raise CannotTraceError(f"{type(self.module).__name__}.{hook} was not called.")
         return found[0]
@@ -177,7 +177,7 @@ class LightningProgram(LightningStep):
             device = device_to_run_on(self, fake=fake)
             on_host = self.layout is not None and self.layout.begins_on_host
             module_copy = self._copy_module(mode, torch.device("cpu") if on_host else device, batch_size)
-            watch.enter_context(stored(self.module, module_copy))
+            watch.enter_context(pyro_params_of(module_copy, self.module))
 
             def start(model: nn.Module) -> None:
                 for change in self.changes:

@@ -178,8 +178,8 @@ class Shadow:
             trainer._accelerator_connector.strategy = sharded
         return trainer
 
-    def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], batch_size: int, *, fake: bool) -> None:
-        """Run batches of a size; of one loader, or of several that are evaluated one after the other."""
+    def run(self, module_copy: LightningModule, batches: tuple[Batches, ...], *, fake: bool) -> None:
+        """Run batches of one loader, or of several that are evaluated one after the other."""
         limited = type(getattr(self.program.trainer, LIMIT_NAMES[ROLES[self.program.stage]])) is int
         kind = SizedLoader if self.program.batches_per_epoch or limited else EndlessLoader
         self.marker.fake = fake

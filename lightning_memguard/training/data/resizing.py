@@ -43,7 +43,7 @@ def drops_last(loader: object) -> bool:
     return bool(getattr(loader if batch_sampler is None else batch_sampler, "drop_last", False))
 
 
-def why_fixed(loader: object, origin: str, *, recreated: bool = False) -> str:
+def why_fixed(loader: object, origin: str, *, recreated: bool) -> str:
     """Why a loader's batch size cannot be changed; empty if it can. ``recreated``: Lightning constructs it again."""
     if not isinstance(loader, DataLoader):
         return _why_foreign_is_fixed(loader, origin)

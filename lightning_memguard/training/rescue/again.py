@@ -167,7 +167,7 @@ class Again:
         module: its module.
         policy: how large parts are, and which batches are not tried as a whole.
         cut: how batches are cut, as far as is known.
-        by_name: go on where the difference is of a known kind.
+        lenient: go on where the difference is of a known kind.
         announce: warns of something.
 
     Attributes:
@@ -182,12 +182,12 @@ class Again:
         cut: Cut | None,
         announce: Callable[[str], None],
         *,
-        by_name: bool,
+        lenient: bool,
     ) -> None:
         self.trainer: Any = trainer
         self.module = module
         self.policy = policy
-        self.by_name = by_name
+        self.lenient = lenient
         self.device = trainer.strategy.root_device
         self.refused = ""
         self.state = StepState(trainer, module)
@@ -339,7 +339,7 @@ class Again:
         """Run all passes; what was refused before a gradient was written may be cut in another way."""
         reason: Refused | None = None
         for samples, cut in cuts_for(step.batch, self._cut):
-            passes = Passes(step, cut, samples, self.module, by_name=self.by_name)
+            passes = Passes(step, cut, samples, self.module, lenient=self.lenient)
             learned = False
             try:
                 at_once = passes.learn(min(most, samples - 1))

@@ -128,11 +128,11 @@ class CustomFunctions:
             if layout is None or layout.kind not in ("rows", "constant"):
                 raise Refused(f"{call.name}, a custom autograd function, returns values of the whole batch")
             flow.put(grad, layout if layout.kind == "rows" else Layout("sum"))
-        flow.idle, flow.strict = False, [*zip(call.returned, call.outputs, strict=True)]
+        flow.idle, flow.custom_returned = False, [*zip(call.returned, call.outputs, strict=True)]
 
     def _end(self, place: int, call: CustomCall, grads: tuple[torch.Tensor | None, ...]) -> None:
         flow = self._flow
-        flow.idle, flow.strict = True, None
+        flow.idle, flow.custom_returned = True, None
         for grad, layout in zip(grads, call.inputs, strict=False):
             if grad is None:
                 continue

@@ -74,8 +74,10 @@ class Flow(TorchDispatchMode):
     Attributes:
         token: of the pass; layouts of other passes do not count.
         quiet: whether operators of our own run.
-        idle, recomputes: whether a backward pass runs, of which code in activation checkpoints is followed.
-        strict: what the user's function returned whose backward pass runs; None if none does.
+        recomputes: whether a backward pass runs.
+        idle: whether operators are not followed: in a backward pass, except for code in activation checkpoints and in
+            custom functions.
+        custom_returned: the tensors that the custom function returned whose backward pass runs; None if none does.
         sized: the layout of what a factory makes from a size of the part, while it runs.
         changes: known ways in which the step in parts is another one, by the user's leave.
         writes: to tensors that outlive the pass, and what these were before.
@@ -83,9 +85,9 @@ class Flow(TorchDispatchMode):
         noted: by storage, the tensors whose versions were noted before an attempt that failed; None if none did.
     """
 
-    def __init__(self, total: int, constants: Iterable[torch.Tensor], *, by_name: bool) -> None:
+    def __init__(self, total: int, constants: Iterable[torch.Tensor], *, lenient: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total, self.by_name = total, by_name
+        self.total, self.lenient = total, lenient
         self.changes: dict[str, None] = {}
         self.script = Script()
         self.quiet = self.idle = self.recomputes = False
@@ -97,7 +99,7 @@ class Flow(TorchDispatchMode):
         known = [*constants]
         self._constants, self._storages = {id(each) for each in known}, {storage_of(each) for each in known}
         self.token: object = None
-        self.strict: list[tuple[torch.Tensor, Layout | None]] | None = None
+        self.custom_returned: list[tuple[torch.Tensor, Layout | None]] | None = None
         self.drawn: list[rules.Drawn | None] = []  # how random numbers lie, since this was cleared; None: constants
         self.to_draw: Iterator[rules.Drawn | None] = iter(())
         self._restart()
@@ -123,7 +125,7 @@ class Flow(TorchDispatchMode):
         self._restart()
 
     def undo_writes(self) -> None:
-        """Make the tensors that a pass has written to as they were."""
+        """Restore the tensors that a pass has written to."""
         with torch.no_grad():
             for tensor, value in self.writes.values():
                 tensor.copy_(value)
@@ -155,8 +157,8 @@ class Flow(TorchDispatchMode):
         """Whether a tensor is a parameter or a buffer."""
         return id(tensor) in self._constants
 
-    def is_new(self, tensor: torch.Tensor) -> None:
-        """Say that a tensor was made in this pass, from values of Python: the step may write to it."""
+    def mark_new(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor was made in this pass, from values of Python: the step may write to it."""
         if id(tensor) not in self._constants:
             self._new.add(storage_of(tensor))
 
@@ -183,7 +185,7 @@ class Flow(TorchDispatchMode):
         return "" if layout is None else layout.kind
 
     def put(self, tensor: torch.Tensor, layout: Layout) -> None:
-        """Say how the samples lie in a tensor."""
+        """Set how the samples lie in a tensor."""
         put(tensor, self.token, layout)
 
     @contextmanager
@@ -196,7 +198,7 @@ class Flow(TorchDispatchMode):
             self.quiet = before
 
     def _as_changed(self, tensor: torch.Tensor, found: Layout) -> Layout:
-        """A constant, some view of which was written to."""
+        """Return the layout of a constant of which a view was written to."""
         count, samples = self._changed.get(storage_of(tensor), (0, False))
         if not count:
             return found
@@ -205,7 +207,7 @@ class Flow(TorchDispatchMode):
         return WHOLE.waiting(self.pending)
 
     def _from_elsewhere(self, tensor: torch.Tensor) -> Layout:
-        """A tensor that no operator of this pass has made: it must be the same in each part."""
+        """Return the layout of a tensor that no operator of this pass has made: it must be the same in each part."""
         if id(tensor) in self._constants:
             return self._as_changed(tensor, CONSTANT) if self._changed else CONSTANT
         if self.recomputes:
@@ -216,10 +218,10 @@ class Flow(TorchDispatchMode):
         return CONSTANT
 
     def _recomputed(self, tensor: torch.Tensor) -> Layout:
-        """A tensor that code takes in the backward pass: in a user's function, one of unknown origin is refused."""
-        if self.strict is None:
+        """Return the layout of a tensor read in the backward pass; in a custom function, refuse an unknown one."""
+        if self.custom_returned is None:
             return CONSTANT
-        for known, layout in self.strict:
+        for known, layout in self.custom_returned:
             if layout is not None and storage_of(known) == storage_of(tensor) and known.shape == tensor.shape:
                 return layout
         if tensor.dim() == 0 and not tensor.requires_grad:
@@ -249,13 +251,13 @@ class Flow(TorchDispatchMode):
             info, args, kwargs, tensors, [self.layout(tensor) for tensor in tensors], self.samples
         )
         self._before(call)
-        return self._after(call, self._drawn(call) if info.draws else func(*args, **kwargs))
+        return self._after(call, self._run_random(call) if info.draws else func(*args, **kwargs))
 
     def _after(self, call: rules.OperatorCall, out: Any) -> Any:
         """Say how the samples lie in what an operator has returned."""
         info = call.info
         call.outs = [*operands(out)]
-        layouts = self._found(call)
+        layouts = self._layouts(call)
         self._follow(call, layouts)
         for tensor, layout in zip(call.outs, layouts, strict=True):
             if info.written and any(tensor is each for each in call.tensors):
@@ -306,7 +308,7 @@ class Flow(TorchDispatchMode):
         return info.func(*args, **kwargs) if drawn is None else self._draw(info.func, call, drawn)
 
     def _check_raw(self, call: rules.OperatorCall) -> None:
-        """Memory that no operator has written to was written by a kernel that nothing is known of."""
+        """Refuse to read memory that no operator has written to: an unknown kernel did."""
         written = {storage_of(tensor) for tensor in call.written()} if call.info.written else set()
         for tensor in call.tensors:
             key = storage_of(tensor)
@@ -330,7 +332,7 @@ class Flow(TorchDispatchMode):
             call.arranged = self._arrangement(call, values)
 
     def _arrangement(self, call: rules.OperatorCall, values: torch.Tensor) -> int:
-        """Number the order that a sort or a packing brings samples into; the same values are brought into the same."""
+        """Number the order into which a sort or a packing brings samples: equal values have the same order."""
         what = (call.info.func, "sort" in call.info.name and call.numbers(), call.of(values).arranged)
         with self.silent():
             before = [n for n, (key, known) in enumerate(self._arranged) if key == what and torch.equal(known, values)]
@@ -344,8 +346,8 @@ class Flow(TorchDispatchMode):
             raise refuse(f"{call.info.name} sorts in another way in other parts of its batch")
         return found[place]
 
-    def _found(self, call: rules.OperatorCall) -> list[Layout]:
-        """The layouts of what an operator returns."""
+    def _layouts(self, call: rules.OperatorCall) -> list[Layout]:
+        """Return the layouts of an operator's results."""
         expands = call.info.name == "expand" and call.kinds == {"whole"}
         if self.sized is not None and expands:
             rules.check_gradient("expand", call.tensors[0], call.layouts[0])
@@ -356,11 +358,11 @@ class Flow(TorchDispatchMode):
         elif not call.is_tracked:
             found = [CONSTANT] * len(call.outs)
         else:
-            found = self._carried(call)
+            found = self._layouts_from_arguments(call)
         return [each.waiting(call.pending) for each in found]
 
-    def _carried(self, call: rules.OperatorCall) -> list[Layout]:
-        """The layouts that follow from those of the arguments; only the first part works them out."""
+    def _layouts_from_arguments(self, call: rules.OperatorCall) -> list[Layout]:
+        """Return the layouts that follow from those of the arguments; only the first part works them out."""
         if self.recomputes:
             return rules.layouts_of(call)
         if self.place < len(self.script.entries):
@@ -370,7 +372,7 @@ class Flow(TorchDispatchMode):
         try:
             return rules.layouts_of(call)
         except rules.BatchNorm as norm:
-            if not self.by_name:
+            if not self.lenient:
                 raise refuse(str(norm)) from None
             self.changes.setdefault("batch norm normalizes each part by its own statistics")
             return [norm.layout, *[CONSTANT] * (len(call.outs) - 1)]
@@ -441,7 +443,7 @@ class Flow(TorchDispatchMode):
         self._changed[storage_of(tensor)] = count + 1, samples
 
     def _is_outside(self, tensor: torch.Tensor, *, fresh: bool = False) -> bool:
-        """Whether a tensor is not of this pass: a parameter, a buffer, an attribute."""
+        """Whether a tensor outlives this pass: a parameter, a buffer, an attribute; if ``fresh``, one in `writes`."""
         key = storage_of(tensor)
         if key in self._new:
             return False
@@ -451,7 +453,7 @@ class Flow(TorchDispatchMode):
 
     # -- random numbers
 
-    def _drawn(self, call: rules.OperatorCall) -> Any:
+    def _run_random(self, call: rules.OperatorCall) -> Any:
         """Run an operator that may draw random numbers."""
         rows = next((layout for layout in call.layouts if layout.kind == "rows"), None)
         layout = self.sized or rows
@@ -474,7 +476,7 @@ class Flow(TorchDispatchMode):
     def _draw_own(self, func: Any, call: rules.OperatorCall) -> Any:
         if not call.is_random():
             return func(*call.args, **call.kwargs)
-        if not self.by_name:
+        if not self.lenient:
             raise refuse(f"{call.info.name} draws random numbers for each sample, and not those of the whole batch")
         self.changes.setdefault("random numbers, such as dropout masks, are drawn for each part")
         devices = {t.device for t in call.tensors if t.device.type == "cuda"}

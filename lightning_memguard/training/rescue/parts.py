@@ -121,13 +121,13 @@ class Passes:
         cut: how its batch is cut.
         total: how many samples that has.
         module: whose parameters and buffers are the same in each part.
-        by_name: go on where the difference is of a known kind; see `changes`.
+        lenient: go on where the difference is of a known kind; see `changes`.
     """
 
-    def __init__(self, step: Step, cut: Cut, total: int, module: nn.Module, *, by_name: bool) -> None:
+    def __init__(self, step: Step, cut: Cut, total: int, module: nn.Module, *, lenient: bool) -> None:
         self.step, self.cut, self.total = step, cut, total
         self.module = module
-        self.flow = Flow(total, [*module.parameters(), *module.buffers()], by_name=by_name)
+        self.flow = Flow(total, [*module.parameters(), *module.buffers()], lenient=lenient)
         self.totals = Totals()
         self.reductions = Reductions(self.flow, self.totals)
         self.custom = CustomFunctions(self.flow)
@@ -366,7 +366,7 @@ class Passes:
             with self.custom.followed(), patched(torch.autograd, _engine_run_backward=run_backward):
                 yield
         finally:
-            self.flow.strict = None
+            self.flow.custom_returned = None
             self.flow.idle = self.flow.recomputes = False
 
     # -- what changes gradients

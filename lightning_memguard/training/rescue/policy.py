@@ -27,8 +27,8 @@ class Rescue:
     Attributes:
         samples: in the batch.
         at_once: in the largest part.
-        changes: how it is not the same step; empty if it is.
-        failed: whether it ran out of memory first; if not, it was known to be too large.
+        changes: how the step in parts differs from the whole one; empty if it does not.
+        failed: whether the whole batch ran out of memory; if not, it was known to be too large.
     """
 
     samples: int
@@ -84,7 +84,7 @@ class Policy:
     def expect(self, batch: Any, share: float) -> int:
         """Run batches as large as this one in parts, as it is predicted not to fit; return how many samples at once.
 
-        ``share`` is that of its samples which fit. 0 is all of them.
+        Only a ``share`` of its samples fit. The result is 0 for all of them.
         """
         samples, nbytes = batch_size_of(batch), batch_bytes(batch)
         if samples < 2 or share <= 0:

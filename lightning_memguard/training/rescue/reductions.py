@@ -242,7 +242,7 @@ class Reductions(TorchFunctionMode):
             raise refuse("backward inside of the step")
         if flow.extends and not self.checkpoints:
             self.checkpoints = _in_checkpoint()
-        if flow.strict is not None:  # backward, sums are the part's: gradients of weights add up by themselves
+        if flow.custom_returned is not None:  # backward, sums are the part's: gradients of weights add up by themselves
             sized = sizes_in(args) or sizes_in([*kwargs.values()])
             out = self._with_sizes(func, name, args, kwargs) if sized else _NO
             return func(*args, **kwargs) if out is _NO else out
@@ -287,7 +287,7 @@ class Reductions(TorchFunctionMode):
             return
         if func in _FROM_VALUES:
             if func is torch.tensor:  # which copies
-                flow.is_new(outs[0])
+                flow.mark_new(outs[0])
             if flow.extends or flow.is_single:
                 with flow.silent():
                     self._outside(outs[0])

@@ -26,7 +26,7 @@ class Rescuer:
         trainer: the Trainer.
         module: its module.
         announce: warns of something.
-        by_name: go on where the difference is of a known kind.
+        lenient: go on where the difference is of a known kind.
         cuts: how batches are cut, by role (``"train"``, ``"val"``), as far as is known.
         fits_now: whether a training batch of so many bytes fits, by the prediction and what is free now.
         fitting: how many samples of a part that failed fit now; None if that is unknown.
@@ -38,7 +38,7 @@ class Rescuer:
         module: LightningModule,
         announce: Callable[[str], None],
         *,
-        by_name: bool = False,
+        lenient: bool = False,
         cuts: Mapping[Any, Cut] | None = None,
         fits_now: Callable[[int], bool] = lambda _: True,
         fitting: Callable[[Samples], int | None] = lambda _: None,
@@ -47,7 +47,7 @@ class Rescuer:
         self._module = module
         self._announce = announce
         self._announced: set[str] = set()
-        self._by_name, self._cuts = by_name, cuts or {}
+        self._lenient, self._cuts = lenient, cuts or {}
         self._guards: dict[str, Again] = {}  # by role
         self.policy = Policy(fits_now, fitting, partial(self._say, "training"))
 
@@ -60,7 +60,7 @@ class Rescuer:
     def _guard(self, role: str, kind: type[Again], policy: Policy) -> None:
         def install() -> None:
             cut = self._cuts.get(role)
-            self._guards[role] = kind(self._trainer, self._module, policy, cut, self._announce, by_name=self._by_name)
+            self._guards[role] = kind(self._trainer, self._module, policy, cut, self._announce, lenient=self._lenient)
             self._guards[role].install()
 
         if reason := attempt(install).reason:

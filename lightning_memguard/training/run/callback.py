@@ -383,7 +383,7 @@ class MemGuard(*_callback_classes()):  # type: ignore[misc]
     @_guarded
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the gradients in the first steps of an epoch."""
-        if not (self._run and self._run.measuring.gradients()):
+        if not (self._run and self._run.measuring.measure_gradients()):
             self._skip("on_before_optimizer_step")
 
     @_guarded

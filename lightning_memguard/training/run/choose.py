@@ -35,7 +35,7 @@ Choice = tuple[Decision, RunProfile]
 
 @dataclass(frozen=True)
 class _Terms:
-    """Values that may differ from one choice to the next."""
+    """The values of a profile that may differ from one choice to the next."""
 
     budget: Budget
     request: Request
@@ -52,7 +52,7 @@ class _Terms:
         extra = tuple(profile.extra.items())
         return cls(profile.budget, profile.request, size, extra, step.context_bytes, step.learned)
 
-    def put_to(self, profile: RunProfile) -> RunProfile:
+    def applied_to(self, profile: RunProfile) -> RunProfile:
         """Return the profile with these values."""
         validation = profile.validation
         if validation is not None and self.validation_batch_size is not None:
@@ -69,8 +69,8 @@ class Planner:
 
     Args:
         settings: of the guard.
-        known: what there is to predict from.
-        line: says what is being done; it is closed at the end.
+        known: the run as it was read, or its profile if that is known already.
+        line: the status line of the setup; it is closed at the end.
     """
 
     def __init__(self, settings: GuardSettings, known: Reading | RunProfile, line: SetupLine) -> None:
@@ -111,10 +111,10 @@ class Planner:
 
     def _work(self, terms: _Terms | None) -> Attempt[RunProfile] | Attempt[Choice]:
         if terms is None:
-            return attempt(lambda: self._known().detached())
+            return attempt(lambda: self._captured_profile().detached())
         return attempt(lambda: self._chosen(terms))
 
-    def _known(self) -> RunProfile:
+    def _captured_profile(self) -> RunProfile:
         if self._captures is None:
             evaluation = self._run.evaluation.value
             programs = [self._run.program, *([evaluation.program] if evaluation else [])]
@@ -127,7 +127,7 @@ class Planner:
         return cast("RunProfile", self._profile)
 
     def _chosen(self, terms: _Terms) -> Choice:
-        profile = terms.put_to(self._known())
+        profile = terms.applied_to(self._captured_profile())
         decision, chosen = _choice(profile, self._settings)
         if self._settings.divides and _is_cut(decision, profile.request, self._settings):
             decision, chosen = _divided((decision, chosen), profile, self._settings)
@@ -166,7 +166,7 @@ def _with_common_limit(decision: Decision, sizes: list[tuple[int, int]], request
 
 def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     """Return this rank's choice, and its profile once the step was captured at the chosen size."""
-    validation = _fitting(profile)
+    validation = _fitting_validation(profile)
     profile = replace(profile, validation=validation)
     profile = replace(profile, request=profile.within_host())
     decision, proven = largest_that_runs(
@@ -179,7 +179,7 @@ def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:
     if validation is not None:
         decision = replace(decision, validation_batch_size=validation.batch_size)
     if decision.footprint is not None:
-        decision = replace(decision, footprint=_with_setting(decision.footprint, proven))
+        decision = replace(decision, footprint=_with_setting_note(decision.footprint, proven))
     saving = profile.saving_at(decision.batch_size)
     if saving and decision.footprint and saving.most_device_bytes > decision.footprint.most_device_bytes:
         decision = replace(decision, footprint=saving)
@@ -198,7 +198,7 @@ def _is_cut(decision: Decision, request: Request, settings: GuardSettings) -> bo
 
 
 def _divided(cut: Choice, profile: RunProfile, settings: GuardSettings) -> Choice:
-    """The loader's batch in pieces whose gradients are accumulated; if that cannot be, what is left of it, and why."""
+    """Divide the loader's batch into pieces with accumulated gradients; else keep the smaller batch, and say why."""
     request, (decision, chosen) = profile.request, cut
     asked, why_not = request.batch_size, ""
     if not profile.run.program.module.automatic_optimization:
@@ -228,7 +228,7 @@ def _refused_by(profile: RunProfile, min_steps: int | None, size: int) -> Limite
     return spoiled_by(profile.facts, profile.loader_info, size, min_steps)
 
 
-def _with_setting(footprint: Footprint, prediction: Prediction) -> Footprint:
+def _with_setting_note(footprint: Footprint, prediction: Prediction) -> Footprint:
     """Return the footprint with a note if a setting of the allocator alone would make the step take clearly less."""
     known = None if footprint.is_evaluation else setting_that_saves(prediction, footprint.batch_size, _WORTH_A_NOTE)
     if known is None:
@@ -252,7 +252,7 @@ def _unchanged(decision: Decision, fixed_because: str, settings: GuardSettings) 
     return replace(decision, reason=f'mode="check" changes nothing{could_not}')
 
 
-def _fitting(profile: RunProfile) -> ValidationRun | None:
+def _fitting_validation(profile: RunProfile) -> ValidationRun | None:
     """Validation at its own batch size, or if that does not fit, at the largest that does."""
     validation, usable = profile.validation, profile.budget.usable_bytes
     if validation is None or not profile.request.free_to_choose or validation.is_fixed:

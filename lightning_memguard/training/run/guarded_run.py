@@ -278,7 +278,7 @@ class GuardedRun:
             self.trainer,
             self.module,
             self._warn_on_any_rank,
-            by_name=self.settings.on_oom == "split",
+            lenient=self.settings.on_oom == "split",
             cuts=self.tuning.cuts,
             fits_now=fits_now,
             fitting=fitting,
@@ -310,7 +310,7 @@ class GuardedRun:
     def check_peak(self, batch_idx: int) -> None:
         """Warn of a run that has passed its budget, after 2, 4, 8, ... batches of an epoch: early, and at no cost."""
         if batch_idx.bit_count() == 1:
-            self.measuring.between()
+            self.measuring.note_held()
             if self._checks_peak and batch_idx > 1:
                 self._warn_of_overrun(self.measuring.peak())
 

@@ -37,11 +37,11 @@ class Measuring:
         self.between_steps: list[tuple[int, int]] = []
 
     def watch_children(self) -> None:
-        """Measure worker processes, too; from before the sanity check, whose batches stay in shared memory."""
+        """Measure worker processes, too; call it before the sanity check, whose batches stay in shared memory."""
         self._children = attempt(ChildrenMeter).value
 
     def start(self, *, trains: bool, on_host: bool) -> None:
-        """Start; what the model and its optimizers hold by now is the training's. ``on_host``: the host's peak, too."""
+        """Start; what the model and its optimizers hold is the training's. ``on_host``: measure the host's peak too."""
         optimizers = self._trainer.optimizers if trains else []
         left = gradients_of(optimizers, self._module)  # by a fit before
         states = [*self._module.parameters(), *self._module.buffers(), *states_of(optimizers), *left]
@@ -57,14 +57,14 @@ class Measuring:
             if batch_idx > 1 and batch_idx.bit_count() == 1:
                 self._children.read_pages()
 
-    def between(self) -> None:
-        """Note what is held between two steps, for an error to compare."""
+    def note_held(self) -> None:
+        """Note what is held between two steps, for an error message to compare."""
         steps, held = self._trainer.global_step, or_none(held_now, self._device)
         if held and steps:
             self.between_steps = [*self.between_steps[:1], (steps, held)]
 
-    def gradients(self) -> bool:
-        """Measure the gradients while they are there: validation clears them. False once a few steps were measured."""
+    def measure_gradients(self) -> bool:
+        """Measure the gradients while they are there: validation clears them. Return False if enough were measured."""
         if len(self._gradient_bytes) == _STEPS_MEASURED:
             return False
         gradients = {"gradients": gradients_of(self._trainer.optimizers, self._module)}

@@ -151,9 +151,9 @@ def test_a_context_whose_bounds_are_equal_is_known():
     assert (found.low, found.high, found.most_device_bytes) == (None, None, 1320)
 
 
-def test_the_widest_of_two_peaks_takes_each_figure_by_itself():
+def test_the_least_or_most_of_two_peaks_takes_each_figure_by_itself():
     one, other = Peak(1, 20, 300), Peak(10, 2, 400)
-    assert [Peak.widest((one, other), of) for of in (min, max)] == [Peak(1, 2, 300), Peak(10, 20, 400)]
+    assert [Peak.extreme((one, other), of) for of in (min, max)] == [Peak(1, 2, 300), Peak(10, 20, 400)]
 
 
 blocks = st.integers(0, 64 * MIB)

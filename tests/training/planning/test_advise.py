@@ -501,9 +501,9 @@ def test_a_setting_of_the_allocator_is_named_with_the_batch_sizes_that_fit() -> 
 
 def test_a_setting_that_saves_much_is_noted_where_the_size_is_chosen() -> None:
     known = Prediction(mock.Mock(), AllocatorSettings(), "fake", None, scalable=False, traces={8: fragmenting()})
-    (note,) = choose_module._with_setting(known.footprint_at(8), known).notes
+    (note,) = choose_module._with_setting_note(known.footprint_at(8), known).notes
     words = "the same step needs 120.0 MiB instead of 220.0 MiB"
     assert note == f"with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, {words}"
     grown = Trace(8, "cuda", "fake", (Event("alloc", 0, 100 * MIB),))
     known = Prediction(mock.Mock(), AllocatorSettings(), "fake", None, scalable=False, traces={8: grown})
-    assert choose_module._with_setting(known.footprint_at(8), known).notes == ()
+    assert choose_module._with_setting_note(known.footprint_at(8), known).notes == ()

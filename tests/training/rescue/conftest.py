@@ -90,11 +90,11 @@ class Steps:
         step.backward(result, 1.0, is_last=True)
         return self._done(step, step.outputs(result))
 
-    def in_parts(self, loss: Loss, batch: Any, most: int, *, by_name: bool = False) -> Done:
+    def in_parts(self, loss: Loss, batch: Any, most: int, *, lenient: bool = False) -> Done:
         """The step in parts of at most so many samples, or why not."""
         step = PlainStep(self._ready(), loss, batch)
         samples, cut = next(cuts_for(batch, None))
-        passes = Passes(step, cut, samples, step.module, by_name=by_name)
+        passes = Passes(step, cut, samples, step.module, lenient=lenient)
         try:
             passes.run(passes.learn(most))
         except Refused as refused:

@@ -368,7 +368,7 @@ def test_a_refusal_names_the_line(steps: Any) -> None:
 def test_batch_norm_in_training_mode_is_refused_unless_asked_for(steps: Any) -> None:
     made, step = steps(Weighted), by_layer(lambda module, batch: module.batch_norm(batch["x"]))
     assert "batch norm in training mode" in made.refusal(step, BATCH)
-    found = made.in_parts(step, BATCH, 4, by_name=True)
+    found = made.in_parts(step, BATCH, 4, lenient=True)
     assert found.changes == ("batch norm normalizes each part by its own statistics",)
 
 

@@ -105,11 +105,11 @@ class Net(pl.LightningModule):
 class Rescue(pl.Callback):
     """The rescue alone, without a prediction: what it announces, and how many steps it did."""
 
-    def __init__(self, *, by_name: bool = False) -> None:
-        self.by_name, self.said, self.rescued, self.failed, self.refused = by_name, [], 0, 0, ""
+    def __init__(self, *, lenient: bool = False) -> None:
+        self.lenient, self.said, self.rescued, self.failed, self.refused = lenient, [], 0, 0, ""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.rescuer = Rescuer(trainer, module, self.said.append, by_name=self.by_name)
+        self.rescuer = Rescuer(trainer, module, self.said.append, lenient=self.lenient)
         self.rescuer.install()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -565,7 +565,7 @@ def test_state_is_as_before_where_a_step_is_refused(trainer: Any) -> None:
 
 
 def test_asked_for_by_name_batch_norm_goes_on_and_says_what_changes(trainer: Any) -> None:
-    rescue = Rescue(by_name=True)
+    rescue = Rescue(lenient=True)
     fit(trainer, Net(4, norm=nn.BatchNorm1d(32)), rescue, loader=DataLoader(data().dataset, 7))
     assert rescue.rescued == 3
     (said,) = rescue.said
@@ -573,13 +573,13 @@ def test_asked_for_by_name_batch_norm_goes_on_and_says_what_changes(trainer: Any
 
 
 def test_asked_for_by_name_batch_norm_goes_on_in_even_parts(trainer: Any) -> None:
-    rescue = Rescue(by_name=True)
+    rescue = Rescue(lenient=True)
     fit(trainer, Net(4, norm=nn.BatchNorm1d(32)), rescue, loader=DataLoader(data().dataset, 8))
     assert rescue.rescued == 3
 
 
 def test_asked_for_by_name_what_is_unknown_is_refused_all_the_same(trainer: Any) -> None:
-    rescue = Rescue(by_name=True)
+    rescue = Rescue(lenient=True)
     with pytest.raises(torch.OutOfMemoryError):
         fit(trainer, REFUSED["contrastive"][0](), rescue)
     assert "mm mixes samples" in rescue.refused
