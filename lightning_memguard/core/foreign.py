@@ -85,7 +85,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "torch.Tensor: _make_subclass; torch._prims_common: suggest_memory_format; "
             "torch.autograd.forward_ad: _current_level; torch.optim.optimizer: _foreach_supported_types; "
             "torch.utils._foreach_utils: _foreach_supported_types; torch.amp.GradScaler: _maybe_opt_step; "
-            "torch: _is_all_true",
+            "torch: _is_all_true; torch.nn.init: _no_grad_trunc_normal_",
         ),
         Need(
             "walk the backward pass",

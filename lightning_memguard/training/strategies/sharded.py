@@ -110,7 +110,7 @@ class Layout:
             start: called with the module as it is trained, before it has optimizers.
         """
         mixins = (OneRankStrategyMixin, *((deepspeed.ZeroMixin,) if self.is_deepspeed else ()))
-        kind: Any = type("OneRankStrategy", (*mixins, type(self.strategy)), {})
+        kind: Any = type(type(self.strategy).__name__, (*mixins, type(self.strategy)), {})
         own = kind.__new__(kind)
         vars(own).update(vars(self.strategy))
         kwargs = self.arguments(getattr(own, "kwargs", {}))
