@@ -93,8 +93,8 @@ def _refuse_one_device(trainer: Mapping[str, Any]) -> None:
     if strategy not in (None, "auto") and devices in (None, "auto", -1, "-1") and nodes in (None, 1):
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise MemGuardError(
-            f"The strategy {name} is for several devices, whose number is not known here: pass --devices-per-node 8, for "
-            "example, and --num-nodes if there are several."
+            f"The strategy {name} is for several devices, and how many is not known here: pass --devices-per-node 8, "
+            "for example, and --num-nodes if there are several."
         )
 
 

@@ -197,6 +197,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "torch.distributed._functional_collectives: AsyncCollectiveTensor; "
             "torch.distributed.tensor._sharding_prop.ShardingPropagator: _propagate_tensor_meta_non_cached; "
             "torch.distributed.tensor.debug: _clear_sharding_prop_cache; "
+            "torch.distributed.tensor.placement_types: _StridedShard; "
             "torch.distributed.fsdp._fully_shard._fsdp_param: _chunk_with_empty; "
             "torch.distributed.fsdp._runtime_utils: _register_post_backward_hook _post_backward_hook; "
             "torch.distributed.fsdp._init_utils: _get_compute_device; "

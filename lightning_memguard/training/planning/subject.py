@@ -227,8 +227,8 @@ def _with_trainer(subject: Subject, settings: Mapping[str, Any]) -> Subject:
             strategy = _named_strategy(model, strategy)
         if is_a(strategy, "ModelParallelStrategy") and not own_hook(model, "configure_model"):
             raise MemGuardError(
-                f"ModelParallelStrategy leaves it to configure_model to shard the module, and {type(model).__name__} has "
-                "none: add one that calls fully_shard or parallelize_module, or try the strategy fsdp."
+                f"ModelParallelStrategy leaves it to configure_model to shard the module, and {type(model).__name__} "
+                "has none: add one that calls fully_shard or parallelize_module, or try the strategy fsdp."
             )
         if not is_a(strategy, *CAPTURED, "DeepSpeedStrategy"):
             trainer |= {} if alone else {"strategy": strategy, "devices": devices, "num_nodes": nodes}
