@@ -124,9 +124,9 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
             return new_group(ranks, timeout, None, *rest, **kwargs)
 
     for home in (dist, dist.distributed_c10d):
-        yield patched(home, new_group=like_the_first)
-        for name in OF_OBJECTS:
-            yield patched(home, **{name: functools.partial(refuse_call, name)})
+        yield patched(
+            home, new_group=like_the_first, **{name: functools.partial(refuse_call, name) for name in OF_OBJECTS}
+        )
     yield patched(dist.ProcessGroup, monitored_barrier=nothing)  # Lightning's, around ``prepare_data``
     accelerator = torch._C._get_accelerator
     yield patched(torch._C, _get_accelerator=lambda *args: _simulated_device() or accelerator(*args))
@@ -134,8 +134,7 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     fsdp2 = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
     yield patched(fsdp2, _chunk_with_empty=_first_of_all)
     propagation = importlib.import_module("torch.distributed.tensor._sharding_prop")
-    if hasattr(propagation, _STRIDED):
-        yield patched(propagation, **{_STRIDED: _if_strided(getattr(propagation, _STRIDED))})
+    yield added(propagation, **{_STRIDED: _if_strided(getattr(propagation, _STRIDED, nothing))})
     yield from _fsdp1()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -97,7 +97,7 @@ def estimate(
         )
     if batch is None:
         raise CannotTraceError("There is no batch to size by: pass an example batch.")
-    loop = {"step": step, "optimizer": optimizer, "context": context, "training": training}
+    loop: dict[str, Any] = {"step": step, "optimizer": optimizer, "context": context, "training": training}
     subject = subject_of(model, batch, batch_size=batch_size, precision=precision, **loop)
     if (strategy, devices, num_nodes) != ("auto", 1, 1):
         subject = on_ranks(subject, strategy, devices, num_nodes)

@@ -141,11 +141,8 @@ def subject_of(
         MemGuardError: an argument is unknown, or contradicts another.
         CannotTraceError: no batch can be drawn.
     """
-    shapes = {
-        "step": (step, "(model, batch) -> loss"),
-        "optimizer": (optimizer, "(parameters) -> it"),
-        "context": (context, "() -> a context manager"),
-    }
+    shapes: dict[str, tuple[object, str]] = {"step": (step, "(model, batch) -> loss")}
+    shapes |= {"optimizer": (optimizer, "(parameters) -> it"), "context": (context, "() -> a context manager")}
     for argument, (given, shape) in shapes.items():
         if given is not None and not callable(given):
             raise MemGuardError(f"{argument}= is a {type(given).__name__}; give a class or a function: {shape}.")
@@ -162,8 +159,8 @@ def subject_of(
         model, optimizer = _with_optimizer(model, optimizer), None
     batches = Batches(None, None, 1, 2) if batch is None else batches_from_one(batch)
     size = batch_size or batches.small_size
-    given = step, optimizer, context or nullcontext
-    subject = Subject(model, batches, size, precision, {}, *given, training, datamodule)
+    context = context or nullcontext
+    subject = Subject(model, batches, size, precision, {}, step, optimizer, context, training, datamodule)
     subject = _with_trainer(subject, trainer or {})
     return _with_loader(subject, batch_size) if batch is None else subject
 
@@ -303,7 +300,7 @@ def program_of(subject: Subject, target: Target) -> Program:
     loop = model, subject.batches, step, subject.optimizer, device, subject.precision, subject.training, target.gpu
     if subject.strategy is None:
         return LoopProgram(*loop, context=subject.context)
-    ranks = {"strategy": subject.strategy, "devices": subject.devices, "nodes": subject.nodes}
+    ranks: dict[str, Any] = {"strategy": subject.strategy, "devices": subject.devices, "nodes": subject.nodes}
     return fabric.FabricProgram(*loop, context=subject.context, **ranks)
 
 
