@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -32,6 +32,7 @@ def read_subject(options: argparse.Namespace, say: Say, *, meta: bool = True) ->
     given = {"strategy": strategy, "devices": options.devices_per_node, "num_nodes": options.num_nodes}
     given["accumulate_grad_batches"] = options.accumulate
     trainer = {**config.trainer, **{name: value for name, value in given.items() if value is not None}}
+    _refuse_one_device(trainer)
     if batch is None and datamodule is None:
         batch = _own_batch(model, options.target_shape)
     step, optimizer = None, typed.optimizer(options.optimizer) if options.optimizer else None
@@ -72,6 +73,11 @@ def _model_parallel(model: nn.Module, options: argparse.Namespace) -> Any:
             f"--data-parallel and --tensor-parallel are those of ModelParallelStrategy: leave out --strategy "
             f"{options.strategy}."
         )
+    if not is_lightning(model):
+        raise MemGuardError(
+            f"--data-parallel and --tensor-parallel shard a LightningModule by its configure_model, and "
+            f"{type(model).__name__} is a plain module: try --strategy fsdp, or estimate() with Fabric's strategy."
+        )
     sizes = options.data_parallel or 1, options.tensor_parallel or 1
     ranks = (options.devices_per_node or 1) * (options.num_nodes or 1)
     if sizes[0] * sizes[1] != ranks:
@@ -80,6 +86,16 @@ def _model_parallel(model: nn.Module, options: argparse.Namespace) -> Any:
             "--devices-per-node and --num-nodes."
         )
     return lightning_of(model).strategies.ModelParallelStrategy(*sizes)
+
+
+def _refuse_one_device(trainer: Mapping[str, Any]) -> None:
+    strategy, devices, nodes = (trainer.get(name) for name in ("strategy", "devices", "num_nodes"))
+    if strategy not in (None, "auto") and devices in (None, "auto", -1, "-1") and nodes in (None, 1):
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        raise MemGuardError(
+            f"The strategy {name} is for several devices, and how many is not known here: pass --devices-per-node 8, "
+            "for example, and --num-nodes if there are several."
+        )
 
 
 def _own_batch(model: nn.Module, targets: Sequence[str]) -> object:

@@ -85,7 +85,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "torch.Tensor: _make_subclass; torch._prims_common: suggest_memory_format; "
             "torch.autograd.forward_ad: _current_level; torch.optim.optimizer: _foreach_supported_types; "
             "torch.utils._foreach_utils: _foreach_supported_types; torch.amp.GradScaler: _maybe_opt_step; "
-            "torch: _is_all_true",
+            "torch: _is_all_true; torch.nn.init: _no_grad_trunc_normal_",
         ),
         Need(
             "walk the backward pass",  # core/simulation/backward
@@ -196,6 +196,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
             "torch.distributed._functional_collectives: AsyncCollectiveTensor; "
             "torch.distributed.tensor._sharding_prop.ShardingPropagator: _propagate_tensor_meta_non_cached; "
             "torch.distributed.tensor.debug: _clear_sharding_prop_cache; "
+            "torch.distributed.tensor.placement_types: _StridedShard; "
             "torch.distributed.fsdp._fully_shard._fsdp_param: _chunk_with_empty; "
             "torch.distributed.fsdp._runtime_utils: _register_post_backward_hook _post_backward_hook; "
             "torch.distributed.fsdp._init_utils: _get_compute_device; "

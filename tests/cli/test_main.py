@@ -364,6 +364,21 @@ def test_sizes_of_a_mesh_have_to_be_those_of_the_devices(capsys, project: Path) 
     assert "--data-parallel 4 x --tensor-parallel 2 is not the number of devices, 1" in text
 
 
+def test_a_module_that_does_not_shard_itself_is_told_what_to_try(capsys, project: Path) -> None:
+    text = refused(capsys, "plan", *NET, *DATA, "--data-parallel", "2", "--devices-per-node", "2")
+    assert "configure_model" in text
+    assert "Net has none: add one that calls fully_shard or parallelize_module, or try the strategy fsdp." in text
+    text = refused(capsys, "plan", *LINEAR, *BATCH, "--data-parallel", "2", "--devices-per-node", "2")
+    assert "Linear is a plain module: try --strategy fsdp" in text
+
+
+def test_a_strategy_for_several_devices_needs_their_number(capsys, project: Path) -> None:
+    for name in ("fsdp", "ddp"):
+        text = refused(capsys, "plan", *NET, *DATA, "--strategy", name)
+        assert f"The strategy {name} is for several devices" in text
+        assert "--devices-per-node" in text
+
+
 def test_a_config_that_does_not_fit_the_class_says_where(capsys, project: Path) -> None:
     pytest.importorskip("jsonargparse")
     (project / "config.yaml").write_text("model: {width: wide}\ndata: {batch_size: 4}\n", encoding="utf-8")

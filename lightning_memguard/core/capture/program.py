@@ -34,6 +34,7 @@ from lightning_memguard.units import format_bytes
 T = TypeVar("T")
 Change = Callable[[nn.Module], None]
 """Function that changes a copy of a module."""
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
 SwapOptimizer = Callable[[Optimizer], Optimizer]
 """An optimizer -> the one to use in its place, for the same parameters."""
 
@@ -226,6 +227,7 @@ class LoopProgram(Program):
         changes: done to each copy in its first step.
         ranks: how many ranks of a process group train it, one of which is captured; 0 if there is no such group.
         parallelize: (a copy on its device) -> what this rank trains of it, as ``fully_shard`` or `FSDP` makes it.
+        context: makes the context manager that each step and its backward pass run in.
     """
 
     model: nn.Module
@@ -240,6 +242,7 @@ class LoopProgram(Program):
     changes: tuple[Change, ...] = ()
     ranks: int = 0
     parallelize: Callable[[nn.Module], nn.Module] | None = None
+    context: Context = contextlib.nullcontext
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
@@ -277,7 +280,7 @@ class LoopProgram(Program):
                     self._train(recorder, module_copy, optimizers, batch_size, fake)
                 else:
                     module_copy.eval()
-                    with torch.no_grad():
+                    with torch.no_grad(), self.context():
                         self._step(recorder, module_copy, self._next_batch(recorder, batch_size, fake), fake=fake)
 
     @override
@@ -355,9 +358,10 @@ class LoopProgram(Program):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             batch = self._next_batch(recorder, batch_size, fake)  # alive until the next, as a loop variable is
-            loss = self._step(recorder, module_copy, batch, fake=fake, first=index == 0)
-            recorder.mark("backward")
-            loss.backward()
+            with self.context():
+                loss = self._step(recorder, module_copy, batch, fake=fake, first=index == 0)
+                recorder.mark("backward")
+                loss.backward()
             gradients = gradients_of(optimizers, module_copy)
             refuse_sparse(gradients)
             recorder.label(gradients, "gradients")

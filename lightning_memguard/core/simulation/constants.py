@@ -74,6 +74,7 @@ class KnownFakeMode(RepeatingFakeMode):
         self._values: dict[int, _Value] = {}  # by address of the fake storage
         self._held_bytes = 0
         self._overwritten: dict[int, torch.UntypedStorage] = {}  # real ones, whose fake copies were written to
+        self.answers: list[bool] = []  # to questions about unknown values, the next one last
         self.compared: Callable[..., None] | None = None  # is told what single known values are compared with
 
     def may_turn_const(self, t: Tensor) -> bool:
@@ -102,6 +103,8 @@ class KnownFakeMode(RepeatingFakeMode):
         if kind in (_Effect.SPOILS, _Effect.WRITES):
             for tensor in _written(func, args, kwargs):
                 self.forget(tensor)
+        if kind is _Effect.ASKS and self.answers:
+            return self.answers.pop()
         return self.run(func, types, args, kwargs)
 
     # -- values

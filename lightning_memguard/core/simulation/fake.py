@@ -11,6 +11,7 @@ import functools
 import importlib
 import operator
 import random
+import statistics
 import sys
 import types
 from collections import Counter
@@ -313,14 +314,15 @@ def seed_all(seed: int) -> None:
 def faking(mode: FakeTensorMode) -> Iterator[None]:
     """Run what is inside on fake tensors, compiled modules eagerly.
 
-    Patches ``nn.Module._apply``, torch's lists of types for ``foreach`` and the ``max`` of Adafactor, for all threads
-    of the process.
+    Patches ``nn.Module._apply``, torch's lists of types for ``foreach``, the ``max`` of Adafactor and ``trunc_normal_``
+    for all threads of the process.
     """
     with ExitStack() as exits:
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(_modules_can_move())
         exits.enter_context(patched(torch._subclasses, FakeTensor=_Unknown))
         exits.enter_context(added(find("torch.optim._adafactor"), max=_larger))
+        exits.enter_context(patched(nn.init, _no_grad_trunc_normal_=_truncating(mode)))
         for home in _USES_FOREACH:
             types = [*home._foreach_supported_types, FakeTensor]
             exits.enter_context(patched(home, _foreach_supported_types=types))
@@ -331,6 +333,23 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
 def _larger(first: float, second: float) -> float:
     """``max`` for Adafactor, which scales its update by a norm that fake tensors lack; no block depends on it."""
     return first if isinstance(second, UnknownFloat) else max(first, second)
+
+
+def _truncating(mode: FakeTensorMode) -> Function:
+    """`nn.init.trunc_normal_`, which since torch 2.13 asks after each draw whether any number is outside the bounds.
+
+    The answer is yes as often as that many draws would leave one there; from the second on, draws allocate the same.
+    """
+    draw = nn.init._no_grad_trunc_normal_
+
+    def truncated(tensor: Tensor, mean: float, std: float, a: float, b: float, *rest: Any, **kwargs: Any) -> Tensor:
+        inside = statistics.NormalDist(mean, std)
+        outside = 1 - inside.cdf(b) + inside.cdf(a)
+        answers = [False, *(tensor.numel() * outside**drawn > 0.5 for drawn in (2, 1))]
+        with added(mode, answers=answers):
+            return draw(tensor, mean, std, a, b, *rest, **kwargs)
+
+    return truncated
 
 
 class _UnknownOnly(type):

@@ -124,21 +124,41 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
             return new_group(ranks, timeout, None, *rest, **kwargs)
 
     for home in (dist, dist.distributed_c10d):
-        yield patched(home, new_group=like_the_first)
-        for name in OF_OBJECTS:
-            yield patched(home, **{name: functools.partial(refuse_call, name)})
+        yield patched(
+            home, new_group=like_the_first, **{name: functools.partial(refuse_call, name) for name in OF_OBJECTS}
+        )
     yield patched(dist.ProcessGroup, monitored_barrier=nothing)  # Lightning's, around ``prepare_data``
     accelerator = torch._C._get_accelerator
     yield patched(torch._C, _get_accelerator=lambda *args: _simulated_device() or accelerator(*args))
     yield added(FakeTensor, data=property(_DATA.__get__, _set_data))
     fsdp2 = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
     yield patched(fsdp2, _chunk_with_empty=_first_of_all)
+    propagation = importlib.import_module("torch.distributed.tensor._sharding_prop")
+    yield added(propagation, **{_STRIDED: _if_strided(getattr(propagation, _STRIDED, nothing))})
     yield from _fsdp1()
 
 
 def _first_of_all(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
     """The chunk of the first rank in place of each: a thousand views of each parameter would take most of the time."""
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // count))] * count
+
+
+_STRIDED = "_propagate_use_strided_shard_flag"  # since torch 2.13
+
+
+def _if_strided(propagate: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Skip what does nothing without a strided shard, but reads an optimizer's whole lists again for each parameter."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    asked: list[Any] = [None, False]
+
+    def propagate_if_strided(strategy: Any, schema: Any) -> None:
+        if schema is not asked[0]:
+            asked[:] = schema, any(isinstance(p, _StridedShard) for spec in schema.args_spec for p in spec.placements)
+        if asked[1]:
+            propagate(strategy, schema)
+
+    return propagate_if_strided
 
 
 def _simulated_device() -> torch.device | None:

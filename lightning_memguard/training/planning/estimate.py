@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 import lightning_memguard.report.page  # noqa: F401 - which shows footprints in notebooks
+from lightning_memguard.core.capture.program import Context
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.facts.ranks import warn
@@ -37,6 +38,7 @@ def estimate(
     batch_size: int | None = None,
     step: Step | None = None,
     optimizer: MakeOptimizer | None = None,
+    context: Context | None = None,
     device: str = "cuda",
     precision: str = "32-true",
     training: bool = True,
@@ -55,6 +57,8 @@ def estimate(
         batch_size: the number of samples to predict for (default: the batch's own).
         step: ``(model, batch) -> loss``; for a plain module.
         optimizer: ``(parameters) -> Optimizer``; for a plain module (default: none, gradients only).
+        context: ``() -> context manager`` that the step and its backward pass run in, such as
+            ``torch.distributed.tensor.parallel.loss_parallel``; for a plain module.
         device: ``"cpu"``; ``"cuda"`` for the GPU that is there, or, if there is none, for an A100, with a warning; or
             a GPU by name, such as ``"NVIDIA H200"`` or ``"RTX 4090"``, which need not be there.
         precision: one of Lightning's names, such as ``"bf16-mixed"``.
@@ -86,15 +90,15 @@ def estimate(
         >>> footprint.parts["optimizer_state"] == 2 * footprint.parts["parameters"] + 2 * 4
         True
     """
-    if training and is_lightning(model) and (step, optimizer) != (None, None):
+    if training and is_lightning(model) and (step, optimizer, context) != (None, None, None):
         raise MemGuardError(
-            "A LightningModule brings its own training_step and configure_optimizers: leave out step and optimizer."
+            "A LightningModule brings its own training_step, backward and configure_optimizers: leave out step, "
+            "optimizer and context."
         )
     if batch is None:
         raise CannotTraceError("There is no batch to size by: pass an example batch.")
-    subject = subject_of(
-        model, batch, batch_size=batch_size, precision=precision, step=step, optimizer=optimizer, training=training
-    )
+    loop: dict[str, Any] = {"step": step, "optimizer": optimizer, "context": context, "training": training}
+    subject = subject_of(model, batch, batch_size=batch_size, precision=precision, **loop)
     if (strategy, devices, num_nodes) != ("auto", 1, 1):
         subject = on_ranks(subject, strategy, devices, num_nodes)
     target, size = target_of(device, model).talking(subject.communicators), subject.batch_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -15,7 +16,7 @@ from lightning_memguard.core.batch.batches import Batches, batches_from_one
 from lightning_memguard.core.batch.nesting import tensors_in
 from lightning_memguard.core.capture.capture import quiet
 from lightning_memguard.core.capture.predict import Prediction, predict
-from lightning_memguard.core.capture.program import LoopProgram, Program, check_precision, without_memory
+from lightning_memguard.core.capture.program import Context, LoopProgram, Program, check_precision, without_memory
 from lightning_memguard.core.decision.decision import check_count
 from lightning_memguard.core.device.measurements import Store, learned_from
 from lightning_memguard.core.gpus import Gpu, is_named
@@ -52,7 +53,7 @@ class Subject:
     """Model, data and settings to plan for, read once for all devices.
 
     Attributes:
-        model: a LightningModule, or any module with ``step`` and ``optimizer``; see `estimate` for these.
+        model: a LightningModule, or any module with ``step``, ``optimizer`` and ``context``; see `estimate` for these.
         batches: its batches, of any size; ``batch_size`` is the size asked for.
         trainer: more settings of a Trainer, such as ``{"accumulate_grad_batches": 4}``.
         loader_info: the loaders that the batches were drawn from, if any.
@@ -70,6 +71,7 @@ class Subject:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     step: Step | None = None
     optimizer: MakeOptimizer | None = None
+    context: Context = nullcontext
     training: bool = True
     datamodule: LightningDataModule | None = None
     loader_info: LoaderInfo | None = None
@@ -123,6 +125,7 @@ def subject_of(
     precision: str = "32-true",
     step: Step | None = None,
     optimizer: MakeOptimizer | None = None,
+    context: Context | None = None,
     datamodule: LightningDataModule | None = None,
     trainer: Mapping[str, Any] | None = None,
     training: bool = True,
@@ -138,7 +141,8 @@ def subject_of(
         MemGuardError: an argument is unknown, or contradicts another.
         CannotTraceError: no batch can be drawn.
     """
-    shapes = {"step": (step, "(model, batch) -> loss"), "optimizer": (optimizer, "(parameters) -> it")}
+    shapes: dict[str, tuple[object, str]] = {"step": (step, "(model, batch) -> loss")}
+    shapes |= {"optimizer": (optimizer, "(parameters) -> it"), "context": (context, "() -> a context manager")}
     for argument, (given, shape) in shapes.items():
         if given is not None and not callable(given):
             raise MemGuardError(f"{argument}= is a {type(given).__name__}; give a class or a function: {shape}.")
@@ -149,13 +153,14 @@ def subject_of(
         others = [name for name in trainer or {} if name not in _OF_RANKS]
         if others:
             raise MemGuardError(f"A {type(model).__name__} has no Trainer to set {', '.join(others)} for.")
-    elif training and step is not None:
-        raise MemGuardError("A LightningModule brings its own training_step: leave out step.")
+    elif training and (step, context) != (None, None):
+        raise MemGuardError("A LightningModule brings its own training_step and backward: leave out step and context.")
     elif training and optimizer is not None:
         model, optimizer = _with_optimizer(model, optimizer), None
     batches = Batches(None, None, 1, 2) if batch is None else batches_from_one(batch)
     size = batch_size or batches.small_size
-    subject = Subject(model, batches, size, precision, {}, step, optimizer, training, datamodule)
+    context = context or nullcontext
+    subject = Subject(model, batches, size, precision, {}, step, optimizer, context, training, datamodule)
     subject = _with_trainer(subject, trainer or {})
     return _with_loader(subject, batch_size) if batch is None else subject
 
@@ -217,6 +222,11 @@ def _with_trainer(subject: Subject, settings: Mapping[str, Any]) -> Subject:
     else:
         if isinstance(strategy, str) and strategy.startswith(("fsdp", "deepspeed")):
             strategy = _named_strategy(model, strategy)
+        if is_a(strategy, "ModelParallelStrategy") and not own_hook(model, "configure_model"):
+            raise MemGuardError(
+                f"ModelParallelStrategy leaves it to configure_model to shard the module, and {type(model).__name__} "
+                "has none: add one that calls fully_shard or parallelize_module, or try the strategy fsdp."
+            )
         if not is_a(strategy, *CAPTURED, "DeepSpeedStrategy"):
             trainer |= {} if alone else {"strategy": strategy, "devices": devices, "num_nodes": nodes}
             strategy = None
@@ -289,8 +299,9 @@ def program_of(subject: Subject, target: Target) -> Program:
     step, device = subject.step or _inference(model), target.device
     loop = model, subject.batches, step, subject.optimizer, device, subject.precision, subject.training, target.gpu
     if subject.strategy is None:
-        return LoopProgram(*loop)
-    return fabric.FabricProgram(*loop, strategy=subject.strategy, devices=subject.devices, nodes=subject.nodes)
+        return LoopProgram(*loop, context=subject.context)
+    ranks: dict[str, Any] = {"strategy": subject.strategy, "devices": subject.devices, "nodes": subject.nodes}
+    return fabric.FabricProgram(*loop, context=subject.context, **ranks)
 
 
 def predicted(

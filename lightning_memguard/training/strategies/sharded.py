@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightning_memguard.core.foreign import nothing
 from lightning_memguard.core.simulation.one_rank import one_rank_of
 from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.facts.lightning_types import is_a
@@ -110,7 +111,7 @@ class Layout:
             start: called with the module as it is trained, before it has optimizers.
         """
         mixins = (OneRankStrategyMixin, *((deepspeed.ZeroMixin,) if self.is_deepspeed else ()))
-        kind: Any = type("OneRankStrategy", (*mixins, type(self.strategy)), {})
+        kind: Any = type(type(self.strategy).__name__, (*mixins, type(self.strategy)), {})
         own = kind.__new__(kind)
         vars(own).update(vars(self.strategy))
         kwargs = self.arguments(getattr(own, "kwargs", {}))
@@ -167,14 +168,7 @@ class _AnyDevice:
     def __init__(self, original: object) -> None:
         self.original = original
 
-    def setup_device(self, _: torch.device) -> None:
-        pass
-
-    def setup(self, _: object) -> None:
-        pass
-
-    def teardown(self) -> None:
-        pass
+    setup_device = setup = teardown = staticmethod(nothing)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["original"], name)
@@ -196,11 +190,7 @@ class _Environment:
         return 0
 
     local_rank = node_rank = global_rank
-
-    def _nothing(self, *_: object) -> None:
-        pass
-
-    set_world_size = set_global_rank = teardown = validate_settings = _nothing
+    set_world_size = set_global_rank = teardown = validate_settings = staticmethod(nothing)
 
 
 # What a strategy has after an earlier setup.
@@ -213,7 +203,7 @@ _UNUSED: Mapping[str, Any] = {
 class OneRankStrategyMixin(_Strategy):
     """The user's strategy on the first of its ranks: it makes of the copy what it makes of the module."""
 
-    start: Callable[[nn.Module], None]
+    start: Callable[[Any], None]
 
     def barrier(self, *_: object, **__: object) -> None:
         pass
@@ -227,15 +217,12 @@ class OneRankStrategyMixin(_Strategy):
     def model_to_device(self) -> None:
         super().model_to_device()  # type: ignore[safe-super]
         if not is_a(self, "FSDPStrategy"):
-            self._start(self.model)
+            self.start(self.model)  # from here on storages are recorded
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         wrapped = super()._setup_model(model)
-        self._start(wrapped)
+        self.start(wrapped)
         return wrapped
-
-    def _start(self, model: Any) -> None:
-        self.start(model)  # from here on storages are recorded
 
     def teardown(self) -> None:
         pass  # moves the model to the CPU

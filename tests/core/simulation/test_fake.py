@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memguard.core.simulation.constants import KnownFakeMode
@@ -385,6 +386,25 @@ def test_canary_libraries_find_fake_tensors_where_they_are_hidden():
     if importlib.util.find_spec("transformers"):
         asks = inspect.getsource(importlib.import_module("transformers.utils.import_utils").is_fake_tensor)
         assert 'getattr(torch, "_subclasses").FakeTensor' in asks
+
+
+@pytest.mark.parametrize(("std", "draws"), [(0.02, 1), (1.0, 2), (2.0, 3)])
+def test_a_truncated_normal_is_drawn_again_as_often_as_numbers_are_left(mode, std, draws):
+    """The bounds are -2 and 2: of 12 numbers, no draw, one and two draws are expected to leave one outside."""
+    counted = _CountedDraws()
+    with counted:
+        nn.init.trunc_normal_(torch.empty(3, 4), std=std)
+    assert counted.draws == (draws if torch.__version__ >= "2.13" else 1)
+    with pytest.raises(DataDependentOutputException):
+        bool(torch.empty(1).normal_() > 0)
+
+
+class _CountedDraws(TorchDispatchMode):
+    draws = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.draws += func in (aten.normal_.default, aten.uniform_.default)
+        return func(*args, **kwargs or {})
 
 
 def test_an_unknown_int_is_not_invented(mode):

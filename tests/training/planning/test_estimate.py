@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import random
@@ -143,6 +144,23 @@ def test_on_the_cpu_the_device_holds_the_tensors_and_at_most_what_a_process_take
     assert footprint.most_device_bytes - footprint.peak_device_bytes == most
 
 
+def test_a_context_is_around_the_step_and_its_backward_pass_alone():
+    """128 bytes of weight; inside, a tensor of 4 KiB is alive."""
+
+    @contextlib.contextmanager
+    def holding():
+        held = torch.ones(1024)
+        yield
+        del held
+
+    given = {"step": sum_of_outputs, "optimizer": momentum, "device": "cpu"}
+    plain, inside = (estimate(one_weight(), BATCH, **given, **more) for more in ({}, {"context": holding}))
+    assert inside.peak_allocated_bytes == plain.peak_allocated_bytes + 4096
+    assert inside.phase == "backward"
+    with pytest.raises(MemGuardError, match="context"):
+        estimate(one_weight(), BATCH, **given, context=3)
+
+
 def test_without_a_size_it_is_the_batchs_own():
     footprint = estimate(one_weight(), BATCH, step=sum_of_outputs, device="cpu")
     assert (footprint.batch_size, footprint.parts["batch"]) == (16, BATCH.nbytes)
@@ -222,11 +240,12 @@ def test_a_lightning_modules_precision_is_the_trainers(pl):
 
 
 def test_step_and_optimizer_of_a_lightning_module_are_its_own(either):
-    for argument in ({"step": sum_of_outputs}, {"optimizer": momentum}):
+    for argument in ({"step": sum_of_outputs}, {"optimizer": momentum}, {"context": contextlib.nullcontext}):
         with pytest.raises(MemGuardError) as error:
             estimate(lightning_module(either), BATCH, device="cpu", **argument)
         assert str(error.value) == (
-            "A LightningModule brings its own training_step and configure_optimizers: leave out step and optimizer."
+            "A LightningModule brings its own training_step, backward and configure_optimizers: leave out step, "
+            "optimizer and context."
         )
 
 

@@ -32,8 +32,13 @@ class Block(nn.Module):
         return self.inner(x)
 
 
-def on_eight(strategy: object = "fsdp") -> Subject:
-    return subject_of(Blocky(), torch.zeros(8, 256), trainer={"strategy": strategy, "devices": 4, "num_nodes": 2})
+class ShardsItself(Blocky):
+    def configure_model(self) -> None:
+        """Not at all, as its names are enough."""
+
+
+def on_eight(strategy: object = "fsdp", kind: type[Blocky] = Blocky) -> Subject:
+    return subject_of(kind(), torch.zeros(8, 256), trainer={"strategy": strategy, "devices": 4, "num_nodes": 2})
 
 
 def test_ways_of_a_plain_module_are_strategies_of_the_trainer(here: None) -> None:
@@ -53,7 +58,7 @@ def test_ways_of_a_plain_module_are_strategies_of_the_trainer(here: None) -> Non
 
 
 def test_ways_of_a_module_that_shards_itself_are_meshes(here: None) -> None:
-    subject = on_eight(ModelParallelStrategy(data_parallel_size=8, tensor_parallel_size=1))
+    subject = on_eight(ModelParallelStrategy(data_parallel_size=8, tensor_parallel_size=1), ShardsItself)
     ways = [*ways_to_train(subject, "T4")]
     assert [way.name.removeprefix("ModelParallelStrategy with ") for way in ways] == [
         *("tensor size 1", "tensor size 1 with checkpointing", "tensor size 2", "tensor size 2 with checkpointing"),

@@ -84,7 +84,7 @@ def test_a_plan_counts_all_ranks(here: None) -> None:
 
 def test_ranks_of_a_tensor_parallel_group_share_their_samples() -> None:
     strategy = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=2)
-    assert on_ranks(subject_of(Deep(), BATCH), strategy, devices=8, nodes=1).ranks == 4
+    assert on_ranks(subject_of(Sharded(), BATCH), strategy, devices=8, nodes=1).ranks == 4
 
 
 def test_an_unknown_strategy_is_refused_by_name() -> None:
