@@ -24,6 +24,7 @@ are compared with what the decision leaves for tensors. `make field` installs th
 
 import argparse
 import contextlib
+import copy
 import importlib
 import json
 import os
@@ -153,7 +154,7 @@ def load_patterns() -> dict[str, Any]:
 def trainer_options(steps: int, run: Any) -> dict[str, Any]:
     shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
     options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_train_batches": steps}
-    return {**options, **dict.fromkeys(shown, False), **run.trainer}
+    return {**options, **dict.fromkeys(shown, False), **copy.deepcopy(dict(run.trainer))}
 
 
 def train(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
