@@ -1,5 +1,9 @@
 """How networks are trained: optimizers, averages of weights, adapters and losses of libraries."""
 
+# Rows of tables, and names of libraries imported when they are called:
+# fmt: off
+# ruff: noqa: PLW0108
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from field.language import SMALL, causal_data, loss_of
-from field.pattern import Net, Run, Step, add, adamw, classifier, classify, data, mlp, of, tokens, vectors
+from field.pattern import Net, Run, Step, adamw, add, classifier, classify, data, mlp, of, tokens, vectors
 from field.trainer import trained_by
 
 # Optimizers ----------------------------------------------------------------------------------------------------------
@@ -46,22 +50,16 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[Any], Any], int]] = {
     "came": ("came-pytorch", simple("came_pytorch:CAME"), 3),
     "madgrad": ("madgrad", simple("madgrad:MADGRAD"), 3),
     "adan": ("adan-pytorch", simple("adan_pytorch:Adan"), 3),
-    "adam_mini": (
-        "adam-mini",
-        lambda p: of("adam_mini:Adam_mini")([(f"layer{i}", q) for i, q in enumerate(p)], verbose=False),
-        3,
-    ),
+    "adam_mini": ("adam-mini", lambda p: of("adam_mini:Adam_mini")([(f"layer{i}", q) for i, q in enumerate(p)],
+        verbose=False), 3),
     "apollo": ("apollo-torch", low_rank("apollo_torch:APOLLOAdamW", proj="random", scale_type="channel", scale=1.0), 3),
     "galore": ("galore-torch", low_rank("galore_torch:GaLoreAdamW", scale=0.25), 250),
     "heavyball_soap": ("heavyball", heavy("heavyball:SOAP"), 4),
     "heavyball_muon": ("heavyball", heavy("heavyball:Muon"), 3),
     "torchao_adamw_8bit": ("torchao", simple("torchao.optim:AdamW8bit"), 3),
     "torch_adafactor": ("torch", simple("torch.optim:Adafactor"), 3),
-    "transformers_adafactor": (
-        "transformers",
-        lambda p: of("transformers:Adafactor")(p, scale_parameter=True, relative_step=True, warmup_init=True),
-        3,
-    ),
+    "transformers_adafactor": ("transformers", lambda p: of("transformers:Adafactor")(
+        p, scale_parameter=True, relative_step=True, warmup_init=True), 3),
 }
 for name, (library, optimizer, steps) in OPTIMIZERS.items():
     add(name, library, (16, 64), lambda optimizer=optimizer: trained_by(optimizer), steps)
@@ -78,10 +76,9 @@ class Averaged(Step):
         self.average.update()
 
 
-AVERAGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "ema_of_lucidrains": ("ema-pytorch", lambda n: of("ema_pytorch:EMA")(n, update_after_step=2, update_every=2)),
-    "ema_of_parameters": ("torch-ema", lambda n: of("torch_ema:ExponentialMovingAverage")(n.parameters(), decay=0.99)),
-}
+AVERAGES: dict[str, tuple[str, Callable[[Any], Any]]] = {"ema_of_lucidrains": (
+    "ema-pytorch", lambda n: of("ema_pytorch:EMA")(n, update_after_step=2, update_every=2)),
+    "ema_of_parameters": ("torch-ema", lambda n: of("torch_ema:ExponentialMovingAverage")(n.parameters(), decay=0.99))}
 for name, (library, average) in AVERAGES.items():
     add(name, library, (16, 64), lambda average=average: Run(lambda: Averaged(average), vectors(64)), 8)
 
@@ -101,13 +98,10 @@ def adapted(name: str, **options: Any) -> Run:
 
 
 HEADS = {"target_modules": ["q_proj", "v_proj"]}
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "prefix_tuning": {"name": "PrefixTuningConfig", "num_virtual_tokens": 8},
+ADAPTERS: dict[str, dict[str, Any]] = {"prefix_tuning": {"name": "PrefixTuningConfig", "num_virtual_tokens": 8},
     "prompt_tuning": {"name": "PromptTuningConfig", "num_virtual_tokens": 8},
-    "vera": {"name": "VeraConfig", "r": 16, **HEADS},
-    "oft": {"name": "OFTConfig", "oft_block_size": 8, **HEADS},
-    "pissa_lora": {"name": "LoraConfig", "r": 8, "init_lora_weights": "pissa", **HEADS},
-}
+    "vera": {"name": "VeraConfig", "r": 16, **HEADS}, "oft": {"name": "OFTConfig", "oft_block_size": 8, **HEADS},
+    "pissa_lora": {"name": "LoraConfig", "r": 8, "init_lora_weights": "pissa", **HEADS}}
 for name, options in ADAPTERS.items():
     add(f"peft_{name}", "peft", (4, 16), lambda options=options: adapted(**options))
 
@@ -138,7 +132,8 @@ def quantization_aware() -> Run:
     def build() -> Step:
         fake, base = of("torchao.quantization.qat:IntxFakeQuantizeConfig"), llama()
         activations, weights = fake(torch.int8, "per_token", is_symmetric=False), fake(torch.int4, group_size=32)
-        config = of("torchao.quantization.qat:QATConfig")(activation_config=activations, weight_config=weights, step="prepare")
+        config = of("torchao.quantization.qat:QATConfig")(activation_config=activations, weight_config=weights,
+            step="prepare")
         of("torchao.quantization:quantize_")(base, config)
         return Step(base, loss_of, adamw)
 
@@ -225,14 +220,10 @@ LOSSES: dict[str, tuple[str, tuple[int, int], Callable[[], nn.Module], Sequence[
     "multi_scale_ssim": ("pytorch-msssim", (2, 8), autoencoder, (3, 176, 176), similarity("pytorch_msssim:MS_SSIM")),
     "piq_gmsd": ("piq", (4, 16), autoencoder, (3, 96, 96), lambda: of("piq:MultiScaleGMSDLoss")(chromatic=True)),
     "piq_vif": ("piq", (4, 16), autoencoder, (3, 64, 64), lambda: of("piq:VIFLoss")(sigma_n_sq=2.0)),
-    "multi_resolution_stft": ("auraloss", (2, 8), waves, (1, 8000), lambda: of("auraloss.freq:MultiResolutionSTFTLoss")()),
-    "sinkhorn": (
-        "geomloss",
-        (2, 8),
-        lambda: mlp(3, 64, 3),
-        (128, 3),
-        lambda: of("geomloss:SamplesLoss")("sinkhorn", p=2, blur=0.05, backend="tensorized"),
-    ),
+    "multi_resolution_stft": ("auraloss", (2, 8), waves, (1, 8000), lambda: of(
+        "auraloss.freq:MultiResolutionSTFTLoss")()),
+    "sinkhorn": ("geomloss", (2, 8), lambda: mlp(3, 64, 3), (128, 3), lambda: of("geomloss:SamplesLoss")(
+        "sinkhorn", p=2, blur=0.05, backend="tensorized")),
 }
 for name, (library, sizes, network, shape, criterion) in LOSSES.items():
     add(name, library, sizes, lambda n=network, s=shape, c=criterion: reconstruct(n, s, c))
@@ -308,9 +299,5 @@ def metric_losses(loss: str, **options: Any) -> Run:
 
 
 add("supervised_contrastive", "pytorch-metric-learning", (16, 64), lambda: metric_losses("SupConLoss"))
-add(
-    "proxy_anchor",
-    "pytorch-metric-learning",
-    (16, 64),
-    lambda: metric_losses("ProxyAnchorLoss", num_classes=8, embedding_size=64),
-)
+add("proxy_anchor", "pytorch-metric-learning", (16, 64), lambda: metric_losses(
+    "ProxyAnchorLoss", num_classes=8, embedding_size=64))

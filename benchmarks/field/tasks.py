@@ -1,11 +1,14 @@
 """LightningModules of libraries, with the libraries' own loaders where they have some."""
 
+# Rows of tables, and names of libraries imported when they are called:
+# fmt: off
+# ruff: noqa: PLW0108
+
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from field.forecasting import COVARIATES, forecasting, neural
 from field.pattern import Run, Step, add, classifier, data, dictionary, of
@@ -26,16 +29,24 @@ for name, (model, options) in NEURAL.items():
 PF = "pytorch_forecasting"
 plain = {k: v for k, v in COVARIATES.items() if not k.startswith("add")}
 known = {"log_interval": -1, "learning_rate": 1e-3}
-add("pf_decoder_mlp", "pytorch-forecasting", (16, 64), lambda: forecasting(lambda d: of(f"{PF}:DecoderMLP").from_dataset(d, hidden_size=64, **known), **plain))
-add("pf_timexer", "pytorch-forecasting", (16, 64), lambda: forecasting(lambda d: of(f"{PF}.models:TimeXer").from_dataset(d, context_length=30, prediction_length=10, patch_length=5, hidden_size=32, d_ff=64, n_heads=4, loss=of(f"{PF}.metrics:MAE")(), **known), time_varying_known_reals=["price"]))
+add("pf_decoder_mlp", "pytorch-forecasting", (16, 64), lambda: forecasting(
+    lambda d: of(f"{PF}:DecoderMLP").from_dataset(d, hidden_size=64, **known), **plain))
+add("pf_timexer", "pytorch-forecasting", (16, 64), lambda: forecasting(lambda d: of(
+    f"{PF}.models:TimeXer").from_dataset(d, context_length=30, prediction_length=10, patch_length=5, hidden_size=32,
+    d_ff=64, n_heads=4, loss=of(f"{PF}.metrics:MAE")(), **known), time_varying_known_reals=["price"]))
 
 
 def gluonts_tft() -> Run:
     sizes = {"context_length": 20, "prediction_length": 10, "d_hidden": 32, "c_feat_static_cat": [10], "d_var": 16}
-    shapes = {"past_target": (20,), "past_observed_values": (20,), "feat_static_real": (1,), "feat_dynamic_real": (30, 1), "feat_dynamic_cat": (30, 0), "past_feat_dynamic_real": (20, 0), "past_feat_dynamic_cat": (20, 0), "future_target": (10,), "future_observed_values": (10,)}
-    columns: dict[str, Any] = {k: lambda _, s=s, k=k: torch.ones(s, dtype=torch.long if "cat" in k else torch.float) for k, s in shapes.items()}
+    shapes = {"past_target": (20,), "past_observed_values": (20,), "feat_static_real": (1,),
+        "feat_dynamic_real": (30, 1), "feat_dynamic_cat": (30, 0), "past_feat_dynamic_real": (20, 0),
+        "past_feat_dynamic_cat": (20, 0), "future_target": (10,), "future_observed_values": (10,)}
+    columns: dict[str, Any] = {
+        k: lambda _, s=s, k=k: torch.ones(s, dtype=torch.long if "cat" in k else torch.float) for k,
+        s in shapes.items()}
     module = "gluonts.torch.model.tft.lightning_module:TemporalFusionTransformerLightningModule"
-    return Run(lambda: of(module)(model_kwargs=sizes), dictionary(**columns, feat_static_cat=lambda _: torch.randint(10, (1,))))
+    return Run(lambda: of(module)(model_kwargs=sizes), dictionary(**columns,
+        feat_static_cat=lambda _: torch.randint(10, (1,))))
 
 
 add("gluonts_tft", "gluonts", (16, 64), gluonts_tft)
@@ -48,7 +59,8 @@ def darts(model: str, **options: Any) -> Run:
     def made(batch_size: int) -> tuple[Any, Any]:
         waves = [np.sin(np.arange(100, dtype=np.float32) / 5 + s) for s in range(16)]
         quiet = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-        forecaster = of(f"darts.models:{model}")(input_chunk_length=24, output_chunk_length=12, batch_size=batch_size, **options)
+        forecaster = of(f"darts.models:{model}")(input_chunk_length=24, output_chunk_length=12, batch_size=batch_size,
+            **options)
         series = [of("darts:TimeSeries").from_values(wave) for wave in waves]
         dataset, validation, _, *rest = forecaster._setup_for_fit_from_dataset(series)[1]
         _, module, loader, *_ = forecaster._setup_for_train(dataset, validation, quiet, *rest)
@@ -58,7 +70,8 @@ def darts(model: str, **options: Any) -> Run:
 
 
 add("darts_tsmixer", "u8darts", (16, 64), lambda: darts("TSMixerModel", hidden_size=32, ff_size=32))
-add("darts_transformer", "u8darts", (16, 64), lambda: darts("TransformerModel", d_model=32, nhead=4, dim_feedforward=64))
+add("darts_transformer", "u8darts", (16, 64), lambda: darts("TransformerModel", d_model=32, nhead=4,
+    dim_feedforward=64))
 add("darts_tcn", "u8darts", (16, 64), lambda: darts("TCNModel", num_filters=16, weight_norm=True))
 
 # Molecules -----------------------------------------------------------------------------------------------------------
@@ -78,7 +91,8 @@ def chemprop() -> Run:
         dataset = chem.MoleculeDataset(points * (1 + batch_size * batches // 64))
         return chem.build_dataloader(dataset, batch_size=batch_size, shuffle=False)
 
-    return Run(lambda: models.MPNN(parts.BondMessagePassing(d_h=64), parts.MeanAggregation(), parts.RegressionFFN(input_dim=64)), loader)
+    return Run(lambda: models.MPNN(parts.BondMessagePassing(d_h=64), parts.MeanAggregation(),
+        parts.RegressionFFN(input_dim=64)), loader)
 
 
 add("chemprop_mpnn", "chemprop", (16, 64), chemprop)
@@ -101,10 +115,13 @@ def schnetpack(representation: str) -> Run:
         return {**atoms, "energy": torch.randn(1), "forces": torch.randn(n, 3)}
 
     def build() -> Any:
-        settings = {"n_atom_basis": 32, "n_interactions": 2, "radial_basis": spk.nn.GaussianRBF(20, 5.0), "cutoff_fn": spk.nn.CosineCutoff(5.0)}
+        settings = {"n_atom_basis": 32, "n_interactions": 2, "radial_basis": spk.nn.GaussianRBF(20, 5.0),
+            "cutoff_fn": spk.nn.CosineCutoff(5.0)}
         heads = [spk.atomistic.Atomwise(n_in=32, output_key="energy"), spk.atomistic.Forces()]
-        potential = spk.model.NeuralNetworkPotential(of(f"schnetpack.representation:{representation}")(**settings), [spk.atomistic.PairwiseDistances()], heads)
-        outputs = [spk.task.ModelOutput(name, torch.nn.MSELoss(), weight, metrics={}) for name, weight in (("energy", 0.01), ("forces", 0.99))]
+        potential = spk.model.NeuralNetworkPotential(of(f"schnetpack.representation:{representation}")(**settings),
+            [spk.atomistic.PairwiseDistances()], heads)
+        outputs = [spk.task.ModelOutput(name, torch.nn.MSELoss(), weight, metrics={}) for name,
+            weight in (("energy", 0.01), ("forces", 0.99))]
         task = spk.task.AtomisticTask(potential, outputs, torch.optim.AdamW, {"lr": 1e-3})
         task.model.initialize_transforms = lambda datamodule: None
         return task
@@ -115,7 +132,7 @@ def schnetpack(representation: str) -> Run:
 add("schnetpack_painn", "schnetpack", (4, 16), lambda: schnetpack("PaiNN"))
 add("schnetpack_schnet", "schnetpack", (4, 16), lambda: schnetpack("SchNet"))
 
-# Cells, satellites, brains, anomalies ------------------------------------------------------------------------------------------
+# Cells, satellites, brains ------------------------------------------------------------------------------------------
 
 
 def scvi() -> Run:
@@ -124,11 +141,8 @@ def scvi() -> Run:
     table = anndata.AnnData(np.random.default_rng(0).poisson(2.0, (512, 200)).astype(np.float32))
     of("scvi.model:SCVI").setup_anndata(table)
     model = of("scvi.model:SCVI")(table, n_hidden=64)
-    return Run(
-        lambda: of("scvi.train:TrainingPlan")(model.module),
-        lambda batch_size, batches: of("scvi.dataloaders:DataSplitter")(model.adata_manager, batch_size=batch_size),
-        {"limit_val_batches": 0},
-    )
+    return Run(lambda: of("scvi.train:TrainingPlan")(model.module), lambda batch_size, batches: of(
+        "scvi.dataloaders:DataSplitter")(model.adata_manager, batch_size=batch_size), {"limit_val_batches": 0})
 
 
 add("scvi_vae", "scvi-tools", (32, 128), scvi)
@@ -147,8 +161,10 @@ def torchgeo(task: str, columns: dict[str, Callable[[int], Any]], **options: Any
 
 IMAGE: dict[str, Callable[[int], Any]] = {"image": lambda _: torch.rand(4, 64, 64)}
 MASK: dict[str, Callable[[int], Any]] = {"mask": lambda _: torch.randint(5, (64, 64))}
-add("torchgeo_segmentation", "torchgeo", (4, 8), lambda: torchgeo("SemanticSegmentationTask", {**IMAGE, **MASK}, model="unet", backbone="resnet18", num_classes=5, loss="focal"))
-add("torchgeo_simclr", "torchgeo", (4, 8), lambda: torchgeo("SimCLRTask", IMAGE, model="resnet18", size=64, layers=2, hidden_dim=64, output_dim=32))
+add("torchgeo_segmentation", "torchgeo", (4, 8), lambda: torchgeo("SemanticSegmentationTask", {**IMAGE, **MASK},
+    model="unet", backbone="resnet18", num_classes=5, loss="focal"))
+add("torchgeo_simclr", "torchgeo", (4, 8), lambda: torchgeo("SimCLRTask", IMAGE, model="resnet18", size=64, layers=2,
+    hidden_dim=64, output_dim=32))
 
 
 def brain(name: str) -> Run:
@@ -161,11 +177,9 @@ add("braindecode_conformer", "braindecode", (4, 16), lambda: brain("EEGConformer
 
 # Tables --------------------------------------------------------------------------------------------------------------
 
-TABULAR: dict[str, tuple[str, dict[str, Any]]] = {
-    "tabnet": ("TabNetModelConfig", {"n_steps": 2}),
+TABULAR: dict[str, tuple[str, dict[str, Any]]] = {"tabnet": ("TabNetModelConfig", {"n_steps": 2}),
     "node": ("NodeConfig", {"num_trees": 64, "num_layers": 1, "depth": 4}),
-    "auto_int": ("AutoIntConfig", {"num_heads": 2, "num_attn_blocks": 2}),
-}
+    "auto_int": ("AutoIntConfig", {"num_heads": 2, "num_attn_blocks": 2})}
 for name, (config, options) in TABULAR.items():
     add(f"pytorch_tabular_{name}", "pytorch-tabular", (64, 256), lambda c=config, o=options: tabular(c, **o))
 
@@ -182,7 +196,8 @@ def deep_gp() -> Run:
             points = torch.randn(*shape, 32, inputs)
             super().__init__(gpytorch.variational.VariationalStrategy(self, points, posterior), inputs, outputs)
             self.mean_module = gpytorch.means.ConstantMean(batch_shape=shape)
-            self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(batch_shape=shape, ard_num_dims=inputs), batch_shape=shape)
+            self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(
+                batch_shape=shape, ard_num_dims=inputs), batch_shape=shape)
 
         def forward(self, x: Any) -> Any:
             return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
