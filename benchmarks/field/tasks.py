@@ -2,7 +2,6 @@
 
 # Rows of tables, and names of libraries imported when they are called:
 # fmt: off
-# ruff: noqa: PLW0108
 
 from collections.abc import Callable
 from typing import Any
