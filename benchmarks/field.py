@@ -158,10 +158,13 @@ def trainer_options(steps: int, run: Any) -> dict[str, Any]:
 
 
 def train(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
-    """Train under the profiler; the module is built inside: it does not see frees of blocks older than itself."""
+    """Train under the profiler; the module is built inside: it does not see frees of blocks older than itself.
+
+    What building takes for a while is not of the training: LPIPS builds all of VGG, and keeps its convolutions.
+    """
     from torch.profiler import ProfilerActivity, profile
 
-    from shared.truth import PhaseMarkers, count_disagreements, memory_events, peak_of
+    from shared.truth import PhaseMarkers, count_disagreements, live_bytes, memory_events
 
     data = run.data(batch_size, steps)
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
@@ -173,7 +176,9 @@ def train(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
     elapsed = time.perf_counter() - started
     profiler.stop()
     events = memory_events(profiler)
-    place, peak = peak_of(events)
+    pairs = zip(live_bytes(events), events, strict=True)
+    totals = [total * (event.phase != "build") for (total, _), event in pairs]
+    place, peak = totals.index(max(totals)), max(totals)
     if count_disagreements(events):
         raise RuntimeError("The replay of the profiler's events differs from the allocator's own counter.")
     at = f"{events[place].phase}, {events[place].operator}"
