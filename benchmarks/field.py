@@ -49,6 +49,7 @@ OUTCOMES = ("exact", "near", "inside", "wrong", "unpredicted", "skipped")
 FAMILIES = ("forecasting", "vision", "language", "science", "trainer", "recipes", "networks", "tasks")
 GIB, MIB = 2**30, 2**20
 ENOUGH = 720_720  # samples: no choice is limited by them, and batches of up to 16 leave none over
+EPOCH = 16_384  # samples of an epoch, where a run has several
 
 
 @dataclass(frozen=True)
@@ -257,9 +258,11 @@ def tune(run: Any, batch_size: int, larger: int, steps: int, times: float) -> di
     stop_at_first_step(run.build(), run.data(larger, steps), trainer_options(steps, run), asked)
     budget = int(times * asked.decision.footprint.most_device_bytes)
     guard = MemGuard(budget=budget, min_steps_per_epoch=None)
-    module, data = run.build(), run.data(batch_size, ENOUGH // batch_size)
+    options = {**trainer_options(steps, run), "limit_train_batches": 1.0}  # a number of batches would keep their size
+    samples, last = (ENOUGH, steps) if options["max_epochs"] == 1 else (EPOCH, -1)
+    module, data = run.build(), run.data(batch_size, samples // batch_size)
     started = time.perf_counter()
-    fit(module, data, trainer_options(steps, run), guard, Sizes())
+    fit(module, data, {**options, "max_steps": last}, guard, Sizes())
     decision = guard.decision
     besides = decision.footprint.most_device_bytes - decision.footprint.high.allocated_bytes
     found = {"limited_by": decision.limited_by, "method": decision.footprint.method, "batch_size": decision.batch_size}
