@@ -710,17 +710,6 @@ add("torchaudio_hdemucs", "torchaudio", (2, 4), demucs)
 # Language models of other libraries ----------------------------------------------------------------------------------
 
 
-def litgpt() -> Run:
-    def build() -> Step:
-        config = of("litgpt.config:Config")(n_layer=2, n_embd=64, n_head=4, n_query_groups=2, block_size=64,
-            padded_vocab_size=500, mlp_class_name="LLaMAMLP", intermediate_size=128, norm_class_name="RMSNorm",
-            bias=False)
-        return Step(of("litgpt.model:GPT")(config), lambda n, b: F.cross_entropy(
-            n(b[0]).flatten(0, 1), b[1].flatten()), adamw)
-
-    return Run(build, tokens(64, 500))
-
-
 def encoder_decoder() -> Run:
     def build() -> Step:
         sides = {f"{side}_{k}": v for side in ("enc", "dec") for k, v in {"num_tokens": 500, "depth": 2, "heads": 4,
@@ -731,7 +720,6 @@ def encoder_decoder() -> Run:
     return Run(build, tokens(64, 500))
 
 
-add("litgpt_llama", "litgpt", (4, 16), litgpt)
 add("x_transformers_seq2seq", "x-transformers", (4, 16), encoder_decoder)
 
 

@@ -139,9 +139,9 @@ def scvi() -> Run:
 
     table = anndata.AnnData(np.random.default_rng(0).poisson(2.0, (512, 200)).astype(np.float32))
     of("scvi.model:SCVI").setup_anndata(table)
-    model = of("scvi.model:SCVI")(table, n_hidden=64)
-    return Run(lambda: of("scvi.train:TrainingPlan")(model.module), lambda batch_size, batches: of(
-        "scvi.dataloaders:DataSplitter")(model.adata_manager, batch_size=batch_size), {"limit_val_batches": 0})
+    make = lambda: of("scvi.model:SCVI")(table, n_hidden=64)  # noqa: E731
+    return Run(lambda: of("scvi.train:TrainingPlan")(make().module), lambda batch_size, batches: of(
+        "scvi.dataloaders:DataSplitter")(make().adata_manager, batch_size=batch_size), {"limit_val_batches": 0})
 
 
 add("scvi_vae", "scvi-tools", (32, 128), scvi)
