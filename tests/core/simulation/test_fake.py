@@ -189,10 +189,10 @@ def test_a_class_whose_new_has_arguments_is_copied(make_copy):
     """The EMA of ema-pytorch: a deep copy calls ``__new__`` without them."""
 
     class Average(nn.Module):
-        def __new__(cls, model: nn.Module) -> "Average":
+        def __new__(cls, model):
             return super().__new__(cls)
 
-        def __init__(self, model: nn.Module) -> None:
+        def __init__(self, model):
             super().__init__()
             self.online, self.steps = model, [0]
 
