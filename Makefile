@@ -79,7 +79,7 @@ bench: $(STAMP) ## measure accuracy on the CPU, costs and advice, and compare wi
 compiled: $(STAMP) ## compare predictions for models under torch.compile with really compiled steps (needs g++; ten minutes)
 	$(BIN)/python benchmarks/compiled.py
 
-field: $(FIELD_STAMP) ## train models of some sixty libraries and compare with predictions (over an hour on two cores; continues)
+field: $(FIELD_STAMP) ## train models of some hundred libraries and compare with predictions (hours on two cores; continues)
 	@mkdir -p build
 	HF_HUB_OFFLINE=1 $(FIELD_BIN)/python benchmarks/field.py --json build/field.jsonl
 

@@ -24,6 +24,7 @@ are compared with what the decision leaves for tensors. `make field` installs th
 
 import argparse
 import contextlib
+import copy
 import importlib
 import json
 import os
@@ -45,9 +46,10 @@ from shared.process import adopt_orphans, describe, in_fork, processor_seconds
 
 EXACT_PERCENT, NEAR_PERCENT = 0.3, 2.0
 OUTCOMES = ("exact", "near", "inside", "wrong", "unpredicted", "skipped")
-FAMILIES = ("forecasting", "vision", "language", "science", "trainer")
+FAMILIES = ("forecasting", "vision", "language", "science", "trainer", "recipes", "networks", "tasks")
 GIB, MIB = 2**30, 2**20
 ENOUGH = 720_720  # samples: no choice is limited by them, and batches of up to 16 leave none over
+EPOCH = 16_384  # samples of an epoch, where a run has several
 
 
 @dataclass(frozen=True)
@@ -153,14 +155,17 @@ def load_patterns() -> dict[str, Any]:
 def trainer_options(steps: int, run: Any) -> dict[str, Any]:
     shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
     options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_train_batches": steps}
-    return {**options, **dict.fromkeys(shown, False), **run.trainer}
+    return {**options, **dict.fromkeys(shown, False), **copy.deepcopy(dict(run.trainer))}
 
 
 def train(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
-    """Train under the profiler; the module is built inside: it does not see frees of blocks older than itself."""
+    """Train under the profiler; the module is built inside: it does not see frees of blocks older than itself.
+
+    What building takes for a while is not of the training: LPIPS builds all of VGG, and keeps its convolutions.
+    """
     from torch.profiler import ProfilerActivity, profile
 
-    from shared.truth import PhaseMarkers, count_disagreements, memory_events, peak_of
+    from shared.truth import PhaseMarkers, count_disagreements, live_bytes, memory_events
 
     data = run.data(batch_size, steps)
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
@@ -172,7 +177,9 @@ def train(run: Any, batch_size: int, steps: int) -> dict[str, Any]:
     elapsed = time.perf_counter() - started
     profiler.stop()
     events = memory_events(profiler)
-    place, peak = peak_of(events)
+    pairs = zip(live_bytes(events), events, strict=True)
+    totals = [total * (event.phase != "build") for (total, _), event in pairs]
+    place, peak = totals.index(max(totals)), max(totals)
     if count_disagreements(events):
         raise RuntimeError("The replay of the profiler's events differs from the allocator's own counter.")
     at = f"{events[place].phase}, {events[place].operator}"
@@ -251,9 +258,11 @@ def tune(run: Any, batch_size: int, larger: int, steps: int, times: float) -> di
     stop_at_first_step(run.build(), run.data(larger, steps), trainer_options(steps, run), asked)
     budget = int(times * asked.decision.footprint.most_device_bytes)
     guard = MemGuard(budget=budget, min_steps_per_epoch=None)
-    module, data = run.build(), run.data(batch_size, ENOUGH // batch_size)
+    options = {**trainer_options(steps, run), "limit_train_batches": 1.0}  # a number of batches would keep their size
+    samples, last = (ENOUGH, steps) if options["max_epochs"] == 1 else (EPOCH, -1)
+    module, data = run.build(), run.data(batch_size, samples // batch_size)
     started = time.perf_counter()
-    fit(module, data, trainer_options(steps, run), guard, Sizes())
+    fit(module, data, {**options, "max_steps": last}, guard, Sizes())
     decision = guard.decision
     besides = decision.footprint.most_device_bytes - decision.footprint.high.allocated_bytes
     found = {"limited_by": decision.limited_by, "method": decision.footprint.method, "batch_size": decision.batch_size}

@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from field.pattern import POOL, Net, Run, Step, classifier, data, pattern, regress, vectors
+from field.pattern import POOL, Net, Run, Step, classifier, data, of, pattern, regress, vectors
 
 # pytorch-forecasting -------------------------------------------------------------------------------------------------
 
@@ -87,21 +87,23 @@ def pf_nhits() -> Run:
 # neuralforecast ------------------------------------------------------------------------------------------------------
 
 
-@pattern("neuralforecast", sizes=(16, 64))
-def neural_patchtst() -> Run:
+def neural(model: str, **options: Any) -> Run:
     """A model of neuralforecast with its own datamodule: a batch is of series, the step cuts windows."""
     import pandas as pd
-    from neuralforecast.models import PatchTST
     from neuralforecast.tsdataset import TimeSeriesDataModule, TimeSeriesDataset
 
     rows = [(str(s), t, float(np.sin(t / 5 + s))) for s in range(192) for t in range(90)]
     dataset, *_ = TimeSeriesDataset.from_df(pd.DataFrame(rows, columns=["unique_id", "ds", "y"]))
+    options = {"h": 12, "input_size": 24, "max_steps": 10, "windows_batch_size": 128, **options}
+    return Run(
+        lambda: of(f"neuralforecast.models:{model}")(**options),
+        lambda batch_size, batches: TimeSeriesDataModule(dataset, batch_size=batch_size),
+    )
 
-    def build() -> pl.LightningModule:
-        sizes = {"windows_batch_size": 128, "hidden_size": 32, "n_heads": 4, "linear_hidden_size": 64}
-        return PatchTST(h=12, input_size=24, max_steps=10, **sizes)
 
-    return Run(build, lambda batch_size, batches: TimeSeriesDataModule(dataset, batch_size=batch_size))
+@pattern("neuralforecast", sizes=(16, 64))
+def neural_patchtst() -> Run:
+    return neural("PatchTST", hidden_size=32, n_heads=4, linear_hidden_size=64)
 
 
 # GluonTS -------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A pattern is a function that imports its library, makes its data, and returns a 
 and data are random, the structure is the library's own.
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -42,11 +43,21 @@ def pattern(
     """Registers a function under its own name."""
 
     def register(make: Callable[[], Run]) -> Callable[[], Run]:
-        assert make.__name__ not in PATTERNS, make.__name__
-        PATTERNS[make.__name__] = Pattern(make.__name__, library, make, sizes, steps)
+        add(make.__name__, library, sizes, make, steps)
         return make
 
     return register
+
+
+def add(name: str, library: str, sizes: tuple[int, int], make: Callable[[], Run], steps: int = 3) -> None:
+    assert name not in PATTERNS, name
+    PATTERNS[name] = Pattern(name, library, make, sizes, steps)
+
+
+def of(path: str) -> Any:
+    """A name of a library that is only imported where it is used: `package.module:name`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name) if name else importlib.import_module(module)
 
 
 # Data ----------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from field.pattern import Net, Run, Step, data, mlp, pattern, regress, regression
+from field.pattern import Net, Run, Step, data, mlp, of, pattern, regress, regression
 
 # Neural operators ----------------------------------------------------------------------------------------------------
 
@@ -285,11 +285,10 @@ def tab_transformer() -> Run:
     return Run(build, columns())
 
 
-@pattern("pytorch-tabular", sizes=(64, 256))
-def pytorch_tabular_ft_transformer() -> Run:
+def tabular(config: str, **options: Any) -> Run:
     """The library's own LightningModule and loader, made as its `TabularModel.fit` makes them."""
     import pandas as pd
-    from pytorch_tabular import TabularModel, models
+    from pytorch_tabular import TabularModel
     from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
 
     random = np.random.default_rng(0)
@@ -299,9 +298,7 @@ def pytorch_tabular_ft_transformer() -> Run:
     def made(batch_size: int) -> tuple[Any, Any]:
         model = TabularModel(
             data_config=DataConfig(target=["y"], continuous_cols=[f"n{i}" for i in range(8)], categorical_cols=["c"]),
-            model_config=models.FTTransformerConfig(
-                task="classification", num_heads=4, num_attn_blocks=2, input_embed_dim=32
-            ),
+            model_config=of(f"pytorch_tabular.models:{config}")(task="classification", **options),
             optimizer_config=OptimizerConfig(),
             trainer_config=TrainerConfig(
                 batch_size=batch_size, accelerator="cpu", checkpoints=None, load_best=False, progress_bar="none"
@@ -317,3 +314,8 @@ def pytorch_tabular_ft_transformer() -> Run:
         lambda batch_size, batches: made(batch_size)[1].train_dataloader(),
         {"limit_val_batches": 0},
     )
+
+
+@pattern("pytorch-tabular", sizes=(64, 256))
+def pytorch_tabular_ft_transformer() -> Run:
+    return tabular("FTTransformerConfig", num_heads=4, num_attn_blocks=2, input_embed_dim=32)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 import torchmetrics
@@ -136,6 +137,13 @@ def gradual_unfreezing() -> Run:
                 self.trainer.optimizers[0].add_param_group({"params": list(self.network[:-1].parameters())})
 
     return Run(lambda: Finetuned(mlp(64, 384), classify), vectors(64), {"max_epochs": 2})
+
+
+@pattern(sizes=(16, 64), steps=4)
+def pruned_each_epoch() -> Run:
+    """Lightning's callback, with its defaults: it keeps what the weights were."""
+    pruning = pl.callbacks.ModelPruning("l1_unstructured", amount=0.3)
+    return Run(classifier(lambda: mlp(64, 1024)), vectors(64), {"max_epochs": 3, "callbacks": [pruning]})
 
 
 # Optimizers -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import operator
 import random
 import statistics
@@ -183,7 +184,11 @@ def real_copy(module: nn.Module, instead: Mapping[int, object] | None = None) ->
         for child in reversed(list(module.modules())):  # innermost first, so that only what fails is shared
             values = (value for name, value in vars(child).items() if name not in _OWN_DICTS)
             memo |= {id(value): value for value in values if not _can_be_copied(value, memo)}
-        module_copy = copy.deepcopy(module, dict(memo))
+        blanks = {child: object.__new__(type(child)) for child in module.modules() if _asks_to_be_made(child)}
+        memo |= {id(child): blank for child, blank in blanks.items()}
+        for child, blank in blanks.items():
+            blank.__setstate__(copy.deepcopy(vars(child), memo))
+        module_copy = copy.deepcopy(module, memo)
     _rebind_functions(module, module_copy)
     return module_copy
 
@@ -277,6 +282,13 @@ def pyro_params_of(module_copy: nn.Module, module: nn.Module) -> Iterator[None]:
     state = store.get_state()
     with store.scope({**state, "params": {name: copies.get(id(p), p) for name, p in state["params"].items()}}):
         yield
+
+
+def _asks_to_be_made(module: nn.Module) -> bool:
+    """Whether the class's ``__new__`` has arguments, which a deep copy does not pass: `EMA` of ema-pytorch."""
+    new = type(module).__new__
+    parameters = () if new is object.__new__ else list(inspect.signature(new).parameters.values())[1:]
+    return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
 def _can_be_copied(value: object, memo: dict[int, object]) -> bool:

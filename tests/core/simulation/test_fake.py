@@ -185,6 +185,27 @@ def test_what_a_child_cannot_copy_is_shared_and_the_child_is_still_copied(make_c
     assert storage(module_copy.encoder.weight) != storage(module.encoder.weight)
 
 
+@pytest.mark.parametrize("make_copy", [copy_of, real_copy])
+def test_a_class_whose_new_has_arguments_is_copied(make_copy):
+    """The EMA of ema-pytorch: a deep copy calls ``__new__`` without them."""
+
+    class Average(nn.Module):
+        def __new__(cls, model):
+            return super().__new__(cls)
+
+        def __init__(self, model):
+            super().__init__()
+            self.online, self.steps = model, [0]
+
+    module = nn.ModuleDict({"model": Tied()})
+    module["average"] = Average(module["model"])
+    module_copy = make_copy(module)
+    assert type(module_copy["average"]) is Average
+    assert module_copy["average"].online is module_copy["model"]
+    assert module_copy["average"].steps is not module["average"].steps
+    assert storage(module_copy["model"].encoder.weight) != storage(module["model"].encoder.weight)
+
+
 def test_an_object_can_be_replaced_on_the_way():
     """How a LightningModule's copy comes without its Trainer."""
     module = Tied()
