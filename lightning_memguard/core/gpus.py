@@ -28,6 +28,9 @@ class Gpu:
         compute_capability: such as ``(9, 0)``.
         multiprocessors: ``multiProcessorCount`` of the device's properties.
         aliases: other names of this GPU.
+        bandwidth: of its memory, in bytes a second.
+        link: to another GPU of the same server, in bytes a second in one direction.
+        tflops: peak of products in float32 without TF32, in float16 and in float64, in 10^12 FLOPs a second.
     """
 
     name: str
@@ -35,6 +38,30 @@ class Gpu:
     compute_capability: tuple[int, int]
     multiprocessors: int
     aliases: tuple[str, ...] = ()
+    bandwidth: float | None = None
+    link: float | None = None
+    tflops: tuple[float | None, float | None, float | None] = (None, None, None)
+
+    def peak_flops(self, dtype_name: str) -> float | None:
+        """Peak of matrix products in FLOPs a second: dense, summed in float32 or wider, at the nominal boost clock.
+
+        Args:
+            dtype_name: ``"float32"``, ``"tf32"``, ``"float16"``, ``"bfloat16"`` or ``"float64"``.
+
+        Returns:
+            The peak; None if it is not known or the GPU has no such products. Before Ampere, bfloat16 is computed in
+            float32; from Ampere on it is as fast as float16, and TF32 half as fast, as in NVIDIA's data sheets.
+        """
+        single, half, double = self.tflops
+        ampere = self.compute_capability >= (8, 0)
+        tflops = {
+            "float32": single,
+            "tf32": half / 2 if ampere and half else None,
+            "float16": half,
+            "bfloat16": half if ampere else single,
+            "float64": double,
+        }.get(dtype_name)
+        return tflops and tflops * 1e12
 
     @property
     def kernel_target(self) -> CudaTarget:
@@ -46,14 +73,24 @@ class Gpu:
 def catalogue() -> tuple[Gpu, ...]:
     """Every GPU that `find` knows, from ``gpus.csv``, which also says where each figure comes from."""
     text = files("lightning_memguard.core").joinpath("gpus.csv").read_text(encoding="utf-8")
-    rows = csv.reader(line for line in text.splitlines() if not line.startswith("#"))
-    return tuple(_gpu(*row) for row in list(filter(None, rows))[1:])
+    rows = csv.DictReader(line for line in text.splitlines() if line and not line.startswith("#"))
+    return tuple(map(_gpu, rows))
 
 
-def _gpu(name: str, memory: str, capability: str, multiprocessors: str, aliases: str, *_sources: str) -> Gpu:
-    major, minor = capability.split(".")
-    labels = tuple(filter(None, aliases.split(";")))
-    return Gpu(name, parse_bytes(memory), (int(major), int(minor)), int(multiprocessors), labels)
+def _gpu(row: dict[str, str]) -> Gpu:
+    major, minor = row["compute_capability"].split(".")
+    speeds = ("gb_s", "link_gb_s", "fp32_tflops", "fp16_tflops", "fp64_tflops")
+    bandwidth, link, single, half, double = (float(row[column]) if row[column] else None for column in speeds)
+    return Gpu(
+        row["name"],
+        parse_bytes(row["memory"]),
+        (int(major), int(minor)),
+        int(row["multiprocessors"]),
+        tuple(filter(None, row["aliases"].split(";"))),
+        bandwidth and bandwidth * 1e9,
+        link and link * 1e9,
+        (single, half, double),
+    )
 
 
 def find(name: str) -> Gpu:
