@@ -124,6 +124,61 @@ def test_every_total_is_cudas_with_a_source_and_below_that_of_nvidia_smi():
         assert source in ("properties", "xMem") or "#" in source or source.removeprefix("like ") in names, row["name"]
 
 
+# Speed
+
+CORES = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}  # for float32, of a multiprocessor; else 128
+TERA = 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "link", "single", "half"),
+    [
+        ("A100 80GB", 2039, 300, 19.5, 312),
+        ("H100 SXM", 3352, 450, 66.9, 989.4),
+        ("B200", 7700, 900, 75, 2250),
+        ("V100", 900, 150, 15.7, 125),
+        ("T4", 320, 16, 8.1, 65),
+        ("L40S", 864, 32, 91.6, 362),
+        ("RTX 3090", 936.2, 56.25, 35.58, 71.16),  # GeForce: half of the rate with sums in float16
+        ("RTX 4090", 1008, 32, 82.58, 165.2),
+        ("RTX 4060", 272, 16, 15.11, 30.23),  # eight lanes
+        ("RTX PRO 6000", 1792, 64, 126, 503.8),
+        ("GTX 1080 Ti", 484.4, 16, 11.34, 11.34),  # no tensor cores
+    ],
+)
+def test_speeds_are_those_that_nvidia_publishes(name, gigabytes, link, single, half):
+    gpu = find(name)
+    assert (gpu.bandwidth, gpu.link) == (gigabytes * 1e9, link * 1e9)
+    assert gpu.peak_flops("float32") == pytest.approx(single * TERA)
+    assert gpu.peak_flops("float16") == pytest.approx(half * TERA)
+
+
+def test_every_gpu_has_its_speeds_and_they_agree_with_its_multiprocessors():
+    for gpu in CATALOGUE:
+        single, half, double = (gpu.peak_flops(name) for name in ("float32", "float16", "float64"))
+        clock = single / gpu.multiprocessors / CORES.get(gpu.compute_capability, 128) / 2
+        assert 1.0e9 < clock < 3.1e9, gpu.name
+        assert 150e9 < gpu.bandwidth < 10e12, gpu.name
+        assert double <= single, gpu.name
+        assert gpu.compute_capability < (7, 0) or "GTX 16" in gpu.name or half >= 1.9 * single, gpu.name
+        assert gpu.link is None or 16e9 <= gpu.link <= gpu.bandwidth, gpu.name
+    assert {gpu.name.split()[1] for gpu in CATALOGUE if gpu.link is None} == {"GH200"}
+
+
+def test_tf32_and_bfloat16_follow_from_float16_from_ampere_on():
+    peaks = {name: find("A100").peak_flops(name) for name in ("tf32", "bfloat16", "float64")}
+    assert peaks == {"tf32": 156 * TERA, "bfloat16": 312 * TERA, "float64": 19.5 * TERA}
+    volta = find("V100")
+    assert (volta.peak_flops("tf32"), volta.peak_flops("bfloat16")) == (None, volta.peak_flops("float32"))
+
+
+def test_what_is_not_known_of_a_speed_is_none():
+    unknown = Gpu("mine", GIB, (9, 0), 132)
+    assert (unknown.bandwidth, unknown.link) == (None, None)
+    assert [unknown.peak_flops(name) for name in ("float32", "tf32", "bfloat16")] == [None] * 3
+    assert find("H100").peak_flops("float8") is None
+
+
 # Names as people write them
 
 
