@@ -164,6 +164,7 @@ ROOMS = {
         "estimate",
         "plan",
         "layouts",
+        "ways",
     ],
     "training/rescue": [
         "__init__",

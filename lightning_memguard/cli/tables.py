@@ -18,7 +18,7 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.history import line_of, operator_of, without_folders
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.decision_table import new_table, retries_words, setup_text
-from lightning_memguard.report.words import counted
+from lightning_memguard.report.words import ACCURACY, counted, time_range
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
+    from lightning_memguard.training.planning.ways import TrainingWay, Ways
 
 
 def terminal() -> Console:
@@ -172,6 +173,43 @@ def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
 def advice_data(each: Advice) -> dict[str, Any]:
     """One remedy for programs."""
     return {**vars(each), "footprint": footprint_data(each.footprint)}
+
+
+def print_ways(found: Ways, console: Console) -> None:
+    """Print the ways to train with so many samples a step, the best first, and how to write them."""
+    ways = found.ways
+    if ways:
+        ranks, priced = ways[0].ranks, any(way.dollars_per_million is not None for way in ways)
+        title = f"Ways to see {ways[0].samples:,} samples a step{f' on {ranks} devices' if ranks > 1 else ''}"
+        each = " a rank" if ranks > 1 else ""
+        columns = "Device", f">Batch{each}", ">Batches a step", "With", ">At most", ">Usable", ">Time a sample"
+        table = new_table(title, *columns, *([">Cost of 1M samples"] if priced else ()), no_wrap=True)
+        for way in ways:
+            figures = [format_bytes(n) for n in (way.footprint.most_device_bytes, way.budget.usable_bytes)]
+            seconds, dollars = way.seconds_per_sample, way.dollars_per_million
+            figures.append(time_range(seconds) if seconds else "unknown")
+            figures += ["unknown" if dollars is None else f"${dollars:,.2f}"] * priced
+            with_ = " + ".join(way.changes) or "as it is"
+            table.add_row(way.device, f"{way.batch_size}", f"{way.accumulate_grad_batches}", with_, *figures)
+        console.print(table)
+        console.print(f"Times are predicted, without loading data. {ACCURACY}")
+        _print_how(console, *(pair for way in ways for pair in zip(way.changes, way.how, strict=True)))
+        for name, cost in {name: cost for way in ways for name, cost in zip(way.changes, way.costs, strict=True)}.items():
+            console.print(f"  {name} costs: {cost}", soft_wrap=True)
+    for text in found.left_out:
+        console.print(f"Left out: {text}.", soft_wrap=True)
+
+
+def way_data(way: TrainingWay) -> dict[str, Any]:
+    """A way to train for programs; its time in seconds and its cost in dollars."""
+    seconds = way.seconds_per_sample
+    return {
+        **picked(way, "device", "ranks", "batch_size", "accumulate_grad_batches", "samples", "changes", "how", "costs"),
+        "seconds_per_sample": seconds and seconds._asdict(),
+        "dollars_per_million_samples": way.dollars_per_million,
+        "footprint": footprint_data(way.footprint),
+        "budget": budget_data(way.budget),
+    }
 
 
 def print_layouts(layouts: Sequence[Fit], console: Console) -> None:

@@ -56,7 +56,7 @@ def families_for(prediction: Prediction, batch_size: int) -> list[Family]:
     order = (
         *(*_FASTER_OPTIMIZERS, *_bucket_views(program)),
         *(mixed if on_cuda else ()),
-        *_checkpointing(structure, prediction.trace_at(batch_size)),
+        *checkpointing(structure, prediction.trace_at(batch_size)),
         *_accumulation(program, batch_size),
         *(() if on_cuda else mixed),  # processors have few kernels for it
         *(_ADAPTIVE_OPTIMIZERS if on_cuda else _ADAPTIVE_OPTIMIZERS[1:]),  # the kernels with 8 bits run on CUDA
@@ -194,7 +194,8 @@ _SGD = _optimizer(
 # -- changes to the module
 
 
-def _checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
+def checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
+    """Activation checkpointing of repeated blocks, of those that keep most first."""
     kind, cost = "checkpointing", "each block runs forward twice, once more in the backward pass"
     if structure.switches:
         call = "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
