@@ -194,7 +194,7 @@ def print_ways(found: Ways, console: Console) -> None:
         console.print(table)
         console.print(f"Times are predicted, without loading data. {ACCURACY}")
         _print_how(console, *(pair for way in ways for pair in zip(way.changes, way.how, strict=True)))
-        for name, cost in {name: cost for way in ways for name, cost in zip(way.changes, way.costs, strict=True)}.items():
+        for name, cost in {pair: None for way in ways for pair in zip(way.changes, way.costs, strict=True)}:
             console.print(f"  {name} costs: {cost}", soft_wrap=True)
     for text in found.left_out:
         console.print(f"Left out: {text}.", soft_wrap=True)

@@ -331,7 +331,7 @@ def capture_here(
         return _with_note(trace, f"what else a step may do at {due.place} was not captured: {why}")
     if not counters.differ(longer):
         return trace
-    longer = replace(longer, seconds=trace.seconds)
+    longer = replace(longer, seconds=trace.seconds, recurs=True)
     return _with_note(longer, f"the peak is at {due.place}") if counters.peaks_later(longer) else longer
 
 

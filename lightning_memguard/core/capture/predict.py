@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -308,7 +308,8 @@ class Prediction:
 
     def _timing(self, work: tuple[Work, ...]) -> Timing:
         """What the time of a step is predicted from; ``work`` is that of a batch as written."""
-        return Timing(work, partial(speed_here, self.program.gpu), self.program.batches_per_step or 1, compiled=self.compiles)
+        speed = partial(speed_here, self.program.gpu)
+        return Timing(work, speed, self.program.batches_per_step or 1, compiled=self.compiles)
 
     def proven_at(self, batch_size: int) -> Prediction:
         """Capture the step at this size: as it is compiled, if it is, else to compare it with the growth.

@@ -194,8 +194,8 @@ _SGD = _optimizer(
 # -- changes to the module
 
 
-def checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
-    """Activation checkpointing of repeated blocks, of those that keep most first."""
+def checkpointing(structure: Structure, trace: Trace | None = None) -> Iterator[Remedy]:
+    """Activation checkpointing of repeated blocks: those that keep most in a trace come first, or else the most."""
     kind, cost = "checkpointing", "each block runs forward twice, once more in the backward pass"
     if structure.switches:
         call = "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
@@ -204,7 +204,7 @@ def checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
         change = methodcaller("with_change", partial(_switch_on, paths=structure.switches))
         yield Remedy(f"activation checkpointing of {name}", kind, how, cost, change)
         return
-    held = {blocks: blocks.held_bytes(trace) for blocks in structure.blocks}
+    held = {blocks: blocks.held_bytes(trace) if trace else len(blocks.paths) for blocks in structure.blocks}
     for blocks in sorted(filter(held.get, held), key=lambda each: -held[each])[:_BLOCKS_TRIED]:
         how = (
             f"for block in {blocks.how}: "

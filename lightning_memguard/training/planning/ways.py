@@ -11,20 +11,20 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from lightning_memguard.core import gpus
-from lightning_memguard.core.capture.capture import CaptureFailedError, Captures, UserCode
-from lightning_memguard.core.capture.predict import predict, speed_here
+from lightning_memguard.core.capture.capture import Captures, UserCode
+from lightning_memguard.core.capture.predict import Prediction, predict, speed_here
 from lightning_memguard.core.capture.program import Program
 from lightning_memguard.core.decision.decision import Budget, Limits, check_count
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.seconds import Seconds
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.trace.trace import Trace
-from lightning_memguard.errors import MemGuardError
+from lightning_memguard.errors import CannotTraceError, MemGuardError
+from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.planning.layouts import shardings_for
 from lightning_memguard.training.planning.remedies import Remedy, checkpointing, precisions
 from lightning_memguard.training.planning.structure import Structure
@@ -228,7 +228,8 @@ class _Candidate:
     is_proven: bool = False
 
 
-_Task = tuple[str, int, int, int]  # "rough" or "proof", the place, the option, the batch size
+_Task = tuple[int, int, int, bool]
+"""The option, its place and batch size, and whether work recurs; place and size are 0 to learn how it grows."""
 
 
 @dataclass
@@ -240,7 +241,8 @@ class _Search:
     say: Callable[[str], object]
     options: list[_Option] = field(default_factory=list)
     left_out: dict[str, None] = field(default_factory=dict)
-    children: UserCode[_Task, Any] = field(init=False)
+    recurs: bool = False  # whether a step does more later, so that it has to be captured with that
+    children: UserCode[_Task, tuple[bool, list[tuple[int, Footprint]]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.children = UserCode(self._work)
@@ -249,30 +251,32 @@ class _Search:
         kinds: dict[tuple[str, bool], int] = {}
         for at, place in enumerate(self.places):
             kinds.setdefault(place.kind, at)
-        shared = self._checkpointing(min(kinds.values()))
         for first in kinds.values():
             program = program_of(self.subject, self.places[first].target)
-            ways: list[tuple[Remedy, ...]] = [(), *((each,) for each in self._shardings(first))]
-            formats: list[tuple[Remedy, ...]] = [(), *((each,) for each in precisions(program))]
-            kept = [(), *((each,) for each in shared)] if len(ways) == 1 else [()]
-            ways = ways[1:] or ways
-            self.options += [_Option(first, (*a, *b, *c)) for a, b, c in itertools.product(ways, formats, kept)]
+            shardings: list[tuple[Remedy, ...]] = [(each,) for each in self._shardings(first)]
+            formats: list[tuple[Remedy, ...]] = [(each,) for each in precisions(program)]
+            again: list[tuple[Remedy, ...]] = (
+                [] if shardings else [(each,) for each in checkpointing(program.inspect(Structure.of))][:1]
+            )
+            combined = itertools.product(shardings or [()], [(), *formats], [(), *again])
+            self.options += [_Option(first, (*a, *b, *c)) for a, b, c in combined]
         self.say(f"tracing {len(self.options)} ways")
-        self.children.start(*(self._rough(option) for option in range(len(self.options))))
-        candidates = [each for option in range(len(self.options)) for each in self._candidates(option)]
+        tasks = [(option, 0, 0, False) for option in range(len(self.options))]
+        self.children.start(*tasks)
+        answers = [attempt(partial(self.children.ask, task)) for task in tasks]
+        self.recurs = any(answer.value and answer.value[0] for answer in answers)
+        for option, answer in zip(self.options, answers, strict=True):
+            if answer.reason:
+                name = " + ".join(each.name for each in option.remedies) or "the step as it is"
+                self.left_out[f"{name}: {answer.reason.rstrip('.')}"] = None
+        if len(self.left_out) == len(answers):
+            raise CannotTraceError("; ".join(self.left_out))
+        candidates = [
+            each for at, answer in enumerate(answers) if answer.value for each in self._candidates(at, answer.value[1])
+        ]
         return Ways(tuple(self._front(candidates)), tuple(self.left_out))
 
     # -- what there is to try
-
-    def _checkpointing(self, first: int) -> list[Remedy]:
-        """Checkpointing of the blocks that keep most."""
-        program = self._program(first, ())
-        structure = program.inspect(Structure.of)
-        if not structure.blocks and not structure.switches:
-            return []
-        with Captures(program, rough=True):
-            found = predict(program, self.sizes[0], self._settings(first), scalable=False)
-        return [*checkpointing(structure, found.trace_at(self.sizes[0]))][:1]
 
     def _shardings(self, first: int) -> Iterator[Remedy]:
         """Strategies, if several devices train together."""
@@ -287,60 +291,44 @@ class _Search:
 
             yield Remedy(way.name, "strategy", way.how, "what its ranks send each other", apply)
 
-    def _program(self, place: int, remedies: Sequence[Remedy], batches: int = 1) -> Program:
-        program = program_of(self.subject, self.places[place].target)
+    def _program(self, place: _Place, remedies: Sequence[Remedy], batches: int) -> Program:
+        program = program_of(self.subject, place.target)
         for remedy in remedies:
             program = remedy.apply(program)
         return program.with_accumulation(batches) if program.batches_per_step else program
 
-    def _settings(self, place: int) -> AllocatorSettings:
-        return AllocatorSettings.for_device(self.places[place].target.device.type, os.environ)
-
     # -- in children
 
-    def _work(self, task: _Task) -> Any:
-        kind, place, option, size = task
-        return self._proven(place, option, size) if kind == "proof" else self._roughly(option)
-
-    def _roughly(self, option: int) -> list[tuple[int, Footprint]]:
-        """The footprints of an option at each size that fits some place."""
+    def _work(self, task: _Task) -> tuple[bool, list[tuple[int, Footprint]]]:
+        """Footprints by size, and whether the step does more later."""
+        option, at, size, recurs = task
         known = self.options[option]
-        program, places = self._program(known.first, known.remedies), self._places_of(known)
-        context, most = self.places[known.first].target.context_bytes, max(p.budget.usable_bytes for p in places)
-        with Captures(program, rough=True):
-            found = predict(program, self.of_rank, self._settings(known.first), context_bytes=context)
-            sizes, footprints = self.sizes if program.batches_per_step else self.sizes[-1:], []
-            for size in sizes:
-                trace, batches = found.trace_at(size), self.of_rank // size
-                footprint = found.footprint_of(_accumulating(trace) if batches > 1 else trace)
-                if footprint.most_device_bytes > most:
-                    break
-                timing = footprint.timing and replace(footprint.timing, batches_per_step=batches)
-                footprints.append((size, replace(footprint, timing=timing)))
-        return footprints
+        place = self.places[at if size else known.first]
+        program = self._program(place, known.remedies, self.of_rank // size if size else 1)
+        settings = AllocatorSettings.for_device(place.target.device.type, os.environ)
+        context = place.target.context_bytes
+        with Captures(program, rough=not recurs if size else option > 0):
+            found = predict(program, size or self.of_rank, settings, context_bytes=context, scalable=not size)
+            footprints = [(size, found.footprint_at(size))] if size else [*self._grown(found, known)]
+        if found.method == "states":
+            raise CannotTraceError("; ".join(found.notes))
+        return any(trace.recurs for trace in found.traces.values()), footprints
 
-    def _proven(self, place: int, option: int, size: int) -> Footprint:
-        remedies, target = self.options[option].remedies, self.places[place].target
-        program = self._program(place, remedies, self.of_rank // size)
-        settings, context = self._settings(place), target.context_bytes
-        return predict(program, size, settings, context_bytes=context, scalable=False).footprint_at(size)
+    def _grown(self, found: Prediction, option: _Option) -> Iterator[tuple[int, Footprint]]:
+        """The step at each size that fits some place."""
+        most = max(place.budget.usable_bytes for place in self.places if place.kind == self.places[option.first].kind)
+        for size in self.sizes if found.program.batches_per_step else self.sizes[-1:]:
+            trace, batches = found.trace_at(size), self.of_rank // size
+            footprint = found.footprint_of(_accumulating(trace) if batches > 1 else trace)
+            if footprint.most_device_bytes > most:
+                return
+            timing = footprint.timing and replace(footprint.timing, batches_per_step=batches)
+            yield size, replace(footprint, timing=timing)
 
     # -- which are worth a look
 
-    def _rough(self, option: int) -> _Task:
-        return "rough", 0, option, 0
-
-    def _places_of(self, option: _Option) -> list[_Place]:
-        return [place for place in self.places if place.kind == self.places[option.first].kind]
-
-    def _candidates(self, option: int) -> Iterator[_Candidate]:
+    def _candidates(self, option: int, footprints: list[tuple[int, Footprint]]) -> Iterator[_Candidate]:
         known = self.options[option]
-        try:
-            footprints = self.children.ask(self._rough(option))
-        except (CaptureFailedError, MemGuardError) as error:
-            reason = error.reason if isinstance(error, CaptureFailedError) else str(error)
-            self.left_out[f"{' + '.join(each.name for each in known.remedies) or 'as it is'}: {reason}"] = None
-            return
         for at, place in enumerate(self.places):
             if place.kind != self.places[known.first].kind:
                 continue
@@ -361,7 +349,7 @@ class _Search:
             unproven = [each for each, _ in front if not each.is_proven]
             if not unproven:
                 break
-            tasks: list[_Task] = [("proof", each.place, each.option, each.sizes[0][0]) for each in unproven]
+            tasks = [(each.option, each.place, each.sizes[0][0], self.recurs) for each in unproven]
             self.say(f"proving {len(tasks)} ways")
             self.children.start(*tasks)
             for each, task in zip(unproven, tasks, strict=True):
@@ -373,16 +361,12 @@ class _Search:
         return sorted((way for _, way in front), key=_dollars if priced else _time)
 
     def _prove(self, candidate: _Candidate, task: _Task) -> None:
-        try:
-            footprint = self.children.ask(task)
-        except (CaptureFailedError, MemGuardError):  # it does not run at this size
-            candidate.sizes.pop(0)
-            return
-        usable = self.places[candidate.place].budget.usable_bytes
-        if footprint.most_device_bytes > usable:
-            candidate.sizes = [each for each in candidate.sizes if each[0] < task[3]]
-        else:
-            candidate.sizes, candidate.is_proven = [(task[3], footprint)], True
+        answer, size = attempt(partial(self.children.ask, task)).value, task[2]
+        fits = answer and answer[1][0][1].most_device_bytes <= self.places[candidate.place].budget.usable_bytes
+        if answer and fits:
+            candidate.sizes, candidate.is_proven = answer[1], True
+        else:  # smaller ones may
+            candidate.sizes = [each for each in candidate.sizes if each[0] < size]
 
     def _way(self, candidate: _Candidate) -> TrainingWay:
         place, option = self.places[candidate.place], self.options[candidate.option]
