@@ -163,6 +163,8 @@ class Recorder(Storages, TorchDispatchMode):
             self._graph_task = task
         known = fake.known_result(func, args, kwargs)
         if known is not None:
+            with torch._C.DisableTorchFunction():
+                self._note_work(func, args, kwargs, known)
             return known
         args, written = masked(func, args), in_place(func)
         if (written is not None and self._is_of_this_node(args[0])) or self._is_bias_of_linear(func, args):

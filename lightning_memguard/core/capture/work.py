@@ -59,14 +59,14 @@ def _fast_layer(x: _Shape, width: int, *rest: Any, **_: object) -> int:
 _FFN_WEIGHT = 12  # place of the first Linear's weight after the width, see `_transformer_encoder_layer_fwd`
 
 
-def _convolution(x: _Shape, weight: _Shape, *rest: Any, out_val: _Shape, **_: object) -> int:
+def _convolution(x: _Shape, weight: _Shape, *rest: Any, out_shape: _Shape, **_: object) -> int:
     """Each weight once for each place and sample: of the result, or of a transposed convolution's input."""
-    return 2 * _places(x if rest[_TRANSPOSED] else out_val) * math.prod(weight)
+    return 2 * _places(x if rest[_TRANSPOSED] else out_shape) * math.prod(weight)
 
 
 def _convolution_backward(grad: _Shape, x: _Shape, weight: _Shape, *rest: Any, **_: object) -> int:
     """The gradient of the input costs as much as the forward pass, and so does that of the weight."""
-    wanted = sum(rest[-1][:2])
+    wanted: int = sum(rest[-1][:2])
     return wanted * 2 * _places(x if rest[_TRANSPOSED] else grad) * math.prod(weight)
 
 
@@ -116,6 +116,7 @@ _TWICE = (
 )
 _GATHERS = ("embedding", "index", "index_select", "gather", "_embedding_bag", "embedding_renorm_")
 _LEAST_CHANNELS = 8  # of each group: a tensor core multiplies blocks of 8 or 16 of them
+_FAST_GROUPS = (4, 8, 16, 32)  # channels of a group, for which cuDNN has fast 3 x 3 kernels, channels last
 
 
 def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, *, tf32: bool) -> Work | None:
@@ -141,7 +142,7 @@ def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     rule = FLOPS.get(func._overloadpacket)
     if rule is not None:
         flops = rule(
-            *map(_shapes, args), **{name: _shapes(value) for name, value in kwargs.items()}, out_val=_shapes(out)
+            *map(_shapes, args), **{name: _shapes(value) for name, value in kwargs.items()}, out_shape=_shapes(out)
         )
     elif func._overloadpacket in _TORCH_FLOPS:
         flops = _TORCH_FLOPS[func._overloadpacket](*args, **kwargs, out_val=out)
@@ -169,11 +170,15 @@ def _kind(func: OpOverload, given: Sequence[Tensor], *, tf32: bool) -> str:
     if not func._schema.name.startswith("aten::convolution"):
         return kind
     x, weight = given[1:3] if func._schema.name.endswith("backward") else given[:2]
-    channels, grouped = weight.shape[1], weight.shape[1] < x.shape[1]
-    if grouped and channels < _LEAST_CHANNELS:
-        return "float32" + CONVOLUTION
-    kind = "tf32" if tf32 and kind == "float32" else kind
-    return kind + (GROUPED if grouped and _is_channels_last(x) else "") + CONVOLUTION
+    if tf32 and kind == "float32":
+        kind = "tf32"
+    width = weight.shape[1]
+    if width == x.shape[1]:
+        return kind + CONVOLUTION
+    kind = "float32" if width < _LEAST_CHANNELS else kind
+    has_kernel = width in _FAST_GROUPS and weight.shape == (x.shape[1], width, 3, 3)
+    is_slow = width > 1 and _is_channels_last(x) and not has_kernel
+    return kind + (GROUPED if is_slow else "") + CONVOLUTION
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -6,18 +6,21 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_memguard.core.gpus import Gpu
+from lightning_memguard.core.gpus import Gpu, find
 from lightning_memguard.core.replay.seconds import Speed
-from lightning_memguard.core.trace.work import CONVOLUTION
+from lightning_memguard.core.trace.work import CONVOLUTION, GROUPED
+from lightning_memguard.errors import MemGuardError
 
-# Shares of the published peaks that operators reach, and the range of measured times around the likely one: fitted on
-# published training steps of half of timm's models on one GPU, shown on the other half (`benchmarks/seconds.py`).
-_OF_PEAK, _OF_BANDWIDTH = 0.6, 0.8
+# Shares of the published peaks that products, bytes, and grouped convolutions without fast kernels reach, and the range
+# of measured times around the likely one: fitted on published training steps of half of some models of timm on an RTX
+# 3090, and shown on the other half (`benchmarks/seconds.py`).
+_SHARES = 0.9, 0.6, 0.05
 _GPU_SPREAD = 0.8, 1.25
 # A kernel of a GPU that does next to nothing.
 _GPU_LAUNCH = 5e-6
@@ -33,10 +36,21 @@ def speed_of(gpu: Gpu | None) -> Speed | None:
     """
     if gpu is None:
         return cpu_speed(torch.get_num_threads())
-    peaks = {kind: peak * _OF_PEAK for kind in _KINDS if (peak := gpu.peak_flops(kind))}
+    if not gpu.bandwidth:
+        with suppress(MemGuardError):  # it was read from the device
+            gpu = find(gpu.name)
+    return gpu_speed(gpu)
+
+
+def gpu_speed(gpu: Gpu, shares: tuple[float, float, float] = _SHARES) -> Speed | None:
+    """The speed of a GPU of the catalogue, given the shares of its peaks that are reached; None if these are unknown."""
+    of_peak, of_bandwidth, of_grouped = shares
+    peaks = {kind: peak for kind in _KINDS if (peak := gpu.peak_flops(kind))}
     if not peaks or not gpu.bandwidth:
         return None
-    return Speed(peaks, ((0.0, gpu.bandwidth * _OF_BANDWIDTH),), _GPU_LAUNCH, _GPU_SPREAD, gpu.link)
+    flops = {kind: peak * of_peak for kind, peak in peaks.items()}
+    flops |= {f"{kind}{GROUPED}{CONVOLUTION}": peak * of_grouped for kind, peak in peaks.items()}
+    return Speed(flops, ((0.0, gpu.bandwidth * of_bandwidth),), _GPU_LAUNCH, _GPU_SPREAD, gpu.link)
 
 
 @functools.cache

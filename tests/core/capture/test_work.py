@@ -1,0 +1,102 @@
+"""What the operators of a step compute and move, added up by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_memguard.core.batch.batches import batches_from_one
+from lightning_memguard.core.capture.predict import predict
+from lightning_memguard.core.capture.program import LoopProgram
+from lightning_memguard.core.capture.recorder import Recorder, watching
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.core.trace.work import CONVOLUTION, GROUPED, Work
+
+
+def works_of(run, *tensors):
+    """The work of a few operators, forward and, for tensors that require gradients, backward."""
+    recorder = Recorder("cpu")
+    recorder.mark("forward")
+    with watching(recorder, nn.Module()):
+        out = run(*tensors)
+        if out.requires_grad:
+            out.backward(torch.ones_like(out))
+    return recorder.trace(1, "real").work
+
+
+def products_of(run, *tensors):
+    return [work.flops for work in works_of(run, *tensors) if work.kind]
+
+
+def weight(*shape):
+    return torch.ones(*shape, requires_grad=True)
+
+
+def test_a_product_reads_its_operands_and_writes_its_result():
+    assert works_of(torch.mm, torch.ones(2, 3), torch.ones(3, 5)) == (
+        Work("float32", 2 * 2 * 3 * 5, 4 * (6 + 15 + 10)),
+    )
+
+
+def test_a_view_moves_nothing():
+    assert works_of(lambda x: x.t().reshape(6, 1)[1:].expand(5, 7), torch.ones(1, 6)) == ()
+
+
+def test_an_expanded_tensor_is_read_once():
+    assert works_of(torch.neg, torch.ones(1).expand(100)) == (Work("", 0, 4 + 400),)
+
+
+def test_an_embedding_reads_the_rows_that_it_returns():
+    (work,) = works_of(lambda i, w: F.embedding(i, w), torch.zeros(2, dtype=torch.long), torch.ones(1000, 8))
+    assert work.nbytes == 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(("groups", "transposed"), [(1, False), (2, False), (4, False), (1, True), (2, True)])
+def test_a_convolution_costs_as_much_for_each_gradient_as_forward(groups, transposed):
+    images, shape = weight(2, 4, 6, 6), (4, 8 // groups, 3, 3) if transposed else (8, 4 // groups, 3, 3)
+    convolve = F.conv_transpose2d if transposed else F.conv2d
+    out = 36 if transposed else 16  # places
+    forward = 2 * 2 * out * 4 * 8 * 9 // groups
+    assert products_of(lambda x, w: convolve(x, w, groups=groups), images, weight(*shape)) == [forward, 2 * forward]
+
+
+def test_the_first_layer_has_no_gradient_of_its_input():
+    forward, backward = products_of(F.conv2d, torch.ones(1, 3, 4, 4), weight(5, 3, 3, 3))
+    assert forward == backward == 2 * 4 * 5 * 3 * 9
+
+
+def test_attention_costs_five_products_backward_for_two_forward():
+    forward, backward = products_of(F.scaled_dot_product_attention, *(weight(1, 2, 16, 8) for _ in range(3)))
+    assert (forward, backward) == (2 * 2 * 2 * 16 * 16 * 8, 5 * 2 * 2 * 16 * 16 * 8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "kind"),
+    [
+        ((64, 64, 3, 3), 1, "float32"),
+        ((64, 1, 3, 3), 64, "float32"),  # by channel
+        ((64, 16, 3, 3), 4, "float32"),  # with fast kernels
+        ((64, 16, 5, 5), 4, f"float32{GROUPED}"),
+        ((128, 16, 3, 3), 4, f"float32{GROUPED}"),
+    ],
+)
+def test_grouped_convolutions_without_fast_kernels_are_told_apart_in_channels_last(shape, groups, kind):
+    images = torch.ones(2, 64, 8, 8).to(memory_format=torch.channels_last)
+    work = works_of(lambda x, w: F.conv2d(x, w, groups=groups), images, torch.ones(shape))
+    assert [each.kind for each in work if each.kind] == [kind + CONVOLUTION]
+
+
+def test_a_step_is_its_batches_and_one_update():
+    program = LoopProgram(
+        nn.Linear(8, 4, bias=False),
+        batches_from_one(torch.ones(6, 8)),
+        lambda model, x: model(x).sum(),
+        torch.optim.Adam,
+        torch.device("cpu"),
+        accumulate_grad_batches=2,
+    )
+    found = predict(program, 6, AllocatorSettings(kind="exact")).footprint_at(6).timing
+    flops = [work.flops for work in found.work if work.kind]
+    assert flops == [2 * 6 * 8 * 4] * 2  # forward, and the gradient of the weight: the input needs none
+    assert found.batches_per_step == 2
+    assert sum(work.nbytes for work in found.work if work.updates) > 4 * 32 * 3 * 2  # both moments and the weight
