@@ -18,7 +18,7 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.history import line_of, operator_of, without_folders
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.decision_table import new_table, retries_words, setup_text
-from lightning_memguard.report.words import ACCURACY, counted, time_range
+from lightning_memguard.report.words import ACCURACY, counted, duration, time_range
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -74,13 +74,16 @@ def print_plan(plan: Plan, console: Console, kind: str) -> None:
 def print_plans(plans: Sequence[Plan], console: Console) -> None:
     """Print several devices, a row each, and the assumptions behind them."""
     size, each = plans[0].footprint.batch_size, " a rank" if plans[0].ranks > 1 else ""
-    headings = ("Budget", f"Predicted at {size}", "Share", "Fits", f"Largest batch{each}", "Predicted at largest")
+    at_size, at_largest = f"Predicted at {size}", "Predicted at largest"
+    headings = "Budget", at_size, "Share", "Fits", f"Largest batch{each}", at_largest, "Its step"
     title = f"MemGuard: batch size {size}{each} on {counted(len(plans), 'device')}"
     table = new_table(title, "Device", *(f">{heading}" for heading in headings))
     for plan in plans:
         budget, fits = format_bytes(plan.budget.free_bytes), "yes" if plan.fits else "NO"
+        seconds = plan.largest.footprint.step_seconds if plan.largest and plan.largest.footprint else None
         predicted = needed(plan.footprint).replace(", ", "\n")  # a terminal may be 80 wide
-        table.add_row(plan.budget.device, budget, predicted, f"{plan.share:.0%}", fits, *_largest(plan))
+        step = duration(seconds.likely) if seconds else ""
+        table.add_row(plan.budget.device, budget, predicted, f"{plan.share:.0%}", fits, *_largest(plan), step)
     console.print(table)
     share = plans[0].budget.margin_share
     console.print(f"Fits: the prediction's upper bound is within the budget minus a {share:.0%} margin.")
@@ -192,7 +195,7 @@ def print_ways(found: Ways, console: Console) -> None:
             with_ = " + ".join(way.changes) or "as it is"
             table.add_row(way.device, f"{way.batch_size}", f"{way.accumulate_grad_batches}", with_, *figures)
         console.print(table)
-        console.print(f"Times are predicted, without loading data. {ACCURACY}")
+        console.print(f"Times are those of a step by its samples, without loading data; {ACCURACY}.")
         _print_how(console, *(pair for way in ways for pair in zip(way.changes, way.how, strict=True)))
         for name, cost in {pair: None for way in ways for pair in zip(way.changes, way.costs, strict=True)}:
             console.print(f"  {name} costs: {cost}", soft_wrap=True)

@@ -100,13 +100,22 @@ def duration(seconds: float) -> str:
     return f"{number:,.0f} {name}" if number >= 100 else f"{number:.3g} {name}"
 
 
-ACCURACY = "docs/accuracy.md says how far off they were."
-
-
 def time_range(seconds: Seconds) -> str:
     """Write a predicted time: ``"12.3 ms (9.8 ms to 15.4 ms)"``."""
     low, likely, high = map(duration, seconds)
     return f"{likely} ({low} to {high})"
+
+
+def step_words(footprint: Footprint) -> str:
+    """The range of the time of a step, and how far to trust it; empty if no time is known."""
+    if footprint.step_seconds is None:
+        return ""
+    low, _, high = map(duration, footprint.step_seconds)
+    corrected = f", corrected by {footprint.learned_from}" if footprint.seconds_ratio != 1 else ""
+    return f"{low} to {high} without loading data{corrected}; {ACCURACY}"
+
+
+ACCURACY = "how far off such times were: docs/accuracy"
 
 
 def ticks(span_bytes: float) -> tuple[tuple[float, str], ...]:

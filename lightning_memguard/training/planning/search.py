@@ -64,6 +64,36 @@ def largest_that_runs(
     raise failures[0]
 
 
+def smallest_fast(seconds_at: Callable[[int], float], request: Request, largest: int) -> int:
+    """The smallest batch size whose time a sample is within `_ABOUT` of the best up to ``largest``.
+
+    Args:
+        seconds_at: batch size -> seconds of a step.
+        request: the smallest size, and what sizes are multiples of.
+        largest: the largest size.
+    """
+    step, least = request.multiple_of, request.smallest_batch_size
+    sizes = sorted({largest, *(size for size in _doublings(least // step, step) if size < largest)})
+    times = {size: seconds_at(size) / size for size in sizes}
+    enough = _ABOUT * min(times.values())
+    good = next(size for size in sizes if times[size] <= enough)
+    slow = max((size for size in sizes if size < good), default=good)
+    while good - slow > step:
+        middle = slow + (good - slow) // (2 * step) * step
+        slow, good = (slow, middle) if seconds_at(middle) / middle <= enough else (middle, good)
+    return good
+
+
+_ABOUT = 1.03
+
+
+def _doublings(first: int, step: int) -> list[int]:
+    return [(first << power) * step for power in range(_MOST_DOUBLINGS)]
+
+
+_MOST_DOUBLINGS = 24
+
+
 def with_retries(decision: Decision, prediction: Prediction) -> Decision:
     """Return the decision with `Decision.retries`, if its step is too large for a GPU and is known event by event."""
     size, most, budget = decision.batch_size, decision.footprint, decision.budget

@@ -255,9 +255,9 @@ class _Search:
             program = program_of(self.subject, self.places[first].target)
             shardings: list[tuple[Remedy, ...]] = [(each,) for each in self._shardings(first)]
             formats: list[tuple[Remedy, ...]] = [(each,) for each in precisions(program)]
-            again: list[tuple[Remedy, ...]] = (
-                [] if shardings else [(each,) for each in checkpointing(program.inspect(Structure.of))][:1]
-            )
+            again: list[tuple[Remedy, ...]] = []
+            if not shardings:
+                again += [(each,) for each in checkpointing(program.inspect(Structure.of))][:1]
             combined = itertools.product(shardings or [()], [(), *formats], [(), *again])
             self.options += [_Option(first, (*a, *b, *c)) for a, b, c in combined]
         self.say(f"tracing {len(self.options)} ways")
