@@ -156,6 +156,7 @@ ROOMS = {
         "__init__",
         "eight_bit_adam",
         "structure",
+        "selective",
         "remedies",
         "advise",
         "search",

@@ -160,10 +160,11 @@ def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
         console.print(f"No remedy saves memory at batch size {size} on {device}.")
         return
     title = f"What would need less memory at batch size {size} on {device} (each predicted by tracing it)"
-    table = new_table(title, "Remedy", ">At most", ">Saves", ">Fits", "Costs", no_wrap=True)
+    table = new_table(title, "Remedy", ">At most", ">Saves", ">Fits", ">Time", "Costs", no_wrap=True)
     for each in advice:
         peak, saved = format_bytes(each.footprint.most_device_bytes), format_bytes(each.saved_bytes)
-        table.add_row(" + ".join(each.remedies), peak, saved, "yes" if each.fits else "NO", "; ".join(each.costs))
+        time = "" if each.time_ratio is None else f"{each.time_ratio - 1:+.0%}"
+        table.add_row(" + ".join(each.remedies), peak, saved, "yes" if each.fits else "NO", time, "; ".join(each.costs))
     console.print(table)
     if not any(each.fits for each in advice):
         console.print(f"None of these makes it fit on {device}.")

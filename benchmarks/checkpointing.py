@@ -1,0 +1,121 @@
+"""Which blocks to checkpoint so that a step just fits: memory by replay and by the profiler, and what is recomputed.
+
+    python benchmarks/checkpointing.py            # a ResNet-50 and a GPT-2, three budgets each; torchvision, transformers
+
+The budgets are a quarter, half and three quarters of the way from "all blocks" to "none". Of the degrees that MemGuard
+proposes for one, the mildest that fits in a replay is taken; each step then runs for real on the CPU, in a Trainer under
+PyTorch's profiler, with the same blocks checkpointed. Recomputed: FLOPs of the step beyond those of "none", by those
+of all blocks together.
+"""
+
+import argparse
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from shared.truth import memory_events, peak_of
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memguard.core.capture.predict import predict
+from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.settings import AllocatorSettings
+from lightning_memguard.training.planning.remedies import Remedy, families_for
+from lightning_memguard.training.planning.subject import program_of, subject_of
+from lightning_memguard.training.planning.target import target_of
+
+SHARES = 0.25, 0.5, 0.75  # of the budgets
+QUIET = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+
+
+class Net(pl.LightningModule):
+    """A network that computes its own loss."""
+
+    def __init__(self, net: nn.Module, loss: Callable[[nn.Module, list[torch.Tensor]], torch.Tensor]) -> None:
+        super().__init__()
+        self.net, self.loss, self.changes = net, loss, ()
+
+    def configure_model(self) -> None:
+        for change in self.changes:
+            change(self)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.loss(self.net, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def resnet50() -> tuple[Net, list[torch.Tensor]]:
+    from torchvision.models import resnet50 as make
+
+    def loss(net: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    return Net(make(), loss), [torch.randn(8, 3, 128, 128), torch.randint(1000, (8,))]
+
+
+def gpt2() -> tuple[Net, list[torch.Tensor]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=4096, n_embd=256, n_head=4, n_layer=12, n_positions=128)
+    net = Net(GPT2LMHeadModel(config), lambda net, batch: net(input_ids=batch[0], labels=batch[0]).loss)
+    return net, [torch.randint(4096, (8, 128))]
+
+
+def measured(make: Callable[[], tuple[Net, list[torch.Tensor]]], changes: tuple[Any, ...]) -> int:
+    """The peak of a real fit of three steps."""
+    batch = make()[1]
+    loader = DataLoader(TensorDataset(*(each.repeat(3, *[1] * (each.dim() - 1)) for each in batch)), len(batch[0]))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        module = make()[0]
+        module.changes = changes
+        pl.Trainer(accelerator="cpu", max_steps=3, **QUIET).fit(module, loader)
+    return peak_of(memory_events(profiler))[1]
+
+
+def rows(make: Callable[[], tuple[Net, list[torch.Tensor]]]) -> Iterator[tuple[str, str, Footprint, tuple[Any, ...]]]:
+    """The budget, the blocks, the prediction, and what to change for it."""
+    module, batch = make()
+    program = program_of(subject_of(module, batch), target_of("cpu"))
+    settings, size = AllocatorSettings.for_device("cpu", {}), len(batch[0])
+
+    def with_it(remedy: Remedy | None) -> tuple[Footprint, tuple[Any, ...]]:
+        changed = remedy.apply(program) if remedy else program
+        return predict(changed, size, settings, scalable=False).footprint_at(size), changed.changes
+
+    none = predict(program, size, settings, scalable=False)
+    every = next(family for family in families_for(none, size) if family[0].kind == "checkpointing")
+    least = with_it(every[-1])
+    yield "", "none", none.footprint_at(size), ()
+    most_bytes, least_bytes = (each.peak_allocated_bytes for each in (none.footprint_at(size), least[0]))
+    for share in SHARES:
+        budget = int(least_bytes + share * (most_bytes - least_bytes))
+        degrees = next(each for each in families_for(none, size, budget) if each[0].kind == "checkpointing")
+        tried = ((remedy, *with_it(remedy)) for remedy in degrees)
+        remedy, found, changes = next(each for each in tried if each[1].peak_allocated_bytes <= budget)
+        yield f"{budget / 2**20:.1f} MiB", remedy.name.removeprefix("activation checkpointing of "), found, changes
+    yield "", "all", *least
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="*", default=["resnet50", "gpt2"], choices=["resnet50", "gpt2"])
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    print("| model | budget | checkpointed | by replay | by the profiler | recomputed |\n" + "|" + " --- |" * 3 + " ---: |" * 3)
+    for name in parser.parse_args().models:
+        found = [*rows(globals()[name])]
+        flops = [sum(each.flops * each.calls for each in row[2].timing.work) for row in found]
+        for computed, (budget, blocks, footprint, changes) in zip(flops, found, strict=True):
+            mine, theirs = footprint.peak_allocated_bytes, measured(globals()[name], changes)
+            again = (computed - flops[0]) / (flops[-1] - flops[0])
+            print(f"| {name} | {budget} | {blocks} | {mine:,} | {theirs:,} ({mine / theirs - 1:+.2%}) | {again:.0%} |")
+
+
+if __name__ == "__main__":
+    main()
