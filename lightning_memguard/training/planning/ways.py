@@ -9,15 +9,16 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, reduce
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lightning_memguard.core import gpus
 from lightning_memguard.core.capture.capture import Captures, UserCode
 from lightning_memguard.core.capture.predict import Prediction, predict, speed_here
-from lightning_memguard.core.capture.program import Program
+from lightning_memguard.core.capture.program import PRECISIONS, Program
 from lightning_memguard.core.decision.decision import Budget, Limits, check_count
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.seconds import Seconds
@@ -37,8 +38,8 @@ class TrainingWay:
     """One way to see so many samples a step.
 
     Attributes:
-        device: the GPU, or ``"cpu"``.
-        ranks: how many of them train together.
+        device: the GPU, or ``"CPU"``.
+        ranks: how many train together, each on samples of its own.
         batch_size: samples of a batch on each.
         accumulate_grad_batches: batches of a step.
         changes: the names of what else is changed, such as ``"bf16-mixed"``; empty for the training as it is.
@@ -46,8 +47,7 @@ class TrainingWay:
         costs: what each costs in accuracy, time or behavior, in plain words.
         footprint: the memory of the step, and its time.
         budget: what the device offers.
-        altered: how much that changes the numbers: 0 not at all, 1 mixed precision, 2 low precision throughout.
-        dollars_per_hour: the price of one device; None if none was given.
+        dollars_per_hour: the price of the devices of a rank; None if none was given.
     """
 
     device: str
@@ -59,7 +59,6 @@ class TrainingWay:
     costs: tuple[str, ...]
     footprint: Footprint
     budget: Budget
-    altered: int = 0
     dollars_per_hour: float | None = None
 
     @property
@@ -67,7 +66,7 @@ class TrainingWay:
         """Samples of an optimizer step, over all ranks."""
         return self.batch_size * self.accumulate_grad_batches * self.ranks
 
-    @property
+    @cached_property
     def seconds_per_sample(self) -> Seconds | None:
         """The time of a step, by its samples; None if the device's speed is not known."""
         step = self.footprint.step_seconds
@@ -80,9 +79,9 @@ class TrainingWay:
         return None if seconds is None or price is None else seconds.likely * 1e6 / 3600 * price * self.ranks
 
     @property
-    def fits(self) -> bool:
-        """Whether it is within the budget."""
-        return self.footprint.most_device_bytes <= self.budget.usable_bytes
+    def altered(self) -> int:
+        """How much it changes the numbers: 0 not at all, 1 mixed precision, 2 low precision throughout."""
+        return max((1 if name.endswith("-mixed") else 2 for name in self.changes if name in PRECISIONS), default=0)
 
 
 @dataclass(frozen=True)
@@ -111,13 +110,13 @@ def ways_to_train(
     are those that no other beats in time, cost and faithfulness to the training as it is.
 
     Args:
-        model: as for `estimate`.
+        model: as for `estimate`; so are ``batch``, ``step``, ``optimizer`` and ``precision``.
         batch: an example batch.
         target_batch: samples that each optimizer step is to see.
         devices: ``"cpu"``, ``"cuda"``, or GPUs by name, which need not be there.
         prices: dollars an hour, by the name of a device: ``{"H100": 2.5}``.
-        step: as for `estimate`.
-        optimizer: as for `estimate`.
+        step: for a plain module.
+        optimizer: for a plain module.
         precision: the training's own.
         limits: of the memory and the batch size.
 
@@ -131,9 +130,8 @@ def ways_to_train(
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> found = ways_to_train(
-        ...     nn.Linear(64, 64), torch.zeros(8, 64), 32, devices=["T4"], step=lambda m, x: m(x).sum()
-        ... )
+        >>> batch = torch.zeros(8, 64)
+        >>> found = ways_to_train(nn.Linear(64, 64), batch, 32, devices=["T4"], step=lambda m, x: m(x).sum())
         >>> found[0].batch_size, found[0].accumulate_grad_batches
         (32, 1)
     """
@@ -157,10 +155,131 @@ def find_ways(
         CannotTraceError: the step cannot be predicted.
     """
     limits = limits or Limits()
-    places = [_Place.of(subject, device, limits, prices or {}) for device in devices]
-    search = _Search(subject, _sizes(subject, samples, limits), samples // subject.ranks, places, say)
-    with search.children:
-        return search.run()
+    search = _Search(subject, samples, limits, [_Place.of(subject, each, limits, prices or {}) for each in devices])
+    with UserCode[_Task, _Answer](search.work) as children:
+        say(f"tracing {len(search.options)} ways")
+        candidates, left_out = search.candidates(children)
+        ways = search.front(children, candidates, say)
+    known = {way.device for each in candidates.values() for way in each}
+    nothing = [f"nothing that was tried fits {p.budget.device}" for p in search.places if p.budget.device not in known]
+    return Ways(tuple(ways), (*left_out, *nothing))
+
+
+class _Place(NamedTuple):
+    """A device that was asked for."""
+
+    target: Target
+    budget: Budget
+    dollars: float | None
+
+    @classmethod
+    def of(cls, subject: Subject, device: str, limits: Limits, prices: Mapping[str, float]) -> _Place:
+        target, budget = target_and_budget(device, limits, subject.model)
+        same = (of for name, of in prices.items() if name == device or (target.gpu and gpus.find(name) == target.gpu))
+        price = next(same, None)
+        devices = subject.devices * subject.nodes // subject.ranks
+        return cls(target.talking(subject.communicators), budget, price and price * devices)
+
+    @property
+    def kind(self) -> tuple[str, bool]:
+        """Places of one kind are predicted alike, roughly."""
+        gpu = self.target.gpu
+        return self.target.device.type, gpu is None or gpu.compute_capability >= (8, 0)
+
+
+_Key = tuple[int, int]  # of an option and a place
+_Task = tuple[int, int, int, bool]
+"""An option, a place and a batch size, and whether work recurs; place and size are 0 to learn how it grows."""
+_Answer = tuple[bool, list[Footprint]]
+"""Whether work recurs, and the step at that size; or at each size that fits some place, as it would accumulate."""
+
+
+class _Search:
+    """``options`` are remedies to combine, each with the first of the places of its kind."""
+
+    def __init__(self, subject: Subject, samples: int, limits: Limits, places: list[_Place]) -> None:
+        self.subject, self.places, self.of_rank = subject, places, samples // subject.ranks
+        self.sizes = _sizes(subject, samples, limits)
+        firsts = {place.kind: place for place in reversed(places)}.values()
+        self.options = [(place, remedies) for place in firsts for remedies in _remedies(subject, place)]
+
+    def work(self, task: _Task) -> _Answer:
+        """Predict in a child: roughly, to choose, or as it would run."""
+        option, at, size, recurs = task
+        first, remedies = self.options[option]
+        target = self.places[at].target if size else first.target
+        program = reduce(lambda known, remedy: remedy.apply(known), remedies, program_of(self.subject, target))
+        if program.batches_per_step:
+            program = program.with_accumulation(self.of_rank // size if size else 1)
+        settings = AllocatorSettings.for_device(target.device.type, os.environ)
+        with Captures(program, rough=not recurs if size else option > 0):
+            context = target.context_bytes
+            found = predict(program, size or self.of_rank, settings, context_bytes=context, scalable=not size)
+            if found.method == "states":
+                raise CannotTraceError("; ".join(found.notes))
+            footprints = [found.footprint_at(size)] if size else [*self._grown(found, first.kind)]
+        return any(trace.recurs for trace in found.traces.values()), footprints
+
+    def _grown(self, found: Prediction, kind: tuple[str, bool]) -> Iterator[Footprint]:
+        most = max(place.budget.usable_bytes for place in self.places if place.kind == kind)
+        for size in self.sizes if found.program.batches_per_step else self.sizes[-1:]:
+            trace, batches = found.trace_at(size), self.of_rank // size
+            footprint = found.footprint_of(_accumulating(trace) if batches > 1 else trace)
+            if footprint.most_device_bytes > most:
+                return
+            yield replace(footprint, timing=footprint.timing and replace(footprint.timing, batches_per_step=batches))
+
+    def candidates(self, children: UserCode[_Task, _Answer]) -> tuple[dict[_Key, list[TrainingWay]], list[str]]:
+        """Roughly what fits, by option and place, the fastest first; and what could not be predicted."""
+        tasks = [(option, 0, 0, False) for option in range(len(self.options))]
+        children.start(*tasks)
+        answers = [attempt(partial(children.ask, task)) for task in tasks]
+        self.recurs = any(answer.value and answer.value[0] for answer in answers)
+        names = [" + ".join(each.name for each in remedies) or "the step as it is" for _, remedies in self.options]
+        failed = [
+            f"{name}: {each.reason.rstrip('.')}" for name, each in zip(names, answers, strict=True) if each.reason
+        ]
+        if len(failed) == len(answers):
+            raise CannotTraceError("; ".join(failed))
+        found: dict[_Key, list[TrainingWay]] = {}
+        for (option, (first, _)), (at, place) in itertools.product(enumerate(self.options), enumerate(self.places)):
+            known = answers[option].value
+            if known and place.kind == first.kind:
+                ways = [self._way((option, at), each) for each in known[1] if _fits(each, place.budget)]
+                found[option, at] = sorted(ways, key=lambda way: (_time(way), -way.batch_size))
+        return found, failed
+
+    def front(
+        self,
+        children: UserCode[_Task, _Answer],
+        candidates: dict[_Key, list[TrainingWay]],
+        say: Callable[[str], object],
+    ) -> list[TrainingWay]:
+        """Prove those that no other beats until all are proven; what then does not fit gives way to smaller batches."""
+        proven = set[_Key]()
+        while True:
+            ways = {key: each[0] for key, each in candidates.items() if each}
+            front = {key: way for key, way in ways.items() if not any(_beats(each, way) for each in ways.values())}
+            tasks = [(*key, way.batch_size, self.recurs) for key, way in front.items() if key not in proven]
+            if not tasks:
+                priced = all(way.dollars_per_million is not None for way in front.values())
+                return sorted(front.values(), key=_dollars if priced else _time)
+            say(f"proving {len(tasks)} ways")
+            children.start(*tasks)
+            for task in tasks:
+                key, answer = task[:2], attempt(partial(children.ask, task)).value
+                if answer and _fits(answer[1][0], self.places[key[1]].budget):
+                    candidates[key] = [self._way(key, answer[1][0])]
+                    proven.add(key)
+                else:
+                    candidates[key] = [way for way in candidates[key] if way.batch_size < task[2]]
+
+    def _way(self, key: _Key, footprint: Footprint) -> TrainingWay:
+        place, remedies = self.places[key[1]], self.options[key[0]][1]
+        timing = footprint.timing and replace(footprint.timing, speed=partial(speed_here, place.target.gpu))
+        names, how, costs = (tuple(getattr(each, of) for each in remedies) for of in ("name", "how", "cost"))
+        size, what = footprint.batch_size, (names, how, costs, replace(footprint, timing=timing), place.budget)
+        return TrainingWay(place.budget.device, self.subject.ranks, size, self.of_rank // size, *what, place.dollars)
 
 
 def _sizes(subject: Subject, samples: int, limits: Limits) -> list[int]:
@@ -176,205 +295,29 @@ def _sizes(subject: Subject, samples: int, limits: Limits) -> list[int]:
     return sizes
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A device that was asked for."""
-
-    target: Target
-    budget: Budget
-    price: float | None
-
-    @classmethod
-    def of(cls, subject: Subject, device: str, limits: Limits, prices: Mapping[str, float]) -> _Place:
-        target, budget = target_and_budget(device, limits, subject.model)
-        price = next((each for name, each in prices.items() if _names(name, device, target)), None)
-        return cls(target.talking(subject.communicators), budget, price)
-
-    @property
-    def is_for_bf16(self) -> bool:
-        gpu = self.target.gpu
-        return gpu is None or gpu.compute_capability >= (8, 0)
-
-    @property
-    def kind(self) -> tuple[str, bool]:
-        """Places of one kind are predicted alike, roughly."""
-        return self.target.device.type, self.is_for_bf16
+def _remedies(subject: Subject, place: _Place) -> Iterator[tuple[Remedy, ...]]:
+    """Strategies if several devices train together, else activation checkpointing; each in each precision."""
+    program = program_of(subject, place.target)
+    several = subject.devices * subject.nodes > 1 and subject.runs_in_lightning
+    ways: Sequence[Any] = [*_shardings(subject, place)] if several else [None]
+    blocks = [None, *checkpointing(program.inspect(Structure.of))][:2] if not several else [None]
+    for combined in itertools.product(ways, [None, *precisions(program)], blocks):
+        yield tuple(filter(None, combined))
 
 
-def _names(name: str, device: str, target: Target) -> bool:
-    return name == device or (target.gpu is not None and gpus.find(name) == target.gpu)
+def _shardings(subject: Subject, place: _Place) -> Iterator[Remedy]:
+    for way in shardings_for(subject, place.budget.device):
+        on = way.subject(subject.devices, subject.nodes)
 
+        def apply(program: Program, on: Subject = on) -> Program:
+            return program_of(on, Target(program.device, program.gpu))
 
-@dataclass(frozen=True)
-class _Option:
-    """Remedies to combine, on places of one kind; ``first`` is the place whose GPU it is roughly predicted for."""
-
-    first: int
-    remedies: tuple[Remedy, ...]
-
-    @property
-    def altered(self) -> int:
-        names = [remedy.name for remedy in self.remedies if remedy.kind == "precision"]
-        return max((1 if name.endswith("-mixed") else 2 for name in names), default=0)
-
-
-@dataclass
-class _Candidate:
-    """An option on a place: footprints by size, the largest that fits first; once proven, its own."""
-
-    place: int
-    option: int
-    sizes: list[tuple[int, Footprint]]
-    is_proven: bool = False
-
-
-_Task = tuple[int, int, int, bool]
-"""The option, its place and batch size, and whether work recurs; place and size are 0 to learn how it grows."""
-
-
-@dataclass
-class _Search:
-    subject: Subject
-    sizes: list[int]
-    of_rank: int
-    places: list[_Place]
-    say: Callable[[str], object]
-    options: list[_Option] = field(default_factory=list)
-    left_out: dict[str, None] = field(default_factory=dict)
-    recurs: bool = False  # whether a step does more later, so that it has to be captured with that
-    children: UserCode[_Task, tuple[bool, list[tuple[int, Footprint]]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.children = UserCode(self._work)
-
-    def run(self) -> Ways:
-        kinds: dict[tuple[str, bool], int] = {}
-        for at, place in enumerate(self.places):
-            kinds.setdefault(place.kind, at)
-        for first in kinds.values():
-            program = program_of(self.subject, self.places[first].target)
-            shardings: list[tuple[Remedy, ...]] = [(each,) for each in self._shardings(first)]
-            formats: list[tuple[Remedy, ...]] = [(each,) for each in precisions(program)]
-            again: list[tuple[Remedy, ...]] = []
-            if not shardings:
-                again += [(each,) for each in checkpointing(program.inspect(Structure.of))][:1]
-            combined = itertools.product(shardings or [()], [(), *formats], [(), *again])
-            self.options += [_Option(first, (*a, *b, *c)) for a, b, c in combined]
-        self.say(f"tracing {len(self.options)} ways")
-        tasks = [(option, 0, 0, False) for option in range(len(self.options))]
-        self.children.start(*tasks)
-        answers = [attempt(partial(self.children.ask, task)) for task in tasks]
-        self.recurs = any(answer.value and answer.value[0] for answer in answers)
-        for option, answer in zip(self.options, answers, strict=True):
-            if answer.reason:
-                name = " + ".join(each.name for each in option.remedies) or "the step as it is"
-                self.left_out[f"{name}: {answer.reason.rstrip('.')}"] = None
-        if len(self.left_out) == len(answers):
-            raise CannotTraceError("; ".join(self.left_out))
-        candidates = [
-            each for at, answer in enumerate(answers) if answer.value for each in self._candidates(at, answer.value[1])
-        ]
-        return Ways(tuple(self._front(candidates)), tuple(self.left_out))
-
-    # -- what there is to try
-
-    def _shardings(self, first: int) -> Iterator[Remedy]:
-        """Strategies, if several devices train together."""
-        subject, place = self.subject, self.places[first]
-        if subject.devices * subject.nodes == 1 or not subject.runs_in_lightning:
-            return
-        for way in shardings_for(subject, place.budget.device):
-            on = way.subject(subject.devices, subject.nodes)
-
-            def apply(program: Program, on: Subject = on) -> Program:
-                return program_of(on, Target(program.device, program.gpu))
-
+        if on.ranks == subject.ranks:
             yield Remedy(way.name, "strategy", way.how, "what its ranks send each other", apply)
 
-    def _program(self, place: _Place, remedies: Sequence[Remedy], batches: int) -> Program:
-        program = program_of(self.subject, place.target)
-        for remedy in remedies:
-            program = remedy.apply(program)
-        return program.with_accumulation(batches) if program.batches_per_step else program
 
-    # -- in children
-
-    def _work(self, task: _Task) -> tuple[bool, list[tuple[int, Footprint]]]:
-        """Footprints by size, and whether the step does more later."""
-        option, at, size, recurs = task
-        known = self.options[option]
-        place = self.places[at if size else known.first]
-        program = self._program(place, known.remedies, self.of_rank // size if size else 1)
-        settings = AllocatorSettings.for_device(place.target.device.type, os.environ)
-        context = place.target.context_bytes
-        with Captures(program, rough=not recurs if size else option > 0):
-            found = predict(program, size or self.of_rank, settings, context_bytes=context, scalable=not size)
-            footprints = [(size, found.footprint_at(size))] if size else [*self._grown(found, known)]
-        if found.method == "states":
-            raise CannotTraceError("; ".join(found.notes))
-        return any(trace.recurs for trace in found.traces.values()), footprints
-
-    def _grown(self, found: Prediction, option: _Option) -> Iterator[tuple[int, Footprint]]:
-        """The step at each size that fits some place."""
-        most = max(place.budget.usable_bytes for place in self.places if place.kind == self.places[option.first].kind)
-        for size in self.sizes if found.program.batches_per_step else self.sizes[-1:]:
-            trace, batches = found.trace_at(size), self.of_rank // size
-            footprint = found.footprint_of(_accumulating(trace) if batches > 1 else trace)
-            if footprint.most_device_bytes > most:
-                return
-            timing = footprint.timing and replace(footprint.timing, batches_per_step=batches)
-            yield size, replace(footprint, timing=timing)
-
-    # -- which are worth a look
-
-    def _candidates(self, option: int, footprints: list[tuple[int, Footprint]]) -> Iterator[_Candidate]:
-        known = self.options[option]
-        for at, place in enumerate(self.places):
-            if place.kind != self.places[known.first].kind:
-                continue
-            fitting = [(n, self._on(place, each)) for n, each in footprints]
-            fitting = [(n, each) for n, each in fitting if each.most_device_bytes <= place.budget.usable_bytes]
-            if fitting:
-                yield _Candidate(at, option, sorted(fitting, key=_slowness))
-
-    def _on(self, place: _Place, footprint: Footprint) -> Footprint:
-        timing = footprint.timing and replace(footprint.timing, speed=partial(speed_here, place.target.gpu))
-        return replace(footprint, timing=timing)
-
-    def _front(self, candidates: list[_Candidate]) -> list[TrainingWay]:
-        """Prove those on the front until all of it is proven: what then does not fit gives way to its next size."""
-        while True:
-            ways = [(each, self._way(each)) for each in candidates if each.sizes]
-            front = [pair for pair in ways if not any(_beats(other, pair[1]) for _, other in ways)]
-            unproven = [each for each, _ in front if not each.is_proven]
-            if not unproven:
-                break
-            tasks = [(each.option, each.place, each.sizes[0][0], self.recurs) for each in unproven]
-            self.say(f"proving {len(tasks)} ways")
-            self.children.start(*tasks)
-            for each, task in zip(unproven, tasks, strict=True):
-                self._prove(each, task)
-        for place in self.places:
-            if not any(way.budget is place.budget for _, way in ways):
-                self.left_out[f"nothing that was tried fits {place.budget.device}"] = None
-        priced = all(way.dollars_per_million is not None for _, way in front)
-        return sorted((way for _, way in front), key=_dollars if priced else _time)
-
-    def _prove(self, candidate: _Candidate, task: _Task) -> None:
-        answer, size = attempt(partial(self.children.ask, task)).value, task[2]
-        fits = answer and answer[1][0][1].most_device_bytes <= self.places[candidate.place].budget.usable_bytes
-        if answer and fits:
-            candidate.sizes, candidate.is_proven = answer[1], True
-        else:  # smaller ones may
-            candidate.sizes = [each for each in candidate.sizes if each[0] < size]
-
-    def _way(self, candidate: _Candidate) -> TrainingWay:
-        place, option = self.places[candidate.place], self.options[candidate.option]
-        size, footprint = candidate.sizes[0]
-        names, how, costs = (tuple(getattr(each, of) for each in option.remedies) for of in ("name", "how", "cost"))
-        device, ranks, batches = place.budget.device, self.subject.ranks, self.of_rank // size
-        what = names, how, costs, footprint, place.budget, option.altered, place.price
-        return TrainingWay(device, ranks, size, batches, *what)
+def _fits(footprint: Footprint, budget: Budget) -> bool:
+    return footprint.most_device_bytes <= budget.usable_bytes
 
 
 def _accumulating(trace: Trace) -> Trace:
@@ -384,11 +327,6 @@ def _accumulating(trace: Trace) -> Trace:
     later = {each.block for each in gradients} - first
     events = [e for e in trace.events if e.block not in later and not (e.action == "free" and e.block in first)]
     return replace(trace, events=tuple(events), kernels=(), scratch_spans=())
-
-
-def _slowness(sized: tuple[int, Footprint]) -> tuple[float, int]:
-    seconds = sized[1].step_seconds
-    return seconds.likely if seconds else math.inf, -sized[0]
 
 
 def _dollars(way: TrainingWay) -> float:
