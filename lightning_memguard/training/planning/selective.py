@@ -16,7 +16,7 @@ from lightning_memguard.errors import CannotTraceError
 from lightning_memguard.training.adapter.program import LightningProgram
 
 _DEGREES = (0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)  # times the bytes that are missing: what a block saves is a guess
-_GRAIN = 256  # parts of what is missing that the search counts in
+_GRAIN = 1024  # parts of what is missing that the search counts in
 
 
 class BlockCost(NamedTuple):
