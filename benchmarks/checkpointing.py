@@ -16,7 +16,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from shared.truth import memory_events, peak_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,9 +26,10 @@ from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.training.planning.remedies import Remedy, families_for
 from lightning_memguard.training.planning.subject import program_of, subject_of
 from lightning_memguard.training.planning.target import target_of
+from shared.truth import memory_events, peak_of
 
 SHARES = 0.25, 0.5, 0.75  # of the budgets
-QUIET = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 class Net(pl.LightningModule):
@@ -107,7 +107,8 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=["resnet50", "gpt2"])
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    print("| model | budget | checkpointed | by replay | by the profiler | recomputed |\n" + "|" + " --- |" * 3 + " ---: |" * 3)
+    print("| model | budget | checkpointed | by replay | by the profiler | recomputed |")
+    print("| --- | --- | --- | ---: | ---: | ---: |")
     for name in parser.parse_args().models:
         found = [*rows(globals()[name])]
         flops = [sum(each.flops * each.calls for each in row[2].timing.work) for row in found]

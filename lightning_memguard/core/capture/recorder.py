@@ -49,7 +49,7 @@ from lightning_memguard.core.simulation.value_sizes import ValueSizes, assumptio
 from lightning_memguard.core.trace.kept import Kept
 from lightning_memguard.core.trace.scratch import CudaTarget
 from lightning_memguard.core.trace.trace import Event, Trace
-from lightning_memguard.core.trace.work import Work
+from lightning_memguard.core.trace.work import COMMUNICATION, Work
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 
 if TYPE_CHECKING:
@@ -298,15 +298,24 @@ class Recorder(Storages, TorchDispatchMode):
         return Trace(*read, kept=self.kept, work=self._work_of_step())
 
     def _note_work(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
-        """Note what an operator computes in the first two batches, or optimizer steps."""
-        updates = self.phase == "optimizer"
+        noted = None if self.phase == "setup" else self._work_noted(updates=self.phase == "optimizer")
+        if noted is not None:
+            target = self._scratch.target
+            work = work_of(func, args, kwargs, out, tf32=isinstance(target, CudaTarget) and target.tf32)
+            noted += [work._replace(updates=self.phase == "optimizer")] if work else []
+
+    def _work_noted(self, *, updates: bool) -> list[Work] | None:
+        """Where to note what is computed now: in the first two batches, or optimizer steps."""
         known = [step for step, is_update in self._work if is_update == updates]
-        if self.phase == "setup" or (self.step not in known and len(known) == _NOTED_STEPS):
-            return
-        target = self._scratch.target
-        work = work_of(func, args, kwargs, out, tf32=isinstance(target, CudaTarget) and target.tf32)
-        if work is not None:
-            self._work.setdefault((self.step, updates), []).append(work._replace(updates=updates))
+        if self.step not in known and len(known) == _NOTED_STEPS:
+            return None
+        return self._work.setdefault((self.step, updates), [])
+
+    def note_sent(self, nbytes: int) -> None:
+        """Note what a strategy sends to the other ranks once a step, if no operator of torch does."""
+        noted = self._work_noted(updates=True)
+        if noted is not None:
+            noted.append(Work(COMMUNICATION, 0, nbytes, updates=True))
 
     def _work_of_step(self) -> tuple[Work, ...]:
         """What a batch and an optimizer step compute, of the last noted: the first ones also make states."""

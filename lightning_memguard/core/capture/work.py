@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memguard.core.foreign import aten
 from lightning_memguard.core.kernels.arguments import operands
-from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, GROUPED, Work
+from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, RANDOM, SPECIAL, Work
 
 _Shape = Sequence[int]
 
@@ -96,7 +96,9 @@ FLOPS: dict[Any, Callable[..., int]] = {
         ("_native_multi_head_attention", _fast_attention),
         ("_transformer_encoder_layer_fwd", _fast_layer),
         ("mkldnn_rnn_layer", _lstm),
+        ("mkldnn_rnn_layer_backward", lambda *args, **_: 2 * _lstm(*args)),
         ("_cudnn_rnn", _cudnn_rnn),
+        ("_cudnn_rnn_backward", lambda *args, **_: 2 * _cudnn_rnn(*args)),
         ("mv", lambda matrix, *_, **__: 2 * math.prod(matrix)),
         ("addmv", lambda _, matrix, *__, **___: 2 * math.prod(matrix)),
         ("dot", lambda vector, *_, **__: 2 * math.prod(vector)),
@@ -106,17 +108,41 @@ FLOPS: dict[Any, Callable[..., int]] = {
 # A rule of torch's gets tensors, with its own decorator around it that takes their shapes.
 _TORCH_FLOPS: dict[Any, Callable[..., int]] = flop_registry
 
-# Operators that read their largest input twice: for its statistics, then for its values.
-_TWICE = (
-    "native_batch_norm",
-    "cudnn_batch_norm",
-    "native_group_norm",
-    "_batch_norm_with_update",
-    "batch_norm_backward",
-)
+# Operators that read their largest input twice: for its statistics, then for its values. Batch norms do so in training.
+_TWICE = ("batch_norm_backward", "native_group_norm", "_batch_norm_with_update")
+_IF_TRAINING, _TRAINING = ("native_batch_norm", "cudnn_batch_norm"), 5  # place of the argument
 _GATHERS = ("embedding", "index", "index_select", "gather", "_embedding_bag", "embedding_renorm_")
+_RANDOM = (
+    "native_dropout",
+    "bernoulli",
+    "uniform",
+    "normal",
+    "rand",
+    "randn",
+    "rand_like",
+    "randn_like",
+    "multinomial",
+)
+_SPECIAL = (
+    *(
+        "exp",
+        "log",
+        "pow",
+        "sin",
+        "cos",
+        "erf",
+        "tanh",
+        "sigmoid",
+        "gelu",
+        "silu",
+        "mish",
+        "elu",
+        "softplus",
+        "softmax",
+    ),
+    *("log_softmax", "logsumexp", "log_sigmoid_forward", "binary_cross_entropy_with_logits"),
+)
 _LEAST_CHANNELS = 8  # of each group: a tensor core multiplies blocks of 8 or 16 of them
-_FAST_GROUPS = (4, 8, 16, 32)  # channels of a group, for which cuDNN has fast 3 x 3 kernels, channels last
 
 
 def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, *, tf32: bool) -> Work | None:
@@ -134,21 +160,32 @@ def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
         return None
     given, results = list(operands((args, tuple(kwargs.values())))), list(operands(out))
     if moves == COMMUNICATION:
-        return Work(COMMUNICATION, 0, max((_nbytes(tensor) for tensor in (*given, *results)), default=0))
+        times = 2 if "allreduce" in func.name().replace("_", "") else 1  # reduced to parts, and gathered
+        return Work(COMMUNICATION, 0, times * max((_nbytes(tensor) for tensor in (*given, *results)), default=0))
     made = sum(map(_nbytes, results))
     read = made if moves == "gather" else sum(map(_nbytes, given))
-    if moves == "twice":
+    if moves == "twice" or (moves == "if training" and args[_TRAINING]):
         read += max(map(_nbytes, given), default=0)
-    rule = FLOPS.get(func._overloadpacket)
+    rule = FLOPS.get(func.overloadpacket)
     if rule is not None:
         flops = rule(
             *map(_shapes, args), **{name: _shapes(value) for name, value in kwargs.items()}, out_shape=_shapes(out)
         )
-    elif func._overloadpacket in _TORCH_FLOPS:
-        flops = _TORCH_FLOPS[func._overloadpacket](*args, **kwargs, out_val=out)
+    elif func.overloadpacket in _TORCH_FLOPS:
+        flops = _TORCH_FLOPS[func.overloadpacket](*args, **kwargs, out_val=out)
+    elif read + made:
+        kind = _slow_kind(func)
+        return Work(kind, max(t.numel() for t in (*given, *results)) if kind else 0, read + made)
     else:
-        return Work("", 0, read + made) if read + made else None
+        return None
     return Work(_kind(func, given, tf32=tf32), flops, read + made)
+
+
+@functools.cache
+def _slow_kind(func: OpOverload) -> str:
+    """Whether elements take a CPU longer than their bytes do."""
+    name = func._schema.name.removeprefix("aten::").removesuffix("_backward").strip("_")
+    return RANDOM if name in _RANDOM else SPECIAL if name in _SPECIAL else ""
 
 
 def _shapes(value: object) -> Any:
@@ -172,17 +209,9 @@ def _kind(func: OpOverload, given: Sequence[Tensor], *, tf32: bool) -> str:
     x, weight = given[1:3] if func._schema.name.endswith("backward") else given[:2]
     if tf32 and kind == "float32":
         kind = "tf32"
-    width = weight.shape[1]
-    if width == x.shape[1]:
-        return kind + CONVOLUTION
-    kind = "float32" if width < _LEAST_CHANNELS else kind
-    has_kernel = width in _FAST_GROUPS and weight.shape == (x.shape[1], width, 3, 3)
-    is_slow = width > 1 and _is_channels_last(x) and not has_kernel
-    return kind + (GROUPED if is_slow else "") + CONVOLUTION
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    if weight.shape[1] < min(x.shape[1], _LEAST_CHANNELS):
+        kind = "float32"
+    return kind + CONVOLUTION
 
 
 @functools.cache
@@ -197,4 +226,6 @@ def _moves(func: OpOverload) -> str:
         return ""
     if name in _GATHERS:
         return "gather"
-    return "twice" if any(name.startswith(part) or name.endswith(part) for part in _TWICE) else "once"
+    if name in _IF_TRAINING:
+        return "if training"
+    return "twice" if any(name.endswith(part) for part in _TWICE) else "once"

@@ -14,17 +14,17 @@ from torch import nn
 
 from lightning_memguard.core.gpus import Gpu, find
 from lightning_memguard.core.replay.seconds import Speed
-from lightning_memguard.core.trace.work import CONVOLUTION, GROUPED
+from lightning_memguard.core.trace.work import CONVOLUTION, RANDOM, SPECIAL
 from lightning_memguard.errors import MemGuardError
 
-# Shares of the published peaks that products, bytes, and grouped convolutions without fast kernels reach, and the range
-# of measured times around the likely one: fitted on published training steps of half of some models of timm on an RTX
-# 3090, and shown on the other half (`benchmarks/seconds.py`).
-_SHARES = 0.9, 0.6, 0.05
-_GPU_SPREAD = 0.8, 1.25
-# A kernel of a GPU that does next to nothing.
-_GPU_LAUNCH = 5e-6
-_CPU_SPREAD = 0.6, 1.6
+# Shares of the published peaks that products and bytes reach, and the range of measured times around the likely one:
+# fitted on published training steps of half of some models of timm on an RTX 3090, and shown on the other half. The
+# range's lower end is from inference on an RTX 4090 (`benchmarks/seconds.py`, docs/accuracy.md).
+_SHARES = 1.0, 0.64
+_GPU_SPREAD = 0.5, 1.45
+_GPU_LAUNCH = 5e-6  # seconds of a kernel that does next to nothing
+# For the CPU: 104 of 105 steps of 12 models on two cores of an AMD EPYC.
+_CPU_SPREAD = 0.85, 2.2
 _KINDS = ("float32", "tf32", "float16", "bfloat16", "float64")
 
 
@@ -42,27 +42,27 @@ def speed_of(gpu: Gpu | None) -> Speed | None:
     return gpu_speed(gpu)
 
 
-def gpu_speed(gpu: Gpu, shares: tuple[float, float, float] = _SHARES) -> Speed | None:
-    """The speed of a GPU of the catalogue, given the shares of its peaks that are reached; None if these are unknown."""
-    of_peak, of_bandwidth, of_grouped = shares
-    peaks = {kind: peak for kind in _KINDS if (peak := gpu.peak_flops(kind))}
-    if not peaks or not gpu.bandwidth:
+def gpu_speed(gpu: Gpu, shares: tuple[float, float] = _SHARES) -> Speed | None:
+    """The speed of a GPU of the catalogue, given the shares of its peaks that are reached; None if it has none."""
+    of_peak, of_bandwidth = shares
+    flops = {kind: peak * of_peak for kind in _KINDS if (peak := gpu.peak_flops(kind))}
+    if not flops or not gpu.bandwidth:
         return None
-    flops = {kind: peak * of_peak for kind, peak in peaks.items()}
-    flops |= {f"{kind}{GROUPED}{CONVOLUTION}": peak * of_grouped for kind, peak in peaks.items()}
     return Speed(flops, ((0.0, gpu.bandwidth * of_bandwidth),), _GPU_LAUNCH, _GPU_SPREAD, gpu.link)
 
 
 @functools.cache
-def cpu_speed(threads: int) -> Speed:  # noqa: ARG001 - it is measured anew for another number
+def cpu_speed(threads: int) -> Speed:  # noqa: ARG001 - another number is another speed
     """Measure this machine's CPU, in about a third of a second; ``threads`` are those that torch uses.
 
-    Products of matrices by number format; a convolution with its backward pass; sums of two vectors of several sizes,
-    as a cache holds small ones; and an operator on one element, with its node in the backward pass.
+    Products of matrices by number format; a convolution with its backward pass; a special function and random numbers;
+    sums of two vectors of several sizes, as a cache holds small ones; and modules on one element, with their nodes in
+    the backward pass.
     """
     flops = {name: 2 * _SIDE**3 / _fastest(_product(name)) for name in ("float32", "float64", "bfloat16", "float16")}
     slower = _CONVOLUTION_FLOPS / _fastest(_convolution) / flops["float32"]
     flops |= {f"{name}{CONVOLUTION}": slower * rate for name, rate in flops.items()}
+    flops |= {SPECIAL: _ELEMENTS / _fastest(_special), RANDOM: _ELEMENTS / _fastest(_random)}
     bandwidth = [(3.0 * nbytes, 3 * nbytes * _HELD / _fastest(_sums(nbytes))) for nbytes in _SIZES]
     bandwidth[0] = (0.0, bandwidth[0][1])
     return Speed(flops, tuple(bandwidth), _fastest(_chain) / (2 * _OPERATORS), _CPU_SPREAD)
@@ -71,7 +71,8 @@ def cpu_speed(threads: int) -> Speed:  # noqa: ARG001 - it is measured anew for 
 _SIDE = 384  # of a matrix
 _SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes of a vector
 _HELD = 4  # results that live at once, as activations do: memory that is new has to be mapped
-_OPERATORS = 50
+_OPERATORS, _MODULE = 50, nn.ReLU()
+_ELEMENTS = 1 << 16
 _IMAGES = 8, 32, 28, 28
 _CONVOLUTION_FLOPS = 3 * 2 * math.prod(_IMAGES) * 32 * 9
 
@@ -100,8 +101,16 @@ def _convolution() -> None:
 def _chain() -> None:
     result = torch.ones(1, device="cpu", requires_grad=True)
     for _ in range(_OPERATORS):
-        result = result * 2
+        result = _MODULE(result)
     result.backward()
+
+
+def _special() -> object:
+    return nn.functional.gelu(torch.ones(_ELEMENTS, dtype=torch.float32, device="cpu"))
+
+
+def _random() -> object:
+    return torch.empty(_ELEMENTS, dtype=torch.float32, device="cpu").bernoulli_(0.5, generator=torch.Generator("cpu"))
 
 
 def _fastest(run: Callable[[], object], times: int = 3) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_memguard.core.trace.work import COMMUNICATION, GROUPED, Work
+from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, Work
 
 
 class Seconds(NamedTuple):
@@ -51,8 +51,9 @@ class Speed:
         return max(moving, work.flops / self._peak(work.kind) if work.kind else 0.0, self.launch_seconds)
 
     def _peak(self, kind: str) -> float:
-        less_and_less = (kind, kind.replace(GROUPED, ""), kind.partition(" ")[0], "float32")
-        return next(self.flops[each] for each in less_and_less if each in self.flops)
+        return next(
+            self.flops[each] for each in (kind, kind.removesuffix(CONVOLUTION), "float32") if each in self.flops
+        )
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,11 @@ class Timing:
         speed = self.speed() if self.work else None
         if speed is None:
             return None
-        seconds, products = self._sum(speed, self.work), self._sum(speed, (each for each in self.work if each.kind))
-        least = (products if self.compiled else seconds) * speed.spread[0]
-        sent = self._times_each((each, each.nbytes) for each in self.work if each.kind == COMMUNICATION)
+        taken = [(each, speed.seconds(each)) for each in self.work if each.kind != COMMUNICATION]
+        seconds, least = self._sum(taken), self._sum(one for one in taken if one[0].kind or not self.compiled)
+        sent = self._sum((each, each.nbytes) for each in self.work if each.kind == COMMUNICATION)
         sending = sent / speed.link if speed.link else 0.0
-        return Seconds(least, max(seconds, sending), (seconds + 2 * sending) * speed.spread[1])
+        return Seconds(least * speed.spread[0], max(seconds, sending), (seconds + 2 * sending) * speed.spread[1])
 
-    def _sum(self, speed: Speed, work: Iterable[Work]) -> float:
-        return self._times_each((each, speed.seconds(each)) for each in work if each.kind != COMMUNICATION)
-
-    def _times_each(self, figures: Iterable[tuple[Work, float]]) -> float:
+    def _sum(self, figures: Iterable[tuple[Work, float]]) -> float:
         return sum(figure * each.calls * (1 if each.updates else self.batches_per_step) for each, figure in figures)

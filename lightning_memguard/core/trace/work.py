@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 COMMUNICATION = "communication"
-CONVOLUTION, GROUPED = " convolution", " channels-last grouped"  # after a number format
+CONVOLUTION = " convolution"  # after a number format
+SPECIAL, RANDOM = "special functions", "random numbers"
 
 
 class Work(NamedTuple):
     """What calls of one operator compute and move.
 
     Attributes:
-        kind: the number format that a product computes in, such as ``"float16"`` or ``"tf32 convolution"``;
-            ``"communication"`` for what is sent to other ranks; empty for all else, whose time its bytes decide.
-        flops: floating point operations of a call; a multiply-add is two.
+        kind: the number format that a product computes in, such as ``"float16"`` or ``"tf32 convolution"``; what else
+            a CPU is slow at (``"special functions"``, ``"random numbers"``); ``"communication"`` for what is sent to
+            other ranks; empty for all else, whose time its bytes decide.
+        flops: floating point operations of a call; a multiply-add is two, and a special function or random number one.
         nbytes: bytes that a call reads and writes, or sends.
         updates: whether the optimizer runs it, once a step, and not each batch.
         calls: how many such calls there are.

@@ -363,9 +363,11 @@ class _Wrapper:
     def _send(self, bucket: int) -> None:
         """A hook that compresses takes a smaller copy of the bucket. Lightning registers hooks on CUDA only."""
         members = [self.parameters[index] for index in self.buckets[bucket]]
+        nbytes = sum(p.numel() * p.element_size() for p in members)
         if self.arguments.hook in _COMPRESSED and members[0].device.type == "cuda":
-            copied = torch.empty(sum(p.numel() for p in members) * 2, dtype=torch.uint8, device=members[0].device)
-            self.recorder.label([copied], "communication")
+            nbytes = sum(p.numel() for p in members) * 2
+            self.recorder.label([torch.empty(nbytes, dtype=torch.uint8, device=members[0].device)], "communication")
+        self.recorder.note_sent(2 * nbytes)  # an all-reduce is a reduce-scatter and an all-gather
 
 
 def _broadcast(tensors: list[torch.Tensor], recorder: Recorder) -> None:

@@ -10,7 +10,7 @@ from lightning_memguard.core.capture.predict import predict
 from lightning_memguard.core.capture.program import LoopProgram
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.replay.settings import AllocatorSettings
-from lightning_memguard.core.trace.work import CONVOLUTION, GROUPED, Work
+from lightning_memguard.core.trace.work import CONVOLUTION, Work
 
 
 def works_of(run, *tensors):
@@ -47,7 +47,7 @@ def test_an_expanded_tensor_is_read_once():
 
 
 def test_an_embedding_reads_the_rows_that_it_returns():
-    (work,) = works_of(lambda i, w: F.embedding(i, w), torch.zeros(2, dtype=torch.long), torch.ones(1000, 8))
+    (work,) = works_of(F.embedding, torch.zeros(2, dtype=torch.long), torch.ones(1000, 8))
     assert work.nbytes == 2 * 2 * 8 * 4
 
 
@@ -70,20 +70,17 @@ def test_attention_costs_five_products_backward_for_two_forward():
     assert (forward, backward) == (2 * 2 * 2 * 16 * 16 * 8, 5 * 2 * 2 * 16 * 16 * 8)
 
 
-@pytest.mark.parametrize(
-    ("shape", "groups", "kind"),
-    [
-        ((64, 64, 3, 3), 1, "float32"),
-        ((64, 1, 3, 3), 64, "float32"),  # by channel
-        ((64, 16, 3, 3), 4, "float32"),  # with fast kernels
-        ((64, 16, 5, 5), 4, f"float32{GROUPED}"),
-        ((128, 16, 3, 3), 4, f"float32{GROUPED}"),
-    ],
-)
-def test_grouped_convolutions_without_fast_kernels_are_told_apart_in_channels_last(shape, groups, kind):
-    images = torch.ones(2, 64, 8, 8).to(memory_format=torch.channels_last)
-    work = works_of(lambda x, w: F.conv2d(x, w, groups=groups), images, torch.ones(shape))
+@pytest.mark.parametrize(("groups", "kind"), [(1, "bfloat16"), (8, "bfloat16"), (16, "float32"), (64, "float32")])
+def test_thin_groups_have_no_use_for_tensor_cores(groups, kind):
+    images, weight = torch.ones(2, 64, 8, 8).bfloat16(), torch.ones(64, 64 // groups, 3, 3).bfloat16()
+    work = works_of(lambda x, w: F.conv2d(x, w, groups=groups), images, weight)
     assert [each.kind for each in work if each.kind] == [kind + CONVOLUTION]
+
+
+def test_a_batch_norm_reads_its_input_twice_for_its_statistics():
+    norm, images = nn.BatchNorm2d(4).requires_grad_(requires_grad=False), torch.ones(8, 4, 16, 16)
+    both = [max(work.nbytes for work in works_of(norm.train(mode), images)) for mode in (True, False)]
+    assert both[0] - both[1] == pytest.approx(images.numel() * 4, rel=0.01)
 
 
 def test_a_step_is_its_batches_and_one_update():

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_memguard.core.replay.seconds import Seconds, Speed, Timing
-from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, GROUPED, Work
+from lightning_memguard.core.trace.work import COMMUNICATION, CONVOLUTION, Work
 
 SPEED = Speed({"float32": 100.0, "float16": 200.0}, ((0.0, 20.0), (50.0, 10.0)), 0.5, (0.5, 2.0), link=4.0)
 
@@ -14,7 +14,7 @@ SPEED = Speed({"float32": 100.0, "float16": 200.0}, ((0.0, 20.0), (50.0, 10.0)),
         (Work("float32", 1000, 10), 10),  # its products
         (Work("float16", 1000, 10), 5),
         (Work("bfloat16", 1000, 10), 10),  # as float32, if nothing is known of it
-        (Work(f"float16{GROUPED}{CONVOLUTION}", 1000, 10), 5),
+        (Work(f"float16{CONVOLUTION}", 1000, 10), 5),
         (Work("float32", 1000, 400), 40),  # its bytes
         (Work("", 0, 40), 2),  # in a cache
         (Work("", 0, 1), 0.5),  # a launch

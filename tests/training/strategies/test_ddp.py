@@ -30,6 +30,7 @@ from lightning_memguard.core.capture.predict import capture
 from lightning_memguard.core.capture.program import tensors
 from lightning_memguard.core.capture.recorder import Recorder, watching
 from lightning_memguard.core.trace.trace import Event, Trace
+from lightning_memguard.core.trace.work import COMMUNICATION
 from lightning_memguard.training.adapter import program as program_module
 from lightning_memguard.training.adapter import shadow
 from lightning_memguard.training.strategies import ddp
@@ -487,3 +488,10 @@ def test_only_strategies_that_wrap_in_ddp_are_attached(package: Any) -> None:
     assert not ddp.wraps_in_ddp(package.strategies.SingleDeviceStrategy())
     assert ddp.steps_until_steady(package.strategies.SingleDeviceStrategy()) == 2
     assert ddp.steps_until_steady(strategy_of(package, {"static_graph": True})) == 3
+
+
+@pytest.mark.parametrize("name", ["default", "accumulate", "manual"])
+def test_gradients_are_sent_once_a_step(name: str, predict: Any) -> None:
+    sent = [work for work in predict(*CASES[name]).work if work.kind == COMMUNICATION]
+    assert sum(work.nbytes for work in sent) == 2 * GRADIENT_BYTES
+    assert all(work.updates for work in sent)
