@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -82,9 +83,9 @@ def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: boo
     tried = [(family, attempts.mildest([(remedy,) for remedy in family])) for family in families]
     singles = [(family, found) for family, found in tried if found]
     best: dict[str, _Single] = {}
-    for single in sorted(singles, key=_saved, reverse=True):
+    for single in sorted(singles, key=_worth, reverse=True):
         best.setdefault(single[0][0].kind, single)
-    # If several groups of blocks could be checkpointed: the one that saves most.
+    # If several groups of blocks could be checkpointed: the one that is worth most.
     known = [each[1] for each in singles if each[0][0].kind != "checkpointing" or each is best["checkpointing"]]
     pairs = [*itertools.combinations([*best.values()][:_KINDS_PAIRED], 2)] if combinations else []
     combined = [[*itertools.product(_paired(first), _paired(second))] for first, second in pairs]
@@ -143,6 +144,12 @@ def _largest(prediction: Prediction, budget: Budget, request: Request | None) ->
 
 _NOTABLE = 0.01  # of the step: less is not worth a setting
 _FIRST = (-1,)  # before all remedies, as it does not change the training
+
+
+def _worth(single: _Single) -> tuple[float, int]:
+    """The more a remedy saves; of checkpointing that fits, the less time it takes."""
+    ratio = single[1].time_ratio if single[1].fits and single[0][0].kind == "checkpointing" else None
+    return -ratio if ratio else -math.inf, single[1].saved_bytes
 
 
 def _paired(single: _Single) -> Family:

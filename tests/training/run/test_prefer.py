@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from lightning_memguard.training.facts.ranks import Attempt
 from lightning_memguard.training.planning.search import smallest_fast
 from lightning_memguard.training.run import choose as choose_module
 from lightning_memguard.training.run.choose import choose
+from lightning_memguard.training.run.measuring import Measuring
 from tests.training.facts.test_ranks import ranks
 
 SLOW_LAUNCHES = Speed({"float32": 1e15}, ((0.0, 1e15),), 1.0, (0.5, 2.0))
@@ -99,3 +101,17 @@ def test_the_speed_of_this_machine_is_measured_in_a_child_on_all_threads() -> No
         found = predict.speed_here(None)
         predict._cpu_speed.cache_clear()
     assert found == (torch.get_num_threads(), torch.get_num_threads())
+
+
+def test_steps_are_timed_from_batch_to_batch_but_the_first_and_what_comes_between(monkeypatch: Any) -> None:
+    """Two batches a step: those of the first are left out, and a validation from 6 to 106."""
+    clock = iter((0.0, 4.0, 5.0, 6.0, 106.0, 107.0, 109.0))
+    monkeypatch.setattr("lightning_memguard.training.run.measuring.time.perf_counter", lambda: next(clock))
+    run = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), accumulate_grad_batches=2)
+    measuring = Measuring(run, None)  # type: ignore[arg-type]
+    assert measuring.step_seconds is None
+    for batch_idx, trains in ((0, True), (1, True), (2, True), (0, False), (3, True), (4, True), (5, True)):
+        measuring.at_batch(batch_idx, trains=trains)
+    assert measuring.step_seconds == 2 * (1.0 + 2.0) / 2
+    measuring.restart()
+    assert measuring.step_seconds is None
