@@ -72,19 +72,20 @@ def run(options: argparse.Namespace) -> bool:
         if options.target_batch is None and options.price:
             raise MemGuardError("--price is the cost of the ways that --target-batch finds.")
         subject = read_subject(options, say)
+        plans, found = [], None
         if options.target_batch is not None:
             find = partial(_ways, options=options, devices=devices, limits=limits, say=say)
             subject, found = with_memory_if_needed(options, subject, say, find)
-            return _print_ways(subject, found, as_json=options.json)
-        plans = []
-        for device in devices:
+        for device in () if found else devices:
             say(f"tracing the step on {device}")
             plan_it = partial(plan_on, device=device, limits=limits, measured=measured)
             subject, plan = with_memory_if_needed(options, subject, say, plan_it)
             plans.append(plan)
-        adviser, advice = _advise(plans, say) if options.advise else (None, ())
+        adviser, advice = _advise(plans, say) if options.advise and plans else (None, ())
         layouts = _layouts(subject, adviser, limits, say) if adviser else ()
-        files = _report(options, subject, plans[0], say) if options.report else ()
+        files = _report(options, subject, plans[0], say) if options.report and plans else ()
+    if found is not None:
+        return _print_ways(subject, found, as_json=options.json)
     if options.json:
         _print_json(subject, plans, adviser, advice, layouts)
     else:
