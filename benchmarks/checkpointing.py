@@ -7,9 +7,9 @@ proposes for one, by group of blocks, the mildest that fits in a replay is taken
 a Trainer under PyTorch's profiler. Recomputed: the step's FLOPs beyond those of "none", by those of "all".
 """
 
-import argparse
 import itertools
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,13 +28,14 @@ from lightning_memguard.training.planning.subject import program_of, subject_of
 from lightning_memguard.training.planning.target import target_of
 from shared.truth import memory_events, peak_of
 
-SHARES = 0.25, 0.5, 0.75  # of the budgets
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
-class Net(pl.LightningModule):
-    """A network that computes its own loss."""
+def flops(footprint: Footprint) -> float:
+    return sum(each.flops * each.calls for each in footprint.timing.work)
 
+
+class Net(pl.LightningModule):
     def __init__(self, net: nn.Module, loss: Callable[[nn.Module, list[torch.Tensor]], torch.Tensor]) -> None:
         super().__init__()
         self.net, self.loss, self.changes = net, loss, ()
@@ -53,10 +54,8 @@ class Net(pl.LightningModule):
 def resnet50() -> tuple[Net, list[torch.Tensor]]:
     from torchvision.models import resnet50 as make
 
-    def loss(net: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-        return nn.functional.cross_entropy(net(batch[0]), batch[1])
-
-    return Net(make(), loss), [torch.randn(8, 3, 96, 96), torch.randint(1000, (8,))]
+    net = Net(make(), lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]))
+    return net, [torch.randn(8, 3, 96, 96), torch.randint(1000, (8,))]
 
 
 def gpt2() -> tuple[Net, list[torch.Tensor]]:
@@ -93,29 +92,23 @@ def rows(make: Callable[[], tuple[Net, list[torch.Tensor]]]) -> Iterator[tuple[s
     least = min((with_it(family[-1]) for family in groups), key=lambda each: each[0].peak_allocated_bytes)
     yield "", "none", none.footprint_at(size), ()
     most_bytes, least_bytes = (each.peak_allocated_bytes for each in (none.footprint_at(size), least[0]))
-    for share in SHARES:
+    for share in (0.25, 0.5, 0.75):
         budget = int(least_bytes + share * (most_bytes - least_bytes))
         fitting = []
         for degrees in [each for each in families_for(none, size, budget) if each[0].kind == "checkpointing"]:
             tried = ((remedy, *with_it(remedy)) for remedy in degrees)
             fitting += [*itertools.islice((each for each in tried if each[1].peak_allocated_bytes <= budget), 1)]
-        remedy, found, changes = min(fitting, key=lambda each: flops(each[1]))
-        yield f"{budget / 2**20:.1f} MiB", remedy.name.removeprefix("activation checkpointing of "), found, changes
+        remedy, *found = min(fitting, key=lambda each: flops(each[1]))
+        yield f"{budget / 2**20:.1f} MiB", remedy.name.removeprefix("activation checkpointing of "), *found
     yield "", "all", *least
 
 
-def flops(footprint: Footprint) -> float:
-    return sum(each.flops * each.calls for each in footprint.timing.work)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("models", nargs="*", default=["resnet50", "gpt2"])
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     print("| model | budget | checkpointed | by replay | by the profiler | recomputed |")
     print("| --- | --- | --- | ---: | ---: | ---: |")
-    for name in parser.parse_args().models:
+    for name in sys.argv[1:] or ["resnet50", "gpt2"]:
         found = [*rows(globals()[name])]
         least, most = flops(found[0][2]), flops(found[-1][2])
         for budget, blocks, footprint, changes in found:
