@@ -78,7 +78,6 @@ def measured(make: Callable[[], tuple[Net, list[torch.Tensor]]], changes: tuple[
 
 
 def rows(make: Callable[[], tuple[Net, list[torch.Tensor]]]) -> Iterator[tuple[str, str, Footprint, tuple[Any, ...]]]:
-    """The budget, the blocks, the prediction, and what to change for it."""
     module, batch = make()
     program = program_of(subject_of(module, batch), target_of("cpu"))
     settings, size = AllocatorSettings.for_device("cpu", {}), len(batch[0])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import count, takewhile
 
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
@@ -73,7 +74,7 @@ def smallest_fast(seconds_at: Callable[[int], float], request: Request, largest:
         largest: the largest size.
     """
     step, least = request.multiple_of, request.smallest_batch_size
-    sizes = sorted({largest, *(size for size in _doublings(least // step, step) if size < largest)})
+    sizes = [*takewhile(lambda size: size < largest, (least << power for power in count())), largest]
     times = {size: seconds_at(size) / size for size in sizes}
     enough = _ABOUT * min(times.values())
     good = next(size for size in sizes if times[size] <= enough)
@@ -85,13 +86,6 @@ def smallest_fast(seconds_at: Callable[[int], float], request: Request, largest:
 
 
 _ABOUT = 1.03
-
-
-def _doublings(first: int, step: int) -> list[int]:
-    return [(first << power) * step for power in range(_MOST_DOUBLINGS)]
-
-
-_MOST_DOUBLINGS = 24
 
 
 def with_retries(decision: Decision, prediction: Prediction) -> Decision:
