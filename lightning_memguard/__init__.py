@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_memguard.core.replay.footprint import Footprint
     from lightning_memguard.errors import CannotResizeLoaderError, CannotTraceError, DoesNotFitError, MemGuardError
     from lightning_memguard.training.planning.estimate import estimate
+    from lightning_memguard.training.planning.ways import ways_to_train
     from lightning_memguard.training.run.callback import MemGuard
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "MemGuard",
     "MemGuardError",
     "estimate",
+    "ways_to_train",
 ]
 
 # Type checkers read the imports above; at run time this says the same.
@@ -45,6 +47,7 @@ _HOMES = {
     "MemGuard": "lightning_memguard.training.run.callback",
     "MemGuardError": "lightning_memguard.errors",
     "estimate": "lightning_memguard.training.planning.estimate",
+    "ways_to_train": "lightning_memguard.training.planning.ways",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspelt name for one of ours
@@ -56,7 +59,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspe
             value = getattr(import_module(_HOMES[name]), name)
         except (AttributeError, ImportError) as error:
             value = _unavailable(error)
-            if name != "estimate" or value is None:
+            if name not in ("estimate", "ways_to_train") or value is None:
                 raise
         globals()[name] = value  # from now on the name is found without asking here
         return value

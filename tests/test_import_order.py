@@ -156,6 +156,7 @@ ROOMS = {
         "__init__",
         "eight_bit_adam",
         "structure",
+        "selective",
         "remedies",
         "advise",
         "search",
@@ -164,6 +165,7 @@ ROOMS = {
         "estimate",
         "plan",
         "layouts",
+        "ways",
     ],
     "training/rescue": [
         "__init__",

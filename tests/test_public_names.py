@@ -10,6 +10,7 @@ import lightning_memguard
 PUBLIC_NAMES = {
     "MemGuard",
     "estimate",
+    "ways_to_train",
     "Footprint",
     "Budget",
     "Decision",

@@ -18,7 +18,7 @@ from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.history import line_of, operator_of, without_folders
 from lightning_memguard.report.data import budget_data, footprint_data, layer_data, picked
 from lightning_memguard.report.decision_table import new_table, retries_words, setup_text
-from lightning_memguard.report.words import counted
+from lightning_memguard.report.words import ACCURACY, counted, duration, time_range
 from lightning_memguard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
+    from lightning_memguard.training.planning.ways import TrainingWay, Ways
 
 
 def terminal() -> Console:
@@ -73,13 +74,16 @@ def print_plan(plan: Plan, console: Console, kind: str) -> None:
 def print_plans(plans: Sequence[Plan], console: Console) -> None:
     """Print several devices, a row each, and the assumptions behind them."""
     size, each = plans[0].footprint.batch_size, " a rank" if plans[0].ranks > 1 else ""
-    headings = ("Budget", f"Predicted at {size}", "Share", "Fits", f"Largest batch{each}", "Predicted at largest")
+    at_size, at_largest = f"Predicted at {size}", "Predicted at largest"
+    headings = "Budget", at_size, "Share", "Fits", f"Largest batch{each}", at_largest, "Its step"
     title = f"MemGuard: batch size {size}{each} on {counted(len(plans), 'device')}"
     table = new_table(title, "Device", *(f">{heading}" for heading in headings))
     for plan in plans:
         budget, fits = format_bytes(plan.budget.free_bytes), "yes" if plan.fits else "NO"
+        seconds = plan.largest.footprint.step_seconds if plan.largest and plan.largest.footprint else None
         predicted = needed(plan.footprint).replace(", ", "\n")  # a terminal may be 80 wide
-        table.add_row(plan.budget.device, budget, predicted, f"{plan.share:.0%}", fits, *_largest(plan))
+        step = duration(seconds.likely) if seconds else ""
+        table.add_row(plan.budget.device, budget, predicted, f"{plan.share:.0%}", fits, *_largest(plan), step)
     console.print(table)
     share = plans[0].budget.margin_share
     console.print(f"Fits: the prediction's upper bound is within the budget minus a {share:.0%} margin.")
@@ -156,10 +160,11 @@ def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
         console.print(f"No remedy saves memory at batch size {size} on {device}.")
         return
     title = f"What would need less memory at batch size {size} on {device} (each predicted by tracing it)"
-    table = new_table(title, "Remedy", ">At most", ">Saves", ">Fits", "Costs", no_wrap=True)
+    table = new_table(title, "Remedy", ">At most", ">Saves", ">Fits", ">Time", "Costs", no_wrap=True)
     for each in advice:
         peak, saved = format_bytes(each.footprint.most_device_bytes), format_bytes(each.saved_bytes)
-        table.add_row(" + ".join(each.remedies), peak, saved, "yes" if each.fits else "NO", "; ".join(each.costs))
+        time = "" if each.time_ratio is None else f"{each.time_ratio - 1:+.0%}"
+        table.add_row(" + ".join(each.remedies), peak, saved, "yes" if each.fits else "NO", time, "; ".join(each.costs))
     console.print(table)
     if not any(each.fits for each in advice):
         console.print(f"None of these makes it fit on {device}.")
@@ -172,6 +177,43 @@ def print_advice(advice: Sequence[Advice], on: Plan, console: Console) -> None:
 def advice_data(each: Advice) -> dict[str, Any]:
     """One remedy for programs."""
     return {**vars(each), "footprint": footprint_data(each.footprint)}
+
+
+def print_ways(found: Ways, console: Console) -> None:
+    """Print the ways to train with so many samples a step, the best first, and how to write them."""
+    ways = found.ways
+    if ways:
+        ranks, priced = ways[0].ranks, any(way.dollars_per_million is not None for way in ways)
+        title = f"Ways to see {ways[0].samples:,} samples a step{f' on {ranks} devices' if ranks > 1 else ''}"
+        each = " a rank" if ranks > 1 else ""
+        columns = "Device", f">Batch{each}", ">Batches a step", "With", ">At most", ">Usable", ">Time a sample"
+        table = new_table(title, *columns, *([">Cost of 1M samples"] if priced else ()), no_wrap=True)
+        for way in ways:
+            figures = [format_bytes(n) for n in (way.footprint.most_device_bytes, way.budget.usable_bytes)]
+            seconds, dollars = way.seconds_per_sample, way.dollars_per_million
+            figures.append(time_range(seconds) if seconds else "unknown")
+            figures += ["unknown" if dollars is None else f"${dollars:,.2f}"] * priced
+            with_ = " + ".join(way.changes) or "as it is"
+            table.add_row(way.device, f"{way.batch_size}", f"{way.accumulate_grad_batches}", with_, *figures)
+        console.print(table)
+        console.print(f"Times are those of a step by its samples, without loading data; {ACCURACY}.")
+        _print_how(console, *(pair for way in ways for pair in zip(way.changes, way.how, strict=True)))
+        for name, cost in {pair: None for way in ways for pair in zip(way.changes, way.costs, strict=True)}:
+            console.print(f"  {name} costs: {cost}", soft_wrap=True)
+    for text in found.left_out:
+        console.print(f"Left out: {text}.", soft_wrap=True)
+
+
+def way_data(way: TrainingWay) -> dict[str, Any]:
+    """A way to train for programs; its time in seconds and its cost in dollars."""
+    seconds = way.seconds_per_sample
+    return {
+        **picked(way, "device", "ranks", "batch_size", "accumulate_grad_batches", "samples", "changes", "how", "costs"),
+        "seconds_per_sample": seconds and seconds._asdict(),
+        "dollars_per_million_samples": way.dollars_per_million,
+        "footprint": footprint_data(way.footprint),
+        "budget": budget_data(way.budget),
+    }
 
 
 def print_layouts(layouts: Sequence[Fit], console: Console) -> None:

@@ -17,11 +17,13 @@ from lightning_memguard.report.words import (
     at_size,
     batch_sizes,
     counted,
+    duration,
     part_words,
     peak_range,
     peak_words,
     prediction_of,
     size_of,
+    step_words,
 )
 from lightning_memguard.units import format_bytes
 
@@ -42,6 +44,7 @@ _LIMITS: dict[LimitedBy, str] = {
     "max_batch_size": "limited by max_batch_size, not by memory",
     "request": "keeps the effective batch size",
     "checkpoint": "the one the checkpoint was trained with, and it fits",
+    "time": "larger ones are predicted to be at most 3% faster a sample",
     "last_batch": "a larger one leaves a last batch of a single sample, which batch norm refuses",
 }
 
@@ -107,8 +110,12 @@ def _total_lines(decision: Decision, footprint: Footprint, budget: Budget, kind:
     offer = f"{format_bytes(budget.free_bytes)} on {budget.device} ({budget.source})"
     usable = f"Usable of {offer}, after a {budget.margin_share:.0%} margin"
     lines = [(peak, words), (budget.usable_bytes, usable), *_host_lines(decision)]
-    width = max(len(format_bytes(nbytes)) for nbytes, _ in lines)
-    return [f"{format_bytes(nbytes):<{width}}  {words}" for nbytes, words in lines]
+    shown = [(format_bytes(nbytes), words) for nbytes, words in lines]
+    if footprint.step_seconds and not footprint.is_evaluation:
+        seconds = footprint.step_seconds
+        shown.append((duration(seconds.likely), f"An optimizer step, likely ({step_words(footprint)})"))
+    width = max(len(size) for size, _ in shown)
+    return [f"{size:<{width}}  {words}" for size, words in shown]
 
 
 def _host_lines(decision: Decision) -> list[tuple[int, str]]:
@@ -227,7 +234,10 @@ def method_words(footprint: Footprint) -> str:
     if footprint.is_partial:
         return f"{_METHODS[footprint.method]}."
     learned = f"; corrected from {footprint.learned_from}" if footprint.learned_from else ""
-    return f"Peak in the {peak_words(footprint)}; {_METHODS[footprint.method]}{learned}."
+    peak = f"Peak in the {peak_words(footprint)}; {_METHODS[footprint.method]}{learned}."
+    seconds = None if footprint.is_evaluation else footprint.step_seconds
+    time = f" A step likely takes {duration(seconds.likely)} ({step_words(footprint)})." if seconds else ""
+    return peak + time
 
 
 def why(decision: Decision) -> str:
@@ -347,6 +357,9 @@ def last_line(records: Sequence[EpochRecord]) -> str:
         return f"MemGuard: predicted {predicted}; no measurement ({measured.source}); {run}"
     too_small = "" if worst.has_error else ", too little to compare"
     error = " with them" if footprint.is_partial else too_small or f": {worst.error_ratio:+.1%}"
+    seconds, expected = measured.step_seconds, footprint.step_seconds
+    if seconds:
+        run = f"{duration(seconds)} a step{f', predicted {duration(expected.likely)}' if expected else ''}; {run}"
     over = f", {format_bytes(-worst.headroom_bytes)} over budget" if worst.headroom_bytes < 0 else ""
     peak = f"measured {format_bytes(measured.peak_bytes)} ({measured.source})"
     return f"MemGuard: predicted {predicted}, {peak}{error}{over}; {run}"

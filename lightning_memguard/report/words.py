@@ -8,6 +8,7 @@ from collections.abc import Callable
 from lightning_memguard.core.decision.decision import Budget, Decision
 from lightning_memguard.core.decision.record import EpochRecord
 from lightning_memguard.core.replay.footprint import Footprint
+from lightning_memguard.core.replay.seconds import Seconds
 from lightning_memguard.core.trace.trace import OPTIONAL_PARTS, PARTS
 from lightning_memguard.units import GIB, KIB, MIB, TIB, format_bytes
 
@@ -86,6 +87,35 @@ def byte_range(low_bytes: int, high_bytes: int) -> str:
     low, high = format_bytes(low_bytes), format_bytes(high_bytes)
     number, _, unit = low.partition(" ")
     return f"{number if high.endswith(f' {unit}') else low} to {high}"
+
+
+def duration(seconds: float) -> str:
+    """Write a time with three digits.
+
+    >>> duration(0.0123), duration(1.5), duration(4e-05)
+    ('12.3 ms', '1.5 s', '40 us')
+    """
+    unit, name = next(((unit, name) for unit, name in ((1, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us"))
+    number = seconds / unit
+    return f"{number:,.0f} {name}" if number >= 100 else f"{number:.3g} {name}"
+
+
+def time_range(seconds: Seconds) -> str:
+    """Write a predicted time: ``"12.3 ms (9.8 ms to 15.4 ms)"``."""
+    low, likely, high = map(duration, seconds)
+    return f"{likely} ({low} to {high})"
+
+
+def step_words(footprint: Footprint) -> str:
+    """The range of the time of a step, and how far to trust it; empty if no time is known."""
+    if footprint.step_seconds is None:
+        return ""
+    low, _, high = map(duration, footprint.step_seconds)
+    corrected = f", corrected by {footprint.learned_from}" if footprint.seconds_ratio != 1 else ""
+    return f"{low} to {high} without loading data{corrected}; {ACCURACY}"
+
+
+ACCURACY = "how far off such times were: docs/accuracy"
 
 
 def ticks(span_bytes: float) -> tuple[tuple[float, str], ...]:

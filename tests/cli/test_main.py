@@ -616,3 +616,18 @@ def test_the_package_runs_as_a_module() -> None:
         cwd=Path(__file__).parents[2],
     )
     assert answer.stdout.startswith("memguard ")
+
+
+def test_the_ways_to_see_so_many_samples_are_printed_with_their_cost(project: Any, capsys: Any) -> None:
+    options = ["plan", *NET, *DATA, "--target-batch", "64", "--device", "H100", "--precision", "bf16-true"]
+    assert main([*options, "--price", "h100=$2.50"]) == FITS
+    out = capsys.readouterr().out
+    assert "Ways to see 64 samples a step" in out
+    assert "Cost of 1M samples" in out
+    assert main([*options, "--json"]) == FITS
+    (way, *_) = json.loads(capsys.readouterr().out)["ways"]
+    assert way["batch_size"] * way["accumulate_grad_batches"] == way["samples"] == 64
+    assert 0 < way["seconds_per_sample"]["low"] < way["seconds_per_sample"]["likely"]
+    assert way["dollars_per_million_samples"] is None
+    assert main(["plan", *NET, *DATA, "--price", "H100=2"]) == BAD_USE
+    assert main([*options, "--price", "H100"]) == BAD_USE

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_memguard.training.planning.layouts import Fit
     from lightning_memguard.training.planning.plan import Plan
     from lightning_memguard.training.planning.subject import Subject
+    from lightning_memguard.training.planning.ways import Ways
 
 HELP = "check whether a step fits one or more devices, and find the largest batch size that does"
 EPILOG = "Exit status: 0 if it fits some device, 1 if it fits none, 2 for bad usage."
@@ -40,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", metavar="BYTES", help="memory the run may use on each device, such as 20GiB")
     add("--min-batch-size", type=whole_number(1), default=1, metavar="N", help="smallest to choose (default: 1)")
     add("--max-batch-size", type=whole_number(1), metavar="N", help="largest to choose (default: whatever fits)")
+    text = "find the ways to train with N samples a step, by their memory, time and cost, instead of the largest batch"
+    add("--target-batch", type=whole_number(1), metavar="N", help=text)
+    text = "dollars an hour of one device, such as H100=2.50, for --target-batch; repeatable"
+    add("--price", action="append", default=[], metavar="NAME=DOLLARS", help=text)
     add = parser.add_argument_group("prediction and output").add_argument
     add("--inference", action="store_true", help="predict a forward pass under no_grad instead of a training step")
     add("--advise", action="store_true", help="suggest changes that save memory, each with its predicted peak")
@@ -64,22 +69,54 @@ def run(options: argparse.Namespace) -> bool:
         devices = list(dict.fromkeys(options.device or default_devices()))
         for device in devices:
             check_device(device)
+        if options.target_batch is None and options.price:
+            raise MemGuardError("--price is the cost of the ways that --target-batch finds.")
         subject = read_subject(options, say)
-        plans = []
-        for device in devices:
+        plans, found = [], None
+        if options.target_batch is not None:
+            find = partial(_ways, options=options, devices=devices, limits=limits, say=say)
+            subject, found = with_memory_if_needed(options, subject, say, find)
+        for device in () if found else devices:
             say(f"tracing the step on {device}")
             plan_it = partial(plan_on, device=device, limits=limits, measured=measured)
             subject, plan = with_memory_if_needed(options, subject, say, plan_it)
             plans.append(plan)
-        adviser, advice = _advise(plans, say) if options.advise else (None, ())
+        adviser, advice = _advise(plans, say) if options.advise and plans else (None, ())
         layouts = _layouts(subject, adviser, limits, say) if adviser else ()
-        files = _report(options, subject, plans[0], say) if options.report else ()
+        files = _report(options, subject, plans[0], say) if options.report and plans else ()
+    if found is not None:
+        return _print_ways(subject, found, as_json=options.json)
     if options.json:
         _print_json(subject, plans, adviser, advice, layouts)
     else:
         _print(subject, plans, adviser, advice, files)
         tables.print_layouts(layouts, tables.terminal())
     return any(plan.fits for plan in plans)
+
+
+def _ways(subject: Subject, options: argparse.Namespace, devices: list[str], limits: Limits, say: Say) -> Ways:
+    from lightning_memguard.training.planning.ways import find_ways
+
+    prices = dict(map(_price, options.price))
+    return find_ways(subject, options.target_batch, devices, limits, prices, say=say)
+
+
+def _price(text: str) -> tuple[str, float]:
+    name, _, dollars = text.rpartition("=")
+    try:
+        return name, float(dollars.removeprefix("$"))
+    except ValueError:
+        raise MemGuardError(f"--price {text} is not NAME=DOLLARS, such as H100=2.50.") from None
+
+
+def _print_ways(subject: Subject, found: Ways, *, as_json: bool) -> bool:
+    if as_json:
+        tables.print_json({"ways": [tables.way_data(way) for way in found.ways], "left_out": found.left_out})
+    else:
+        console = tables.terminal()
+        console.print(tables.headline(subject))
+        tables.print_ways(found, console)
+    return bool(found.ways)
 
 
 def _check_folder(path: str) -> None:

@@ -183,6 +183,7 @@ class Captures:
         next_size: from the traces of the first program at two batch sizes, the one that it is likely asked for next.
         deadline: the moment (of `time.monotonic`) after which captures raise `OutOfTimeError`. Predictions then have a
             note, and a range at sizes that were not captured.
+        rough: two sizes tell how a step grows, and work that recurs later is left out; what is used is captured again.
     """
 
     def __init__(
@@ -190,7 +191,9 @@ class Captures:
         *programs: Program,
         next_size: Callable[[Sequence[Trace]], int] | None = None,
         deadline: float = math.inf,
+        rough: bool = False,
     ) -> None:
+        self.rough = rough
         self.deadline = deadline
         self._programs = list(programs)
         self._next_size = next_size
@@ -200,7 +203,7 @@ class Captures:
 
     def _run(self, task: _Task) -> Trace:
         place, batch_size, method, variant = task
-        return capture_here(self._programs[place], batch_size, method, variant)
+        return capture_here(self._programs[place], batch_size, method, variant, later=not self.rough)
 
     def start(self, program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> None:
         """Begin with a capture that will be asked for."""
@@ -308,8 +311,10 @@ def _value(result: T | CaptureFailedError) -> T:
     return result
 
 
-def capture_here(program: Program, batch_size: int, method: Method, variant: Variant = FIRST) -> Trace:
-    """Capture a step in this process.
+def capture_here(
+    program: Program, batch_size: int, method: Method, variant: Variant = FIRST, *, later: bool = True
+) -> Trace:
+    """Capture a step in this process; ``later``: with what recurs later.
 
     Raises:
         CannotTraceError: the recorder saw something whose size depends on values.
@@ -317,7 +322,7 @@ def capture_here(program: Program, batch_size: int, method: Method, variant: Var
     """
     trace, counters = _recorded(program, batch_size, method, variant)
     due = counters.due
-    if due is None or trace.seconds > _MOST_SECONDS_TO_GO_ON:
+    if due is None or not later or trace.seconds > _MOST_SECONDS_TO_GO_ON:
         return trace
     try:
         longer, counters = _recorded(program, batch_size, method, variant, due)
@@ -326,7 +331,7 @@ def capture_here(program: Program, batch_size: int, method: Method, variant: Var
         return _with_note(trace, f"what else a step may do at {due.place} was not captured: {why}")
     if not counters.differ(longer):
         return trace
-    longer = replace(longer, seconds=trace.seconds)
+    longer = replace(longer, seconds=trace.seconds, recurs=True)
     return _with_note(longer, f"the peak is at {due.place}") if counters.peaks_later(longer) else longer
 
 

@@ -6,9 +6,13 @@ The ways to capture a step are here, best first; every trace says how it was cap
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+
+import torch
 
 from lightning_memguard.core.capture.capture import (
     FIRST,
@@ -19,14 +23,16 @@ from lightning_memguard.core.capture.capture import (
     capture,
     captures_of,
     needs_values_later,
+    trusted_child,
 )
 from lightning_memguard.core.capture.program import Program, device_to_run_on
 from lightning_memguard.core.device.host import available_memory
-from lightning_memguard.core.device.speed import speed_of
+from lightning_memguard.core.device.speed import cpu_speed, speed_of
+from lightning_memguard.core.gpus import Gpu
 from lightning_memguard.core.isolation.pool import processors
 from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
 from lightning_memguard.core.replay.learned import Learned
-from lightning_memguard.core.replay.seconds import Timing
+from lightning_memguard.core.replay.seconds import Speed, Timing
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.compiled import NOTE
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
@@ -223,18 +229,18 @@ class Prediction:
         if batch_size not in known and self.compiled and batch_size not in self.compiled:
             known[batch_size] = self._estimate_at(batch_size)
         if batch_size not in known:
-            found = [self._footprint_of(trace) for trace in self._traces_at(batch_size)]
+            found = [self.footprint_of(trace) for trace in self._traces_at(batch_size)]
             most = max(found, key=lambda each: each.most_device_bytes)
             if len(found) > 1:
                 most = _with_range(
-                    most, found, self._footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
+                    most, found, self.footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
                 )
             if batch_size in self.guessed or (self.stopped and batch_size not in self._captured_sizes):
                 most = self._with_doubt(most)
             if self.stopped and self._is_of_one_draw:
                 most = self._with_unknown_values(most)
             if self.unfrozen:
-                most = _with_later(most, self._footprint_of(self.unfrozen.trace_at(batch_size)))
+                most = _with_later(most, self.footprint_of(self.unfrozen.trace_at(batch_size)))
             batch = " x ".join(map(str, next(iter(self.expected_batch(batch_size)[0]), ()))) if self.kinds else ""
             if self.compiles:
                 most = replace(most, timing=self._timing(self.growth.at(batch_size).work if self.growth else ()))
@@ -295,14 +301,15 @@ class Prediction:
             more = int(ratio * (here - there.peak_allocated_bytes))
         return replace(at_near.plus(more, "activations"), batch_size=batch_size)
 
-    def _footprint_of(self, trace: Trace) -> Footprint:
+    def footprint_of(self, trace: Trace) -> Footprint:
+        """The memory and time of a trace of the step."""
         found = footprint(self._own(trace), self.settings, self.context_bytes)
         return replace(found, timing=self._timing(trace.work)) if trace.work else found
 
     def _timing(self, work: tuple[Work, ...]) -> Timing:
         """What the time of a step is predicted from; ``work`` is that of a batch as written."""
-        gpu = self.program.gpu
-        return Timing(work, partial(speed_of, gpu), self.program.batches_per_step or 1, compiled=self.compiles)
+        speed = partial(speed_here, self.program.gpu)
+        return Timing(work, speed, self.program.batches_per_step or 1, compiled=self.compiles)
 
     def proven_at(self, batch_size: int) -> Prediction:
         """Capture the step at this size: as it is compiled, if it is, else to compare it with the growth.
@@ -344,6 +351,31 @@ class Prediction:
             return eager.proven_at(batch_size)
         self.seen[batch_size] = trace.batch
         return replace(self, compiled={**self.compiled, batch_size: trace})
+
+
+def speed_here(gpu: Gpu | None) -> Speed | None:
+    """How fast a GPU is; for None this machine's CPU with the threads that torch uses now, measured in a child.
+
+    The measurement takes memory, of which a run that is measured later must not see anything.
+    """
+    return speed_of(gpu) if gpu else _cpu_speed(torch.get_num_threads())
+
+
+@functools.cache
+def _cpu_speed(threads: int) -> Speed:
+    with trusted_child(_on_own_threads) as child:
+        return child.ask(threads)
+
+
+def _on_own_threads(threads: int) -> Speed:
+    """Measure in a new thread, which starts others of its own: those of the process that was forked are not there."""
+
+    def measure() -> Speed:
+        torch.set_num_threads(threads)
+        return cpu_speed(threads)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(measure).result()
 
 
 def _with_range(most: Footprint, found: Sequence[Footprint], ceiling: Footprint | None) -> Footprint:
@@ -668,7 +700,8 @@ def _traces_and_growth(
     if likely and likely not in [trace.batch_size for trace in traces]:
         with contextlib.suppress(CannotTraceError):  # it is that size that is special
             return _grown(program, [*traces[:2], capture(program, likely, method)], fourth_size, method)
-    traces += _all_captured(captures, program, FAKE_SIZES[2:3], method) if len(traces) == 2 else []
+    if not captures.rough and len(traces) == 2:
+        traces += _all_captured(captures, program, FAKE_SIZES[2:3], method)
     try:
         return _grown(program, traces, fourth_size, method)
     except CannotTraceError:
@@ -686,7 +719,7 @@ def _grown(program: Program, traces: list[Trace], fourth_size: int, method: Meth
 
 def _captured(captures: Captures, program: Program, asked: int, method: Method) -> tuple[list[Trace], int]:
     """Traces at two sizes or three, and a fourth size; at the size asked for alone, and 0, if no others run."""
-    sizes = FAKE_SIZES[:2] if captures.foresees else FAKE_SIZES[:3]
+    sizes = FAKE_SIZES[:2] if captures.foresees or captures.rough else FAKE_SIZES[:3]
     try:
         return _all_captured(captures, program, sizes, method), FAKE_SIZES[3]
     except CaptureFailedError as error:

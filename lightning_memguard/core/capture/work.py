@@ -87,6 +87,10 @@ FLOPS: dict[Any, Callable[..., int]] = {
         ("_scaled_dot_product_efficient_attention", _attention),
         ("_scaled_dot_product_flash_attention", _attention),
         ("_scaled_dot_product_flash_attention_for_cpu", _attention),
+        # torch's own rule refuses fewer heads of keys and values
+        ("_scaled_dot_product_cudnn_attention_backward", _attention_backward),
+        ("_scaled_dot_product_efficient_attention_backward", _attention_backward),
+        ("_scaled_dot_product_flash_attention_backward", _attention_backward),
         ("_scaled_dot_product_flash_attention_for_cpu_backward", _attention_backward),
         ("_scaled_dot_product_fused_attention_overrideable", _attention),
         ("_native_multi_head_attention", _fast_attention),

@@ -21,6 +21,8 @@ class Advice:
         saved_bytes: how much less that is than the step as it is.
         fits: whether it is within the budget.
         batch_sizes: the largest that fits with them, and as it is (0 if none does); None if none was looked for.
+        time_ratio: the likely time of a step with them by that of the step as it is, on the same samples; None if
+            either is not known.
         places: the place of each in the order of remedies, which begins with what changes the training least.
     """
 
@@ -32,6 +34,7 @@ class Advice:
     fits: bool
     batch_sizes: tuple[int, int] | None = None
     places: tuple[int, ...] = ()
+    time_ratio: float | None = None
 
 
 def text(advice: Advice) -> str:
@@ -46,8 +49,14 @@ def text(advice: Advice) -> str:
     verdict = "fits" if advice.fits else "does not fit"
     return (
         f"{' + '.join(advice.remedies)}: {need}, {format_bytes(advice.saved_bytes)} less, {verdict}. "
-        f"{'; '.join(advice.how)}. {larger_batch(advice)}Costs: {'; '.join(advice.costs)}."
+        f"{'; '.join(advice.how)}. {larger_batch(advice)}Costs: "
+        f"{'; '.join(filter(None, (*advice.costs, time_words(advice))))}."
     )
+
+
+def time_words(advice: Advice) -> str:
+    """Such as ``"+31% time a sample"``; empty if it is not known."""
+    return "" if advice.time_ratio is None else f"{advice.time_ratio - 1:+.0%} time a sample"
 
 
 def larger_batch(advice: Advice) -> str:

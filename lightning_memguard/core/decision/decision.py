@@ -34,12 +34,13 @@ LimitedBy = Literal[
     "limit_val_batches",
     "limit_test_batches",
     "limit_predict_batches",
+    "time",
 ]
 """Reason why the batch size is not larger. ``request``: MemGuard was not free to choose it. ``checkpoint``: the run
 goes on from one that was trained at it. ``last_batch``: a larger one leaves a last batch of a single sample, which
 batch norm refuses. ``min_steps_per_epoch``: a larger one leaves an epoch fewer optimizer steps. ``shared_memory``: the
 loader's workers put batches in /dev/shm, which has no room for larger ones. ``host_memory``: the host has no memory for
-what its workers make of larger batches. Names of the Trainer's arguments: with
+what its workers make of larger batches. ``time``: larger ones are hardly faster. Names of the Trainer's arguments: with
 larger batches, an epoch would have too few of them, or see more samples."""
 
 Verdict = Literal["fits", "does not fit", "unknown"]
@@ -181,6 +182,7 @@ class Request:
         fixed_because: why the size is not free to choose, in plain words; empty if it is, or none was to be chosen.
         dataset_limit: what sets ``dataset_size``: the samples there are, or a setting that needs several batches.
         run_size: the largest size that leaves the run as it should be, or None.
+        prefers_fast: whether the smallest size that is about as fast as the fastest is chosen, instead of the largest.
         run_limit: what sets ``run_size``: `Limits.min_steps_per_epoch`, a setting that counts batches, shared memory.
     """
 
@@ -197,6 +199,7 @@ class Request:
     dataset_limit: LimitedBy = "dataset"
     run_size: int | None = None
     run_limit: LimitedBy = "min_steps_per_epoch"
+    prefers_fast: bool = False
 
     @property
     def smallest_batch_size(self) -> int:

@@ -21,6 +21,7 @@ class Measured:
     tensors.
     ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are the caching allocator's, if the device has one, and so are
     ``alloc_retries`` (how often it released its cache to make room) and ``ooms`` (requests that failed even so).
+    ``step_seconds`` is the mean time of an optimizer step, without the first of the epoch; None if there were too few.
     ``host_bytes`` are those of the host since the first step, with worker processes and what lies in shared memory;
     None on the CPU, and if nothing of the kind was predicted.
     """
@@ -33,6 +34,7 @@ class Measured:
     alloc_retries: int | None = None
     ooms: int | None = None
     host_bytes: int | None = None
+    step_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,10 @@ class EpochRecord:
         if self.measured.host_bytes is not None:
             metrics["memguard/host_predicted_gib"] = self.predicted_host_bytes / GIB
             metrics["memguard/host_actual_gib"] = self.measured.host_bytes / GIB
+        if self.measured.step_seconds is not None:
+            metrics["memguard/step_seconds"] = self.measured.step_seconds
+            if predicted.step_seconds:
+                metrics["memguard/predicted_step_seconds"] = predicted.step_seconds.likely
         bounds = predicted.low and predicted.high and (predicted.low.device_bytes, predicted.high.device_bytes)
         for name, nbytes in zip(("low", "high"), self.expected_bytes or bounds or (), strict=False):
             metrics[f"memguard/predicted_{name}_gib"] = nbytes / GIB

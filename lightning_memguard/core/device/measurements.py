@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -86,6 +87,8 @@ class Measurement:
         measured_reserved_bytes: what the allocator had reserved of it; the rest are CUDA's context and libraries.
         workspace_bytes: of the predicted peak, what is scratch of kernels.
         setting: what it ran on.
+        predicted_step_seconds: the time of a step, without any correction; 0 if it is not known.
+        step_seconds: the time that it took; 0 if it is not known.
     """
 
     run: str
@@ -99,6 +102,8 @@ class Measurement:
     measured_reserved_bytes: int
     workspace_bytes: int
     setting: Setting
+    predicted_step_seconds: float = 0.0
+    step_seconds: float = 0.0
 
     @classmethod
     def read(cls, line: str) -> Measurement | None:
@@ -111,6 +116,9 @@ class Measurement:
         texts = [*asdict(found.setting).values(), found.run, found.time, found.module, found.step, found.precision]
         sizes = found.batch_size, found.predicted_bytes, found.measured_bytes
         others = found.measured_reserved_bytes, found.workspace_bytes
+        seconds = found.predicted_step_seconds, found.step_seconds
+        if not ({*map(type, seconds)} <= {int, float} and all(0 <= each < math.inf for each in seconds)):
+            return None
         typed = {*map(type, texts)} == {str} and {*map(type, (*sizes, *others))} == {int}
         return found if typed and min(sizes) > 0 and min(others) >= 0 and max(*sizes, *others) < 1 << 63 else None
 
@@ -221,4 +229,10 @@ def learned_from(measurements: Iterable[Measurement], step: str, where: str = "t
 
 def _sighting(size: int, found: list[Measurement]) -> Sighting:
     middle = sorted(found, key=lambda each: each.measured_bytes / each.predicted_bytes)[len(found) // 2]
-    return Sighting(size, middle.predicted_bytes, middle.measured_bytes, len(found))
+    ratios = sorted(
+        each.step_seconds / each.predicted_step_seconds
+        for each in found
+        if each.step_seconds and each.predicted_step_seconds
+    )
+    ratio = ratios[len(ratios) // 2] if ratios else None
+    return Sighting(size, middle.predicted_bytes, middle.measured_bytes, len(found), ratio)

@@ -71,6 +71,7 @@ class Footprint(Shown):
         correction_bytes: how much larger the peak on the device is by earlier measurements; negative if it is smaller.
         learned_from: these measurements in words, such as ``"3 earlier runs on this GPU"``; empty without any.
         timing: what `step_seconds` is computed from; None if the step was not run.
+        seconds_ratio: how many times as long steps took in these measurements as predicted.
     """
 
     batch_size: int
@@ -93,6 +94,7 @@ class Footprint(Shown):
     correction_bytes: int = 0
     learned_from: str = ""
     timing: Timing | None = field(default=None, repr=False, compare=False)
+    seconds_ratio: float = 1.0
 
     @property
     def step_seconds(self) -> Seconds | None:
@@ -103,7 +105,8 @@ class Footprint(Shown):
         does not include loading data, or other processes. None for another GPU, or a step that could not be run.
         How far off it is: docs/accuracy.
         """
-        return self.timing.step if self.timing else None
+        step = self.timing.step if self.timing else None
+        return step and step.times(self.seconds_ratio)
 
     @property
     def peak(self) -> Peak:

@@ -16,12 +16,16 @@ _WIDTH = 0.04
 
 @dataclass(frozen=True)
 class Sighting:
-    """A peak on the device that was predicted, without any correction, and the one that was measured, in bytes."""
+    """A peak on the device that was predicted, without any correction, and the one that was measured, in bytes.
+
+    ``seconds_ratio`` is the measured time of a step by the predicted one, if both are known.
+    """
 
     batch_size: int
     predicted_bytes: int
     measured_bytes: int
     runs: int = 1
+    seconds_ratio: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -46,7 +50,7 @@ class Learned:
     notes: tuple[str, ...] = ()
 
     def corrected(self, footprint: Footprint) -> Footprint:
-        """Correct the reserved and total peak of a footprint, and its range, by the measurements at the nearest sizes.
+        """Correct the reserved and total peak of a footprint, its range and time, by measurements at the nearest sizes.
 
         Near them the whole error is corrected; the farther away, the less, and the more of the predicted range stays.
         Measurements that disagree widen the range to hold what each of them tells.
@@ -62,12 +66,14 @@ class Learned:
         low = min(peak, int((1 - doubt) * least + doubt * footprint.lowest.device_bytes))
         high = max(peak, int((1 - doubt) * most + doubt * footprint.highest.device_bytes))
         runs = sum(each.runs for each in used)
+        times = sorted(each.seconds_ratio for each in used if each.seconds_ratio)
         return replace(
             _with_peak(footprint, peak),
             low=_moved(footprint.lowest, low),
             high=_moved(footprint.highest, high),
             yielding_bytes=min(footprint.yielding_bytes, high - peak),
             correction_bytes=peak - before,
+            seconds_ratio=times[len(times) // 2] if times else 1.0,
             learned_from=f"{runs} earlier run{'s' * (runs > 1)} on {self.where}",
         )
 

@@ -114,7 +114,8 @@ class Trace:
     ``kernels`` and ``scratch_spans`` say which events are scratch, and by which rule. ``batch`` is the shapes and bytes
     of the largest batch that the step was given, if it was noted. ``held_at`` is the place among the events at which
     `holding` puts blocks. ``shares`` is noted in real runs, and ``seconds`` is the processor time that the run took.
-    ``kept`` is what each batch leaves behind, and ``work`` what one batch and one optimizer step compute.
+    ``kept`` is what each batch leaves behind, and ``work`` what one batch and one optimizer step compute. ``recurs``
+    means that its last steps are those in which work recurs.
     """
 
     batch_size: int
@@ -130,6 +131,7 @@ class Trace:
     seconds: float = field(default=0.0, compare=False)
     kept: tuple[Kept, ...] = field(default=(), compare=False)
     work: tuple[Work, ...] = field(default=(), compare=False, repr=False)
+    recurs: bool = field(default=False, compare=False)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)

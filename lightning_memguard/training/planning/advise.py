@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,7 +70,7 @@ def try_remedies(
     """
     until = None if most_seconds is None else time.monotonic() + most_seconds
     prediction = prediction.uncompiled()
-    families = families_for(prediction, batch_size)
+    families = families_for(prediction, batch_size, budget.usable_bytes)
     attempts = _Attempts(prediction, batch_size, budget, progress, until, list(itertools.chain(*families)))
     settings = _settings_that_save(prediction, batch_size, budget, request)
     with attempts.children:
@@ -82,14 +83,15 @@ def _tried(attempts: _Attempts, families: Sequence[Family], *, combinations: boo
     tried = [(family, attempts.mildest([(remedy,) for remedy in family])) for family in families]
     singles = [(family, found) for family, found in tried if found]
     best: dict[str, _Single] = {}
-    for single in sorted(singles, key=_saved, reverse=True):
+    for single in sorted(singles, key=_worth, reverse=True):
         best.setdefault(single[0][0].kind, single)
-    # If several groups of blocks could be checkpointed: the one that saves most.
+    # If several groups of blocks could be checkpointed: the one that is worth most.
     known = [each[1] for each in singles if each[0][0].kind != "checkpointing" or each is best["checkpointing"]]
     pairs = [*itertools.combinations([*best.values()][:_KINDS_PAIRED], 2)] if combinations else []
-    attempts.start([(first[0][0], second[0][0]) for first, second in pairs])
-    for first, second in pairs:
-        pair = attempts.mildest(list(itertools.product(first[0], second[0])))
+    combined = [[*itertools.product(_paired(first), _paired(second))] for first, second in pairs]
+    attempts.start([degrees[0] for degrees in combined])
+    for (first, second), degrees in zip(pairs, combined, strict=True):
+        pair = attempts.mildest(degrees)
         if pair and pair.saved_bytes > max(_saved(first), _saved(second)):
             known.append(pair)
     return AdviceReport(in_order(known), tuple(attempts.left_out), attempts.not_tried)
@@ -142,6 +144,17 @@ def _largest(prediction: Prediction, budget: Budget, request: Request | None) ->
 
 _NOTABLE = 0.01  # of the step: less is not worth a setting
 _FIRST = (-1,)  # before all remedies, as it does not change the training
+
+
+def _worth(single: _Single) -> tuple[float, int]:
+    """The more a remedy saves; of checkpointing that fits, the less time it takes."""
+    ratio = single[1].time_ratio if single[1].fits and single[0][0].kind == "checkpointing" else None
+    return -ratio if ratio else -math.inf, single[1].saved_bytes
+
+
+def _paired(single: _Single) -> Family:
+    """The degrees of a remedy that are tried with others: of activation checkpointing all blocks."""
+    return single[0][-1:] if single[0][0].kind == "checkpointing" else single[0]
 
 
 def _saved(single: _Single) -> int:
@@ -207,13 +220,16 @@ class _Attempts:
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything when it is run otherwise
             self.leave_out(name, _reason(error))
             return None
-        saved = self.prediction.footprint_at(self.batch_size).most_device_bytes - found.most_device_bytes
+        before = self.prediction.footprint_at(self.batch_size)
+        saved = before.most_device_bytes - found.most_device_bytes
         if saved <= 0:
             self.leave_out(name, "it saves nothing here")
             return None
         names, how, costs = zip(*((remedy.name, remedy.how, remedy.cost) for remedy in remedies), strict=True)
         fits = found.most_device_bytes <= self.budget.usable_bytes
-        return Advice(names, how, costs, found, saved, fits, places=self.places_of(remedies))
+        now, then = before.step_seconds, found.step_seconds
+        ratio = then.likely / now.likely if now and then else None
+        return Advice(names, how, costs, found, saved, fits, places=self.places_of(remedies), time_ratio=ratio)
 
     def footprint_with(self, places: _Places) -> Footprint:
         """Captured in the way in which the step as it is was, so that the two can be compared."""

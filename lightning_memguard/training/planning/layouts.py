@@ -58,7 +58,7 @@ def fitting_layouts(
     subject: Subject, device: str, limits: Limits | None = None, *, say: Callable[[str], object] = lambda _: None
 ) -> Iterator[Fit]:
     """Find the cheapest way that fits on all devices of a subject, on half of them, and so on, until none fits."""
-    ways = [*ways_to_train(subject, device)]
+    ways = [*shardings_for(subject, device)]
     ranks = subject.devices * subject.nodes
     while ranks:
         on_node = min(ranks, subject.devices)
@@ -91,7 +91,7 @@ def _fit(way: Way, ranks: int, on_node: int, device: str, limits: Limits | None)
 # -- the ways
 
 
-def ways_to_train(subject: Subject, device: str) -> Iterator[Way]:
+def shardings_for(subject: Subject, device: str) -> Iterator[Way]:
     """All that apply to a model, from the one that communicates and computes least."""
     ways = _meshes if is_a(subject.strategy, "ModelParallelStrategy") else _stages
     if not is_a(subject.strategy, "ModelParallelStrategy", "DeepSpeedStrategy"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +19,10 @@ from lightning_memguard.core.capture.predict import Prediction
 from lightning_memguard.core.capture.program import Program, SwapOptimizer
 from lightning_memguard.core.trace.trace import Trace
 from lightning_memguard.errors import CannotTraceError
+from lightning_memguard.training.facts.ranks import attempt
 from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
-from lightning_memguard.training.planning.structure import Structure, code_of
+from lightning_memguard.training.planning.selective import BlockCost, costs_of, degrees, table_for
+from lightning_memguard.training.planning.structure import Blocks, Structure, code_of
 
 _BLOCKS_TRIED = 2  # groups of repeated blocks whose checkpointing is tried
 _FIRST_WITH_BF16 = (8, 0)  # compute capability; older GPUs are given float16
@@ -45,8 +48,11 @@ Family = tuple[Remedy, ...]
 """One remedy, or the degrees of one, from the mildest to the strongest."""
 
 
-def families_for(prediction: Prediction, batch_size: int) -> list[Family]:
-    """All that apply, in the one order: what changes the training least is tried first, and named first."""
+def families_for(prediction: Prediction, batch_size: int, usable_bytes: int | None = None) -> list[Family]:
+    """All that apply, in the one order: what changes the training least is tried first, and named first.
+
+    Where a step does not fit ``usable_bytes``, activation checkpointing has degrees.
+    """
     program = prediction.program
     halves = list(precisions(program))
     if not program.trains:
@@ -56,7 +62,7 @@ def families_for(prediction: Prediction, batch_size: int) -> list[Family]:
     order = (
         *(*_FASTER_OPTIMIZERS, *_bucket_views(program)),
         *(mixed if on_cuda else ()),
-        *_checkpointing(structure, prediction.trace_at(batch_size)),
+        *_degrees_of_checkpointing(structure, prediction, batch_size, usable_bytes),
         *_accumulation(program, batch_size),
         *(() if on_cuda else mixed),  # processors have few kernels for it
         *(_ADAPTIVE_OPTIMIZERS if on_cuda else _ADAPTIVE_OPTIMIZERS[1:]),  # the kernels with 8 bits run on CUDA
@@ -194,7 +200,8 @@ _SGD = _optimizer(
 # -- changes to the module
 
 
-def _checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
+def checkpointing(structure: Structure, trace: Trace | None = None) -> Iterator[Remedy]:
+    """Activation checkpointing of repeated blocks: those that keep most in a trace come first, or else the most."""
     kind, cost = "checkpointing", "each block runs forward twice, once more in the backward pass"
     if structure.switches:
         call = "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
@@ -203,7 +210,7 @@ def _checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
         change = methodcaller("with_change", partial(_switch_on, paths=structure.switches))
         yield Remedy(f"activation checkpointing of {name}", kind, how, cost, change)
         return
-    held = {blocks: blocks.held_bytes(trace) for blocks in structure.blocks}
+    held = {blocks: blocks.held_bytes(trace) if trace else len(blocks.paths) for blocks in structure.blocks}
     for blocks in sorted(filter(held.get, held), key=lambda each: -held[each])[:_BLOCKS_TRIED]:
         how = (
             f"for block in {blocks.how}: "
@@ -213,6 +220,49 @@ def _checkpointing(structure: Structure, trace: Trace) -> Iterator[Remedy]:
         yield Remedy(f"activation checkpointing of {blocks.name}", kind, how, cost, change)
 
 
+def _degrees_of_checkpointing(
+    structure: Structure, prediction: Prediction, batch_size: int, usable_bytes: int | None
+) -> Iterator[Family]:
+    """Checkpointing of all blocks, and if there is a budget, before it of as few as may be enough."""
+    missing = prediction.footprint_at(batch_size).most_device_bytes - (usable_bytes or math.inf)
+    known = attempt(lambda: table_for(prediction.program, batch_size)).value if missing > 0 else None
+    for every in checkpointing(structure, prediction.trace_at(batch_size)):
+        switched = (each for each in structure.blocks if each.switched) if structure.switches else ()
+        fits = [each for each in structure.blocks if each.name == every.name.partition(" of ")[2]] or [*switched]
+        if known is None or not fits:
+            yield (every,)
+            continue
+        blocks = max(fits, key=lambda each: len(each.paths))
+        costs = costs_of(known, blocks.paths)
+        some = (_of_some(structure, blocks, every, chosen, costs) for chosen in degrees(costs, int(missing)))
+        yield (*some, every)
+
+
+def _of_some(
+    structure: Structure, blocks: Blocks, every: Remedy, chosen: Sequence[BlockCost], costs: Sequence[BlockCost]
+) -> Remedy:
+    paths, (kept, flops) = [each.path for each in chosen], (sum(of) for of in list(zip(*costs, strict=True))[1:])
+    count, of_all = len(chosen), len(blocks.paths)
+    again = sum(each.flops for each in chosen) / max(1, flops)
+    left = 1 - sum(each.nbytes for each in chosen) / max(1, kept)
+    others = [path for path in blocks.paths if path not in paths]
+    if structure.switches:
+        how = (
+            f"{every.how}; for block in {blocks.how_for(structure.root, others)}: block.gradient_checkpointing = False"
+        )
+        change = partial(_switch_on, paths=structure.switches, but=tuple(others))
+    else:
+        how = every.how.replace(f"in {blocks.how}:", f"in {blocks.how_for(structure.root, paths)}:")
+        change = partial(checkpoint_blocks, paths=tuple(paths))
+    return Remedy(
+        f"activation checkpointing of {count} of {of_all} blocks",
+        every.kind,
+        f"{how} (or of a compiled module: torch._functorch.config.activation_memory_budget = {left:.2f})",
+        f"{count} of {of_all} blocks run forward twice, {again:.0%} of what all of them compute",
+        methodcaller("with_change", change),
+    )
+
+
 def checkpoint_blocks(module_copy: nn.Module, paths: Sequence[str]) -> None:
     """Compute again in the backward pass what is inside these modules of a copy."""
     for path in paths:
@@ -220,10 +270,13 @@ def checkpoint_blocks(module_copy: nn.Module, paths: Sequence[str]) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _switch_on(module_copy: nn.Module, paths: Sequence[str]) -> None:
+def _switch_on(module_copy: nn.Module, paths: Sequence[str], but: Sequence[str] = ()) -> None:
     for path in paths:
         model: Any = module_copy.get_submodule(path)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for path in but:
+        block: Any = module_copy.get_submodule(path)
+        block.gradient_checkpointing = False
 
 
 def _freezing(structure: Structure) -> Iterator[Remedy]:

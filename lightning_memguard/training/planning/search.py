@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import count, takewhile
 
 from lightning_memguard.core.capture.predict import Prediction, StepFailsError
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
@@ -62,6 +63,29 @@ def largest_that_runs(
             decision = _decide(partial(footprint_at, proven), budget, capped, refused_by)
         return with_retries(decision, proven), proven
     raise failures[0]
+
+
+def smallest_fast(seconds_at: Callable[[int], float], request: Request, largest: int) -> int:
+    """The smallest batch size whose time a sample is within `_ABOUT` of the best up to ``largest``.
+
+    Args:
+        seconds_at: batch size -> seconds of a step.
+        request: the smallest size, and what sizes are multiples of.
+        largest: the largest size.
+    """
+    step, least = request.multiple_of, request.smallest_batch_size
+    sizes = [*takewhile(lambda size: size < largest, (least << power for power in count())), largest]
+    times = {size: seconds_at(size) / size for size in sizes}
+    enough = _ABOUT * min(times.values())
+    good = next(size for size in sizes if times[size] <= enough)
+    slow = max((size for size in sizes if size < good), default=good)
+    while good - slow > step:
+        middle = slow + (good - slow) // (2 * step) * step
+        slow, good = (slow, middle) if seconds_at(middle) / middle <= enough else (middle, good)
+    return good
+
+
+_ABOUT = 1.03
 
 
 def with_retries(decision: Decision, prediction: Prediction) -> Decision:

@@ -13,17 +13,27 @@ from torch import nn
 from lightning_memguard.core.capture.naming import written_path
 from lightning_memguard.core.trace.trace import Trace
 
+_SWITCH = "gradient_checkpointing"  # of a layer of Hugging Face's transformers
 _LISTS = (nn.ModuleList, nn.Sequential)
 _FEW_PATHS = 4  # are all named
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Modules of one class, by path; ``how`` is an expression for all of them."""
+    """Modules of one class, by path; ``how`` is an expression for all of them, ``switched`` if each has a switch."""
 
     name: str
     how: str
     paths: tuple[str, ...]
+    switched: bool = False
+
+    def how_for(self, root: str, paths: Sequence[str]) -> str:
+        """An expression for some of them."""
+        if self.how.startswith(root) and [*self.paths[: len(paths)]] == [*paths]:
+            return f"{self.how}[:{len(paths)}]"
+        if self.how.startswith(root) and [*self.paths[-len(paths) :]] == [*paths]:
+            return f"{self.how}[{-len(paths)}:]"
+        return f"({', '.join(code_of(root, path) for path in paths)},)"
 
     def held_bytes(self, trace: Trace) -> int:
         """Return the bytes kept in these blocks for the backward pass."""
@@ -94,7 +104,7 @@ def _repeated_blocks(module: nn.Module, root: str) -> Iterator[Blocks]:
             yield _siblings(root, path, paths, module.get_submodule(path), kind)
         else:
             how = f"[m for m in {root}.modules() if type(m) is {kind.__name__}]"
-            yield Blocks(f"the {len(paths)} {kind.__name__} modules", how, tuple(paths))
+            yield Blocks(f"the {len(paths)} {kind.__name__} modules", how, tuple(paths), hasattr(kind, _SWITCH))
 
 
 def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kind: type[nn.Module]) -> Blocks:
@@ -109,7 +119,7 @@ def _siblings(root: str, path: str, paths: Sequence[str], parent: nn.Module, kin
         name = written_path(path) or root
     else:
         name = f"the {len(paths)} {kind.__name__} modules of {written_path(path) or root}"
-    return Blocks(name, how, tuple(paths))
+    return Blocks(name, how, tuple(paths), hasattr(kind, _SWITCH))
 
 
 def _is_pretrained(module: nn.Module) -> bool:

@@ -9,17 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from lightning_memguard.core.capture.capture import Captures, trusted_child
-from lightning_memguard.core.capture.predict import Prediction, predict
+from lightning_memguard.core.capture.predict import Prediction, predict, speed_here
 from lightning_memguard.core.decision.decision import Budget, Decision, LimitedBy, Request, decide
 from lightning_memguard.core.replay.alternatives import VARIABLE
 from lightning_memguard.core.replay.footprint import Footprint
 from lightning_memguard.core.replay.learned import Learned
+from lightning_memguard.core.replay.seconds import Speed
 from lightning_memguard.errors import CannotTraceError, MemGuardError
 from lightning_memguard.training.adapter.callbacks import schedules_accumulation
 from lightning_memguard.training.data.loaders import leaves_one, spoiled_by
 from lightning_memguard.training.facts.ranks import Attempt, Ranks, attempt
 from lightning_memguard.training.planning.advise import setting_that_saves
-from lightning_memguard.training.planning.search import largest_that_runs
+from lightning_memguard.training.planning.search import largest_that_runs, smallest_fast
 from lightning_memguard.training.run.guard_settings import GuardSettings
 from lightning_memguard.training.run.profile import Reading, Run, RunProfile, ValidationRun, profile_of
 from lightning_memguard.training.run.progress import SetupLine
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MOST_ROUNDS = 5
+_MEMORY: LimitedBy = "memory"
 
 Choice = tuple[Decision, RunProfile]
 
@@ -79,6 +81,8 @@ class Planner:
         self._reading = known if isinstance(known, Reading) else None
         self._profile = None if isinstance(known, Reading) else known
         self._run: Run = known.run
+        # a child has one thread, and this process none of the child's
+        self._speed = speed_here(self._run.program.gpu) if settings.prefer == "smallest_fast" else None
         self._captures: Captures | None = None
         self._open = ExitStack()
         self._child = trusted_child(self._work, while_waiting=lambda: line.show(self._child.doing))
@@ -129,6 +133,8 @@ class Planner:
     def _chosen(self, terms: _Terms) -> Choice:
         profile = terms.applied_to(self._captured_profile())
         decision, chosen = _choice(profile, self._settings)
+        if profile.request.prefers_fast and decision.footprint:
+            decision, chosen = _fast((decision, chosen), profile, self._settings, self._speed)
         if self._settings.divides and _is_cut(decision, profile.request, self._settings):
             decision, chosen = _divided((decision, chosen), profile, self._settings)
         return decision, chosen.detached()
@@ -141,14 +147,18 @@ def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
         DoesNotFitError: even the smallest size does not fit, on some rank.
         CannotTraceError: the ranks come to no size that runs on all of them.
     """
-    asked = profile
+    asked, limit = profile, _MEMORY
     for _ in range(_MOST_ROUNDS):
         decision, chosen = ranks.agree(planner.choose(asked))
-        sizes = ranks.gather((decision.batch_size, decision.validation_batch_size or 0))
+        proposals = ranks.gather((decision.batch_size, decision.validation_batch_size or 0, decision.limited_by))
+        sizes = [(size, size_val) for size, size_val, _ in proposals]
         least, least_val = min(size for size, _ in sizes), min(size for _, size in sizes)
         if all(size == (least, least_val) for size in sizes):
-            return _with_common_limit(decision, sizes, profile.request), chosen
-        capped = replace(asked.request, max_batch_size=least) if asked.request.free_to_choose else asked.request
+            return _with_common_limit(decision, sizes, profile.request, limit), chosen
+        limit = "time" if (least, "time") in [(size, by) for size, _, by in proposals] else limit
+        capped = asked.request
+        if capped.free_to_choose:
+            capped = replace(capped, max_batch_size=least, prefers_fast=False)
         validation = asked.validation
         if validation is not None and validation.batch_size > least_val > 0:
             validation = replace(validation, batch_size=least_val)
@@ -156,12 +166,38 @@ def choose(profile: RunProfile, ranks: Ranks, planner: Planner) -> Choice:
     raise CannotTraceError(f"the ranks could not agree on a batch size (last proposals: {sizes})")
 
 
-def _with_common_limit(decision: Decision, sizes: list[tuple[int, int]], request: Request) -> Decision:
-    """Correct the limit if another rank set the size: that rank's memory limits it, not ``max_batch_size``."""
+def _with_common_limit(
+    decision: Decision, sizes: list[tuple[int, int]], request: Request, limit: LimitedBy
+) -> Decision:
+    """Correct the limit if another rank set the size: what limited that, not ``max_batch_size``."""
     if len(sizes) == 1 or decision.limited_by != "max_batch_size":
         return decision
     held_back = request.max_batch_size is None or decision.batch_size < request.max_batch_size
-    return replace(decision, limited_by="memory") if held_back else decision
+    return replace(decision, limited_by=limit) if held_back else decision
+
+
+def _fast(largest: Choice, profile: RunProfile, settings: GuardSettings, speed: Speed | None) -> Choice:
+    """Return the choice at the smallest size that is about as fast as any up to this one; else this one, and why."""
+    decision, chosen = largest
+
+    def seconds_at(size: int) -> float | None:
+        timing = chosen.prediction.footprint_at(size).timing
+        step = timing and replace(timing, speed=lambda: speed).step
+        return step.likely if step else None
+
+    known = chosen.prediction.growth is not None and seconds_at(decision.batch_size)
+    if not known:
+        note = 'prefer="smallest_fast" chose the largest size that fits: how long a step takes is not known'
+        footprint = decision.footprint and replace(decision.footprint, notes=(*decision.footprint.notes, note))
+        return replace(decision, footprint=footprint), chosen
+    request = profile.request
+    grown = replace(request, min_batch_size=max(request.min_batch_size, request.batch_size))
+    if grown.smallest_batch_size >= decision.batch_size:
+        return largest
+    size = smallest_fast(lambda size: seconds_at(size) or 0.0, grown, decision.batch_size)
+    if size == decision.batch_size:
+        return largest
+    return _choice(replace(profile, request=replace(request, run_size=size, run_limit="time")), settings)
 
 
 def _choice(profile: RunProfile, settings: GuardSettings) -> Choice:

@@ -90,6 +90,7 @@ class EarlierRuns:
             return
         if abs(measured.peak_bytes - self._stored_bytes) <= _CHANGED * measured.peak_bytes:
             return
+        timed = predicted.timing.step if predicted.timing else None
         store, self.store = self.store, None  # what fails once is not tried again
         store.add(
             Measurement(
@@ -104,6 +105,8 @@ class EarlierRuns:
                 reserved,
                 predicted.parts.get("workspaces", 0),
                 self.setting,
+                timed.likely if timed else 0.0,
+                measured.step_seconds or 0.0,
             )
         )
         self.store, self._stored_bytes = store, measured.peak_bytes

@@ -328,7 +328,7 @@ class GuardedRun:
         """Warn of a batch that is larger than predicted; return what collating it has freed."""
         if self._trim is not None:
             self._trim()
-        self.measuring.at_batch(batch_idx)
+        self.measuring.at_batch(batch_idx, trains=role == "train")
         watch = self._watches.get(role)
         if watch is None:
             return
@@ -411,6 +411,7 @@ class GuardedRun:
         if decision.footprint is None or decision.budget is None:
             return None
         measured, budget = self.measuring.peak_by_part(), decision.budget
+        measured = replace(measured, step_seconds=self.measuring.step_seconds)
         epoch, size = self.trainer.current_epoch, decision.batch_size
         failed, rescued = self._rescued_on_all_ranks()
         bounds = (budget.free_bytes, budget.margin_bytes)
@@ -443,6 +444,7 @@ class GuardedRun:
             measured, last = self.measuring.peak_by_part(), self.records[-1].measured
             if measured.peak_bytes > last.peak_bytes:
                 measured = replace(measured, alloc_retries=last.alloc_retries, ooms=last.ooms)
+                measured = replace(measured, step_seconds=last.step_seconds)
                 self.records[-1] = replace(self.records[-1], measured=measured)
         if self.records and self.trainer.is_global_zero:
             page = self._write_page()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ class Measuring:
         self._children: ChildrenMeter | None = None
         self._gradient_bytes: list[int] = []
         self.between_steps: list[tuple[int, int]] = []
+        self._last: float | None = None  # when the batch before began, if what it takes counts
+        self._times: tuple[float, int] = 0.0, 0  # seconds, and of how many batches
 
     def watch_children(self) -> None:
         """Measure worker processes, too; call it before the sanity check, whose batches stay in shared memory."""
@@ -50,8 +53,12 @@ class Measuring:
             self._host_meter = PeakMeter(torch.device("cpu"))
             self._host_meter.start(0)
 
-    def at_batch(self, batch_idx: int) -> None:
-        """Look at the workers: at their shared memory at each batch, at their pages after 2, 4, 8, ... batches."""
+    def at_batch(self, batch_idx: int, *, trains: bool) -> None:
+        """Look at the clock, and at the workers: their shared memory, and their pages after 2, 4, 8, ... batches."""
+        now, before, (seconds, batches) = time.perf_counter(), self._last, self._times
+        if before is not None and trains and batch_idx:
+            self._times = seconds + now - before, batches + 1
+        self._last = now if trains and batch_idx >= self._trainer.accumulate_grad_batches else None
         if self._children is not None:
             self._children.read_shared()
             if batch_idx > 1 and batch_idx.bit_count() == 1:
@@ -95,8 +102,18 @@ class Measuring:
             return measured
         return replace(measured, peak_bytes=measured.peak_bytes + taken, source=f"{measured.source} and workers")
 
+    @property
+    def step_seconds(self) -> float | None:
+        """The mean time of a step since the last `restart`, from the beginnings of its batches; None if unknown.
+
+        A GPU is not waited for: over many steps, the host cannot begin them faster than they are done.
+        """
+        seconds, batches = self._times
+        return seconds / batches * self._trainer.accumulate_grad_batches if batches else None
+
     def restart(self) -> None:
-        """Forget the peaks so far."""
+        """Forget the peaks and times so far."""
+        self._times = 0.0, 0
         for meter in (self._meter, self._host_meter, self._children):
             if meter is not None:
                 meter.restart()

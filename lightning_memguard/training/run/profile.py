@@ -561,6 +561,7 @@ def _request(
     return replace(
         request,
         free_to_choose=free,
+        prefers_fast=free and settings.prefer == "smallest_fast",
         fixed_because=fixed,
         dataset_limit=limit,
         run_size=run_size,

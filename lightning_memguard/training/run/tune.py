@@ -219,7 +219,8 @@ def recheck(tuning: Tuning, others: Iterable[Callback], module: LightningModule,
     larger = replace(before, footprint=profile.footprint_at(before.batch_size))
     if not profile.request.free_to_choose:
         return replace(tuning, profile=profile, decision=larger)
-    capped = replace(profile, request=replace(profile.request, max_batch_size=before.batch_size))
+    most = replace(profile.request, max_batch_size=before.batch_size, prefers_fast=False)
+    capped = replace(profile, request=most)
     try:
         line = SetupLine(speaks=False, most_seconds=settings.most_setup_seconds)
         with Planner(settings, capped, line) as planner:

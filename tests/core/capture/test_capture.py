@@ -115,7 +115,7 @@ def test_traces_that_were_sent_grow_alike(where: str, n: int) -> None:
 
 def test_what_was_captured_is_not_captured_again(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    monkeypatch.setattr(capture_module, "capture_here", lambda _, size, *rest: ran.append(size) or f"at {size}")
+    monkeypatch.setattr(capture_module, "capture_here", lambda _, size, *rest, **__: ran.append(size) or f"at {size}")
     program = words("cpu")
     with Captures(program) as captures:
         captures.start(program, 4, "fake")

@@ -11,7 +11,9 @@ import pytest
 
 from lightning_memguard.core.decision.record import EpochRecord, Measured
 from lightning_memguard.core.replay.footprint import Footprint, Peak
+from lightning_memguard.core.replay.seconds import Speed, Timing
 from lightning_memguard.core.trace.trace import PARTS
+from lightning_memguard.core.trace.work import Work
 from lightning_memguard.report.decision_table import last_line
 from lightning_memguard.report.figure import picture_of_epoch
 from lightning_memguard.units import GIB, MIB
@@ -93,13 +95,26 @@ def test_bounds_are_logged_where_the_prediction_has_some():
     assert dict(added) == {"memguard/predicted_low_gib": 5.0, "memguard/predicted_high_gib": 7.0}
 
 
+TIMING = Timing((Work("", 0, 6),), lambda: Speed({}, ((0.0, 2.0),), 0.0, (0.5, 2.0)))
+
+
+def test_seconds_are_logged_where_they_were_measured():
+    record = record_of(6 * GIB, 4 * GIB)
+    record = replace(record, predicted=replace(record.predicted, timing=TIMING, seconds_ratio=1.5))
+    assert "memguard/step_seconds" not in record.as_metrics()
+    timed = replace(record, measured=replace(record.measured, step_seconds=4.0))
+    added = dict(timed.as_metrics().items() - record.as_metrics().items())
+    assert added == {"memguard/step_seconds": 4.0, "memguard/predicted_step_seconds": 4.5}
+    assert "4 s a step, predicted 4.5 s; batch size" in last_line([timed])
+
+
 def test_every_key_is_documented_and_every_documented_key_is_written():
     record = record_of(6 * GIB, 4 * GIB)
     bounded = replace(record.predicted, low=Peak(1, 2, 5 * GIB), high=Peak(1, 2, 7 * GIB))
-    record = replace(record, measured=replace(record.measured, alloc_retries=0, host_bytes=0))  # as on a GPU
+    record = replace(record, measured=replace(record.measured, alloc_retries=0, host_bytes=0, step_seconds=2.0))
     written = {
         re.sub(r"/\w+_gib$", "/<part>_gib", key) if key.count("/") == 2 else key
-        for key in replace(record, predicted=bounded).as_metrics()
+        for key in replace(record, predicted=replace(bounded, timing=TIMING)).as_metrics()
     }
     table = (Path(__file__).parents[3] / "docs/logging.md").read_text().partition("| key |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(memguard/[^`]+)`", table)) == written

@@ -44,6 +44,17 @@ def test_what_is_added_is_read(store: Store) -> None:
     assert not [*store.path.parent.iterdir()]
 
 
+def test_a_line_from_before_times_were_stored_is_read(store: Store) -> None:
+    store.add(timed := replace(FIRST, run="b", predicted_step_seconds=2.0, step_seconds=3.0))
+    line = json.loads(store.path.read_text())
+    old = {name: value for name, value in line.items() if not name.endswith("seconds")}
+    store.path.write_text("".join(json.dumps(each) + "\n" for each in ({**old, "run": "a"}, line)))
+    assert store.read() == ([FIRST, timed], 0)
+    assert learned_from([FIRST, timed], "5e9").sightings == (Sighting(64, 1000, 1100, 2, 1.5),)
+    store.path.write_text(json.dumps({**line, "step_seconds": "3"}))
+    assert store.read() == ([], 1)
+
+
 def test_a_later_epoch_of_a_run_replaces_its_earlier_ones(store: Store) -> None:
     store.add(FIRST)
     store.add(replace(FIRST, run="b"))

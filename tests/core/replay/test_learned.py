@@ -6,6 +6,9 @@ import pytest
 
 from lightning_memguard.core.replay.footprint import Footprint, Peak
 from lightning_memguard.core.replay.learned import Learned, Sighting
+from lightning_memguard.core.replay.seconds import Speed, Timing
+from lightning_memguard.core.trace.work import Work
+from lightning_memguard.report.words import step_words
 
 PARTS = {"parameters": 300, "activations": 500, "workspaces": 100}
 
@@ -86,6 +89,16 @@ def test_an_exact_prediction_gets_a_range_once_it_was_measured() -> None:
 @pytest.mark.parametrize("footprint", [predicted(64, method="states"), predicted(64, correction_bytes=5)])
 def test_what_is_partial_or_was_corrected_stays(footprint: Footprint) -> None:
     assert learned(n64=1.1).corrected(footprint) == footprint
+
+
+def test_the_time_of_a_step_is_corrected_by_the_middle_of_those_measured() -> None:
+    known = [Sighting(64, 1200, 1200, 1, ratio) for ratio in (1.5, 1.2, None, 3.0)]
+    timed = predicted(64, timing=Timing((Work("", 0, 100),), lambda: Speed({}, ((0.0, 10.0),), 0.0, (0.5, 2.0))))
+    assert timed.step_seconds == (5.0, 10.0, 20.0)
+    found = Learned("step", tuple(known)).corrected(timed)
+    assert found.step_seconds == (7.5, 15.0, 30.0)
+    assert step_words(found).startswith("7.5 s to 30 s without loading data, corrected by 4 earlier runs on this GPU")
+    assert Learned("step", known[2:3]).corrected(timed).step_seconds == timed.step_seconds
 
 
 def test_nothing_measured_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from lightning_memguard.training.planning import advise as advise_module
 from lightning_memguard.training.planning import remedies as remedies_module
 from lightning_memguard.training.planning.advise import AdviceReport, try_remedies
 from lightning_memguard.training.planning.eight_bit_adam import EightBitAdam
+from lightning_memguard.training.planning.selective import BlockCost, cheapest
 from lightning_memguard.training.planning.subject import trainer_for
 from lightning_memguard.training.run import choose as choose_module
 from lightning_memguard.training.run import tune as tuning_module
@@ -317,6 +319,41 @@ def test_blocks_of_several_stages_are_taken_together_and_their_parts_are_not() -
     of_stages, of_blocks = "activation checkpointing of blocks", "activation checkpointing of the 4 Block modules"
     assert {name for name in offered(program_of(Staged())) if "checkpointing" in name} == {of_stages, of_blocks}
     assert set(by_name(tried(program_of(Staged()), only="checkpointing"))) == {of_blocks}  # the one that saves more
+
+
+def test_as_few_blocks_are_checkpointed_as_make_it_fit_and_that_costs_less_time() -> None:
+    prediction = known(program_of(Stacked()))
+    need = prediction.footprint_at(SIZE).most_device_bytes
+
+    def advised(share: float) -> Advice:
+        every = remedies_module.families_for(prediction, SIZE, int(share * need))
+        families = [family for family in every if family[0].kind == "checkpointing"]
+        with mock.patch.object(advise_module, "families_for", return_value=families):
+            return try_remedies(prediction, SIZE, Budget(need, int(need * share), 0, "given")).advice[0]
+
+    every, some = advised(1.5), advised(0.85)
+    assert every.remedies == ("activation checkpointing of blocks",)  # as it fits already
+    assert some.remedies in [(f"activation checkpointing of {count} of 3 blocks",) for count in (1, 2)]
+    assert some.fits
+    assert "in self.blocks[:" in some.how[0]
+    assert "activation_memory_budget" in some.how[0]
+    assert every.time_ratio
+    assert some.time_ratio
+    assert 1 < some.time_ratio < every.time_ratio
+    assert f"{some.time_ratio - 1:+.0%} time a sample." in text(some)
+
+
+def test_the_blocks_that_save_most_for_least_are_found_by_every_subset() -> None:
+    sizes = ((8, 5), (4, 9), (16, 9), (2, 1), (8, 6), (4, 2))
+    costs = [BlockCost(str(at), *each) for at, each in enumerate(sizes)]
+    subsets = [s for count in range(7) for s in itertools.combinations(costs, count)]
+    for need in (1, 7, 15, 29, 41):
+        enough = [s for s in subsets if sum(each.nbytes for each in s) >= need]
+        found = cheapest(costs, need)
+        assert sum(each.nbytes for each in found) >= need
+        assert sum(each.flops for each in found) == min(sum(each.flops for each in s) for s in enough)
+    assert cheapest(costs, 43) == ()
+    assert [each.path for each in cheapest([BlockCost(name, 8, 8) for name in "abc"], 16)] == ["a", "b"]
 
 
 def test_a_model_with_a_switch_for_checkpointing_is_switched() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_memguard.core.decision.decision import Limits
 from lightning_memguard.training.planning import layouts
-from lightning_memguard.training.planning.layouts import Fit, Way, fitting_layouts, ways_to_train
+from lightning_memguard.training.planning.layouts import Fit, Way, fitting_layouts, shardings_for
 from lightning_memguard.training.planning.plan import plan_on
 from lightning_memguard.training.planning.subject import Subject, subject_of
 from tests.training.planning.test_on_ranks import INSTALLED, Deep
@@ -42,7 +42,7 @@ def on_eight(strategy: object = "fsdp", kind: type[Blocky] = Blocky) -> Subject:
 
 
 def test_ways_of_a_plain_module_are_strategies_of_the_trainer(here: None) -> None:
-    ways = {way.name: way for way in ways_to_train(on_eight(), "T4")}
+    ways = {way.name: way for way in shardings_for(on_eight(), "T4")}
     assert [*ways] == [
         "DDP",
         "FSDP SHARD_GRAD_OP",
@@ -59,7 +59,7 @@ def test_ways_of_a_plain_module_are_strategies_of_the_trainer(here: None) -> Non
 
 def test_ways_of_a_module_that_shards_itself_are_meshes(here: None) -> None:
     subject = on_eight(ModelParallelStrategy(data_parallel_size=8, tensor_parallel_size=1), ShardsItself)
-    ways = [*ways_to_train(subject, "T4")]
+    ways = [*shardings_for(subject, "T4")]
     assert [way.name.removeprefix("ModelParallelStrategy with ") for way in ways] == [
         *("tensor size 1", "tensor size 1 with checkpointing", "tensor size 2", "tensor size 2 with checkpointing"),
         *("tensor size 4", "tensor size 4 with checkpointing"),
@@ -71,7 +71,7 @@ def test_ways_of_a_module_that_shards_itself_are_meshes(here: None) -> None:
 
 @INSTALLED
 def test_ways_of_deepspeed_are_its_stages(here: None) -> None:
-    ways = {way.name: way for way in ways_to_train(on_eight("deepspeed_stage_2"), "T4")}
+    ways = {way.name: way for way in shardings_for(on_eight("deepspeed_stage_2"), "T4")}
     assert [*ways] == [
         *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3 with checkpointing"),
         "deepspeed_stage_3_offload with checkpointing",
@@ -95,7 +95,7 @@ def test_fewer_devices_start_with_the_way_that_more_needed(monkeypatch: pytest.M
         tried.append((way.name, ranks))
         return Fit(ranks, device, way.name, batch_size=3, in_all=3 * ranks) if ranks >= enough[way.name] else None
 
-    monkeypatch.setattr(layouts, "ways_to_train", lambda *_: ways)
+    monkeypatch.setattr(layouts, "shardings_for", lambda *_: ways)
     monkeypatch.setattr(layouts, "_fit", fit)
     found = [*fitting_layouts(on_eight(), "T4")]
     assert [(each.ranks, each.name) for each in found] == [(8, "middle"), (4, "middle"), (2, "large"), (1, "")]
