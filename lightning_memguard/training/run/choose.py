@@ -137,6 +137,9 @@ class Planner:
             decision, chosen = _fast((decision, chosen), profile, self._settings, self._speed)
         if self._settings.divides and _is_cut(decision, profile.request, self._settings):
             decision, chosen = _divided((decision, chosen), profile, self._settings)
+        if self._run.program.gpu is None and self._settings.prefer == "largest" and decision.footprint:
+            # the CPU's speed would have to be measured, in every fit
+            decision = replace(decision, footprint=replace(decision.footprint, timing=None))
         return decision, chosen.detached()
 
 
