@@ -9,6 +9,9 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
+import numpy as np
+
+from lightning_memguard.core.batch.batches import EPOCHS, Epoch
 from lightning_memguard.core.capture.capture import (
     FIRST,
     CaptureFailedError,
@@ -221,7 +224,10 @@ class Prediction:
         if batch_size not in known:
             found = [self._footprint_of(trace) for trace in self._traces_at(batch_size)]
             most = max(found, key=lambda each: each.most_device_bytes)
-            if len(found) > 1:
+            if any(variant.epoch for variant in self.variants) and len(found) > 1:
+                most = sorted(found, key=lambda each: each.most_device_bytes)[len(found) // 2]
+                most = most.widened(*(end for each in found for end in (each.lowest, each.highest)))
+            elif len(found) > 1:
                 most = _with_range(
                     most, found, self._footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
                 )
@@ -499,7 +505,7 @@ def _real(captures: Captures, asked: Prediction, batch_size: int) -> Prediction:
     try:
         traces = [capture(program, sizes[0], "real")]
         seconds = traces[0].seconds
-        if seconds > _MOST_SECONDS:
+        if 2 * seconds > _MOST_SECONDS_AT_LEAST:
             sizes, others = sizes[:1], VARIANTS[1:2] if seconds < _MOST_SECONDS_AT_LEAST else ()
         elif seconds * sizes[-1] > _MOST_SECONDS * sizes[0]:
             sizes, others = sizes[:2], VARIANTS[1:2]
@@ -552,7 +558,8 @@ def _may_run(known: Sequence[Trace], batch_size: int) -> bool:
     if smaller is not largest:  # what a step takes at any size does not grow
         rise = (largest.seconds - smaller.seconds) / (largest.batch_size - smaller.batch_size)
         seconds = min(seconds, largest.seconds + max(0.0, rise) * (batch_size - largest.batch_size))
-    return seconds <= _MOST_SECONDS and _most_alive(extrapolate([smaller, largest], batch_size)) <= _free_bytes()
+    likely = extrapolate([smaller, largest], batch_size).only("point")
+    return seconds <= _MOST_SECONDS and _most_alive(likely) <= _free_bytes()
 
 
 def _free_bytes() -> int:
@@ -585,15 +592,30 @@ def _uneven(stretched: Prediction, batch_size: int) -> Prediction | None:
         times, numbers = stretched.program.uneven_draws(batch_size, _UNEVEN_DRAWS)
         if times <= _CLEARLY:
             return None
+        weights = _weights(stretched, batch_size, numbers)
+        variants = tuple(Variant(1 + place, epoch=Epoch(place, weights)) for place in (0, EPOCHS // 2, EPOCHS - 1))
+        what = f"an epoch, and the range is of {EPOCHS} epochs" if any(weights) else f"{len(_UNEVEN_DRAWS)}"
         note = (
-            f"samples differ in size: predicted for the largest of {len(_UNEVEN_DRAWS)} batches drawn at random; one "
-            f"of the largest sample alone would be {times:.1f} times as large"
+            f"samples differ in size: predicted for the largest batch of {what}, drawn at random; one of the largest "
+            f"sample alone would be {times:.1f} times as large"
         )
-        found = _by_variants(stretched, tuple(map(Variant, numbers)), note)
+        found = _by_variants(stretched, variants if any(weights) else tuple(map(Variant, numbers)), note)
         found.trace_at(batch_size)
     except Exception:  # noqa: BLE001 - the user's collate function may raise anything
         return None
     return found
+
+
+def _weights(stretched: Prediction, batch_size: int, draws: Sequence[int]) -> tuple[float, float]:
+    """Fit how a step's memory grows with a batch's `measures`: on batches of the largest sample, and on some draws."""
+    known = [(stretched.program.measures(size, 0), trace) for size, trace in stretched.traces.items()]
+    for draw in draws:
+        trace = capture(stretched.program, batch_size, stretched.method, Variant(draw))
+        known.append((stretched.program.measures(batch_size, draw), trace))
+    rows = np.array([(1, *measures) for measures, _ in known], dtype=float)
+    scales = rows.max(0).clip(1)
+    found = np.linalg.lstsq(rows / scales, np.array([_most_alive(trace) for _, trace in known]))[0] / scales
+    return max(0.0, float(found[1])), max(0.0, float(found[2]))
 
 
 def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Prediction | None:

@@ -113,6 +113,14 @@ class LightningStep(Program):
     def trains(self) -> bool:
         return self.stage == "fit"
 
+    @override
+    def steps_of_epoch(self, batch_size: int) -> int | None:
+        count = self.batches_per_epoch(batch_size) if self.batches_per_epoch and self.trains else None
+        limit = self.trainer.limit_train_batches
+        if count is None:
+            return None
+        return max(1, int(count * limit) if isinstance(limit, float) else min(count, limit))
+
 
 class Shadow:
     """A shadow Trainer for a program, and the callback in it that marks the phases of its steps.
