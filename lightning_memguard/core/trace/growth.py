@@ -164,7 +164,8 @@ def extrapolate(traces: Sequence[Trace], batch_size: int) -> Trace:
         else:
             by_case = zip(CASES, sorted((likely, other, likely)), strict=True)
             events += [event._replace(nbytes=nbytes, case=case) for case, nbytes in by_case]
-    return replace(largest, batch_size=batch_size, events=tuple(events), kernels=(), scratch_spans=(), batch=None, seconds=0.0)
+    unlike = {"kernels": (), "scratch_spans": (), "batch": None, "seconds": 0.0}
+    return replace(largest, batch_size=batch_size, events=tuple(events), **unlike)  # type: ignore[arg-type]
 
 
 _Request = tuple[object, ...]
