@@ -29,6 +29,7 @@ from lightning_memguard.core.replay.footprint import Footprint, Peak, footprint
 from lightning_memguard.core.replay.learned import Learned
 from lightning_memguard.core.replay.settings import AllocatorSettings
 from lightning_memguard.core.simulation.compiled import NOTE
+from lightning_memguard.core.simulation.value_sizes import ASSUMED, LEAST
 from lightning_memguard.core.trace.growth import Growth, extrapolate, grow
 from lightning_memguard.core.trace.packed import PackedGrowth, PackedTraces
 from lightning_memguard.core.trace.signature import SIGNED_SIZE, signature_of
@@ -224,7 +225,7 @@ class Prediction:
         if batch_size not in known:
             found = [self._footprint_of(trace) for trace in self._traces_at(batch_size)]
             most = max(found, key=lambda each: each.most_device_bytes)
-            if any(variant.epoch for variant in self.variants) and len(found) > 1:
+            if any(variant.epoch or variant.shares == LEAST for variant in self.variants) and len(found) > 1:
                 most = sorted(found, key=lambda each: each.most_device_bytes)[len(found) // 2]
                 most = most.widened(*(end for each in found for end in (each.lowest, each.highest)))
             elif len(found) > 1:
@@ -459,7 +460,9 @@ def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Predic
                 with contextlib.suppress(CannotTraceError):
                     return _real(captures, asked, batch_size)
             found = _uneven(found, batch_size) or found
-            return (_sampled(captures, found, batch_size) or found) if method == "worst-case" else found
+            if method == "worst-case":
+                return _sampled(captures, found, batch_size) or _with_least(found, batch_size)
+            return found
     try:
         states = capture(program, batch_size, "states")
     except CaptureFailedError as error:
@@ -649,6 +652,18 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
     except CannotTraceError:
         return None
     return sampled if most.highest.allocated_bytes > _CLEARLY * found.peak_allocated_bytes else None
+
+
+def _with_least(worst: Prediction, batch_size: int) -> Prediction:
+    """Predict an upper bound with its lower end: results that depend on values, as small as they can be."""
+    if worst.variants or not worst.growth or not any(ASSUMED in note for note in worst.trace_at(batch_size).notes):
+        return worst
+    both = _by_variants(worst, (FIRST, Variant(shares=LEAST)), "at least as with the smallest results of these")
+    try:
+        found = both.footprint_at(batch_size)
+    except CannotTraceError:  # such as a step that fails without elements
+        return worst
+    return both if found.low != found.high else worst
 
 
 def _by_variants(known: Prediction, variants: tuple[Variant, ...], note: str) -> Prediction:

@@ -116,10 +116,11 @@ class LightningStep(Program):
     @override
     def steps_of_epoch(self, batch_size: int) -> int | None:
         count = self.batches_per_epoch(batch_size) if self.batches_per_epoch and self.trains else None
-        limit = self.trainer.limit_train_batches
         if count is None:
             return None
-        return max(1, int(count * limit) if isinstance(limit, float) else min(count, limit))
+        limit, most = self.trainer.limit_train_batches, self.trainer.max_steps * self.trainer.accumulate_grad_batches
+        count = int(count * limit) if isinstance(limit, float) else min(count, limit)
+        return max(1, min(count, most) if most > 0 else count)
 
 
 class Shadow:
