@@ -79,6 +79,7 @@ class Prediction:
         variants: the captures at each size, if memory depends on values; the largest is in ``traces``.
         others: the traces of the other variants, by batch size.
         ceiling: the largest possible memory, if that is known too.
+        floor: the least possible memory, if ``growth`` is the largest.
         unfrozen: the step that trains all parameters, if frozen ones may be trained later.
         kinds: if the data sets the sizes of its batches, shapes and bytes of those captured.
         kind: the place among them of the one that is predicted, as it takes the most.
@@ -102,6 +103,7 @@ class Prediction:
     variants: tuple[Variant, ...] = ()
     others: Mapping[int, tuple[Trace, ...]] = field(default_factory=dict)
     ceiling: Growth | PackedGrowth | None = None
+    floor: Growth | PackedGrowth | None = None
     unfrozen: Prediction | None = None
     kinds: tuple[tuple[Shapes, int], ...] = ()
     kind: int = 0
@@ -115,11 +117,12 @@ class Prediction:
 
     def packed(self) -> Prediction:
         """Return the prediction in little memory, slower to ask, without captures that the growth reproduces."""
-        growth, ceiling = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in (self.growth, self.ceiling))
+        all_growth = self.growth, self.ceiling, self.floor
+        growth, ceiling, floor = (PackedGrowth.of(g) if isinstance(g, Growth) else g for g in all_growth)
         traces, others = ({}, {}) if growth else (dict(self.traces), dict(self.others))
         for size, known in {} if growth else self._known_traces.items():
             traces[size], others[size] = known[0], known[1:]
-        packed = replace(self, growth=growth, ceiling=ceiling, compiled=PackedTraces(self.compiled))
+        packed = replace(self, growth=growth, ceiling=ceiling, floor=floor, compiled=PackedTraces(self.compiled))
         unfrozen = self.unfrozen.packed() if self.unfrozen else None
         return replace(packed, traces=PackedTraces(traces), others=PackedTraces(others), unfrozen=unfrozen)
 
@@ -225,13 +228,15 @@ class Prediction:
         if batch_size not in known:
             found = [self._footprint_of(trace) for trace in self._traces_at(batch_size)]
             most = max(found, key=lambda each: each.most_device_bytes)
-            if any(variant.epoch or variant.shares == LEAST for variant in self.variants) and len(found) > 1:
+            if any(variant.epoch for variant in self.variants) and len(found) > 1:
                 most = sorted(found, key=lambda each: each.most_device_bytes)[len(found) // 2]
                 most = most.widened(*(end for each in found for end in (each.lowest, each.highest)))
             elif len(found) > 1:
                 most = _with_range(
                     most, found, self._footprint_of(self.ceiling.at(batch_size)) if self.ceiling else None
                 )
+            least = self._footprint_of(self.floor.at(batch_size)).lowest if self.floor else most.lowest
+            most = most.widened(least) if least.allocated_bytes < most.lowest.allocated_bytes else most
             if batch_size in self.guessed or (self.stopped and batch_size not in self._captured):
                 most = self._with_doubt(most)
             if self.stopped and self._is_of_one_draw:
@@ -260,7 +265,7 @@ class Prediction:
         times = max(1.0, guessed.batch_size / near)
         grown = self.footprint_at(near)
         of_batch = grown.peak_allocated_bytes - sum(grown.parts[part] for part in _STATIC)
-        more = grown.peak_allocated_bytes + int(of_batch * (times**2 - 1)) - guessed.peak_allocated_bytes
+        more = grown.peak_allocated_bytes + int(of_batch * (times**2 - 1)) - guessed.highest.allocated_bytes
         note = f"not captured at this size: at most as if what belongs to the batch grew with its square from {near}"
         return guessed.widened(guessed.highest.plus(max(0, more)), note=note)
 
@@ -461,7 +466,7 @@ def _predicted(captures: Captures, asked: Prediction, batch_size: int) -> Predic
                     return _real(captures, asked, batch_size)
             found = _uneven(found, batch_size) or found
             if method == "worst-case":
-                return _sampled(captures, found, batch_size) or _with_least(found, batch_size)
+                return _sampled(captures, found, batch_size) or _with_least(captures, found)
             return found
     try:
         states = capture(program, batch_size, "states")
@@ -654,16 +659,15 @@ def _sampled(captures: Captures, worst: Prediction, batch_size: int) -> Predicti
     return sampled if most.highest.allocated_bytes > _CLEARLY * found.peak_allocated_bytes else None
 
 
-def _with_least(worst: Prediction, batch_size: int) -> Prediction:
+def _with_least(captures: Captures, worst: Prediction) -> Prediction:
     """Predict an upper bound with its lower end: results that depend on values, as small as they can be."""
-    if worst.variants or not worst.growth or not any(ASSUMED in note for note in worst.trace_at(batch_size).notes):
-        return worst
-    both = _by_variants(worst, (FIRST, Variant(shares=LEAST)), "at least as with the smallest results of these")
-    try:
-        found = both.footprint_at(batch_size)
-    except CannotTraceError:  # such as a step that fails without elements
-        return worst
-    return both if found.low != found.high else worst
+    sizes, smallest = worst.growth.sizes if worst.growth else (), Variant(shares=LEAST)
+    if any(ASSUMED in note for trace in worst.traces.values() for note in trace.notes):
+        for size in sizes:
+            captures.start(worst.program, size, "worst-case", smallest)
+        with contextlib.suppress(CannotTraceError):  # it may fail without elements
+            return replace(worst, floor=grow([capture(worst.program, n, "worst-case", smallest) for n in sizes]))
+    return worst
 
 
 def _by_variants(known: Prediction, variants: tuple[Variant, ...], note: str) -> Prediction:

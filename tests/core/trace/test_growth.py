@@ -377,6 +377,7 @@ def test_what_belongs_to_the_batch_is_drawn_on_by_a_line_and_the_rest_stays():
         return Trace(batch_size, "cpu", "real", (*events, Event("free", 1, scratch, "workspaces", "optimizer")))
 
     small, large = ran(2, 40, scratch=90), ran(4, 30, 30, scratch=100)
+
     def drawn_on(traces: list[Trace], batch_size: int) -> dict[str, list[int]]:
         return {case: sizes_of(extrapolate(traces, batch_size).only(case)) for case in CASES}
 
