@@ -107,7 +107,7 @@ class KernelScratch:
             self._scratch(scratch, None, name)
         inside, self.inside = self.inside or mkldnn_lstm.scratch_bytes(func, args, kwargs), 0
         if asked.is_asked(func) and isinstance(self.target, CpuTarget):
-            inside = asked.scratch_bytes(func, args, kwargs)
+            inside = asked.scratch_bytes(func, args, kwargs) or 0
         if inside:  # it grows with the batch size as the results do
             storages.add_row("free", storages.take(inside, name, "workspaces"), name)
 

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def _asked(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def _run(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Run an operator under torch's profiler, which sees each block."""
-    profiler, autograd = torch._C._profiler, torch._C._autograd
+    profiler, autograd = torch._C._profiler, cast("Any", torch._C._autograd)
     options = False, True, False, False, False, profiler._ExperimentalConfig()  # with memory
     with no_dispatch(), torch._C._AutoDispatchBelowAutograd():
         args, kwargs = tree_map(_zeros, (args, kwargs))

@@ -57,9 +57,9 @@ class ValueNeededError(CannotTraceError):
 
 
 def _unknown(operation: Callable[..., float]) -> Callable[..., UnknownFloat]:
-    def apply(*operands: float) -> UnknownFloat:
+    def apply(*operands: Any) -> UnknownFloat:
         if isinstance(operands[-1], Tensor):
-            return NotImplemented  # which it does itself
+            return NotImplemented  # a tensor does it itself
         return UnknownFloat(operation(*map(float, operands)))
 
     return apply

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -164,6 +165,30 @@ def test_a_mask_is_given_its_worst_case_and_a_note_says_so():
     assert found.notes == ("aten.index.Tensor was assumed to return its largest result",)
     assert found.low is not None
     assert found.low.allocated_bytes == found.peak_allocated_bytes - 99 * 32, "no rows"
+
+
+def refuses(x: torch.Tensor) -> torch.Tensor:
+    if x.max() > 3:
+        raise ValueError(f"{x} is too large")
+    if not (x < 5).all():
+        raise ValueError
+    if torch.isnan(x).any():
+        warnings.warn("a value is NaN", stacklevel=1)
+    return x
+
+
+def may_refuse_or_double(x: torch.Tensor) -> torch.Tensor:
+    if x.max() > 3:
+        if len(x) > 9:
+            raise ValueError
+        x = x * 2
+    return x
+
+
+@pytest.mark.parametrize(("reads", "method"), [(refuses, "fake"), (may_refuse_or_double, "real")])
+def test_what_a_step_only_refuses_needs_no_values(reads, method):
+    """A training goes on where its arguments are valid."""
+    assert predicted(lambda model, x: plain(model, reads(x))).method == method
 
 
 def test_the_worst_case_of_a_mask_is_what_a_mask_of_ones_really_takes():
