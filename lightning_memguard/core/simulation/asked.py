@@ -74,7 +74,9 @@ def _run(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> in
         results = func(*args, **kwargs)
         threads = autograd._disable_profiler_legacy(autograd._ProfilerDisableOptions(True, True))
         del results
-    blocks = [event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"]
+    blocks: list[int] = [
+        event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"
+    ]
     return max(0, *accumulate(blocks)) - sum(blocks)
 
 

@@ -56,8 +56,8 @@ class ValueNeededError(CannotTraceError):
     """The step depends on a value, and a fake tensor has none."""
 
 
-def _unknown(operation: Callable[..., float]) -> Callable[..., UnknownFloat]:
-    def apply(*operands: Any) -> UnknownFloat:
+def _unknown(operation: Callable[..., float]) -> Callable[..., Any]:
+    def apply(*operands: Any) -> Any:
         if isinstance(operands[-1], Tensor):
             return NotImplemented  # a tensor does it itself
         return UnknownFloat(operation(*map(float, operands)))
